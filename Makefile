@@ -8,13 +8,16 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Where the environment forbids bytecode, workers and programs under test compile all of quire again, each for itself.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: bench test test-portable test-vllm lint check format static gpu docs clean
+.PHONY: bench test test-long test-portable test-vllm lint check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
 
 test: $(STAMP)  ## all tests that need no GPU
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-long: $(STAMP)  ## random runs at their full length; `make test` does a part of each
+	$(BYTECODE) QUIRE_LONG_TESTS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m long $(ARGS)
 
 # Tests that compare numbers, but for the longest, with the instructions of the oldest processors: their sums have another order.
 PORTABLE := tests/test_budgets.py tests/kernels/attention/test_attention.py tests/kernels/cache_write/test_write_and_merge.py tests/kernels/compressed/test_compressed.py \

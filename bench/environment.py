@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from quire.kernels import write_kv
+from quire.kernels.common.launching import arch_of
 from quire.models.command import Parser, output_file, program
 from quire.models.device import find_device
 
@@ -58,7 +59,7 @@ def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]
         properties = torch.cuda.get_device_properties(device)
         free, total = torch.cuda.mem_get_info(device)
         result["gpu"] = {
-            "arch": properties.major * 10 + properties.minor,
+            "arch": arch_of(device).name,
             "num_sms": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
             "free_bytes": free,

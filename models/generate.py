@@ -5,9 +5,12 @@
     echo "Once upon a time" | python -m models.generate --model DIR --stats
     python -m models.generate --model DIR --chat --system "Answer in one sentence."
 
+    python -m models.generate --model DIR --tensor-parallel-size 2 --prompt "Once upon a time"
+    torchrun --nproc-per-node 2 -m models.generate --model DIR --prompt "Once upon a time"
+
 DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One
 prompt is answered as a stream; several (--prompt again) are generated together and printed in
-order. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for the step that
+order. Of several ranks, the first reads prompts and prints. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for the step that
 runs; pressed again, it does not.
 
 Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130
@@ -26,6 +29,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,10 +40,13 @@ from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, pr
 from .engine.config import IMPLS
 from .engine.engine import EngineConfig
 from .engine.memory import KV_CACHE_DTYPES
-from .engine.request import MAX_SAMPLES, RequestError, SamplingParams
+from .engine.outputs import RequestError
+from .engine.request import MAX_SAMPLES, SamplingParams
 from .engine.speculative import Drafter
 from .llm import DRAFTERS, LLM
 from .loading.weights import DTYPES
+from .parallel.launch import launched
+from .parallel.shard import MAX_SIZE
 
 
 @program
@@ -51,13 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args)
         torch.set_num_threads(args.threads)
         _params(args, SamplingParams())  # what is out of range is said before weights are read
-        prompts = [] if args.chat else _prompts(args)
+        size, rank = launched()
+        prompts = [] if args.chat or rank else _prompts(args)
         if args.chat and Path(args.model).is_dir():
             ChatTemplate.of_directory(Path(args.model))
         llm = LLM(
             args.model,
-            engine=_settings(args),
-            drafter=_drafter(args) if args.speculate else None,
+            engine=replace(
+                _settings(args),
+                tensor_parallel_size=args.tensor_parallel_size or size,
+                context_parallel_size=args.context_parallel_size,
+            ),
+            drafter=partial(_drafter, args.drafter, args.speculate) if args.speculate else None,
             device=args.device,
             dtype=args.dtype,
             seed=args.model_seed,
@@ -226,8 +238,8 @@ def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams
     )
 
 
-def _drafter(args: argparse.Namespace) -> Callable[[nn.Module], Drafter]:
-    return lambda model: DRAFTERS[args.drafter or "ngram"](model, args.speculate)
+def _drafter(name: str | None, draft_tokens: int, model: nn.Module) -> Drafter:
+    return DRAFTERS[name or "ngram"](model, draft_tokens)
 
 
 def _settings(args: argparse.Namespace) -> EngineConfig:
@@ -329,6 +341,19 @@ def _parser() -> Parser:
         type=integer(),
         metavar="N",
         help="longest sequence; default: what model and pool allow",
+    )
+    add(
+        "--tensor-parallel-size",
+        type=integer(most=MAX_SIZE),
+        metavar="N",
+        help="ranks with a part of the model each; default: those of torchrun, else 1",
+    )
+    add(
+        "--context-parallel-size",
+        type=integer(most=MAX_SIZE),
+        default=1,
+        metavar="N",
+        help="ranks that share the context: 1 (default), or all",
     )
     add(
         "--max-num-seqs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,12 +27,18 @@ from .device import find_device
 from .engine.engine import Engine, EngineConfig
 from .engine.interrupts import interrupts_wait
 from .engine.memory import free_memory, weight_bytes
-from .engine.request import OutputDelta, RequestError, RequestOutput, SamplingParams
+from .engine.outputs import OutputDelta, RequestError, RequestOutput
+from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
+from .parallel.group import Group
+from .parallel.lockstep import engine_of_ranks, expect_lockstep
+from .parallel.shard import shard_config
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from .transfer.run import HandedOff
+from .transfer.store import Store
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -48,7 +55,11 @@ class LLM:
 
     Args:
         model: a named configuration (random weights), a Hugging Face directory, or a built model.
-        engine: settings; default `EngineConfig()`.
+        engine: settings; default `EngineConfig()`. With `EngineConfig.tensor_parallel_size` above 1,
+            and a name or a directory as model, this process is rank 0 and starts the others. Where
+            ``torchrun`` or the caller's own use of torch.distributed has started them, all of them
+            make the same `LLM`: that of rank 0 is used, and in the others this call does not
+            return; it ends the process when rank 0's `LLM` is closed.
         drafter: speculates (`quire.models.engine.speculative`), or a function that makes it from
             the model; None = no speculation.
         device: default: the GPU if there is one.
@@ -79,6 +90,9 @@ class LLM:
         built, configs = isinstance(model, nn.Module), named_configs()
         if built and (device is not None or dtype is not None):
             raise ValueError("device, dtype: expected None with a built model, which has its own")
+        settings = engine or EngineConfig()
+        given = {"model": model, "engine": engine, "drafter": drafter, "device": device}
+        given |= {"dtype": dtype, "seed": seed}
         device = None if built else find_device(device)
         dtype = None if dtype is None else find_dtype(dtype)
         self._directory: Path | None = None
@@ -97,20 +111,39 @@ class LLM:
         # What may be wrong with small files is said before weights are read.
         self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
-        if built:
-            self.model = model
-        elif self._directory is not None:
-            self.model = load_model(self._directory, device=device, dtype=dtype)
-        else:
-            dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-            expect_room(config, device, dtype)
-            self.model = random_model(config, seed=seed, device=device, dtype=dtype)
-        if callable(drafter):
-            drafter = drafter(self.model)
-        self.engine = Engine(self.model, engine, tokenizer=self.tokenizer, drafter=drafter)
         self._streams: dict[str, deque[OutputDelta]] = {}
         # Of the prompts of calls of `generate` that run: outputs by sample.
         self._outputs: dict[str, dict[int, RequestOutput]] = {}
+
+        def build(group: Group | None = None) -> nn.Module:
+            if built:
+                return model
+            place = device if group is None else group.device
+            if self._directory is not None:
+                return load_model(self._directory, device=place, dtype=dtype, group=group)
+            kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+            expect_room(config, place, kind)
+            return random_model(config, seed=seed, device=place, dtype=kind, group=group)
+
+        if settings.tensor_parallel_size > 1:
+            if built:
+                raise ValueError("tensor_parallel_size: expected 1 with a built model")
+            # What does not fit is said before any process starts.
+            expect_lockstep(settings)
+            split = settings.context_parallel_size > 1
+            shard_config(config, settings.tensor_parallel_size, split_context=split)
+            self.engine = engine_of_ranks(
+                build, settings, tokenizer=self.tokenizer, drafter=drafter,
+                device=given["device"], work=given,
+            )  # fmt: skip
+            # Others end with this object, or the process.
+            weakref.finalize(self, self.engine.close)
+        else:
+            self.engine = Engine(
+                loaded := build(), settings, tokenizer=self.tokenizer,
+                drafter=drafter(loaded) if callable(drafter) else drafter,
+            )  # fmt: skip
+        self.model = self.engine.model
 
     def generate(
         self,
@@ -185,6 +218,14 @@ class LLM:
     def hint(self, prompt: str | Sequence[int], intent: Intent, **options: Any) -> Answer:
         """Says what the caller intends with a prefix, as `Engine.hint`."""
         return self.engine.hint(self._encode(prompt), intent, **options)
+
+    def export_prefix(self, prompt: str | Sequence[int], store: Store, **options: Any) -> HandedOff:
+        """Hands what is cached of a prompt to other engines, as `Engine.export_prefix`."""
+        return self.engine.export_prefix(self._encode(prompt), store, **options)
+
+    def import_prefix(self, prompt: str | Sequence[int], store: Store, **options: Any) -> HandedOff:
+        """Takes in what another engine has computed of a prompt, as `Engine.import_prefix`."""
+        return self.engine.import_prefix(self._encode(prompt), store, **options)
 
     def close(self) -> None:
         """Writes what is cached to `EngineConfig.disk_cache`, and gives the folder free.

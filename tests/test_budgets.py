@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from quire.bench.common.bounds import UNIT, allowed, bounded, bounding, gamma, rounded
+from quire.bench.common.bounds import (
+    EXP_UNITS,
+    TILE,
+    UNIT,
+    allowed,
+    bounded,
+    bounding,
+    gamma,
+    rounded,
+)
 from tests.support.helpers import (
     AttentionCase,
     assert_within_budget,
@@ -83,6 +92,48 @@ def test_sums_and_products_are_within_their_bounds():
         got = shuffled_sum((a.float().T[:, :, None] * b.float()[:, None]), seed)
         assert_within_budget("product", got, product)
     assert product.error.max() < gamma(70) * 1.01 * 70 * a.abs().max() * b.abs().max()
+
+
+def worst_sum(logits, values, signs, by):
+    """Sum of exp(logit - maximum) * value in tiles, one key after another, as a machine has it whose every operation errs by as much as a right one may.
+
+    Args:
+        logits, values: [n] float64; values are 0 or 1, whose products are exact.
+        signs: [n] which way each logit, times log2(e), and its exponential err.
+        by: which way products and sums err; exponentials of rescalings err downwards.
+    """
+    logits = logits + signs * UNIT * logits.abs()
+    total, highest = 0.0, -math.inf
+    parts = (x.split(TILE) for x in (logits, values, signs))
+    for tile, value, sign in zip(*parts, strict=True):
+        before, highest = highest, max(highest, tile.max().item())
+        total *= math.exp(before - highest) * (1 - EXP_UNITS * UNIT) * (1 + by * UNIT)
+        weights = torch.exp(tile - highest) * (1 + sign * EXP_UNITS * UNIT)
+        for term in (weights * value).tolist():
+            total = (total + term) * (1 + by * UNIT)
+    return total, highest
+
+
+@pytest.mark.parametrize(("count", "size"), [(4096, 0.0), (64, 300.0)])
+def test_softmax_by_the_worst_of_right_machines_is_within_its_bounds(count, size):
+    """With many keys, whose sums lose most, and with large logits, whose products with log2(e) do."""
+    logits = size + torch.linspace(
+        0, 1e-3, count, dtype=torch.float64
+    )  # each tile has a new maximum
+    ones, mine = torch.ones_like(logits), (torch.arange(count) % 8 == 0).double()
+    with bounding():
+        weights, lse = torch.softmax(logits, 0), torch.logsumexp(logits, 0)
+        out = weights @ mine
+    above, _ = worst_sum(logits, mine, 1 - 2 * mine, -1)
+    below, _ = worst_sum(logits, ones, 1 - 2 * mine, 1)
+    low, top = worst_sum(logits, ones, -ones, -1)
+    reached = []
+    for exact, found in ((out, above / below), (lse, top + math.log(low))):
+        error = (exact.value - found).abs()
+        assert error <= exact.error
+        reached.append((error / exact.error).item())
+    # Rescalings lose less than the margin of the sum, which no order of it uses up: none is missed where they are not counted.
+    assert max(reached) > 0.05, f"the bounds are {1 / max(reached):.3g} times what was reached"
 
 
 def test_errors_of_operands_reach_results():

@@ -30,11 +30,9 @@ MODULES = {
 }
 PROGRAMS = list(MODULES)
 
-# One whose output is written when it ends, and one that writes it at once (and needs no torch, which takes long to load).
-PRINTING = [
-    ["models.deepseek_v4.memory"],
-    ["bench.replay", "--quiet", "--limit", "3", "--preset", "llama-like", "--pool", "100%"],
-]
+# One whose output is written when it ends, and one that writes it at once: when asked to flush, or as Python is told to.
+REPLAY = ["bench.replay", "--quiet", "--limit", "3", "--preset", "llama-like", "--pool", "100%"]
+PRINTING = [(["models.deepseek_v4.memory"], ""), (REPLAY, ""), (REPLAY, "1")]
 
 # Says when a module is about to be imported, and then gives the test all the time to send a signal.
 STOP = """
@@ -59,7 +57,7 @@ sys.meta_path.insert(0, Stop())
 
 def test_the_programs_are_found():
     assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
-    assert len(PROGRAMS) == 14
+    assert len(PROGRAMS) == 16
 
 
 def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
@@ -108,7 +106,7 @@ def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
 
 def test_ctrl_c_ends_workers_without_a_word(tmp_path):
     pytest.importorskip("triton")
-    arguments = ["bench.static", "--only", "write", "--arch", "90", "--jobs", "2", "--fresh"]
+    arguments = ["bench.static", "--only", "write", "--arch", "sm_90", "--jobs", "2", "--fresh"]
     assert interrupted(tmp_path, arguments, "torch", worker=True) == (130, b"interrupted\n")
 
 
@@ -141,8 +139,7 @@ def test_where_sigint_is_ignored_it_stays_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", PRINTING)
+@pytest.mark.parametrize(("arguments", "unbuffered"), PRINTING)
 def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
@@ -152,8 +149,7 @@ def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device\n")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", PRINTING)
+@pytest.mark.parametrize(("arguments", "unbuffered"), PRINTING)
 def test_output_that_nobody_reads_is_status_141_without_a_word(arguments, unbuffered):
     reader, writer = os.pipe()
     os.close(reader)
@@ -202,17 +198,19 @@ NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
 # Ints whose least value is not 1, and numbers that may be 0; by program too where programs differ.
 LEAST = {
     "seed": 0, "models.generate seed": -(2**63), "model_seed": 0, "top_k": 0, "models.generate speculate": 0, "bench.kvcore repeats": 0,
-    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "bench.gpu seconds": 1,
+    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "bench.gpu seconds": 1, "prompt_tokens": 2,
+    "bench.prefill_decode tensor_parallel_size": 2,
 }  # fmt: skip
 # Of what takes memory for each.
 MOST = {
     "num_pages": 2**24, "max_num_batched_tokens": 2**20, "context": 2**20, "draft_tokens": 128, "models.generate speculate": 128,
-    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "jobs": 1024, "compile": 1024, "n": 16_384,
+    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "prompt_tokens": 2**20, "bench.handoff max_tokens": 2**20, "jobs": 1024, "compile": 1024, "n": 16_384,
+    "tensor_parallel_size": 1024, "context_parallel_size": 1024,
 }  # fmt: skip
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "disk_cache", "host", "disk",
+    "baseline", "unpack", "target", "retention", "disk_cache", "host", "disk", "models", "listen",
 }  # fmt: skip
 
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = {
@@ -36,57 +34,21 @@ WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"
 ]
 
-# A process of its own for each page, forked from one that has loaded torch: to load it takes longer than most pages.
-DRIVER = """
-import contextlib, io, json, os, sys, traceback
-import torch
-
-def run(blocks, cwd):
-    os.chdir(cwd)
-    names, printed = {"__name__": "__main__"}, []
-    for code in blocks:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            exec(compile(code, "block %d" % (len(printed) + 1), "exec"), names)
-        printed.append(out.getvalue())
-    return printed
-
-for line in sys.stdin:
-    blocks, cwd, result = json.loads(line)
-    child = os.fork()
-    if not child:
-        try:
-            said = {"printed": run(blocks, cwd)}
-        except BaseException:
-            said = {"error": traceback.format_exc()}
-        with open(result, "w") as file:
-            json.dump(said, file)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    print(status, flush=True)
+RUN_BLOCKS = """
+import contextlib, io, json, sys
+names, printed = {"__name__": "__main__"}, []
+for code in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "block %d" % (len(printed) + 1), "exec"), names)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
 """
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory) -> Iterator[subprocess.Popen[str]]:
-    """A process outside of the checkout that runs `DRIVER`."""
-    with subprocess.Popen(
-        [sys.executable, "-c", DRIVER],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path_factory.mktemp("forks"),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
-        yield process
-        process.stdin.close()
-
-
-def printed_by(forks: subprocess.Popen[str], blocks: list[str], cwd: Path) -> list[str]:
+def printed_by(blocks: list[str], cwd: Path) -> list[str]:
     """What each block prints, run one after another in one process outside of the checkout."""
-    result = cwd.with_name(f"{cwd.name}.json")
-    print(json.dumps([blocks, str(cwd), str(result)]), file=forks.stdin, flush=True)
-    assert forks.stdout.readline() == "0\n"
-    said = json.loads(result.read_text())
-    assert "error" not in said, said["error"]
-    return said["printed"]
+    return json.loads(printed(RUN_BLOCKS, cwd=cwd, input=json.dumps(blocks)))
 
 
 def blocks_of(text: str) -> list[tuple[str, str, bool]]:
@@ -99,10 +61,9 @@ def blocks_of(text: str) -> list[tuple[str, str, bool]]:
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
-def test_code_of_a_page_runs_and_prints_what_stands_below_it(name, forks, tmp_path):
+def test_code_of_a_page_runs_and_prints_what_stands_below_it(name, tmp_path):
     blocks = blocks_of(DOCUMENTS[name])
-    printed = printed_by(forks, [text for info, text, _ in blocks if info == "python"], tmp_path)
-    ran = iter(printed)
+    ran = iter(printed_by([text for info, text, _ in blocks if info == "python"], tmp_path))
     last = None
     for info, text, follows in blocks:
         if info == "text" and follows and last is not None:
@@ -120,20 +81,20 @@ def test_blocks_say_what_they_are(name):
             compile(code, name, "exec")
 
 
-def test_the_readme_says_what_its_example_prints(forks, tmp_path):
+def test_the_readme_says_what_its_example_prints(tmp_path):
     readme = DOCUMENTS["README.md"]
     (code,) = [text for info, text, _ in blocks_of(readme) if info == "python"]
-    (printed,) = printed_by(forks, [code], tmp_path)
-    assert len(printed.splitlines()) == 2
-    assert all(f"`{line}`" in readme for line in printed.splitlines())
+    (said,) = printed_by([code], tmp_path)
+    assert len(said.splitlines()) == 2
+    assert all(f"`{line}`" in readme for line in said.splitlines())
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_prints_what_it_holds(path, forks, tmp_path):
+def test_a_notebook_prints_what_it_holds(path, tmp_path):
     cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
     assert cells
     held = ["".join("".join(o["text"]) for o in cell["outputs"]) for cell in cells]
-    assert printed_by(forks, ["".join(cell["source"]) for cell in cells], tmp_path) == held
+    assert printed_by(["".join(cell["source"]) for cell in cells], tmp_path) == held
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -193,11 +154,7 @@ def test_commands_exist_and_take_the_options():
     """All in one process: each would load torch for itself."""
     found = commands()
     assert {"bench.prefill_decode", "models.generate"} <= found.keys()
-    done = subprocess.run(
-        [sys.executable, "-c", HELP], input=json.dumps(sorted(found)), cwd=ROOT, capture_output=True, text=True
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(printed(HELP, cwd=ROOT, input=json.dumps(sorted(found))).splitlines()[-1])
     for module, options in found.items():
         for option in options:
             assert re.search(rf"{option}(?![\w-])", said[module]), f"{module} {option}"
@@ -220,11 +177,3 @@ def test_the_reference_has_the_public_names(hooks, package):
         module, _, attribute = f"quire.{path}".rpartition(".")
         assert getattr(importlib.import_module(module), attribute) is getattr(quire, name)
     assert f"<!-- api: {package} -->" in DOCUMENTS[f"docs/api/{package}.md"]
-
-
-def test_all_pages_build_without_warnings(tmp_path):
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path], cwd=ROOT, check=True
-    )  # fmt: skip
-    assert (tmp_path / "api" / "kvcore" / "index.html").exists()

@@ -189,10 +189,10 @@ def test_what_is_called_tested_is_in_the_case_tables():
 
 
 def test_what_is_called_compiled_is_in_the_static_table(monkeypatch):
-    names = {row["case"] for row in support.static_rows() if row["arch"] == 90}
+    names = {row["case"] for row in support.static_rows() if row["arch"] == "sm_90"}
     assert {"decode-fp8-d256-p128-q1", "mla-decode-h16-p16-pages-only"} <= names
-    assert support.compiled()[90]["paged_attention", 256, "float8_e4m3fn"] == {64, 128}
-    assert support.compiled()[90]["mla_attention", 512, "bfloat16"] == {16, 64}
+    assert support.compiled()["sm_90"]["paged_attention", 256, "float8_e4m3fn"] == {64, 128}
+    assert support.compiled()["sm_90"]["mla_attention", 512, "bfloat16"] == {16, 64}
     spills = [row | {"spill_bytes": 8} for row in support.static_rows()[:1]]
     monkeypatch.setattr(support, "static_rows", lambda: spills)
     with pytest.raises(ValueError, match="spills 8 bytes"):

@@ -41,7 +41,7 @@ from pathlib import Path
 from quire.models.command import Parser, input_file, number, output_file, program
 
 from .carry import unpack
-from .parts import DRY_RUN_FACTOR, plan, print_plan
+from .parts import DRY_RUN_FACTOR, RANKS_SECONDS, plan, print_plan
 from .runner import ROOT, Runner
 
 SECONDS = 538
@@ -51,8 +51,10 @@ SECONDS = 538
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    parts = plan(args.dry_run)
-    seconds = args.seconds or SECONDS * (DRY_RUN_FACTOR if args.dry_run else 1)
+    gpus = num_gpus()
+    parts = plan(args.dry_run, gpus)
+    most = SECONDS + (RANKS_SECONDS if gpus > 1 else 0)
+    seconds = args.seconds or most * (DRY_RUN_FACTOR if args.dry_run else 1)
     if args.parts:
         names = args.parts.split(",")
         unknown = sorted(set(names) - {part.name for part in parts})
@@ -90,6 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     records = [runner.record(part) for part in parts]
     good = [record is not None and record["status"] in ("ok", "skipped") for record in records]
     return 0 if all(good) else 1
+
+
+def num_gpus() -> int:
+    """GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _parser() -> Parser:

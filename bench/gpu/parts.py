@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 # Limits are of a GPU's time. A dry run checks that parts work, however slow or busy its CPU is.
+RANKS_SECONDS = 150.0
 DRY_RUN_FACTOR = 4
 # All but FlexAttention, whose compilation takes long for each case.
 COMPARED = "quire,quire-in-step,flashinfer,fa3,vllm-triton,sdpa"
@@ -104,8 +105,12 @@ class Part:
     vital: bool = False
 
 
-def plan(dry_run: bool) -> list[Part]:
-    """The parts in order. In a dry run their limits are `DRY_RUN_FACTOR` times as long."""
+def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
+    """The parts in order. In a dry run their limits are `DRY_RUN_FACTOR` times as long.
+
+    Args:
+        num_gpus: of the machine; with several there is a part that runs one model on them.
+    """
 
     def size(real: str, dry: str) -> tuple[str, ...]:
         return tuple(shlex.split(dry if dry_run else real))
@@ -157,6 +162,12 @@ def plan(dry_run: bool) -> list[Part]:
         Part("flex", 10, "FlexAttention beside quire",
              (*kernels, *size("--set attention --impl quire,flex --seconds 6", "--set tiny --skip tiny-latents --only 'global decode' --per-call 0.01 --impl flex"))),
     ]  # fmt: skip
+    if num_gpus > 1:
+        ranks = 2 ** min(3, num_gpus.bit_length() - 1)
+        parts.append(Part(
+            "ranks", RANKS_SECONDS, f"the main job on {ranks} GPUs beside one",
+            (*job, *size("--limit 4 --num-pages 2000 --no-baseline --check 2", tiny), "--tensor-parallel-size", str(ranks)),
+        ))  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]
 

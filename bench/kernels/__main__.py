@@ -17,8 +17,8 @@ contiguous keys: the notes say which.
 Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
 as a share of the copy and the matmul rate measured in this run; predicted ms
 (`bench.kernels.prediction`) and the error of the prediction; time over the best peer's. --json is
-written after each case. --predict prints predictions for an H200 beside the floors, and needs no
-GPU.
+written after each case. --predict prints predictions for an H200 beside the floors, --predict
+mi300x and mi355x those from AMD's published peaks; none needs a GPU.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.common.launching import arch_of
 from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.device import find_device
 
@@ -50,7 +51,7 @@ from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..peers.peer import Peer, Unsupported
 from .families import FAMILIES, family_of
-from .prediction import H200, Device
+from .prediction import DEVICES, H200, Device
 
 SCHEMA = 1
 Case = shapes.Case | latent_shapes.LatentCase
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"only: expected part of the name of a case of {args.set!r}, got {args.only!r}"
         )
     if args.predict:
-        print(predictions(cases, H200))
+        print(predictions(cases, DEVICES[args.predict]))
         return 0
     device = find_device(args.device)
     if args.compile:
@@ -293,7 +294,7 @@ def _device(device: torch.device, rates: dict[str, Any]) -> Device:
     return dataclasses.replace(
         H200,
         name=properties.name,
-        arch=properties.major * 10 + properties.minor,
+        arch=arch_of(device),
         num_sms=properties.multi_processor_count,
         copy_bytes_per_s=rates["copy_bytes_per_s"],
         matmul_flops_per_s=rates["matmul_flops_per_s"],
@@ -379,6 +380,6 @@ def _parser() -> Parser:
     add("--seconds", type=number(), metavar="S", help="start no case after this time")
     add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")
     add("--compile", type=integer(most=1024), metavar="N", help="call each case once in N processes, so that kernels are compiled; time nothing")  # fmt: skip
-    add("--predict", action="store_true", help="print predictions for an H200 and floors, measure nothing")  # fmt: skip
+    add("--predict", nargs="?", const="h200", choices=DEVICES, help="print predictions for a GPU (h200; those of AMD by their published peaks) and floors, measure nothing")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each case")
     return parser

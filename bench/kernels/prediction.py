@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.kernels.attention.configs import Config, plan_decode, select_config
+from quire.kernels.common.arch import Arch, named
 from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
-from quire.kernels.common.tile_shapes import MAX_REGISTERS, SHARED_MEMORY, tile_heads
+from quire.kernels.common.tile_shapes import MAX_REGISTERS, tile_heads
 
 from ..cases.shapes import Case, Shape
 from ..common.floors import visible_pairs
@@ -56,19 +57,18 @@ FP32_PER_CLOCK, EXP_PER_CLOCK = (
     16,
 )  # of an SM (CUDA programming guide, arithmetic instructions, 9.0)
 REGISTERS = 65536  # of an SM
-SMALLEST_SHARED = min(SHARED_MEMORY.values())
 
 
 @dataclass(frozen=True)
 class Device:
     """What the model knows of a GPU.
 
-    arch: compute capability as major * 10 + minor. copy_bytes_per_s, matmul_flops_per_s: measured where there is a device.
+    arch: of the GPU. copy_bytes_per_s, matmul_flops_per_s: measured where there is a device.
     l2_bytes_per_s: reads. latency: seconds from a load to its data under load. launch: seconds of one kernel in a CUDA graph.
     """
 
     name: str
-    arch: int
+    arch: Arch
     num_sms: int
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -79,7 +79,15 @@ class Device:
 
 
 # Copy and matmul rates as measured on an H200 by others; L2 rate, latency and launch are estimates. A run on a GPU replaces the rates by its own.
-H200 = Device("NVIDIA H200", 90, 132, 4.3e12, 780e12, 1.755e9)
+H200 = Device("NVIDIA H200", named("sm_90"), 132, 4.3e12, 780e12, 1.755e9)
+# Published peaks, which no program reaches: AMD's data sheets; instructions of a tile are those counted on sm_90, and nothing was measured.
+MI300X = Device(
+    "AMD Instinct MI300X, published peaks", named("gfx942"), 304, 5.3e12, 1307e12, 2.1e9, 17.2e12
+)
+MI355X = Device(
+    "AMD Instinct MI355X, published peaks", named("gfx950"), 256, 8.0e12, 2517e12, 2.4e9, 17.2e12
+)
+DEVICES = {"h200": H200, "mi300x": MI300X, "mi355x": MI355X}
 
 
 @dataclass(frozen=True)
@@ -291,7 +299,7 @@ def sustained_rate(
 
 def resident_programs(shared: int, num_warps: int, device: Device) -> int:
     """Programs of ``shared`` bytes of shared memory that an SM holds; at least 1."""
-    most = SHARED_MEMORY.get(device.arch, SMALLEST_SHARED)
+    most = device.arch.shared_memory
     return max(1, min(most // shared, REGISTERS // (MAX_REGISTERS * 32 * num_warps)))
 
 

@@ -35,6 +35,7 @@ from .measure import (
     shown,
     split_lookup,
 )
+from .tiers import entry_times
 
 
 def peer_rows(spec: str, args: argparse.Namespace) -> list[Row]:
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 new.append(drafts_step(spec, n, args.steps))
             if args.repeats:
                 new += split_lookup(spec, 1024)
+                new += entry_times(spec, 64)
             print("\n".join(shown(r) for r in new), flush=True)
             new += peer_rows(spec, args)
         rows += new

@@ -10,6 +10,7 @@ right, then says how fast it was.
     python -m bench.prefill_decode --compare torch --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
     python -m bench.prefill_decode --num-pages 400 --host-cache 0.25 --no-baseline
+    python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
 format. At most --max-num-seqs requests are in the engine at once; the next is added when one is
@@ -36,6 +37,10 @@ matter of how its weights were drawn (`bench.prefill_decode.build`), not of a tr
 With --host-cache, --disk-cache or both, what leaves the pool is kept there
 (`quire.models.engine.tiering`), and the prompts run once more without them, which outputs of the
 first run are compared with. Another run with the same folder starts with what was in it.
+
+With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
+part of the model. What they generate is checked by the passes of one rank, which has to hold the
+whole model; then come the bytes that a rank sends, against the least that tensor parallel can.
 
 With --compare the prompts run once more, with caching and the other implementation, and both are
 printed side by side; what it generates is checked as well. "flashinfer" is attention through
@@ -80,6 +85,7 @@ from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
 from quire.models.flashinfer.support import expect_supported
 from quire.models.llm import DRAFTERS
+from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import measure_rates
@@ -92,6 +98,7 @@ from ..peers.flashinfer import expect_kernels, import_flashinfer
 from .build import BenchModel, build_model
 from .drive import Key, Run, run_workload
 from .plot import save_plot
+from .ranks import run_on_ranks
 from .report import comparison, metrics, report, speculation, tiers
 from .text import header, split_table, table
 from .verify import Check, check_outputs, sample
@@ -112,6 +119,7 @@ class Measured:
     num_pages: int
     describe: str
     moved: dict[str, int]
+    space: dict[str, tuple[int, int]]
 
 
 @program
@@ -129,6 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 "host_cache, disk_cache: expected no --compare, --speculate or --split with them"
             )
+        if args.tensor_parallel_size is not None and (has_tiers or args.speculate):
+            raise ValueError(
+                "tensor_parallel_size: expected no --host-cache, --disk-cache or --speculate with it"
+            )
         torch.set_num_threads(args.threads)
         if args.plot:
             require_matplotlib(args.plot)
@@ -140,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         built = build_model(
             name, device=device, dtype=dtype, kv_cache_dtype=args.kv_cache_dtype, seed=args.seed
         )
+        if args.tensor_parallel_size is not None:
+            shard_config(built.model.config, args.tensor_parallel_size)  # says what does not fit
         workload = _workload(args, built)
         settings = _settings(args, device, workload)
         if FLASHINFER in (args.impl, args.compare):
@@ -154,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             draft_tokens=args.draft_tokens or 1,
             split_runs=args.split or 1,
             compare=args.compare,
+            num_ranks=args.tensor_parallel_size,
             keep=lambda result: write_json(args.json, result, final=False, indent=2),
         )
         write_json(args.json, result, indent=2)
@@ -183,6 +198,7 @@ def measure(
     draft_tokens: int = 1,
     split_runs: int = 1,
     compare: str | None = None,
+    num_ranks: int | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
@@ -195,6 +211,7 @@ def measure(
         split_runs: runs with caching on, for the split of CPU time; all other numbers are those of
             the first.
         compare: None, or the implementation to run once more with.
+        num_ranks: None, or how many ranks to run once more on.
         keep: gets the dictionary as far as it is known, whenever a run is checked.
 
     Raises:
@@ -220,7 +237,7 @@ def measure(
     among = outputs if dtype == "auto" else sampled
     with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
         rates = measure_rates(model)
-    uncached = plain = other = untiered = None
+    uncached = plain = other = untiered = parallel = None
     again: list[Run] = []
 
     def known() -> dict[str, Any]:
@@ -257,9 +274,16 @@ def measure(
                 settings,
                 cached.run,
                 cached.moved,
+                cached.space,
                 untiered.run,
                 metrics(untiered.run, model, rates, untiered.num_pages, kv_cache_dtype=dtype),
             ),
+            ranks=parallel
+            and {
+                **parallel[1],
+                "run": metrics(parallel[0], model, rates, settings.num_pages, kv_cache_dtype=dtype),
+                "comparison": comparison(parallel[0], cached.run),
+            },
             other_impl=other
             and {
                 "impl": compare,
@@ -288,6 +312,11 @@ def measure(
         prompts = cached.run.prompts
         other = _run(built, workload, others, compare, prompts=prompts, drafter=drafter())
         _checked(built, {key: other.run.outputs[key] for key in sampled}, dtype)
+    if num_ranks:
+        keep(known())
+        prompts = cached.run.prompts
+        parallel = run_on_ranks(built, built.directory, workload, settings, num_ranks, prompts)
+        _checked(built, {key: parallel[0].outputs[key] for key in sampled}, dtype)
     for _ in range(split_runs - 1):
         keep(known())
         prompts = cached.run.prompts
@@ -311,11 +340,12 @@ def _run(
         engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
     )
     moved = {} if engine.tiers is None else engine.tiers.copier.num_bytes
+    space = {} if engine.tiers is None else engine.tiers.space()
     engine.close()  # a disk gets what is cached, and is counted
     del engine
     gc.collect()
     names = {f"{source} to {target}": count for (source, target), count in moved.items()}
-    return Measured(run, num_pages, describe, names)
+    return Measured(run, num_pages, describe, names, space)
 
 
 def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
@@ -411,6 +441,12 @@ def _parser() -> Parser:
         default=1.0,
         metavar="F",
         help="factor of all lengths; default: 1",
+    )
+    add(
+        "--tensor-parallel-size",
+        type=integer(2, MAX_SIZE),
+        metavar="N",
+        help="run once more on N ranks of this machine",
     )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add(

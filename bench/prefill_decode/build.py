@@ -31,11 +31,13 @@ SHRINK_OF_LAYERS = 1 / 4
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model, how text becomes its tokens, and one phrase on where the weights come from."""
+    """A model, how text becomes its tokens, one phrase on where the weights come from, and their
+    directory, where they are in one."""
 
     model: Decoder
     tokenizer: Tokenizer
     source: str
+    directory: Path | None = None
 
 
 def build_model(
@@ -67,7 +69,7 @@ def build_model(
         raise ValueError(f"model: expected one of {sorted(configs)} or a directory, got {name!r}")
     model = load_model(path, device=device, dtype=dtype)
     tokenizer = find_tokenizer(model.config, path) or ByteTokenizer()
-    return BenchModel(model, tokenizer, "weights from a directory")
+    return BenchModel(model, tokenizer, "weights from a directory", path)
 
 
 def _random(

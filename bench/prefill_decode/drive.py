@@ -12,7 +12,8 @@ from time import perf_counter, process_time
 import numpy as np
 
 from quire.models.engine.engine import Engine, StepReport
-from quire.models.engine.request import RequestOutput, SamplingParams
+from quire.models.engine.outputs import RequestOutput
+from quire.models.engine.request import SamplingParams
 from quire.models.progress import tqdm
 
 from ..common.workload import Workload

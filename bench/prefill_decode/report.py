@@ -27,7 +27,11 @@ dictionary::
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
     tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib; counters {tier: {name: count}}; moved {way: bytes, those of
-                           the end included}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
+                           the end included}; space {tier: held, taken: bytes of its entries before that, those that hold rows and all}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
+    ranks                  with --tensor-parallel-size: size; memory of a rank, in words; tokens_per_step; sum_bytes_per_layer_token, what is
+                           summed of a token in a layer (embedding included), least_bytes_per_layer_token, of two sums of its hidden state;
+                           gather_bytes_per_row, logits of a rank; sent_share, how often a rank sends what is summed; run and comparison as of
+                           other_impl; or null
     other_impl             with --compare: impl; run, of the same prompts with caching on, as cached; comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
@@ -194,6 +198,7 @@ def tiers(
     settings: EngineConfig,
     run: Run,
     moved: dict[str, int],
+    space: dict[str, tuple[int, int]],
     plain: Run,
     without: dict[str, Any],
 ) -> dict[str, Any]:
@@ -202,6 +207,7 @@ def tiers(
 
     Args:
         moved: bytes by way.
+        space: of each tier at the end of ``run``, bytes that hold rows, and bytes taken.
         without: metrics of ``plain``.
     """
     counters: dict[str, dict[str, int]] = {}
@@ -216,6 +222,7 @@ def tiers(
         "disk_gib": settings.disk_cache_gib if has_disk else None,
         "counters": counters,
         "moved": moved,
+        "space": {tier: {"held": held, "taken": taken} for tier, (held, taken) in space.items()},
         "without": without,
         "comparison": comparison(run, plain),
     }
@@ -234,6 +241,7 @@ def report(
     compared: dict[str, Any] | None,
     speculated: dict[str, Any] | None = None,
     tiers: dict[str, Any] | None = None,
+    ranks: dict[str, Any] | None = None,
     other_impl: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole dictionary of the file's docstring."""
@@ -262,6 +270,7 @@ def report(
         "comparison": compared,
         "speculation": speculated,
         "tiers": tiers,
+        "ranks": ranks,
         "other_impl": other_impl,
     }
 

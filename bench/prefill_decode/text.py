@@ -66,6 +66,8 @@ def table(result: dict[str, Any]) -> str:
         )
     if behind is not None:
         lines += _tiers(behind, result)
+    if (parallel := result["ranks"]) is not None:
+        lines += _ranks(parallel, result)
     if other is not None:
         lines.append(_against(other, result))
     if (drafted := result["speculation"]) is not None:
@@ -108,10 +110,28 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
     ]
     return [
         *lines,
+        *(
+            f"{tier}: {space['taken'] / 2**20:.1f} MiB taken, {1 - space['held'] / space['taken']:.1%} of them unused"
+            for tier, space in behind["space"].items()
+            if space["taken"]
+        ),
         f"moved: {moved or 'nothing'}",
         f"with tiers against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
         f"identical output: {same['identical_requests']} of {result['workload']['requests']} requests, "
         f"{same['identical_tokens']} of {same['output_tokens']} tokens",
+    ]
+
+
+def _ranks(parallel: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    """What ranks send, and how they compare with one."""
+    same, tokens = parallel["comparison"], parallel["tokens_per_step"]
+    share, least = parallel["sent_share"], parallel["least_bytes_per_layer_token"]
+    summed = parallel["sum_bytes_per_layer_token"]
+    return [
+        f"{parallel['size']} ranks: a rank sends {share * tokens * summed / 1024:.4g} KiB a layer a step ({tokens:.1f} tokens), {summed / least:.3f} x the least "
+        f"possible {share * tokens * least / 1024:.4g} KiB; and {parallel['gather_bytes_per_row'] / 1024:.4g} KiB of logits for each sampled row",
+        f"{parallel['size']} ranks against one: {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; identical output: "
+        f"{same['identical_requests']} of {result['workload']['requests']} requests, {same['identical_tokens']} of {same['output_tokens']} tokens",
     ]
 
 

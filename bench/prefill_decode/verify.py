@@ -30,12 +30,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.models.config.named import ModelConfig
-from quire.models.engine.request import RequestOutput
+from quire.models.engine.outputs import RequestOutput
 from quire.models.families.decoder import Decoder
 from quire.models.layers.basic import RMSNorm
 
@@ -181,14 +183,20 @@ def e4m3_latents(rows: Tensor) -> Tensor:
     )
 
 
+@cache
+def _dtypes_in(kind: type[Decoder], config: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Dtypes of the weights of a model of ``dtype``, by name."""
+    other = kind(config, device="meta", dtype=dtype)
+    return {name: weight.dtype for name, weight in other.named_parameters()}
+
+
 @contextmanager
 def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
     """Inside, passes of ``model`` use its weights as a model of ``dtype`` has them, one layer's
     copies at a time; afterwards its own tensors are back in place, untouched. Rows of the table of
     per-layer embeddings are converted as they are read. Norms are converted at the start: the layer
     before reads them too."""
-    other = type(model)(model.config, device="meta", dtype=dtype)
-    dtypes = {name: weight.dtype for name, weight in other.named_parameters()}
+    dtypes = _dtypes_in(type(model), model.config, dtype)
     wanted = {weight: dtypes.get(name, weight.dtype) for name, weight in model.named_parameters()}
     saved: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 

@@ -106,11 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.plot:
         require_matplotlib(args.plot)
-    timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead)
+    timing = Timing(
+        args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead, args.hints
+    )
     # All of them before the first is replayed: what is wrong with one is said at once.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
     if args.plot and args.host:
         raise ValueError("plot: expected no --host with it, got both")
+    if args.hints is not None and not args.host:
+        raise ValueError("hints: expected --host with it, got none")
     if len(args.retention) > 1 and args.host:
         raise ValueError(f"retention: expected one with --host, got {args.retention}")
     for workload, preset in itertools.product(workloads, args.preset):
@@ -167,6 +171,7 @@ def _parser() -> Parser:
     add("--chunk", type=integer(), default=Timing.chunk, help="tokens of a prefill chunk")
     add("--max-requests", type=integer(most=65536), default=Timing.max_requests, help="at once; 1 = one after another")  # fmt: skip
     add("--ahead", type=integer(most=65536), default=Timing.ahead, help="waiting requests whose loads may start")  # fmt: skip
+    add("--hints", type=number(above=True), metavar="SECONDS", help="callers ask for a prompt's prefix so long before it arrives (the prefetch hint); default: they give no hints")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
     add("--quiet", action="store_true", help="no progress bar")

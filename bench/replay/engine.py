@@ -30,6 +30,7 @@ class Timing:
 
     prefill_rate: prompt tokens a second, of all requests together. decode_rate: answer tokens a second, of each request.
     chunk: tokens of a prefill chunk. max_requests: requests at once. ahead: waiting requests whose loads may start.
+    hints: seconds before its arrival that the caller asks for a prompt's prefix; None: callers give no hints.
     """
 
     prefill_rate: float = 20_000.0
@@ -37,11 +38,14 @@ class Timing:
     chunk: int = 8192
     max_requests: int = 64
     ahead: int = 8
+    hints: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefill_rate", "decode_rate", "chunk", "max_requests", "ahead"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected > 0, got {getattr(self, name)}")
+        if self.hints is not None and not self.hints > 0:
+            raise ValueError(f"hints: expected > 0, got {self.hints}")
 
 
 class Behind(Protocol):
@@ -59,6 +63,9 @@ class Behind(Protocol):
     def look(self, engine: Engine, number: int) -> Transfer | Literal["later"] | None:
         """The load that a waiting request should wait for; None: there is none; "later": there is
         no room for it now."""
+
+    def prefetch(self, engine: Engine, number: int) -> Transfer | None:
+        """The load of a request that is to arrive soon; None: there is none, or no room for it."""
 
     def computed(self, number: int, start: int, end: int, seconds: float) -> None:
         """Tokens [start, end) of a request are in its pages, after `seconds` of computing."""
@@ -110,6 +117,10 @@ class Engine:
         self._loading: dict[int, Transfer] = {}
         self._loads: dict[int, int] = {}  # so far, of those that wait
         self._storing = 0
+        if behind is not None and timing.hints is not None:
+            for number, request in enumerate(requests):
+                time = max(0.0, request.arrival - timing.hints)
+                self._at(time, lambda number=number: self._prefetch(number))
 
     # The clock.
 
@@ -210,6 +221,13 @@ class Engine:
             then()
 
         self._at(end, ended)
+
+    def _prefetch(self, number: int) -> None:
+        """The caller hints that a request is to arrive soon."""
+        assert self.behind is not None
+        transfer = self.behind.prefetch(self, number)
+        if transfer is not None:
+            self.start(transfer)
 
     def _store(self) -> None:
         if self.behind is not None:

@@ -33,6 +33,8 @@ from .simulate import Outcome, Workload, replay
 from .tiers import TierMemory
 from .vllm_host import VllmHost, available
 
+# Of a tier: `Adaptive` is what tiers have by default, which learns with the pool's.
+TIER_EVICTIONS = {**EVICTIONS, "adaptive": None}
 POOL, SUM, TIERS, VLLM = "pool", "one pool", "tiers", "vllm"
 
 
@@ -60,7 +62,7 @@ def run_tier_grid(
     page_bytes = cache.layout.page_bytes
     common: Row = {
         "workload": workload.name, "preset": preset, "retention": retention, "link": link,
-        "disk_link": disk_link, "prefill_rate": timing.prefill_rate, "versions": versions(),
+        "disk_link": disk_link, "prefill_rate": timing.prefill_rate, "hints": timing.hints, "versions": versions(),
     }  # fmt: skip
     sizes = [
         (pool, host, disk, *(pages_of(text, preset, workload) for text in (pool, host, disk)))
@@ -112,7 +114,7 @@ def run_tier_grid(
                 ) -> TierMemory:  # fmt: skip
                     return TierMemory(
                         cache, host=host_pages, disk=disk_pages, link=link, disk_link=disk_link,
-                        policy=EVICTIONS[eviction], timing=timing,
+                        policy=TIER_EVICTIONS[eviction], timing=timing,
                     )  # fmt: skip
 
                 sized = pool, host, disk

@@ -64,6 +64,13 @@ class TierMemory:
             return "later"
         return None if job is None else self._transfer(job)
 
+    def prefetch(self, engine: Engine, number: int) -> Transfer | None:
+        """As of `engine.Behind`: the hint of that name."""
+        job = self.tiers.hint(self.tiers.match(engine.prompts[number]), "prefetch").job
+        if job is None:
+            return None
+        return self._transfers[job] if job in self._transfers else self._transfer(job)
+
     def _transfer(self, job: Job) -> Transfer:
         sizes: dict[str, int] = {}
         for c in job.copies:

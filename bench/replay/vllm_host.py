@@ -174,6 +174,9 @@ class VllmHost:
 
     # Stores.
 
+    def prefetch(self, engine: Engine, number: int) -> None:
+        """As of `engine.Behind`: vLLM's tier takes no hints."""
+
     def computed(self, number: int, start: int, end: int, seconds: float) -> None:
         """As of `engine.Behind`: stores the chunks that are whole now."""
         context = self._context(number)

@@ -1,12 +1,13 @@
 """What can be known of the kernels without a GPU: a table of every configuration, compiled offline.
 
-    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE]
-                           [--baseline FILE] [--update] [--fresh]
+    python -m bench.static [--all | --arch sm_90 gfx942] [--samples] [--only TEXT] [--jobs 2]
+                           [--json FILE] [--baseline FILE] [--update] [--fresh]
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and
 sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every case for the
-architectures named, ``--all`` for sm_80, 86, 90, 100 and 120. The rules below apply to whatever is
-compiled.
+architectures named, of AMD too, and with ``--samples`` the sample of each; ``--all`` stands for
+sm_80, 86, 90, 100 and 120. The rules below apply to whatever is compiled; on AMD the first three,
+and what breaks them there is shown, but is no failure as long as `rules.NOT_GATED` says so.
 
 The arguments are those of a real launch over tensors without storage, specialised as Triton's
 launcher does it, so what is compiled here is what runs there. What two cases share is compiled
@@ -28,18 +29,20 @@ once. Exit status 1 if a kernel breaks one of these rules:
 
 A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of
 the Triton installed, has all cases on all architectures; ``--all --update`` makes it anew, ``--arch
-80 --update`` its rows of sm_80. The rules decide; the differences from the baseline are only shown.
+sm_80 --update`` its rows of sm_80. The rules decide; the differences from the baseline are only shown.
 A row of the baseline holds a hash of all that decides it (``key``: the sources of the kernel and of
 what it calls, its arguments, and how a row is read); where that is what it was, the row stands and
 nothing is compiled, but with ``--fresh``.
 ``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the
 compiler's included, and next to nothing where Triton's cache has the kernel.
 
-Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared
-memory of a program, and its limit on that architecture; ctas, programs that an SM holds at once;
+Columns: registers of a thread; acc, those of them that are for accumulators (AMD); spill, bytes that a thread spills; stack, bytes of its frame; shared
+memory of a program, and its limit on that architecture; ctas, programs that an SM (AMD: a CU, on
+RDNA a WGP) holds at once; waves, wavefronts that a SIMD holds then;
 warps and stages of a program, and v2 where two share a query tile, each with half of the values;
 mma, the matrix instruction ("wgmma, serial": without overlap); copy, bytes of the narrowest
-asynchronous K/V copy (0: loads go through registers); tiles, those whose copies are under way during
+asynchronous K/V copy (0: loads go through registers; on AMD they all do, and it is the narrowest of
+the loads, which are in the next column); tiles, those whose copies are under way during
 the products, as the order of waits, copies and products in the compiled loops has it
 (`bench.static.ttgir`), of the loop with the fewest; flight, KiB of K/V copies that are then under
 way per SM: these tiles, times the resident programs (while a program waits, it has one tile more
@@ -63,10 +66,10 @@ from typing import Any
 from quire.models.command import Parser, integer, output_file, program
 
 from ..common.workers import Workers
-from .cases import ALL_ARCHS, ARCHS, DEFAULT_ARCH, MORE_ARCHS, SAMPLE_ARCHS
+from .cases import ALL_ARCHS, ARCHS, DEFAULT_ARCH, SAMPLE_ARCHS
 from .compiling import attempt, distinct, key
 from .report import RESULTS, differences, read, table, write, write_baseline
-from .rules import problems
+from .rules import is_gated, problems
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,6 +77,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = _parser().parse_args(argv)
     if options.update and (options.only or not (options.arch or options.all)):
         raise ValueError("update: expected --all or --arch without --only")
+    if options.samples and not (options.arch or options.all):
+        raise ValueError("samples: expected --all or --arch with it")
     if options.update and options.baseline:
         output_file(str(options.baseline))
     return options
@@ -88,7 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     baseline = options.baseline or RESULTS / f"{triton.__version__}.json"
     before = read(baseline) if baseline.exists() else None
     if options.all or options.arch:
-        work = distinct(options.arch or ALL_ARCHS, options.only)
+        archs = options.arch or ALL_ARCHS
+        if options.samples:
+            work = distinct((), options.only, samples=archs)
+        else:
+            work = distinct(archs, options.only)
     else:
         work = distinct((), options.only, samples=SAMPLE_ARCHS, tiles=(DEFAULT_ARCH,))
     known = {} if options.fresh else {row.get("key"): row for row in before or []}
@@ -117,11 +126,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.update:
         write_baseline(rows, baseline)
     failures = [text for text in results if isinstance(text, str)]
-    failures += [
-        f"{row['case']} {row['kernel']} sm_{row['arch']}: {text}"
+    broken = [
+        (is_gated(row), f"{row['case']} {row['kernel']} {row['arch']}: {text}")
         for row in rows
         for text in problems(row)
     ]
+    for text in (text for gated, text in broken if not gated):
+        print(f"shown, not gated: {text}")
+    failures += [text for gated, text in broken if gated]
     for text in failures:
         print(f"FAIL {text}")
     return 1 if failures else 0
@@ -141,12 +153,9 @@ def _parser() -> Parser:
         "--json", type=output_file, metavar="FILE", help="also write the rows as a JSON list"
     )
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument(
-        "--all", action="store_true", help=f"every case for sm_{', '.join(map(str, ALL_ARCHS))}"
-    )
-    chosen.add_argument(
-        "--arch", type=integer(), nargs="+", choices=ARCHS + MORE_ARCHS, help="every case for these"
-    )
+    chosen.add_argument("--all", action="store_true", help=f"every case for {', '.join(ALL_ARCHS)}")
+    chosen.add_argument("--arch", nargs="+", choices=ARCHS, help="every case for these")
+    parser.add_argument("--samples", action="store_true", help="of the architectures named, the samples alone: each kernel once or twice")  # fmt: skip
     parser.add_argument("--jobs", type=integer(most=1024), default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="rows to show the differences from; default: those of this Triton")  # fmt: skip

@@ -9,9 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import sass, ttgir
-from .cases import all_cases
-from .rules import PIPELINED, resident_programs
+from quire.kernels.common import launching
+from quire.kernels.common.arch import Arch, named
+
+from . import amdgcn, sass, ttgir
+from .cases import StaticCase, all_cases
+from .rules import PIPELINED, SIMDS, resident_programs, resident_workgroups
 
 
 def specialise(
@@ -81,8 +84,8 @@ def _specialise(
 
 
 def distinct(
-    archs: Sequence[int], only: str = "", samples: Sequence[int] = (), tiles: Sequence[int] = ()
-) -> list[tuple[str, int, int]]:
+    archs: Sequence[str], only: str = "", samples: Sequence[str] = (), tiles: Sequence[str] = ()
+) -> list[tuple[str, str, int]]:
     """(case's name, arch, index of the launch): all cases for ``archs``, the samples for
     ``samples``, and for ``tiles`` one launch of each kernel, dtype and tile shape.
 
@@ -98,7 +101,7 @@ def distinct(
         for name, case in cases:
             if only not in name or (arch in samples and not case.sample):
                 continue
-            for index, launch in enumerate(case.launches(arch)):
+            for index, launch in enumerate(case.launches(named(arch))):
                 kernel, head_dim = launch.kernel.__name__, launch.values.get("HEAD_DIM")
                 keys = [(arch, kernel, repr(specialise(launch)))]
                 if arch in tiles:
@@ -112,7 +115,7 @@ def distinct(
     return work
 
 
-def key(name: str, arch: int, index: int) -> str:
+def key(name: str, arch: str, index: int) -> str:
     """What decides a row, in 16 hex digits: with another Triton, another source of the kernel or of
     what it calls, other arguments or another way of reading what is compiled they differ.
 
@@ -121,14 +124,12 @@ def key(name: str, arch: int, index: int) -> str:
     """
     import triton
 
-    from quire.kernels.common.tile_shapes import SHARED_MEMORY
-
     case = all_cases()[name]
-    launch = case.launches(arch)[index]
+    launch = case.launches(named(arch))[index]
     sizes = (case.dtype, case.key_bytes, case.scale_bytes, case.min_copy_bytes)
     parts = (
-        triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch), arch,
-        SHARED_MEMORY[arch], sizes, _readers(),
+        triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch),
+        named(arch), sizes, _readers(),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -138,7 +139,9 @@ def _readers() -> str:
     """A hash of the modules that make a row of what Triton gives."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     sources = b"".join(
-        path.read_bytes() for path in files if path.stem in ("compiling", "rules", "sass", "ttgir")
+        path.read_bytes()
+        for path in files
+        if path.stem in ("amdgcn", "compiling", "rules", "sass", "ttgir")
     )
     return hashlib.sha256(sources).hexdigest()
 
@@ -158,65 +161,111 @@ def value_parts(launch: Any) -> int:
     return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
 
 
-def measure(name: str, arch: int, index: int) -> dict[str, Any]:
+def measure(name: str, arch: str, index: int) -> dict[str, Any]:
     """Compile a kernel of a case for an architecture: its row of the report.
 
     Args:
         name: of the case.
         index: of the kernel among the case's launches.
     """
-    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quire.kernels.common.tile_shapes import SHARED_MEMORY
-
     started = processor_seconds()
     case = all_cases()[name]
-    launch = case.launches(arch)[index]
+    launch = case.launches(named(arch))[index]
     kernel = launch.kernel.__name__.strip("_")
     signature, constants, attributes, options = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
-    threads = metadata.num_warps * 32
-    resident = resident_programs(
-        arch, code.registers, metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0
-    )
-    values = launch.values
-    copy, tiles, in_flight, instructions = 0, 0, 0, None
-    parts = value_parts(launch)
-    if kernel.endswith(PIPELINED):
-        element_size = getattr(torch, case.dtype).itemsize
-        tile_bytes = values["BLOCK_N"] * case.key_bytes
-        if parts > 1:  # all of a key, and a part of its values
-            tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
-        copy = code.copy_bytes(element_size, case.scale_bytes)
-        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
-        tiles = ttgir.tiles_in_flight(compiled.asm["ttgir"]) or 0
-        in_flight = tile_bytes * tiles * resident
+    with launching.without_buffer_operations():
+        compiled = triton.compile(source, target=GPUTarget(*named(arch).target), options=options)
+    read = _read_nvidia if named(arch).maker == "nvidia" else _read_amd
     return {
         "kernel": kernel,
         "case": name,
         "config": config(launch),
         "arch": arch,
         "dtype": case.dtype,
-        "registers": code.registers,
-        "spill_bytes": code.spill_bytes,
-        "stack_bytes": code.stack_bytes,
-        "shared_bytes": metadata.shared,
-        "shared_limit": SHARED_MEMORY[arch],
-        "ctas_per_sm": resident,
-        "mma": code.mma,
-        "kv_copy_bytes": copy,
+        "shared_bytes": compiled.metadata.shared,
+        "shared_limit": named(arch).shared_memory,
         "min_copy_bytes": case.min_copy_bytes,
-        "tiles_in_flight": tiles,
-        "bytes_in_flight_per_sm": in_flight,
-        "sass_per_tile": instructions,
+        **read(case, launch, named(arch), compiled),
         "triton": triton.__version__,
         "seconds": round(processor_seconds() - started, 2),
     }
+
+
+def _read_nvidia(case: StaticCase, launch: Any, arch: Arch, compiled: Any) -> dict[str, Any]:
+    """The columns of a row that are read from a cubin."""
+    import torch
+
+    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
+    threads = metadata.num_warps * 32
+    resident = resident_programs(
+        arch.name,
+        code.registers,
+        metadata.shared,
+        threads,
+        getattr(metadata, "tmem_size", None) or 0,
+    )
+    copy, tiles, in_flight, instructions = 0, 0, 0, None
+    if (tile_bytes := _tile_bytes(case, launch)) is not None:
+        element_size = getattr(torch, case.dtype).itemsize
+        copy = code.copy_bytes(element_size, case.scale_bytes)
+        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
+        tiles = ttgir.tiles_in_flight(compiled.asm["ttgir"]) or 0
+        in_flight = tile_bytes * tiles * resident
+    return {
+        "registers": code.registers,
+        "accumulators": None,
+        "spill_bytes": code.spill_bytes,
+        "stack_bytes": code.stack_bytes,
+        "scalar_spills": None,
+        "ctas_per_sm": resident,
+        "waves_per_simd": None,
+        "mma": code.mma,
+        "loads": None,
+        "kv_copy_bytes": copy,
+        "tiles_in_flight": tiles,
+        "bytes_in_flight_per_sm": in_flight,
+        "sass_per_tile": instructions,
+    }
+
+
+def _read_amd(case: StaticCase, launch: Any, arch: Arch, compiled: Any) -> dict[str, Any]:
+    """The columns of a row that are read from AMD assembly; those in flight are not known."""
+    code, metadata = amdgcn.read(compiled.asm["amdgcn"]), compiled.metadata
+    resident = resident_workgroups(arch.name, code.registers, metadata.shared, metadata.num_warps)
+    loads, copy, instructions = "", 0, None
+    if (tile_bytes := _tile_bytes(case, launch)) is not None:
+        loads, copy = code.loads(), code.load_bytes()
+        instructions = code.tile_instructions(tile_bytes, metadata.num_warps * arch.lanes)
+    return {
+        "registers": code.registers,
+        "accumulators": code.accumulators,
+        "spill_bytes": 4 * code.spilled,
+        "stack_bytes": code.scratch_bytes,
+        "scalar_spills": code.scalar_spills,
+        "ctas_per_sm": resident,
+        "waves_per_simd": resident * metadata.num_warps // SIMDS,
+        "mma": code.mma,
+        "loads": loads,
+        "kv_copy_bytes": copy,
+        "tiles_in_flight": 0,
+        "bytes_in_flight_per_sm": 0,
+        "sass_per_tile": instructions,
+    }
+
+
+def _tile_bytes(case: StaticCase, launch: Any) -> int | None:
+    """Bytes of a K/V tile, without scales; None of a kernel without such tiles."""
+    if not launch.kernel.__name__.endswith(PIPELINED):
+        return None
+    tile_bytes, parts = launch.values["BLOCK_N"] * case.key_bytes, value_parts(launch)
+    if parts > 1:  # all of a key, and a part of its values
+        tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
+    return int(tile_bytes)
 
 
 def processor_seconds() -> float:
@@ -225,11 +274,11 @@ def processor_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def attempt(name: str, arch: int, index: int) -> dict[str, Any] | str:
+def attempt(name: str, arch: str, index: int) -> dict[str, Any] | str:
     """``measure``, or what to say of a kernel that does not compile."""
     try:
         return measure(name, arch, index)
     except OSError:  # a full disk says nothing of the kernel
         raise
     except Exception as error:
-        return f"{name} sm_{arch}: does not compile: {type(error).__name__}: {error}"
+        return f"{name} {arch}: does not compile: {type(error).__name__}: {error}"

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .cases import ARCHS
+
 # Of a row: what says nothing of the kernel.
 NOT_COMPARED = ("triton", "seconds")
 RESULTS = Path(__file__).parent.parent / "results" / "static"
@@ -23,7 +25,7 @@ def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
         """
         found: dict[str, dict[str, Any]] = {}
         for row in rows:
-            name = first = f"{row['case']} {row['kernel']} sm_{row['arch']}"
+            name = first = f"{row['case']} {row['kernel']} {row['arch']}"
             for i in itertools.count(2):
                 if name not in found:
                     break
@@ -55,16 +57,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "no case"
     columns = {
-        "case": "case", "kernel": "kernel", "arch": "arch", "config": "config", "registers": "registers", "spill": "spill_bytes",
-        "stack": "stack_bytes", "shared": "shared_bytes", "limit": "shared_limit", "ctas": "ctas_per_sm", "mma": "mma",
-        "copy": "kv_copy_bytes", "tiles": "tiles_in_flight",
+        "case": "case", "kernel": "kernel", "arch": "arch", "config": "config", "registers": "registers", "acc": "accumulators", "spill": "spill_bytes",
+        "stack": "stack_bytes", "shared": "shared_bytes", "limit": "shared_limit", "ctas": "ctas_per_sm", "waves": "waves_per_simd", "mma": "mma",
+        "copy": "kv_copy_bytes", "loads": "loads", "tiles": "tiles_in_flight",
     }  # fmt: skip
     cells = [[*columns, "flight", "sass"]]
     for row in rows:
         flight, instructions = row["bytes_in_flight_per_sm"] / 1024, row["sass_per_tile"]
         cells.append(
             [
-                *(str(row[key]) for key in columns.values()),
+                *("-" if row.get(key) in (None, "") else str(row[key]) for key in columns.values()),
                 f"{flight:g}",
                 "-" if instructions is None else str(instructions),
             ]
@@ -89,9 +91,9 @@ def write_baseline(rows: list[dict[str, Any]], path: Path) -> None:
     """
     archs = {row["arch"] for row in rows}
     kept = [row for row in read(path) if row["arch"] not in archs] if path.exists() else []
-    rows = sorted(kept + rows, key=lambda row: row["arch"])
-    columns = [name for name in rows[0] if name not in NOT_COMPARED]
-    lines = ",\n".join(json.dumps([row[name] for name in columns]) for row in rows)
+    rows = sorted(kept + rows, key=lambda row: ARCHS.index(row["arch"]))
+    columns = [name for name in dict.fromkeys(itertools.chain(*rows)) if name not in NOT_COMPARED]
+    lines = ",\n".join(json.dumps([row.get(name) for name in columns]) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         f'{{"columns": {json.dumps(columns)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"

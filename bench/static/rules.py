@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import sass
 
 # Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute
 # capabilities table).
-SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
-SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
-SM_PROGRAMS = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
+SM_SHARED = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10, "sm_120": 100 << 10}  # fmt: skip
+SM_THREADS = {"sm_80": 2048, "sm_86": 1536, "sm_89": 1536, "sm_90": 2048, "sm_100": 2048, "sm_120": 1536}  # fmt: skip
+SM_PROGRAMS = {"sm_80": 32, "sm_86": 16, "sm_89": 24, "sm_90": 32, "sm_100": 32, "sm_120": 24}
 SM_REGISTERS = 65536
 # Columns of tensor memory (sm_100), where tcgen05 keeps its accumulators.
 SM_TENSOR_COLUMNS = 512
@@ -21,7 +21,7 @@ MIN_BYTES_IN_FLIGHT = 36 << 10
 # Architectures with 99 KiB of shared memory for a program. Of compressed attention over fp8 pages no
 # shape fits there that overlaps: the loop over the step's own rows is not pipelined with swapped
 # products, and without the swap 4 warps spill and 8 copy the rotated channels 8 bytes at a time.
-SMALL = (86, 89, 120)
+SMALL = ("sm_86", "sm_89", "sm_120")
 PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
 # Pages of 48 tokens: which of them each row of a tile is in has to be divided out, and smaller
 # tiles, which leave room, cost more. Decode of 64 rows of 512 channels over e4m3: no shape found
@@ -32,8 +32,38 @@ SERIAL_CASES = ("prefill-group-5-odd-pages", "decode-fp8-d512-p128-q16")
 LESS_IN_FLIGHT = ("decode-fp8-d128-p16-q16", "decode-fp8-d128-p128-q16", "decode-fp8-d256-p128-q8", "decode-fp8-d256-p128-q16", "decode-fp8-number-d256")  # fmt: skip
 
 
+class CuLimits(NamedTuple):
+    """What a CU (on RDNA a WGP of two CUs) shares among wavefronts.
+
+    Attributes:
+        registers: of each lane, on one SIMD.
+        granule: by which they are handed out.
+        waves: that a SIMD holds.
+        shared: bytes of LDS.
+    """
+
+    registers: int
+    granule: int
+    waves: int
+    shared: int
+
+
+# Source: LLVM's user guide of the AMDGPU backend, and its GCNSubtarget; wavefronts of 64 lanes on
+# CDNA, of 32 on RDNA.
+CU_LIMITS = {
+    "gfx942": CuLimits(512, 8, 8, 64 << 10),
+    "gfx950": CuLimits(512, 8, 8, 160 << 10),
+    "gfx1100": CuLimits(1536, 24, 16, 128 << 10),
+    "gfx1201": CuLimits(1536, 24, 16, 128 << 10),
+}
+SIMDS = 4  # of a CU of CDNA, and of a WGP of RDNA
+# Architectures whose tile tables are not their own yet: what breaks a rule there is shown, and is no
+# failure.
+NOT_GATED = tuple(CU_LIMITS)
+
+
 def resident_programs(
-    arch: int, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
+    arch: str, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
 ) -> int:
     """Programs that an SM holds at once.
 
@@ -52,8 +82,27 @@ def resident_programs(
     return min(bounds)
 
 
+def resident_workgroups(arch: str, registers: int, shared_bytes: int, num_warps: int) -> int:
+    """Programs that a CU, on RDNA a WGP of two, holds at once.
+
+    Args:
+        registers: of a lane, those for accumulators included.
+        num_warps: wavefronts of a program.
+    """
+    limits = CU_LIMITS[arch]
+    rounded = -(-max(registers, 1) // limits.granule) * limits.granule
+    waves = min(limits.waves, limits.registers // rounded) * SIMDS
+    return min(waves // num_warps, limits.shared // max(shared_bytes, 1))
+
+
+def is_gated(row: dict[str, Any]) -> bool:
+    """Whether a broken rule is an error; else it is shown."""
+    return row["arch"] not in NOT_GATED
+
+
 def problems(row: dict[str, Any]) -> list[str]:
-    """The rules that a compiled kernel breaks."""
+    """The rules that a compiled kernel breaks; of those on AMD, the ones on spills, shared memory and
+    room."""
     found = []
     if row["spill_bytes"] or row["stack_bytes"]:
         found.append(f"spills {row['spill_bytes']} bytes, stack frame {row['stack_bytes']} bytes")
@@ -65,7 +114,7 @@ def problems(row: dict[str, Any]) -> list[str]:
         found.append(f"cannot be launched: {row['config']}, {row['registers']} registers a thread")
     if row["mma"] == sass.SERIAL and row["case"] not in SERIAL_CASES:
         found.append("waits for each wgmma by itself")
-    if not row["kernel"].endswith(PIPELINED):
+    if not row["kernel"].endswith(PIPELINED) or row["arch"] in CU_LIMITS:
         return found
     through_registers = row["dtype"] == "float32" and row["kv_copy_bytes"] == 0
     if row["kv_copy_bytes"] < row["min_copy_bytes"] and not through_registers:
@@ -77,7 +126,7 @@ def problems(row: dict[str, Any]) -> list[str]:
     if not overlaps and not (fp8_rows and row["arch"] in SMALL):
         found.append("copies nothing while it multiplies")
     least = MIN_BYTES_IN_FLIGHT if row["case"] not in LESS_IN_FLIGHT else 32 << 10
-    paced = row["kernel"].endswith("decode_kernel") and row["arch"] == 90
+    paced = row["kernel"].endswith("decode_kernel") and row["arch"] == "sm_90"
     if paced and row["bytes_in_flight_per_sm"] < least:
         found.append(f"keeps {row['bytes_in_flight_per_sm']} bytes in flight per SM")
     return found

@@ -19,7 +19,7 @@ that take tiles in turns.
 After ``--seconds`` no entry is begun; of the entry in hand, what is not compiled is not tried, and
 no further case is timed.
 
-A table holds one entry for all architectures of a class (``gpu_class``); ``--write`` changes those
+A table holds one entry for all architectures of a class (``Arch.tiles``); ``--write`` changes those
 of this GPU's class alone. Run ``python -m bench.static --all`` afterwards: an entry has to hold on
 the other architectures of its class too.
 """
@@ -45,6 +45,7 @@ from typing import Any
 import torch
 
 from quire.kernels.common import launching
+from quire.kernels.common.arch import Arch
 from quire.models.command import Parser, integer, number, output_file, program
 
 from ..common.machine import describe_machine
@@ -58,13 +59,13 @@ from .entries import Case, TableEntry, rewritten, table_entries, tiny_cases, tun
 GAIN = 0.02
 
 
-def compiled(entry: TableEntry, config: Any, arch: int) -> str | None:
+def compiled(entry: TableEntry, config: Any, arch: Arch) -> str | None:
     """Why a tile shape may not be used, by what it compiles to; None if it may."""
     from ..static import compiling, rules
 
     for case in entry.static_cases(arch):
         with entry.using(config):
-            row = compiling.attempt(case, arch, 0)
+            row = compiling.attempt(case, arch.name, 0)
         if isinstance(row, str):
             return row
         if found := rules.problems(row):
@@ -75,7 +76,7 @@ def compiled(entry: TableEntry, config: Any, arch: int) -> str | None:
 def compile_all(
     entry: TableEntry,
     candidates: Sequence[Any],
-    arch: int,
+    arch: Arch,
     pool: concurrent.futures.Executor,
     deadline: float = math.inf,
 ) -> list[str | None]:
@@ -84,7 +85,7 @@ def compile_all(
     Args:
         entry: that they may replace.
         candidates: launch choices, the table's own first.
-        arch: to compile for, as major * 10 + minor.
+        arch: to compile for.
         pool: of processes.
         deadline: on the clock of ``perf_counter``.
     """
@@ -162,7 +163,7 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
 
 
-def write(chosen: dict[TableEntry, Any], arch: int, folder: Path | None) -> None:
+def write(chosen: dict[TableEntry, Any], arch: Arch, folder: Path | None) -> None:
     """Write the tables with other shapes: in place, or as folder/<operator>/tiles.json."""
     for path, text in rewritten(chosen, arch).items():
         to = path if folder is None else folder / path.parent.name / path.name
@@ -176,8 +177,7 @@ def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     device = torch.device("cpu" if args.dry_run else "cuda")
     arch = launching.INTERPRETER_ARCH
     if not args.dry_run:
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
+        arch = launching.arch_of(device)
     work = table_entries(tiny_cases() if args.dry_run else tuned_cases(), arch)
     work = {entry: cases for entry, cases in work.items() if args.only in entry.name}
     if not work:
@@ -232,7 +232,7 @@ def table(entry: TableEntry, rows: list[dict[str, Any]], taken: dict[str, Any]) 
         marks = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
         times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
         ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-        config = [str(int(value)) for value in (*row["config"], 0, 0)[: len(entry.columns)]]
+        config = [str(int(value or 0)) for value in (*row["config"], 0, 0, 0)[: len(entry.columns)]]
         lines.append((marks, *config, *times, ratio))
     return "\n".join(aligned(lines))
 

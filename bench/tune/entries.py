@@ -19,7 +19,8 @@ from typing import Any
 
 from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
-from quire.kernels.common.tile_shapes import SHARED_MEMORY, gpu_class, tile_rows
+from quire.kernels.common.arch import Arch
+from quire.kernels.common.tile_shapes import tile_rows
 from quire.kernels.common.tile_tables import Key, TileTable
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.compressed import triton_impl as compressed_triton
@@ -36,10 +37,21 @@ Case = shapes.Case | LatentCase
 # Tokens of a page in the static cases, and queries of those that fill tiles of so many rows.
 STATIC_BLOCK_SIZES = (16, 128)
 STATIC_QUERIES = {16: 1, 32: 8, 64: 16}
-# The first architecture whose copies a tensor descriptor drives.
-DESCRIPTOR_ARCH = 90
 # Of the latent kernels, which have many: those at the front are enough.
 CASES_PER_ENTRY = 4
+
+
+def _launch_choices(arch: Arch) -> dict[str, tuple[Any, ...]]:
+    """Warps, stages and rows of the matrix instruction that are worth compiling for.
+
+    AMD's copies go through registers, so that one tile on its way is much, and none is a choice;
+    a wavefront of RDNA has half the lanes of one of CDNA.
+    """
+    if arch.maker == "nvidia":
+        return {"warps": (4, 8), "stages": (2, 3, 4, 5), "nonkdims": (None,)}
+    if arch.matrix == "mfma":
+        return {"warps": (4, 8), "stages": (1, 2, 3), "nonkdims": (None, 16)}
+    return {"warps": (4, 8, 16), "stages": (1, 2), "nonkdims": (None,)}
 
 
 class TableEntry(ABC):
@@ -61,26 +73,26 @@ class TableEntry(ABC):
         """Readable, and unique."""
 
     @abstractmethod
-    def question(self, arch: int) -> Key:
+    def question(self, arch: Arch) -> Key:
         """What the operator asks its table for; the answer is this entry."""
 
-    def current(self, arch: int) -> Any:
+    def current(self, arch: Arch) -> Any:
         """The launch choices that the table gives."""
         return self.table.find(self.question(arch)).config
 
     @abstractmethod
-    def candidates(self, arch: int) -> list[Any]:
+    def candidates(self, arch: Arch) -> list[Any]:
         """Tile shapes worth compiling, the table's own first.
 
         Those whose tiles of keys in all stages but one fit the shared memory.
         """
 
-    def variants(self, config: Any, arch: int) -> list[Any]:
+    def variants(self, config: Any, arch: Arch) -> list[Any]:
         """Other ways of launching a tile shape."""
         return []
 
     @abstractmethod
-    def static_cases(self, arch: int) -> list[str]:
+    def static_cases(self, arch: Arch) -> list[str]:
         """Cases of `bench.static` whose first kernel has the entry's tile shape."""
 
     @abstractmethod
@@ -118,7 +130,7 @@ class _AttentionEntry(TableEntry):
     rows: int = 0
     e4m3: bool = False
 
-    columns = ("m", "n", "warps", "stages", "parts", "tma", "per sm")
+    columns = ("m", "n", "warps", "stages", "parts", "tma", "per sm", "nonkdim")
     module, table = paged, configs.TILES
 
     @property
@@ -126,16 +138,23 @@ class _AttentionEntry(TableEntry):
         rows = f" x{self.rows}" if self.rows else ""
         return f"{self.phase} {self.head_dim}{rows}" + (" e4m3" if self.e4m3 else "")
 
-    def question(self, arch: int) -> Key:
+    def question(self, arch: Arch) -> Key:
         pages = "fp8" if self.e4m3 else "same"
-        return Key(gpu_class(arch), "16-bit", pages, self.phase, self.head_dim, self.rows or None)
+        return Key(arch.tiles, "16-bit", pages, self.phase, self.head_dim, self.rows or None)
 
-    def candidates(self, arch: int) -> list[configs.Config]:
+    def candidates(self, arch: Arch) -> list[configs.Config]:
         heights = (32, 64, 128) if self.phase == "prefill" else (self.rows,)
         parts = (1, 2) if self.phase == "prefill" and self.head_dim >= 256 else (1,)
         found = [self.current(arch)]
-        for *shape, value_parts in product(heights, (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), parts):
-            own = {"mask_all": found[0].mask_all, "fp16_values": found[0].fp16_values}
+        warps, stages, nonkdims = _launch_choices(arch).values()
+        for *shape, value_parts, nonkdim in product(
+            heights, (16, 32, 64, 128), warps, stages, parts, nonkdims
+        ):
+            own = {
+                "mask_all": found[0].mask_all,
+                "fp16_values": found[0].fp16_values,
+                "matrix_instr_nonkdim": nonkdim,
+            }
             config = configs.Config(*shape, value_parts, **own)
             # Tiles of new K/V have two bytes an element in any case.
             row_bytes = 2 * (self.head_dim + self.head_dim // value_parts)
@@ -143,18 +162,18 @@ class _AttentionEntry(TableEntry):
                 found.append(config)
         return found
 
-    def variants(self, config: configs.Config, arch: int) -> list[configs.Config]:
+    def variants(self, config: configs.Config, arch: Arch) -> list[configs.Config]:
         """Of prefill: with tensor descriptors where the GPU has them, and programs that take turns."""
         if self.phase != "prefill":
             return []
         made = [
             replace(config, new_kv_tma=new_kv_tma, programs_per_sm=programs)
             for new_kv_tma, programs in product((False, True), (0, 1, 2))
-            if arch >= DESCRIPTOR_ARCH or not new_kv_tma
+            if arch.descriptors or not new_kv_tma
         ]
         return [other for other in made if other != config]
 
-    def static_cases(self, arch: int) -> list[str]:
+    def static_cases(self, arch: Arch) -> list[str]:
         name = f"{self.phase}{'-fp8' if self.e4m3 else ''}-d{self.head_dim}"
         queries = f"-q{STATIC_QUERIES[self.rows]}" if self.rows else ""
         if self.e4m3:
@@ -169,10 +188,11 @@ class _AttentionEntry(TableEntry):
         return quire_calls(problem, in_step=self.phase == "prefill", impl=impl)
 
     def values(self, config: configs.Config) -> tuple[Any, ...]:
-        """The last two as far as they are not the defaults."""
+        """The last three as far as they are not the defaults."""
         shape = (config.block_m, config.block_n, config.num_warps, config.num_stages, config.value_parts)  # fmt: skip
-        more = (config.new_kv_tma, config.programs_per_sm)
-        return shape + (more if more[1] else more[:1] if more[0] else ())
+        more = (config.new_kv_tma, config.programs_per_sm, config.matrix_instr_nonkdim or 0)
+        given = max((i for i, value in enumerate(more, 1) if value), default=0)
+        return shape + more[:given]
 
 
 @dataclass(frozen=True)
@@ -185,26 +205,31 @@ class _MlaEntry(TableEntry):
 
     rows: int
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm")
+    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "parts", "nonkdim")
     module, table = mla_triton, mla_configs.TILES
 
     @property
     def name(self) -> str:
         return f"mla x{self.rows}"
 
-    def question(self, arch: int) -> Key:
-        return Key(gpu_class(arch), "16-bit", head_dim=512, rows=self.rows)
+    def question(self, arch: Arch) -> Key:
+        return Key(arch.tiles, "16-bit", head_dim=512, rows=self.rows)
 
-    def candidates(self, arch: int) -> list[mla_configs.MlaConfig]:
+    def candidates(self, arch: Arch) -> list[mla_configs.MlaConfig]:
         found = [self.current(arch)]
         per_sm = (1, 2) if self.rows == 16 else (1,)
-        for shape in product((16, 32, 64), (4, 8), (2, 3, 4), (True, False), (True, False), per_sm):
+        warps, stages, nonkdims = _launch_choices(arch).values()
+        parts = (1, 4, 8) if arch.matrix == "wmma" else (1,)
+        divides = (True, False) if arch.maker == "nvidia" else (False,)
+        for shape in product(
+            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, parts, nonkdims
+        ):
             config = mla_configs.MlaConfig(self.rows, *shape)
             if _fits(config, 2 * (512 + 64), arch) and config not in found:
                 found.append(config)
         return found
 
-    def static_cases(self, arch: int) -> list[str]:
+    def static_cases(self, arch: Arch) -> list[str]:
         pages = {f"mla-decode-h{self.rows}": 64, f"mla-decode-h{self.rows}-p16-pages-only": 16}
         # Decode of some architectures and page sizes goes without the tallest tiles.
         wanted = partial(mla_configs.decode_rows, num_heads=self.rows, max_seqlen_q=1, arch=arch)
@@ -231,26 +256,28 @@ class _CompressedEntry(TableEntry):
     rows: int
     fp8: bool
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide")
+    columns = ("m", "n", "warps", "stages", "swap", "divide", "nonkdim")
     module, table = compressed_triton, compressed_configs.TILES
 
     @property
     def name(self) -> str:
         return f"compressed x{self.rows} {'fp8' if self.fp8 else 'bf16'}"
 
-    def question(self, arch: int) -> Key:
+    def question(self, arch: Arch) -> Key:
         pages = "fp8" if self.fp8 else "same"
-        return Key(gpu_class(arch), "16-bit", pages, head_dim=512, rows=self.rows)
+        return Key(arch.tiles, "16-bit", pages, head_dim=512, rows=self.rows)
 
-    def candidates(self, arch: int) -> list[compressed_configs.CompressedConfig]:
+    def candidates(self, arch: Arch) -> list[compressed_configs.CompressedConfig]:
         found = [self.current(arch)]
-        for shape in product((16, 32, 64), (4, 8), (2, 3, 4), (True, False), (True, False)):
+        warps, stages, nonkdims = _launch_choices(arch).values()
+        divides = (True, False) if arch.maker == "nvidia" else (False,)
+        for shape in product((16, 32, 64), warps, stages[:3], (True, False), divides, nonkdims):
             config = compressed_configs.CompressedConfig(self.rows, *shape)
             if _fits(config, 576 if self.fp8 else 2 * 512, arch) and config not in found:
                 found.append(config)
         return found
 
-    def static_cases(self, arch: int) -> list[str]:
+    def static_cases(self, arch: Arch) -> list[str]:
         kinds = {16: ("decode-csa-h16-k512",), 32: ("decode-hca-h16",), 64: ("decode-csa-h64-k512", "prefill-csa-h64-k512")}  # fmt: skip
         ends = ("-q2",) if self.rows == 32 else ("-pages", "") if self.fp8 else ("", "")
         fp8 = "-fp8" if self.fp8 else ""
@@ -260,12 +287,12 @@ class _CompressedEntry(TableEntry):
         return quire_latent_calls(problem, impl)
 
 
-def _fits(config: Any, row_bytes: int, arch: int) -> bool:
+def _fits(config: Any, row_bytes: int, arch: Arch) -> bool:
     tiles = config.block_n * row_bytes * (config.num_stages - 1)
-    return tiles <= SHARED_MEMORY[arch]
+    return tiles <= arch.shared_memory
 
 
-def _attention_entry(e4m3: bool, case: Case, arch: int) -> TableEntry | None:
+def _attention_entry(e4m3: bool, case: Case, arch: Arch) -> TableEntry | None:
     shape = case.shape
     if not isinstance(case, shapes.Case) or case.phase == "mixed" or shape.fp8 != e4m3:
         return None
@@ -279,7 +306,7 @@ def _attention_entry(e4m3: bool, case: Case, arch: int) -> TableEntry | None:
     return _AttentionEntry(case.phase, dim, rows, e4m3)
 
 
-def _mla_entry(case: Case, arch: int) -> TableEntry | None:
+def _mla_entry(case: Case, arch: Arch) -> TableEntry | None:
     if not isinstance(case, LatentCase) or case.shape.op != "mla":
         return None
     rows = mla_configs.PREFILL_ROWS
@@ -288,7 +315,7 @@ def _mla_entry(case: Case, arch: int) -> TableEntry | None:
     return _MlaEntry(mla_configs.select_config(2, rows, arch).block_m)
 
 
-def _compressed_entry(case: Case, arch: int) -> TableEntry | None:
+def _compressed_entry(case: Case, arch: Arch) -> TableEntry | None:
     shape = case.shape
     if not isinstance(case, LatentCase) or shape.op not in ("window", "csa", "hca") or shape.head_dim != 512:  # fmt: skip
         return None
@@ -307,7 +334,7 @@ FAMILIES = (
 )
 
 
-def table_entries(cases: Sequence[Case], arch: int) -> dict[TableEntry, list[Case]]:
+def table_entries(cases: Sequence[Case], arch: Arch) -> dict[TableEntry, list[Case]]:
     """The entries that cases use, in the order of the cases that matter most."""
     found: dict[TableEntry, list[Case]] = {}
     for case in cases:
@@ -350,7 +377,7 @@ def tiny_cases() -> list[Case]:
     return [*shapes.tiny_cases(), *mla_shapes.tiny_cases()]
 
 
-def rewritten(chosen: dict[TableEntry, Any], arch: int) -> dict[Path, str]:
+def rewritten(chosen: dict[TableEntry, Any], arch: Arch) -> dict[Path, str]:
     """The texts of the tables that have other entries then, by the paths of their files."""
     tables: dict[TileTable[Any], dict[Key, Any]] = {}
     for entry, config in chosen.items():

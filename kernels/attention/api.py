@@ -45,6 +45,7 @@ def paged_attention(
     max_seqlen_q: int,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    context_only: bool = False,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
     max_seq_len: int | None = None,
@@ -84,6 +85,9 @@ def paged_attention(
         k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the step's new rows, ragged like q; both or
             neither. They are never quantized. Without them the pages must hold every row that a
             query sees: those of a kvcore window group do so only for one new token.
+        context_only: the step's own keys are left out: every query sees the keys [0, seq_len -
+            q_len), all of them in the pages. The other part is a call with ``k`` and ``v`` and
+            seq_lens = q_len; ``merge_partials`` joins the two. Needs ``k`` and ``v`` None.
         k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its
             quantized values times its scale. A number in 2**-30 .. 2**30, or fp32 [] (or [1]): of all rows. fp32
             [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves

@@ -26,6 +26,8 @@ class TileConfig(NamedTuple):
         HALF: whether quantized values, and the queries with them, become fp16 instead of what the
             queries are.
         PTX: whether quantized values are widened by more than the interpreter knows.
+        PAGED_CONTEXT: whether the keys in the pages are those before the step alone, which every
+            row sees.
         DIVIDE: whether warps have to be made to divide the scores of a tile.
     """
 
@@ -45,6 +47,7 @@ class TileConfig(NamedTuple):
     HARDWARE_E4M3: Any
     HALF: Any
     PTX: Any
+    PAGED_CONTEXT: Any
     DIVIDE: Any
 
 

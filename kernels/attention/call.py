@@ -40,6 +40,7 @@ class AttentionCall:
     max_seqlen_q: int
     k: torch.Tensor | None = None
     v: torch.Tensor | None = None
+    context_only: bool = False
     k_scale: float | torch.Tensor | None = None
     v_scale: float | torch.Tensor | None = None
     max_seq_len: int | None = None
@@ -56,6 +57,11 @@ class AttentionCall:
     def scales(self) -> str:
         """What k_scale and v_scale are: "none", "number", "tensor" (of one number) or "rows"."""
         return scale_kind(self.k_scale)
+
+    @property
+    def paged_context(self) -> bool:
+        """Whether the keys in the pages are those before the step alone."""
+        return self.k is not None or self.context_only
 
     @property
     def num_seqs(self) -> int:
@@ -123,6 +129,10 @@ def check_attention(call: AttentionCall) -> AttentionCall:
     if (k is None) != (v is None):
         missing = "k" if k is None else "v"
         raise ValueError(f"{missing}: expected new rows of both k and v or of neither, got None")
+    if not isinstance(call.context_only, bool):
+        raise ValueError(f"context_only: expected a bool, got {call.context_only!r}")
+    if call.context_only and k is not None:
+        raise ValueError("context_only: expected False with new rows k and v, got True")
     if k is not None and v is not None:
         rows_shape = (num_tokens, num_kv_heads, head_dim)
         expect_tensor("k", k, rows_shape, q.dtype, device=device)

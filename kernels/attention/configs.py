@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS, partial_numel, programs_at_once
 from ..common.tile_shapes import MAX_ROWS, PROGRAMS_PER_SM, tile_heads, tile_rows
 from ..common.tile_tables import TileTable
@@ -30,13 +31,15 @@ class Config:
             part of the value channels: a taller tile for the same registers, at the price of scores
             computed several times.
         new_kv_tma: in prefill, whether whole tiles of new K/V are copied by tensor descriptors
-            (TMA, sm_90 and later) where the rows can be described: 16-byte strides and addresses.
+            (``Arch.descriptors``) where the rows can be described: 16-byte strides and addresses.
             The host encodes two descriptors a launch.
         programs_per_sm: in prefill, so many programs for each SM take query tiles in turns, longest
             and shortest paired; 0: a program for each.
         mask_all: one loop with masks for each source of keys, instead of one without for whole
             tiles and one with for the edges.
         fp16_values: of fp8 pages, see ``uses_fp16_values``.
+        matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
+            choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
 
     block_m: int
@@ -48,6 +51,7 @@ class Config:
     programs_per_sm: int = 0
     mask_all: bool = False
     fp16_values: Literal["never", "one_scale", "always"] = "never"
+    matrix_instr_nonkdim: int | None = None
 
 
 TILES = TileTable(Path(__file__).with_name("tiles.json"), Config)
@@ -133,7 +137,7 @@ def select_config(
     dtype_bytes: int,
     phase: str,
     block_size: int,
-    arch: int,
+    arch: Arch,
     *,
     rows: int = 16,
     page_bytes: int | None = None,
@@ -145,13 +149,13 @@ def select_config(
         dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
         phase: "prefill" or "decode".
         block_size: tokens of a page.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         rows: query rows of a decode tile, ``DecodePlan.block_m``: 16, 32 or 64; where no tile of as
             many fits, it has the most that do. Ignored for prefill.
         page_bytes: of one element in the pages: 1 (e4m3) or ``dtype_bytes``, as None is.
 
     Returns:
-        Config, the same for every architecture of one ``gpu_class``.
+        Config, the same for all architectures of one class (``Arch.tiles``).
     """
     return TILES.select(
         arch,

@@ -36,7 +36,7 @@ def decode_kernel(
     HEAD_DIM: tl.constexpr = CONFIG.HEAD_DIM
     BLOCK_M: tl.constexpr = CONFIG.BLOCK_M
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
-    NEW_KV: tl.constexpr = k_new is not None
+    NEW_KV: tl.constexpr = CONFIG.PAGED_CONTEXT
     sliding_window = softmax.sliding_window
     num_head_tiles = num_kv_heads * HEAD_TILES
     head_index = tl.program_id(0) % num_head_tiles
@@ -91,7 +91,7 @@ def decode_kernel(
         scales, None,
     )  # fmt: skip
     new = Source(None, None, 0, 0, 0, 0, None, 1, None, None)
-    if NEW_KV:
+    if k_new is not None:
         row = first_token.to(tl.int64)
         new = Source(
             k_new.data + (row * k_new.stride_token + kv_head * k_new.stride_head),

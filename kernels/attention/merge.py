@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch_cache, split_kv, strided
+from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS
 from ..common.launching import Launch
 from ..common.merging import block_parts, load_sink, merge_rows
@@ -150,6 +151,7 @@ def prepare(
 
 def prepare_splits(
     call: AttentionCall,
+    arch: Arch,
     partial_out: torch.Tensor,
     first_lse: int,
     plan: DecodePlan,
@@ -159,6 +161,7 @@ def prepare_splits(
 
     Args:
         call: the attention call whose ``out`` and ``lse`` are filled.
+        arch: of the GPU.
         partial_out: [max_items, block_q, num_heads, head_dim] fp32, flat.
         first_lse: element of ``partial_out`` where [max_items, block_q, num_heads] natural-log lse
             begin.
@@ -181,13 +184,13 @@ def prepare_splits(
             "num_heads": num_heads,
             "target_items": plan.target_items,
             "sliding_window": call.sliding_window,
-            "NEW_KV": call.k is not None,
+            "NEW_KV": call.paged_context,
             "BLOCK_Q": block_q,
             "MIN_TOKENS": MIN_SPLIT_KEYS,
             "HEAD_DIM": head_dim,
             # Of one sequence, however many others there are.
             "BLOCK_PARTS": block_parts(plan.target_items + 1, head_dim),
             "num_warps": 4,
-            "maxnreg": MERGE_REGISTERS,
+            **arch.register_limit(MERGE_REGISTERS),
         },
     )

@@ -260,7 +260,7 @@ def attend_query_tile(tile, pages, new, k_scale, v_scale, split, softmax, CONFIG
     paged_high = context + q_last + 1
     paged_open_high = context + q_first + 1
     row_high = context + token
-    if new.k is not None:
+    if CONFIG.PAGED_CONTEXT:
         paged_high = context
         paged_open_high = context
         row_high = context - 1 + token * 0

@@ -70,7 +70,8 @@ def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Te
             return 0 if call.sliding_window is None else max(0, position - call.sliding_window + 1)
 
         oldest, keys, values = lowest(context), [], []
-        for j in range(oldest, seq_len if last > first else oldest):
+        end = context if call.context_only else seq_len
+        for j in range(oldest, end if last > first else oldest):
             if k is not None and v is not None and j >= context:
                 keys.append(k[first + j - context].to(dtype))
                 values.append(v[first + j - context].to(dtype))
@@ -88,9 +89,9 @@ def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Te
         all_values = torch.stack(values) if keys else None
         for token in range(first, last):
             position = context + token - first
-            seen = slice(lowest(position) - oldest, position + 1 - oldest)
+            seen = slice(lowest(position) - oldest, min(position + 1, end) - oldest)
             for h in range(num_heads):
-                if position < 0 or all_keys is None or all_values is None:
+                if seen.start >= seen.stop or all_keys is None or all_values is None:
                     out[token, h] = 0
                     if lse is not None:
                         lse[h, token] = -math.inf

@@ -100,7 +100,7 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
     if call.sliding_window is not None:
         lowest = (context - call.sliding_window + 1).clamp(min=0)
 
-    paged_end = length if call.k is None else context
+    paged_end = context if call.paged_context else length
     span = max(0, int((paged_end - lowest).max()))
     key_position = lowest[:, None] + torch.arange(span, device=device)  # [B, S]
     live = key_position < paged_end[:, None]

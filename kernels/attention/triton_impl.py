@@ -29,10 +29,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import launch_cache, strided
+from ..common.arch import Arch
 from ..common.checks import expect_head_dim
 from ..common.decode_plans import MIN_SPLIT_KEYS
-from ..common.e4m3 import E4M3_ARCH
-from ..common.launching import Launch, arch_and_sms, partials
+from ..common.launching import Launch, arch_and_sms, given, partials
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from . import merge
@@ -63,7 +63,7 @@ def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
-def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
+def prepare(call: AttentionCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches of a checked call.
 
     In a mixed batch the host does not know how many new tokens the decode sequences have: the
@@ -72,7 +72,7 @@ def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
 
     Args:
         call: the checked call.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         num_sms: streaming multiprocessors of the device.
     """
     launches: list[Launch] = []
@@ -94,7 +94,7 @@ def _shared_arguments(call: AttentionCall, value_pairs: bool = False) -> dict[st
         outer_scale = call.softcap * LOG2E.value
     k_pages, v_pages = call.k_pages, call.v_pages
     if call.scales != "none":
-        # As bytes: below sm_89 Triton has no such type.
+        # As bytes: not every architecture has the type.
         k_pages = k_pages.view(torch.uint8)
         v_pages = v_pages.view(torch.uint16 if value_pairs else torch.uint8)
     scales = call.k_scale, call.v_scale
@@ -120,7 +120,7 @@ def _shared_arguments(call: AttentionCall, value_pairs: bool = False) -> dict[st
     }
 
 
-def _tile_config(call: AttentionCall, phase: str, config: Config, arch: int) -> TileConfig:
+def _tile_config(call: AttentionCall, phase: str, config: Config, arch: Arch) -> TileConfig:
     """Compile-time constants of either kernel."""
     block_q, heads, head_tiles = tile_heads(call.group, config.block_m)
     head_dim = call.q.shape[2]
@@ -140,24 +140,26 @@ def _tile_config(call: AttentionCall, phase: str, config: Config, arch: int) -> 
         MASK_ALL=config.mask_all,
         EQUAL_STRIDES=_equal_strides(call),
         SCALES=call.scales,
-        HARDWARE_E4M3=quantized and arch >= E4M3_ARCH,
+        HARDWARE_E4M3=quantized and arch.widens_e4m3,
         HALF=half and uses_fp16_values(config, call.scales == "rows"),
         # The interpreter, which runs what is on a CPU, knows none.
-        PTX=quantized and not call.q.is_cpu,
+        PTX=quantized and arch.maker == "nvidia" and not call.q.is_cpu,
+        PAGED_CONTEXT=call.paged_context,
         DIVIDE=call.q.element_size() == 2 and not quantized and _divides(config, arch),
     )
 
 
-def _options(config: Config) -> dict[str, Any]:
+def _options(config: Config, arch: Arch) -> dict[str, Any]:
     """Launch options of either kernel."""
     return {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": MAX_REGISTERS,
+        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
+        **arch.register_limit(MAX_REGISTERS),
     }
 
 
-def _divides(config: Config, arch: int) -> bool:
+def _divides(config: Config, arch: Arch) -> bool:
     """Whether warps have to be made to divide the scores of a tile of two-byte keys.
 
     Where mma.sync forms them, each warp gets whole rows of a product that another one takes, unless
@@ -165,7 +167,7 @@ def _divides(config: Config, arch: int) -> bool:
     quantized values are widened, dividing costs more than it saves.
     """
     rows = config.block_m
-    return not 90 <= arch < 120 and config.block_n <= rows < 16 * config.num_warps
+    return arch.matrix == "mma" and config.block_n <= rows < 16 * config.num_warps
 
 
 def _table_wraps(call: AttentionCall, config: Config) -> str:
@@ -182,7 +184,7 @@ def _equal_strides(call: AttentionCall) -> bool:
     return pages and (call.k is None or call.k.stride(0) == call.v.stride(0))
 
 
-def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens: int) -> Launch:
+def _prepare_prefill(call: AttentionCall, arch: Arch, num_sms: int, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new
     tokens."""
     head_dim, block_size = call.q.shape[2], call.k_pages.shape[1]
@@ -217,7 +219,7 @@ def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens
             **_shared_arguments(call),
             "CONFIG": constants,
             "PERSISTENT": config.programs_per_sm > 0,
-            **_options(config),
+            **_options(config, arch),
         },
     )
 
@@ -261,7 +263,7 @@ def _new_tiles(
     return (made[0], made[1]) if len(made) == 2 else (None, None)
 
 
-def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
+def _prepare_decode(call: AttentionCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the
     merge where a sequence may be split."""
     num_heads, head_dim = call.q.shape[1:]
@@ -298,12 +300,12 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
             **_shared_arguments(call, _value_pairs(call, config)),
             "CONFIG": constants,
             "MIN_TOKENS": MIN_SPLIT_KEYS,
-            **_options(config),
+            **_options(config, arch),
         },
     )
     if partial_out is None:
         return [attention]
     return [
         attention,
-        merge.prepare_splits(call, partial_out, first_lse, plan, constants.BLOCK_Q),
+        merge.prepare_splits(call, arch, partial_out, first_lse, plan, constants.BLOCK_Q),
     ]

@@ -89,7 +89,7 @@ def bind(
     if (
         not triton.__version__.startswith(VERSIONS)
         or type(compiled) is not CompiledKernel
-        or compiled.metadata.target.backend != "cuda"
+        or compiled.metadata.target.backend not in ("cuda", "hip")
         or kernel.pre_run_hooks
     ):
         return None

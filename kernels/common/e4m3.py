@@ -16,7 +16,8 @@ with amax the row's largest magnitude. Whatever the row, nothing but a NaN becom
     beyond 448 scales   +-448 (scales of a tensor only; a row's own scale is large enough)
     NaN                 with one scale, a NaN; a row with a NaN has scale NaN, and is NaN all over
 
-Reading an e4m3 NaN needs the instruction of sm_89 and later: below, the kernels read 480 scales.
+Reading an e4m3 NaN needs an instruction that widens e4m3 (``Arch.widens_e4m3``): without it, as on
+sm_80 and gfx942, the kernels read 480 scales.
 
 Error: |x' - x| <= max(2^-4 |x|, 2^-10 scale) and a rounding of the fp32 division and product
 (2^-23 |x|) where nothing saturates; with a scale of the row's own, 2^-10 scale is 2^-18.8 of its
@@ -30,8 +31,6 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
-# The first architecture with an instruction that widens e4m3.
-E4M3_ARCH = 89
 MIN_SCALE = 2.0**-126
 
 

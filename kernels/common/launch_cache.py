@@ -35,7 +35,7 @@ MADE = (
 # Launch arguments that have another name in the call.
 NAMES = {
     "k_new": "k", "v_new": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
-    "keys": "pages", "scores": "workspace",
+    "keys": "pages",
 }  # fmt: skip
 
 

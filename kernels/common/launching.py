@@ -11,12 +11,15 @@ constants is one ``tl.constexpr`` argument.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime import JITFunction
+
+from .arch import Arch, named
 
 # Triton 3.10 will not fuse multiplications and additions unless told to, and 3.9 warns of that.
 OPTIONS = {"enable_fp_fusion": True}
@@ -45,6 +48,11 @@ class Launch:
         launch(self.kernel, self.grid, self.arguments)
 
 
+def given(**options: Any) -> dict[str, Any]:
+    """The launch options that are not None: what is None is left to Triton."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) of each field of a named tuple; of another argument, itself.
 
@@ -58,7 +66,25 @@ def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> Any:
     """``Launch(kernel, grid, arguments).run()``; returns the compiled kernel, if there is one."""
-    return kernel[grid](**arguments, **OPTIONS) if min(grid) > 0 else None
+    if min(grid) <= 0:
+        return None
+    if torch.version.hip is None:
+        return kernel[grid](**arguments, **OPTIONS)
+    with without_buffer_operations():
+        return kernel[grid](**arguments, **OPTIONS)
+
+
+@contextmanager
+def without_buffer_operations() -> Iterator[None]:
+    """On AMD, kernels are compiled without buffer instructions, whose offsets have 32 bits.
+
+    Triton would use them for tensors in memory of less than 2 GiB, and compile another kernel for
+    each way in which the tensors of a call are smaller or larger than that; and Triton 3.7.1 fails
+    where pointers into two such tensors, or into one such and another, are chosen between.
+    """
+    with knobs.amd.scope():
+        knobs.amd.use_buffer_ops = False
+        yield
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:
@@ -98,13 +124,22 @@ def partials(
 
 
 # What CPU tensors (the Triton interpreter) are launched for.
-INTERPRETER_ARCH = 90
+INTERPRETER_ARCH = named("sm_90")
 INTERPRETER_SMS = 2
 
 
-def arch_and_sms(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability as major * 10 + minor, and streaming multiprocessors."""
+def arch_and_sms(tensor: torch.Tensor) -> tuple[Arch, int]:
+    """The architecture of a tensor's device, and its streaming multiprocessors (AMD: CUs)."""
     if not tensor.is_cuda:
         return INTERPRETER_ARCH, INTERPRETER_SMS
     properties = torch.cuda.get_device_properties(tensor.device)
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
+    return arch_of(tensor.device), properties.multi_processor_count
+
+
+def arch_of(device: torch.device | int | None = None) -> Arch:
+    """The architecture of a device of ``torch.cuda``, which under ROCm is an AMD one; None: the
+    current device."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is None:
+        return named(f"sm_{properties.major}{properties.minor}")
+    return named(properties.gcnArchName)

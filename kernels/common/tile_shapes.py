@@ -1,22 +1,10 @@
-"""What tile shapes depend on, as pure functions of host integers.
-
-The shared memory and registers of a GPU, and the heads and tokens of a query tile.
+"""What tile shapes depend on, as pure functions of host integers: registers, and the heads and
+tokens of a query tile.
 """
 
 from __future__ import annotations
 
-# Shared memory that one program may use, in bytes.
-# Source: CUDA programming guide, table of compute capabilities: 227, 163 and 99 KiB.
-SHARED_MEMORY = {
-    80: 163 << 10,
-    86: 99 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    120: 99 << 10,
-}
-# Registers of a thread, said outright: left alone, ptxas aims for one more program an SM and spills
-# a few of them.
+# Registers of a thread: all that there are where the limit is said (``Arch.register_limit``).
 MAX_REGISTERS = 255
 # Decode work is split so that about this many programs come to an SM: two resident ones, and as
 # many to even out the end.
@@ -44,18 +32,3 @@ def tile_heads(group: int, block_m: int) -> tuple[int, int, int]:
 def tile_rows(num_heads: int, tokens: int, most: int = MAX_ROWS) -> int:
     """Rows, 16 to ``most``, of a query tile of up to ``tokens`` tokens of ``num_heads`` heads."""
     return min(most, max(16, next_power_of_2(num_heads * max(1, tokens))))
-
-
-def gpu_class(arch: int) -> str:
-    """The GPUs that share entries of a table of tile shapes.
-
-    Args:
-        arch: compute capability as major * 10 + minor.
-
-    Returns:
-        "hopper", "blackwell" (the data-center one; both have 227 KiB of shared memory for a
-        program), "medium" (163 KiB: A100) or "small" (99 KiB: all others).
-    """
-    if 90 <= arch < 120:
-        return "hopper" if arch < 100 else "blackwell"
-    return "medium" if arch in (80, 87) else "small"

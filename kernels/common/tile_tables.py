@@ -2,7 +2,7 @@
 
 Tile shapes for another GPU: ``python -m bench.tune --write tuned`` on that GPU compiles the shapes
 that may fit, times them on the named model shapes and writes ``tuned/<operator>/tiles.json``, with
-new entries for the GPU's class alone (``tile_shapes.gpu_class``). ``python -m bench.static --all``
+new entries for the GPU's class alone (``Arch.tiles``). ``python -m bench.static --all``
 then says whether they hold on the other GPUs of that class. Copy a file over
 ``kernels/<operator>/tiles.json`` of the installed package, or let ``bench.tune --write`` do that,
 and start Python again: a process reads each table once. An entry can also be edited by hand; a
@@ -10,7 +10,8 @@ mistake raises ValueError with the file and the entry. A shape changes speed, ne
 computed.
 
 A file is ``{"comments": [text], "entries": [entry]}``, one entry a line. The fields of an entry are
-those of `Key`, of which a missing one stands for any value, those of the operator's dataclass of
+those of `Key`, of which a missing one stands for any value (a missing "gpu" for those that no other
+entry names), those of the operator's dataclass of
 launch choices, of which a missing one has its default, and "comment". ``block_m`` is ``rows`` where
 it is missing.
 """
@@ -26,7 +27,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from .tile_shapes import MAX_ROWS, gpu_class
+from .arch import Arch, Tiles
+from .tile_shapes import MAX_ROWS
 
 C = TypeVar("C")
 DTYPES = {2: "16-bit", 4: "fp32"}
@@ -38,7 +40,7 @@ class Key:
     """What an entry is for; None: any value.
 
     Attributes:
-        gpu: class of GPUs, of ``gpu_class``.
+        gpu: class of GPUs, of ``Arch.tiles``.
         dtype: of the queries and the new K/V.
         pages: what the pages hold: fp8 with scales, or values of ``dtype``.
         phase: of the batch.
@@ -47,7 +49,7 @@ class Key:
         rows: query rows of a tile that the entry is for, or more if no entry is for those.
     """
 
-    gpu: Literal["hopper", "blackwell", "medium", "small"] | None = None
+    gpu: Tiles | None = None
     dtype: Literal["16-bit", "fp32"] | None = None
     pages: Literal["same", "fp8"] | None = None
     phase: Literal["prefill", "decode"] | None = None
@@ -92,6 +94,8 @@ class TileTable(Generic[C]):
     def find(self, question: Key) -> Entry[C]:
         """The entry of the smallest head_dim that is enough and the most rows up to those asked.
 
+        Of two such entries that which names the GPU.
+
         Raises:
             LookupError: no entry is for that.
         """
@@ -100,13 +104,18 @@ class TileTable(Generic[C]):
             if not entries:
                 raise LookupError(f"{self.path}: expected an entry for {question}, got none")
             self._found[question] = min(
-                entries, key=lambda e: (e.key.head_dim or sys.maxsize, -(e.key.rows or 0))
+                entries,
+                key=lambda e: (
+                    e.key.head_dim or sys.maxsize,
+                    -(e.key.rows or 0),
+                    e.key.gpu is None,
+                ),
             )
         return self._found[question]
 
     def select(
         self,
-        arch: int,
+        arch: Arch,
         *,
         dtype_bytes: int,
         head_dim: int,
@@ -117,7 +126,7 @@ class TileTable(Generic[C]):
         """The launch choices for an architecture.
 
         Args:
-            arch: compute capability as major * 10 + minor.
+            arch: of the GPU.
             dtype_bytes: of a query value, 2 or 4.
             head_dim: of the keys.
             fp8: whether the pages hold fp8 values.
@@ -130,8 +139,7 @@ class TileTable(Generic[C]):
         pages: Any = "fp8" if fp8 else "same"
         dtype: Any = DTYPES[dtype_bytes]
         some_phase: Any = phase
-        gpu: Any = gpu_class(arch)
-        return self.find(Key(gpu, dtype, pages, some_phase, head_dim, rows)).config
+        return self.find(Key(arch.tiles, dtype, pages, some_phase, head_dim, rows)).config
 
     def with_configs(self, configs: dict[Key, C]) -> str:
         """The text of the file with other launch choices in the entries of some keys.
@@ -205,10 +213,11 @@ def _entry(row: Any, config: type[C]) -> Entry[C]:
 
 
 def _questions(key: Key) -> Iterator[tuple[Any, ...]]:
-    """Everything that a key is for; its head_dim and rows as they are."""
+    """Everything that a key is for; its head_dim and rows as they are, and its GPU: an entry that
+    names one comes before one that names none."""
     some = [
-        [value] if value is not None or not _choices(hint) else _choices(hint)
-        for value, hint in zip(vars(key).values(), _hints(Key).values(), strict=True)
+        [value] if value is not None or name == "gpu" or not _choices(hint) else _choices(hint)
+        for (name, value), hint in zip(vars(key).items(), _hints(Key).values(), strict=True)
     ]
     return product(*some)
 

@@ -7,6 +7,8 @@ Source: OCP 8-bit floating point specification for e4m3.
 import triton
 import triton.language as tl
 
+from .arch import Arch
+
 # Bit patterns of fp32: infinity, 448, and the smallest normal e4m3 value 2^-6.
 INF_BITS = tl.constexpr(0x7F800000)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
@@ -15,30 +17,30 @@ E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 CHUNK = tl.constexpr(128)
 
 
-def hoists(swap: bool, divide: bool, arch: int) -> bool:
+def hoists(swap: bool, divide: bool, arch: Arch) -> bool:
     """Whether loop-invariant code should leave the loop over keys: elsewhere it costs more
     registers than it saves work.
 
-    swap, divide: as in ``update``. arch: compute capability as major * 10 + minor; that of wgmma is
-        90.
+    swap, divide: as in ``update``.
     """
-    return swap or (divide and arch // 10 != 9)
+    return swap or (divide and arch.matrix != "wgmma")
 
 
 @triton.jit
 def halve_e4m3(quantized, HARDWARE: tl.constexpr):
     """e4m3fn bytes as fp16 numbers, exactly; without HARDWARE a factor of 2^8 is missing.
 
-    HARDWARE: convert by the instruction that sm_89 and later have. Without it the bits are moved
+    HARDWARE: convert by an instruction (``Arch.widens_e4m3``). Without it the bits are moved
     into an fp16 whose exponent has a bias of 15 instead of 7, subnormals included. (The two NaN
     become 480; no key has them.)
     """
     if HARDWARE:
         values = quantized.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        bits = quantized.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        values = half.to(tl.float16, bitcast=True)
+        # The sign is repeated above the other seven bits: of its copies one ends at the top, and one
+        # where the first bit of the wider exponent has to be 0.
+        bits = quantized.to(tl.int8, bitcast=True).to(tl.int16) << 7
+        values = (bits.to(tl.uint16, bitcast=True) & 0xBF80).to(tl.float16, bitcast=True)
     return values
 
 
@@ -129,6 +131,41 @@ def update(
     else:
         scores = _score(q, tile, q_rope, ropes, zeros, SWAP)
         weights, decay, row_max, row_sum = _weigh(row_max, row_sum, scores, visible, scale, tile.dtype, SWAP)  # fmt: skip
+    if SWAP:
+        acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
+    else:
+        acc = tl.dot(weights, tile, acc * decay[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def score_parts(
+    q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr
+):  # fmt: skip
+    """Products of rows of queries and keys over DIM channels, added to ``scores``.
+
+    One of PARTS after the other, each read from memory: where registers hold neither rows of
+    queries nor of keys. The loads have no masks, which on AMD are branches: LLVM would move all
+    products behind the last of them, and keep what they multiply until there.
+
+    Args:
+        q_rows, rows: pointers to rows that all may be read. Those of queries must not be known to
+            be the same for every tile, or they are read ahead of the loop.
+    """
+    for part in tl.static_range(PARTS):
+        dim = part * (DIM // PARTS) + tl.arange(0, DIM // PARTS)
+        queries = tl.load(q_rows[:, None] + dim[None, :])
+        keys = tl.load(rows[:, None] + dim[None, :])
+        scores = _multiply(queries, keys, scores, SWAP)
+    return scores
+
+
+@triton.jit
+def update_scored(acc, row_max, row_sum, scores, tile, visible, scale, SWAP: tl.constexpr):
+    """``update`` with the products of a tile at hand: shaped as ``visible``, unscaled."""
+    weights, decay, row_max, row_sum = _weigh(
+        row_max, row_sum, scores, visible, scale, tile.dtype, SWAP
+    )
     if SWAP:
         acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
     else:

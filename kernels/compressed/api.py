@@ -54,7 +54,8 @@ def compressed_attention(
         window_pages: raw rows, roped; q's dtype, or quantized (q bf16 or fp32).
         window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a
             linear table. Only the last width * storage_block_size positions in the pages are seen:
-            a later row overwrites the one so many positions before.
+            a later row overwrites the one so many positions before. With width 0 and no ``kv`` a
+            query sees entries alone.
         seq_lens: [num_seqs] int32, tokens of each sequence including this step's, fewer than 2**30;
             0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.

@@ -81,7 +81,6 @@ class CompressedCall:
         num_seqs = self.seq_lens.shape[0]
         expect("cu_seqlens_q", (num_seqs + 1,), torch.int32)
         expect("window_table", (num_seqs, None), torch.int32)
-        checks.expect_int("window_table: width", self.window_table.shape[1], 1)
         sliding_window = checks.window_tokens(self.sliding_window)
         checks.expect_int("max_seqlen_q", self.max_seqlen_q, 0)
         if self.kv is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.arch import Arch
 from ..common.decode_plans import LAUNCH_COST, SPLIT_COST, partial_numel, plan_stream_k
 from ..common.tile_tables import TileTable
 
@@ -29,6 +30,8 @@ class CompressedConfig:
         swap: whether the products are swapped, so that keys and channels lie along the tensor
             cores' tiles of 64.
         divide: whether warps divide the scores of a tile between them (``common.tiles.update``).
+        matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
+            choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
 
     block_m: int
@@ -37,6 +40,7 @@ class CompressedConfig:
     num_stages: int
     swap: bool
     divide: bool = False
+    matrix_instr_nonkdim: int | None = None
 
 
 TILES = TileTable(Path(__file__).with_name("tiles.json"), CompressedConfig)
@@ -67,7 +71,7 @@ class DecodePlan:
 
 
 def select_config(
-    head_dim: int, dtype_bytes: int, fp8: bool, arch: int, *, rows: int
+    head_dim: int, dtype_bytes: int, fp8: bool, arch: Arch, *, rows: int
 ) -> CompressedConfig:
     """Tile shape of the attention kernel, of prefill and of decode.
 
@@ -75,7 +79,7 @@ def select_config(
         head_dim: a power of two in 16..512.
         dtype_bytes: of a query value, 2 or 4.
         fp8: whether the pages are quantized.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         rows: of the query tile, ``tile_rows``.
 
     Returns:

@@ -70,7 +70,7 @@ def _raw_rows(
     call: CompressedCall, s: int, key: torch.Tensor, start: int, context: int
 ) -> torch.Tensor:
     """Raw rows of the positions ``key`` [S]: [S, head_dim] fp32."""
-    size, width = call.window_pages.storage_block_size, call.window_table.shape[1]
+    size, width = call.window_pages.storage_block_size, max(1, call.window_table.shape[1])
     paged = key if call.kv is None else key[key < context]
     page = call.window_table[s, paged // size % width].long()
     expect_ids("window_table", page, call.window_pages.data.shape[0])
@@ -157,6 +157,8 @@ def _softmax(
     logits = torch.cat(scores, -1)
     if call.lse is not None:
         call.lse[:, first:last] = torch.logsumexp(logits, -1).T  # [L, H]
+    if not logits.shape[-1]:
+        return torch.zeros_like(q)
     joint = logits
     if call.sinks is not None:
         joint = torch.cat([logits, call.sinks[None, :, None].expand(*logits.shape[:2], 1)], -1)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from ..common import launch_cache, strided
+from ..common.arch import Arch
 from ..common.decode_plans import SPLIT_COST
-from ..common.e4m3 import E4M3_ARCH
 from ..common.latent_pages import LatentPages
-from ..common.launching import Launch, arch_and_sms, partials
+from ..common.launching import Launch, arch_and_sms, given, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads, tile_rows
@@ -67,7 +67,7 @@ def attend_slots(
     launch_cache.run((select_config, "slots", aligned), arguments, prepared)
 
 
-def prepare(call: CompressedCall, arch: int, num_sms: int) -> list[Launch]:
+def prepare(call: CompressedCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches of a checked call.
 
     In a mixed batch the host does not know how many new tokens the decode sequences have: the
@@ -76,7 +76,7 @@ def prepare(call: CompressedCall, arch: int, num_sms: int) -> list[Launch]:
 
     Args:
         call: the checked call.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         num_sms: streaming multiprocessors of the device.
     """
     launches: list[Launch] = []
@@ -89,7 +89,7 @@ def prepare(call: CompressedCall, arch: int, num_sms: int) -> list[Launch]:
     return launches
 
 
-def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int) -> dict[str, Any]:
+def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch) -> dict[str, Any]:
     """Arguments, constants and options that both attention kernels take."""
     num_heads, head_dim = call.q.shape[1:]
     block_q, heads, head_tiles = tile_heads(num_heads, config.block_m)
@@ -108,18 +108,20 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
         WINDOW_ROWS=window.storage_block_size,
         ENTRY_ROWS=1 if entries is None else entries.storage_block_size,
         SLOTS=call.slots,
-        HARDWARE_E4M3=arch >= E4M3_ARCH,
+        HARDWARE_E4M3=arch.widens_e4m3,
         SWAP=config.swap,
         DIVIDE=config.divide,
         HOIST=hoists(config.swap, config.divide, arch),
         ALIGNED=launch_cache.rows_at_16_bytes(window, call.kv, entries),
     )
+    window_table = strided.table(call.window_table)
     return {
         "q": strided.rows(call.q),
         "window_pages": _paged_rows(window),
         "kv": strided.matrix(call.kv),
         "compressed_pages": None if entries is None else _paged_rows(entries),
-        "window_table": strided.table(call.window_table),
+        # A kernel divides by the width, also where there are no entries to look up.
+        "window_table": window_table._replace(width=max(1, window_table.width)),
         "compressed_table": _table(call.compressed_table),
         "topk_indices": _table(call.topk_indices),
         "lists": Lists(call.window_lens, call.topk_lens, call.tokens_per_len),
@@ -139,7 +141,8 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         # 16 warps have to share the 65536 registers of a multiprocessor.
-        "maxnreg": min(MAX_REGISTERS, 2048 // config.num_warps),
+        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
+        **arch.register_limit(min(MAX_REGISTERS, 2048 // config.num_warps)),
     }
 
 
@@ -152,13 +155,13 @@ def _table(tensor: torch.Tensor | None) -> strided.Table | None:
     return None if tensor is None else strided.table(tensor)
 
 
-def _config(call: CompressedCall, arch: int, tokens: int) -> CompressedConfig:
+def _config(call: CompressedCall, arch: Arch, tokens: int) -> CompressedConfig:
     num_heads, head_dim = call.q.shape[1:]
     rows = tile_rows(num_heads, 1 if call.has_topk else tokens)
     return select_config(head_dim, call.q.element_size(), call.window_pages.fp8, arch, rows=rows)
 
 
-def _prepare_prefill(call: CompressedCall, arch: int, decode_tokens: int) -> Launch:
+def _prepare_prefill(call: CompressedCall, arch: Arch, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of few new tokens."""
     shared = _shared_arguments(call, _config(call, arch, 64), arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
@@ -178,7 +181,7 @@ def _prepare_prefill(call: CompressedCall, arch: int, decode_tokens: int) -> Lau
 
 
 def _prepare_decode(
-    call: CompressedCall, arch: int, num_sms: int, decode_tokens: int
+    call: CompressedCall, arch: Arch, num_sms: int, decode_tokens: int
 ) -> list[Launch]:
     """The launches for the first ``num_decodes`` sequences: attention and the merge of splits."""
     shared = _shared_arguments(call, _config(call, arch, decode_tokens), arch)

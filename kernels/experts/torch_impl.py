@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from ..common.dequantize import DEQUANTIZE
 from ..common.grad import without_grad
+from ..common.launching import arch_of
 from ..gating.torch_impl import gated_product
 from .call import weight_format
 
@@ -99,9 +100,7 @@ def has_grouped_mm(x: torch.Tensor, weights: torch.Tensor) -> bool:
     if len(x) == 0:
         return False
     # Elsewhere torch reads the offsets on the host, for a loop like that of `grouped_matmul`.
-    if x.is_cuda and (
-        x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
-    ):
+    if x.is_cuda and (x.dtype != torch.bfloat16 or not arch_of(x.device).grouped_products):
         return False
     return all(size * x.element_size() % 16 == 0 for size in weights.shape[1:])
 

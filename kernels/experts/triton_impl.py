@@ -25,8 +25,10 @@ import triton
 import triton.language as tl
 
 from ..common import launch_cache, strided
-from ..common.launching import Launch
+from ..common.arch import Arch
+from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS
+from ..common.tiles import halve_e4m3
 from ..gating.triton_impl import gated as gated_values
 from .call import FP4_GROUP, FP8_BLOCK, check_expert_mlp, weight_format
 from .configs import ExpertConfig, select_config
@@ -139,8 +141,7 @@ def _multiply(
             b = tl.trans(_widen_e2m1(packed, exponents, dtype))
         elif FORMAT == "fp8":
             bits = tl.load(matrix[:, None] + k[None, :], mask=real[:, None] & inside, other=0)
-            bits = bits.to(tl.uint16)
-            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+            half = halve_e4m3(bits, HARDWARE=False)
             factor = tl.load(scale + first // BLOCK_FP8 * scale_stride, mask=real, other=0.0)
             b = tl.trans((half.to(tl.float32) * E4M3_FACTOR * factor[:, None]).to(dtype))
         else:
@@ -247,26 +248,37 @@ def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
             raise NotImplementedError(
                 f"{name}: matrices of < 2**31 elements are supported, got {given[name].stride()}"
             )
-    made, launches = prepare(**given)
+    scales, biases = (
+        (given[f"gate_up_{kind}"], given[f"down_{kind}"]) for kind in ("scale", "bias")
+    )
+    made, launches = prepare(
+        arch_and_sms(given["x"])[0],
+        given["x"],
+        given["ids"],
+        (given["gate_up"], given["down"]),
+        scales,
+        biases,
+        **{name: given[name] for name in ("activation", "limit", "alpha", "up_offset")},
+    )
     return given | made, launches
 
 
 def prepare(
+    arch: Arch,
     x: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    matrices: tuple[torch.Tensor, torch.Tensor],
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
     activation: str,
     limit: float | None,
     alpha: float,
     up_offset: float,
-    gate_up_scale: torch.Tensor | None,
-    down_scale: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
 ) -> tuple[dict[str, torch.Tensor], list[Launch]]:
     """What is made for checked arguments of ``quire.kernels.expert_mlp``, by name, and the
-    launches."""
+    launches; pairs of tensors are those of ``gate_up`` and of ``down``."""
+    (gate_up, down), (gate_up_scale, down_scale) = matrices, scales
+    gate_up_bias, down_bias = biases
     hidden, top_k, (num_experts, _, width, _) = x.shape[1], ids.shape[1], gate_up.shape
     num_rows, kind = ids.numel(), weight_format(gate_up)
     config = select_config(num_rows, num_experts, x.element_size(), kind != "plain")
@@ -280,7 +292,7 @@ def prepare(
     }
     shared = {
         "order": made["order"], "gated": made["gated"], "num_rows": num_rows, "HIDDEN": hidden,
-        "WIDTH": width, "FORMAT": kind, **_blocks(config),
+        "WIDTH": width, "FORMAT": kind, **_blocks(config, arch),
     }  # fmt: skip
     return made, [
         Launch(
@@ -333,12 +345,12 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(torch.uint8) if weight_format(weight) == "fp8" else weight
 
 
-def _blocks(config: ExpertConfig) -> dict[str, int]:
+def _blocks(config: ExpertConfig, arch: Arch) -> dict[str, Any]:
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": MAX_REGISTERS,
+        **arch.register_limit(MAX_REGISTERS),
     }

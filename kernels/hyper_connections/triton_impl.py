@@ -10,7 +10,8 @@
 3. expand: post y + comb^T x.
 
 The products run on tensor cores as three of tf32 parts, which lose 2^-22 of each product: streams
-in bf16 or fp16 are exact in tf32, and of fn's parts none but the smallest is left out.
+in bf16 or fp16 are exact in tf32, and of fn's parts none but the smallest is left out. On AMD they
+are of fp32.
 
 Layout: streams [num_tokens, n, hidden_size]; fn [rows, n * hidden_size] fp32; partial sums
 [splits, num_tokens, ROWS] fp32, the sum of squares behind those of fn's rows; post, comb fp32.
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch_cache, strided
+from ..common.arch import Arch
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
 from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
@@ -46,19 +48,10 @@ COLLAPSE_MADE = ("out", "post", "comb", "workspace")
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "fn_rows"])
 def _products_kernel(
-    streams,
-    fn,
-    workspace,
-    num_tokens,
-    tiles,
-    fn_rows,
-    NUM_STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    FN_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    streams, fn, workspace, num_tokens, tiles, fn_rows,
+    NUM_STREAMS: tl.constexpr, HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Partial sums [BLOCK_T, ROWS] over ``tiles`` tiles of BLOCK_K channels.
 
     fn_rows: of fn, FN_ROWS or fewer; columns past the last repeat it, and are not read.
@@ -81,7 +74,7 @@ def _products_kernel(
         x = tl.load(cells, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
         matrix = fn.data + fn_row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
         w = tl.load(matrix, mask=inside[:, None] & (row < FN_ROWS)[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision="tf32x3")
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
         squares += tl.sum(x * x, 1)
     acc = tl.where(row[None, :] == FN_ROWS, squares[:, None], acc)
     sums = workspace + (split * num_tokens + token[:, None]) * ROWS + row[None, :]
@@ -286,7 +279,7 @@ def _checked_expand(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Lau
 
 
 def prepare_collapse(
-    arch: int,
+    arch: Arch,
     num_sms: int,
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -319,8 +312,8 @@ def prepare_collapse(
     if fn_rows > n:
         made |= {"post": fn.new_empty(num_tokens, n), "comb": fn.new_empty(num_tokens, n, n)}
     sizes = {"NUM_STREAMS": n, "HIDDEN": hidden_size, "FN_ROWS": layer_rows, "ROWS": rows}
-    tokens_at_once = 32 * COLLAPSE_WARPS
-    weight_programs = triton.cdiv(num_tokens, tokens_at_once) if fn_rows > n else 0
+    at_once = arch.lanes * COLLAPSE_WARPS  # tokens whose post and comb a program makes
+    weight_programs = triton.cdiv(num_tokens, at_once) if fn_rows > n else 0
     return made, [
         Launch(
             _products_kernel,
@@ -335,9 +328,10 @@ def prepare_collapse(
                 **sizes,
                 "BLOCK_T": block_t,
                 "BLOCK_K": block_k,
+                "PRECISION": arch.fp32_products,
                 "num_warps": 4,
                 "num_stages": 3,
-                "maxnreg": MAX_REGISTERS,
+                **arch.register_limit(MAX_REGISTERS),
             },
         ),
         Launch(
@@ -357,7 +351,7 @@ def prepare_collapse(
                 **sizes,
                 "BLOCK_STREAMS": next_power_of_2(n),
                 "BLOCK_HIDDEN": next_power_of_2(hidden_size),
-                "BLOCK_T": tokens_at_once,
+                "BLOCK_T": at_once,
                 "MAX_SPLITS": MAX_SPLITS,
                 "UNROLL": UNROLL,
                 "num_warps": COLLAPSE_WARPS,

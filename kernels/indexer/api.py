@@ -29,6 +29,7 @@ def index_topk(
     max_seq_len: int,
     out: torch.Tensor | None = None,
     lens: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +69,9 @@ def index_topk(
             on are not looked at.
         out: [num_tokens, topk] int32, filled in place; None allocates.
         lens: [num_tokens] int32, filled in place; None allocates.
+        scores: [num_tokens, topk] fp32, filled in place with the scores of the selected entries,
+            then -inf: for those who merge selections. Then all scores are computed. None: they are
+            not given.
         workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; the
             more queries it holds the fewer launches. None allocates. Calls that may run at the same
             time need different ones.
@@ -96,7 +100,12 @@ def index_topk(
 
 
 def index_topk_workspace_numel(
-    *, num_tokens: int, topk: int, compress_ratio: int = 4, max_seq_len: int
+    *,
+    num_tokens: int,
+    topk: int,
+    compress_ratio: int = 4,
+    max_seq_len: int,
+    scores: bool = False,
 ) -> int:
     """How many fp32 elements of ``workspace`` a call of ``num_tokens`` queries makes use of.
 
@@ -105,9 +114,10 @@ def index_topk_workspace_numel(
     Args:
         num_tokens: queries of the step, at most; 1 gives the least that a workspace may have.
         topk, compress_ratio, max_seq_len: as in ``index_topk``.
+        scores: whether the call gives the scores as well.
 
     Returns:
-        Elements; 0 where no query can see more than ``topk`` entries.
+        Elements; 0 where nothing is scored.
 
     Raises:
         ValueError: a value is out of range.
@@ -117,6 +127,12 @@ def index_topk_workspace_numel(
     """
     checks.expect_int("num_tokens", num_tokens, 0)
     expect_sizes(topk, compress_ratio, max_seq_len)
+    if not isinstance(scores, bool):
+        raise ValueError(f"scores: expected a bool, got {scores!r}")
     return plan(
-        num_tokens=num_tokens, topk=topk, compress_ratio=compress_ratio, max_seq_len=max_seq_len
+        num_tokens=num_tokens,
+        topk=topk,
+        compress_ratio=compress_ratio,
+        max_seq_len=max_seq_len,
+        score_all=scores,
     ).workspace_numel

@@ -37,6 +37,7 @@ class IndexCall:
     compress_ratio: int = 4
     out: torch.Tensor | None = None
     lens: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
     plan: IndexPlan = field(init=False)
 
@@ -79,6 +80,9 @@ class IndexCall:
             checks.expect_apart("out", self.out)
         if self.lens is not None:
             expect("lens", (num_tokens,), torch.int32)
+        if self.scores is not None:
+            expect("scores", (num_tokens, self.topk), torch.float32)
+            checks.expect_apart("scores", self.scores)
         if self.workspace is not None:
             expect("workspace", (None,), torch.float32)
         # Entries behind the end of the table are not there.
@@ -88,6 +92,7 @@ class IndexCall:
             topk=self.topk,
             compress_ratio=self.compress_ratio,
             max_seq_len=min(self.max_seq_len, room * self.compress_ratio),
+            score_all=self.scores is not None,
             available=None if self.workspace is None else self.workspace.numel(),
         )
         if self.workspace is not None and num_tokens and not divided.chunk:

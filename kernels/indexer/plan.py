@@ -41,8 +41,7 @@ class IndexPlan:
         topk: entries that are kept.
         block: values of a block.
         num_blocks: of a row at each level; the last is 1.
-        query_numel: elements of the workspace for one query; 0 if no query can see more than
-            ``topk`` entries, so that nothing is scored.
+        query_numel: elements of the workspace for one query; 0 if nothing is scored.
         chunk: queries at a time.
     """
 
@@ -79,6 +78,7 @@ def plan(
     topk: int,
     compress_ratio: int,
     max_seq_len: int,
+    score_all: bool = False,
     available: int | None = None,
 ) -> IndexPlan:
     """Plan a call.
@@ -86,6 +86,7 @@ def plan(
     Args:
         num_tokens: queries.
         topk, compress_ratio, max_seq_len: as in ``index_topk``.
+        score_all: score the entries of queries that see no more than ``topk``, too.
         available: elements of the caller's workspace; None: as many as are allocated for a call.
 
     Returns:
@@ -95,7 +96,7 @@ def plan(
     block = min(MAX_BLOCK, max(MIN_BLOCK, next_power_of_2(max(1, num_entries))))
     # A level has to keep fewer values than it got.
     block = max(block, 2 * next_power_of_2(topk))
-    if num_entries <= topk:
+    if num_entries <= (0 if score_all else topk):
         return IndexPlan(num_entries, topk, block, (1,), 0, num_tokens)
     num_blocks = [-(-num_entries // block)]
     while num_blocks[-1] > 1:

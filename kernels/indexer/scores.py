@@ -64,7 +64,7 @@ def _to_half(q):
     ]
 )
 def index_scores_kernel(
-    q, weights, keys, block_table, seq_lens, cu_seqlens_q, scores,
+    q, weights, keys, block_table, seq_lens, cu_seqlens_q, workspace,
     num_seqs, first_row, last_row, num_entries, entries_per_program, topk, compress_ratio,
     q_stride_token, q_stride_head, weights_stride, table_stride, stride_page, stride_row,
     scores_stride,
@@ -103,7 +103,6 @@ def index_scores_kernel(
         visible = visible_entries(
             seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio
         )
-        # Who sees no more than topk takes all, and needs no scores.
         wanted = (token >= begin) & (token < end) & (token < last_row) & (visible > topk)
         visible = tl.where(wanted, visible, 0)
         low = tl.program_id(1) * entries_per_program
@@ -140,7 +139,7 @@ def index_scores_kernel(
             if QUANTIZED:
                 score *= scale[:, None]
             tl.store(
-                scores + row_of_token[None, :] + entries[:, None],
+                workspace + row_of_token[None, :] + entries[:, None],
                 score,
                 mask=entries[:, None] < tl.minimum(visible, high)[None, :],
             )

@@ -23,9 +23,9 @@ from .scores import visible_entries
     ]
 )  # fmt: skip
 def index_select_kernel(
-    workspace, candidates, next_candidates, out, lens, seq_lens, cu_seqlens_q,
+    workspace, candidates, next_candidates, out, lens, scores, seq_lens, cu_seqlens_q,
     num_seqs, num_rows, first_row, num_entries, level, num_blocks, next_blocks, topk,
-    compress_ratio, scores_stride, out_stride,
+    compress_ratio, scores_stride, out_stride, told_stride,
     BLOCK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
 ):  # fmt: skip
     """Select from one block of a row: of scores, or of the candidates of the level before.
@@ -34,6 +34,7 @@ def index_select_kernel(
         candidates, next_candidates: elements of the workspace where those that the level before
             kept begin, ``num_rows`` rows of them, and where this level's go. Level 0 reads scores,
             and the last level leaves none. None: there is one level only.
+        scores: where the scores of what is selected go; None: nowhere.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -48,6 +49,13 @@ def index_select_kernel(
         if (level == 0) & (block == 0):
             tl.store(out_row + rank, tl.where(rank < visible, rank, -1), mask=rank < topk)
             tl.store(lens + token, visible)
+            if scores is not None:
+                told = scores + token.to(tl.int64) * told_stride + rank
+                score = tl.full([BLOCK_TOPK], float("-inf"), tl.float32)
+                if workspace is not None:
+                    cells = workspace + row * scores_stride + rank
+                    score = tl.load(cells, mask=rank < visible, other=float("-inf"))
+                tl.store(told, score, mask=rank < topk)
         return
     # Without a workspace no query sees more than topk.
     if workspace is not None:
@@ -81,6 +89,10 @@ def index_select_kernel(
         if size <= BLOCK:
             tl.store(out_row + position, entry, mask=taken)
             tl.store(lens + token, topk)
+            if scores is not None:
+                score = tl.load(workspace + row * scores_stride + entry, mask=taken, other=0.0)
+                told = scores + token.to(tl.int64) * told_stride
+                tl.store(told + position, score, mask=taken)
         elif next_candidates is not None:
             kept = workspace + next_candidates + (row * next_blocks + block) * topk
             tl.store(kept + position, value.to(tl.float32, bitcast=True), mask=taken)

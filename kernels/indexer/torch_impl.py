@@ -23,6 +23,8 @@ def index_topk(call: IndexCall) -> None:
     """Fill ``call.out`` and ``call.lens``."""
     call.out.fill_(-1)
     call.lens.zero_()
+    if call.scores is not None:
+        call.scores.fill_(-torch.inf)
     bounds = call.cu_seqlens_q.tolist()
     for s, (seq_len, (first, last)) in enumerate(
         zip(call.seq_lens.tolist(), pairwise(bounds), strict=True)
@@ -32,7 +34,8 @@ def index_topk(call: IndexCall) -> None:
             continue
         position = seq_len - last + torch.arange(first, last, device=call.q.device)
         visible = ((position + 1) // call.compress_ratio).clamp(0, num_entries)
-        keys = _keys(call, s, num_entries) if num_entries > call.plan.topk else None
+        scored = num_entries > (0 if call.scores is not None else call.plan.topk)
+        keys = _keys(call, s, num_entries) if scored else None
         step = max(1, MAX_PRODUCTS // (num_entries * call.q.shape[1]))
         for start in range(first, last, step):
             tokens = slice(start, min(start + step, last))
@@ -54,26 +57,32 @@ def _select(
     """Select for some queries of one sequence.
 
     Args:
-        keys: [entries, index_dim] fp32; None if no query sees more than topk.
+        keys: [entries, index_dim] fp32; None if nothing is scored.
         visible: [queries] entries that each query sees.
     """
     topk, device = call.plan.topk, call.q.device
     call.lens[tokens] = visible.clamp(max=topk).int()
     rank = torch.arange(topk, device=device)
     call.out[tokens] = torch.where(rank < visible[:, None], rank, -1).int()
-    many = visible > topk
-    if keys is None or not many.any():
+    scored = visible > (topk if call.scores is None else 0)
+    if keys is None or not scored.any():
         return
-    products = (call.q[tokens][many].float() @ keys.T).relu_()  # [queries, heads, entries]
+    visible, row = visible[scored], tokens.start + scored.nonzero().squeeze(1)
+    products = (call.q[row].float() @ keys.T).relu_()  # [queries, heads, entries]
     # One order of summation for any number of queries, which a matrix product does not promise.
-    scores = products.mul_(call.weights[tokens][many][..., None]).sum(1)
-    entry = torch.arange(len(keys), device=device)
-    # A score of NaN counts as the largest: it is selected, so that the query's output tells of it.
-    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    scores = scores.masked_fill(entry >= visible[many][:, None], -torch.inf)
-    last = torch.topk(scores, topk).values[:, -1:]
-    above, equal = scores > last, scores == last
-    needed = topk - above.sum(1, keepdim=True)
-    taken = above | (equal & (equal.cumsum(1) <= needed))
-    selected = taken.nonzero()[:, 1].view(-1, topk)
-    call.out[tokens.start + many.nonzero().squeeze(1)] = selected.int()
+    scores = products.mul_(call.weights[row][..., None]).sum(1)
+    many = visible > topk
+    if many.any():
+        # A score of NaN counts as the largest: it is selected, so that the query's output tells.
+        order = scores[many].nan_to_num(torch.inf, torch.inf, -torch.inf)
+        entry = torch.arange(len(keys), device=device)
+        order = order.masked_fill(entry >= visible[many][:, None], -torch.inf)
+        last = torch.topk(order, topk).values[:, -1:]
+        above, equal = order > last, order == last
+        needed = topk - above.sum(1, keepdim=True)
+        taken = above | (equal & (equal.cumsum(1) <= needed))
+        call.out[row[many]] = taken.nonzero()[:, 1].view(-1, topk).int()
+    if call.scores is not None:
+        selected = call.out[row].long()
+        told = scores.gather(1, selected.clamp(min=0))
+        call.scores[row] = torch.where(selected >= 0, told, -torch.inf)

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from ..common import launch_cache
-from ..common.e4m3 import E4M3_ARCH
+from ..common.arch import Arch
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from .call import IndexCall
@@ -53,12 +53,12 @@ def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
-def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
+def prepare(call: IndexCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches of a checked call: of each chunk of queries the scores and all levels.
 
     Args:
         call: the checked call.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         num_sms: streaming multiprocessors of the device.
     """
     plan, num_tokens = call.plan, call.q.shape[0]
@@ -77,7 +77,7 @@ def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
 
 
 def _prepare_scores(
-    call: IndexCall, scores: torch.Tensor, first: int, last: int, arch: int, num_sms: int
+    call: IndexCall, scores: torch.Tensor, first: int, last: int, arch: Arch, num_sms: int
 ) -> Launch:
     """The launch that scores the queries [first, last)."""
     pages, plan = call.pages, call.plan
@@ -101,13 +101,15 @@ def _prepare_scores(
             "q": call.q,
             "weights": call.weights,
             "keys": pages.data,  # where the keys begin, too
-            "scores": scores,
+            "workspace": scores,
             "entries_per_program": entries,
             "last_row": last,
             "block_table": call.block_table,
             **_shared_arguments(call, first),
             "q_stride_token": call.q.stride(0),
             "q_stride_head": call.q.stride(1),
+            # Who sees no more than topk takes all, and needs no scores but to tell them.
+            "topk": plan.topk if call.scores is None else 0,
             "weights_stride": call.weights.stride(0),
             "table_stride": call.block_table.stride(0),
             "stride_page": keys.stride(0),
@@ -118,10 +120,10 @@ def _prepare_scores(
             "ROWS": pages.storage_block_size,
             "BLOCK_T": block_t,
             "BLOCK_N": block_n,
-            "HARDWARE_FP8": arch >= E4M3_ARCH,
+            "HARDWARE_FP8": arch.widens_e4m3,
             "num_warps": num_warps,
             "num_stages": num_stages,
-            "maxnreg": MAX_REGISTERS,
+            **arch.register_limit(MAX_REGISTERS),
         },
     )
 
@@ -149,6 +151,8 @@ def _prepare_select(
             "next_blocks": plan.num_blocks[level],
             **_shared_arguments(call, first),
             "out_stride": call.out.stride(0),
+            "scores": call.scores,
+            "told_stride": 0 if call.scores is None else call.scores.stride(0),
             "BLOCK": plan.block,
             "BLOCK_TOPK": next_power_of_2(plan.topk),
             # At most 16 values a thread: twice that, and one program fills the registers of an SM.

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS, StreamKPlan, plan_stream_k
-from ..common.tile_shapes import MAX_ROWS, gpu_class, tile_heads, tile_rows
+from ..common.tile_shapes import MAX_ROWS, tile_heads, tile_rows
 from ..common.tile_tables import TileTable
 
 # Rows of a query tile in prefill, where so many fit.
@@ -30,6 +31,10 @@ class MlaConfig:
         swap: whether keys take the rows of the matrix instructions.
         divide: whether warps divide the scores of a tile between them (``common.tiles.update``).
         per_sm: programs that share an SM and its registers.
+        key_parts: parts of the channels that queries and keys are read and multiplied in, for every
+            tile; 1: the queries stay in registers (``common.tiles.score_parts``).
+        matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
+            choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
 
     block_m: int
@@ -39,35 +44,36 @@ class MlaConfig:
     swap: bool
     divide: bool = False
     per_sm: int = 1
+    key_parts: int = 1
+    matrix_instr_nonkdim: int | None = None
 
 
 TILES = TileTable(Path(__file__).with_name("tiles.json"), MlaConfig)
 
 
-def select_config(dtype_bytes: int, rows: int, arch: int) -> MlaConfig:
+def select_config(dtype_bytes: int, rows: int, arch: Arch) -> MlaConfig:
     """Tile shape of the attention kernels.
 
     Args:
         dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
         rows: of the query tile, 16, 32 or 64; where no tile of as many fits, the most that do.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
     """
     return TILES.select(arch, dtype_bytes=dtype_bytes, head_dim=512, rows=rows)
 
 
-def decode_rows(*, num_heads: int, max_seqlen_q: int, arch: int, block_size: int = 64) -> int:
+def decode_rows(*, num_heads: int, max_seqlen_q: int, arch: Arch, block_size: int = 64) -> int:
     """Rows of a query tile of decode that are worth asking ``select_config`` for.
 
     Args:
         num_heads: of the layer.
         max_seqlen_q: new tokens of the longest sequence on the decode path.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         block_size: tokens of a page.
     """
     # The loop over query tiles leaves no registers for 64 rows beside tensor memory's copy of them
     # or, on Ampere, several page ids a tile.
-    gpu = gpu_class(arch)
-    full = gpu == "blackwell" or (gpu == "medium" and block_size % 32 > 0)
+    full = arch.tiles == "blackwell" or (arch.tiles == "medium" and block_size % 32 > 0)
     return tile_rows(num_heads, max_seqlen_q, most=32 if full else MAX_ROWS)
 
 

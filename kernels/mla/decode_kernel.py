@@ -24,7 +24,7 @@ def mla_decode_kernel(
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
-    HOIST: tl.constexpr, ALIGNED: tl.constexpr,
+    HOIST: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
     """Attend for the query tiles that lie in this program's stretch, whole or in part."""
@@ -51,8 +51,20 @@ def mla_decode_kernel(
         token, head, live = rows_of_tile(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
+        if PARTS > 1:
+            # Rows that are not live are read as well.
+            q_token = tl.where(live, token, 0)
+            q_head = tl.where(live, head, head_tile * HEADS)
+        else:
+            q_token, q_head = token, head
         q_rows = row_pointers(
-            q.data, first_token + q_first, first_head, token, head, q.stride_token, q.stride_head
+            q.data,
+            first_token + q_first,
+            first_head,
+            q_token,
+            q_head,
+            q.stride_token,
+            q.stride_head,
         )
         new_kv = None
         new_stride = 0
@@ -65,7 +77,7 @@ def mla_decode_kernel(
             block_table.data + seq.to(tl.int64) * block_table.stride_seq, block_table.width,
             low, high, context, scale,
             HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
-            BLOCK_Q == 1,
+            PARTS, BLOCK_Q == 1,
         )  # fmt: skip
         first_token = tl.load(cu_seqlens_q + seq, volatile=True)
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token

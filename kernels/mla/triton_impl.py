@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ..common import launch_cache, strided
+from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS, SPLIT_COST
-from ..common.launching import Launch, arch_and_sms, partials
+from ..common.launching import Launch, arch_and_sms, given, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
@@ -45,7 +46,7 @@ def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
-def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
+def prepare(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches of a checked call.
 
     Each sequence is computed once, whatever the caller put first (see
@@ -53,7 +54,7 @@ def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
 
     Args:
         call: the checked call.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         num_sms: streaming multiprocessors of the device.
     """
     launches: list[Launch] = []
@@ -66,7 +67,7 @@ def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     return launches
 
 
-def _shared_arguments(call: MlaCall, config: MlaConfig, arch: int) -> dict[str, Any]:
+def _shared_arguments(call: MlaCall, config: MlaConfig, arch: Arch) -> dict[str, Any]:
     """Arguments, constants and options that both attention kernels take."""
     num_heads, head_dim = call.q.shape[1:]
     block_q, heads, head_tiles = tile_heads(num_heads, config.block_m)
@@ -93,14 +94,16 @@ def _shared_arguments(call: MlaCall, config: MlaConfig, arch: int) -> dict[str, 
         "SWAP": config.swap,
         "DIVIDE": config.divide,
         "HOIST": hoists(config.swap, config.divide, arch),
+        "PARTS": config.key_parts,
         "ALIGNED": launch_cache.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": min(MAX_REGISTERS, 2048 // config.num_warps // config.per_sm),
+        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
+        **arch.register_limit(min(MAX_REGISTERS, 2048 // config.num_warps // config.per_sm)),
     }
 
 
-def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
+def _prepare_prefill(call: MlaCall, arch: Arch, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
     config = select_config(call.q.element_size(), PREFILL_ROWS, arch)
     shared = _shared_arguments(call, config, arch)
@@ -118,7 +121,7 @@ def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
     )
 
 
-def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
+def _prepare_decode(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches for the first ``num_decodes`` sequences: attention, and the merge of KV splits."""
     max_seqlen_q = call.max_seqlen_q if call.num_decodes == call.num_seqs else 1
     num_heads, dim = call.q.shape[1], call.head_dim_v

@@ -25,11 +25,11 @@ def gather_pages(
     """Copy pages of a pool to rows of a buffer, byte by byte, whatever they hold.
 
     A row of the buffer has what all tensors have behind a page id, one after the other. With
-    ``scatter_pages`` a page comes back as it was.
+    ``scatter_pages`` a page comes back as it was. Of a pool whose pages have parts, ids name these.
 
     Args:
         pages: the page tensors.
-        page_ids: [num_copies] int64 in [0, num_pages).
+        page_ids: [num_copies] int64 in [0, pages.num_ids).
         buffer: [num_rows, pages.num_bytes] uint8, the last stride 1, the other and the address
             multiples of 4; on the device of the pages, or in host memory that it addresses (pinned).
         rows: [num_copies] int64 in [0, num_rows), each at most once; None = 0, 1, ...
@@ -57,7 +57,7 @@ def scatter_pages(
 
     Args:
         pages, buffer, impl: as of ``gather_pages``.
-        page_ids: [num_copies] int64 in [0, num_pages), each at most once.
+        page_ids: [num_copies] int64 in [0, pages.num_ids), each at most once.
         rows: [num_copies] int64 in [0, num_rows); None = 0, 1, ...
 
     Raises:

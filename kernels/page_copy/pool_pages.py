@@ -21,10 +21,14 @@ FASTEST = 16
 class PoolPages:
     """Page tensors of one shape: page id p is row p of each of them. Make it once for a pool.
 
+    A page may be copied in parts, of equal bytes, which may overlap: then id ``p * num_parts + j``
+    is part j of page p, and its bytes are those of row p in the j-th share of ``tensors``.
+
     Args:
         tensors: of [num_pages, page_bytes] uint8 on one device, with equal strides, the last one 1;
             page_bytes, the other stride and all addresses are multiples of 4 bytes. (Copies move 16
-            bytes at a time where they are multiples of 16.)
+            bytes at a time where they are multiples of 16.) They may be views of one memory.
+        num_parts: parts of a page; each has ``len(tensors) / num_parts`` tensors.
 
     Attributes:
         addresses: [num_tensors] int64 on their device, where each of them begins.
@@ -35,6 +39,7 @@ class PoolPages:
     """
 
     tensors: Sequence[Tensor]
+    num_parts: int = 1
     addresses: Tensor = field(init=False)
     is_aligned: bool = field(init=False)
 
@@ -42,6 +47,12 @@ class PoolPages:
         tensors = self.tensors
         if not isinstance(tensors, (list, tuple)) or not tensors:
             raise ValueError(f"tensors: expected at least one tensor in a list, got {tensors!r}")
+        expect_int("num_parts", self.num_parts, 1)
+        if len(tensors) % self.num_parts:
+            raise ValueError(
+                f"tensors: expected a multiple of {self.num_parts}, equally many for each part, "
+                f"got {len(tensors)}"
+            )
         same: Any = None
         for i, tensor in enumerate(tensors):
             name = f"tensors[{i}]"
@@ -68,18 +79,28 @@ class PoolPages:
 
     @property
     def num_pages(self) -> int:
-        """Page ids."""
+        """Rows of each tensor."""
         return self.tensors[0].shape[0]
 
     @property
+    def num_ids(self) -> int:
+        """Page ids: of all parts of all pages."""
+        return self.num_pages * self.num_parts
+
+    @property
+    def num_tensors(self) -> int:
+        """Tensors that one id stands for."""
+        return len(self.tensors) // self.num_parts
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of a page in one tensor."""
+        """Bytes of a row of one tensor."""
         return self.tensors[0].shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes behind one page id, of all tensors: those of a row of a buffer."""
-        return len(self.tensors) * self.page_bytes
+        """Bytes behind one page id, of all its tensors: those of a row of a buffer."""
+        return self.num_tensors * self.page_bytes
 
 
 def expect_alignment(name: str, tensor: Tensor) -> None:

@@ -26,14 +26,17 @@ def copy(
     Args:
         written: "buffer" or "pages".
     """
-    expect_ids("page_ids", page_ids, pages.num_pages)
+    expect_ids("page_ids", page_ids, pages.num_ids)
     if rows is not None:
         expect_ids("rows", rows, buffer.shape[0])
     ids = page_ids.tolist()
     to = range(len(ids)) if rows is None else rows.tolist()
-    for t, tensor in enumerate(pages.tensors):
+    for t in range(pages.num_tensors):
         cells = buffer[:, t * pages.page_bytes : (t + 1) * pages.page_bytes]
-        for page, row in zip(ids, to, strict=True):
+        of_parts = pages.tensors[t :: pages.num_tensors]
+        for id_, row in zip(ids, to, strict=True):
+            page, part = divmod(id_, pages.num_parts)
+            tensor = of_parts[part]
             if written == "buffer":
                 cells[row].copy_(tensor[page], non_blocking=True)
             else:

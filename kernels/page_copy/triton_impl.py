@@ -1,7 +1,8 @@
 """``gather_pages`` and ``scatter_pages`` in one launch over all tensors of a pool.
 
 Layout: tensors [num_pages, page_bytes], buffer [num_rows, num_tensors * page_bytes], uint8; tensors
-are given by a list of their addresses. A page of one tensor is pieces of BLOCK words of 4 bytes. A
+are given by a list of their addresses [num_parts, num_tensors], where an id names a page and a part
+of it. A page of one tensor is pieces of BLOCK words of 4 bytes. A
 few programs take the pieces in turn: to and from host memory the link is the bound, which few are
 enough for, and the other multiprocessors stay with whoever computes meanwhile.
 
@@ -36,6 +37,7 @@ def _copy_pages_kernel(
     buffer,
     rows,
     num_pieces,
+    NUM_PARTS: tl.constexpr,
     NUM_TENSORS: tl.constexpr,
     WORDS: tl.constexpr,
     PAGE_STRIDE: tl.constexpr,
@@ -51,11 +53,12 @@ def _copy_pages_kernel(
         tensor = piece // PIECES % NUM_TENSORS
         copy = tl.cast(piece // PIECES // NUM_TENSORS, tl.int64)
         word = piece % PIECES * BLOCK + tl.arange(0, BLOCK)
-        page = tl.load(page_ids + copy)
+        page_id = tl.load(page_ids + copy)
+        page, part = page_id // NUM_PARTS, page_id % NUM_PARTS
         row = copy
         if rows is not None:
             row = tl.load(rows + copy)
-        base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
+        base = tl.load(addresses + part * NUM_TENSORS + tensor).to(tl.pointer_type(tl.int32))
         of_page = tl.multiple_of(base, ALIGN) + page * PAGE_STRIDE + word
         of_row = cells + row * ROW_STRIDE + (tensor * WORDS + word)
         if GATHER:
@@ -83,7 +86,8 @@ def copy(
             "page_ids": page_ids,
             "buffer": buffer,
             "rows": rows,
-            "num_tensors": len(pages.tensors),
+            "num_parts": pages.num_parts,
+            "num_tensors": pages.num_tensors,
             "page_stride": pages.tensors[0].stride(0),
         },
         lambda arguments: _checked(arguments, pages, written, aligned),
@@ -106,6 +110,7 @@ def prepare(
     page_ids: torch.Tensor,
     buffer: torch.Tensor,
     rows: torch.Tensor | None,
+    num_parts: int,
     num_tensors: int,
     page_stride: int,
     *,
@@ -117,7 +122,7 @@ def prepare(
     Args:
         addresses: of `PoolPages`.
         page_ids, buffer, rows: as of ``quire.kernels.gather_pages``.
-        num_tensors: of the pool.
+        num_parts, num_tensors: of the pool.
         page_stride: bytes from one page to the next.
         gather: from pages to the buffer; else the reverse.
         aligned: whether all rows begin and end at multiples of 16 bytes.
@@ -135,6 +140,7 @@ def prepare(
             "buffer": buffer,
             "rows": rows,
             "num_pieces": num_pieces,
+            "NUM_PARTS": num_parts,
             "NUM_TENSORS": num_tensors,
             "WORDS": words,
             "PAGE_STRIDE": page_stride // ALIGNMENT,

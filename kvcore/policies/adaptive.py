@@ -7,20 +7,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from ..prefix.keys import KEY_BYTES
 from .base import Entry, in_order
-from .returns import GONE, NOTHING, Kind, Record, Visit, hazard
-
-# Segments from the end of a prompt in which an earlier entry is looked for: about a millisecond.
-RECALLED = 4096
+from .returns import GONE, Record, Returns
 
 # New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that
 # those that wait become fewer.
 LOOKS, LOOKS_AGAIN = 64, 2
 Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
 Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
-# Of the two ends, the junction and the edited end of a prompt.
-KINDS = ("end", "end", "junction", "edited")
 
 
 def segments_per_page(entry: Entry) -> float:
@@ -74,24 +68,32 @@ class Adaptive:
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
-        self._patience, self._memory = patience, memory
+        self._returns = Returns(patience, memory)
+        self._returns.places.append(self)
+        self._is_behind = False
         self._worth = segments_per_page if worth is None else worth
         self._new: OrderedDict[Entry, None] = OrderedDict()  # not looked at yet
         self._filed: dict[Entry, tuple[int, Record]] = {}
         self._queues: dict[Queue, list[Filed]] = {}
         self._next = 0
-        self._records: OrderedDict[bytes, Record] = OrderedDict()
-        self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
-        self._kinds: dict[tuple[str, bool], Kind] = {}
-        self._sums: dict[str, Kind] = {}
-        self._all = Kind()
-        self._rates: dict[tuple[str, bool], tuple[float, float]] = {}
-        self._chances: dict[tuple[str, bool, int], float] = {}
-        self._now = 0  # prompts
-        self._visit: Visit | None = None
         self._popped: tuple[Entry, Record] | None = None
 
+    def behind(self, worth: Callable[[Entry], float]) -> Adaptive:
+        """A policy for a tier behind the cache of this one: it knows what this one learns, so that
+        an entry is as likely to be hit wherever it is.
+
+        Args:
+            worth: as of `Adaptive`, of the tier's entries.
+        """
+        policy = Adaptive(worth=worth)
+        policy._returns, policy._is_behind = self._returns, True
+        self._returns.places.append(policy)
+        return policy
+
     # The container.
+
+    def __len__(self) -> int:
+        return len(self._filed) + len(self._new)
 
     def add(self, entry: Entry) -> None:
         """Keep `entry`; it is filed when something depends on it."""
@@ -101,12 +103,12 @@ class Adaptive:
         """Forget `entry`."""
         self._new.pop(entry, None)
         filed = self._filed.pop(entry, None)
-        if filed is not None:
-            filed[1].entry = None
+        if filed is not None and filed[1].filed.get(self) is entry:
+            del filed[1].filed[self]
 
     def pop(self) -> Entry | None:
         """Take out the entry that is expected to save least."""
-        self._look(LOOKS_AGAIN)
+        self._look(len(self._new) if self._is_behind else LOOKS_AGAIN)
         while self._new and not self._filed:
             self._look(LOOKS)
         while self._filed:
@@ -119,15 +121,16 @@ class Adaptive:
             shorter = entry.shorter
             self.discard(entry)
             self._popped = (entry, record)
-            if shorter is not None:
-                self._stand_in(shorter, record)
-            record.stand = None
+            if not record.filed:  # else it can still be had from another place
+                if shorter is not None:
+                    self._stand_in(shorter, record)
+                record.stand = None
             return entry
         return None
 
     def coming(self, n: int) -> list[Entry]:
-        """The entries that `pop` would take out next as far as they are looked at, at most `n`;
-        they stay."""
+        """The entries that `pop` would take out next, at most `n`; they stay."""
+        self._look(len(self._new))
         found: list[Entry] = []
         heads = [
             head for q, heap in self._queues.items() if (head := self._head(q, in_order(heap)))
@@ -150,7 +153,7 @@ class Adaptive:
         for head in filed:
             known = self._filed.get(head[3], GONE)
             if known[0] == head[2]:
-                return 2.0 ** queue[0] * self._chance(known[1]), head, queue, filed
+                return 2.0 ** queue[0] * self._returns.chance(known[1]), head, queue, filed
         return None
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
@@ -161,21 +164,22 @@ class Adaptive:
             self._file(shorter, self._record(shorter))
         if shorter in self._filed:
             known = self._filed[shorter][1]
-            if self._chance(record) > self._chance(known):
+            if self._returns.chance(record) > self._returns.chance(known):
                 known.stand = record.stand or record
+                for place, entry in known.filed.items():
+                    place.again(entry)
             self._new[shorter] = None
 
-    def _chance(self, record: Record) -> float:
-        """How likely a hit at the next prompt is; the same until then for all of one kind and
-        age."""
-        record = record.stand or record
-        like = record.kind, record.later, record.since
-        chance = self._chances.get(like)
-        if chance is None:
-            share, wait = self._rate(record.kind, record.later)
-            chance = hazard(share, 1 + self._patience * wait, self._now - record.since)
-            self._chances[like] = chance
-        return chance
+    def chance(self, entry: Entry) -> float:
+        """How likely a hit on `entry`, which is filed here, is at the next prompt."""
+        if entry in self._new and entry not in self._filed:
+            del self._new[entry]
+            self._file(entry, self._record(entry))
+        return self._returns.chance(self._filed[entry][1])
+
+    def again(self, entry: Entry) -> None:
+        """What is known of `entry` changed: file it anew when something depends on it."""
+        self._new[entry] = None
 
     def _least(self) -> Queue:
         """The queue whose head is expected to save least."""
@@ -187,7 +191,7 @@ class Adaptive:
             if not heap:
                 del self._queues[queue]
                 continue
-            saved = 2.0 ** queue[0] * self._chance(self._filed[heap[0][3]][1])
+            saved = 2.0 ** queue[0] * self._returns.chance(self._filed[heap[0][3]][1])
             head = saved, heap[0]
             if best is None or head < best:
                 best, least = head, queue
@@ -203,10 +207,10 @@ class Adaptive:
 
     def _file(self, entry: Entry, record: Record) -> None:
         self._next += 1
-        record.entry = entry
+        record.filed[self] = entry
         self._filed[entry] = self._next, record
         heap = self._queues.setdefault(self._queue(entry, record), [])
-        used = entry.last_used if record.stand is None else record.stand.last_used
+        used = (record.stand or record).last_used
         heapq.heappush(heap, (used, -entry.depth, self._next, entry))
         if len(heap) > 4 * len(self._filed) + 64:
             heap[:] = [r for r in heap if self._filed.get(r[3], GONE)[0] == r[2]]
@@ -223,127 +227,30 @@ class Adaptive:
         """Find what the prompt returns to: the deepest entry that it could have hit had all been
         kept, and the one that it hit."""
         self._look(LOOKS)
-        self._now += 1
-        self._rates.clear()
-        self._chances.clear()
-        end, went_on = len(keys) // KEY_BYTES, False
-        for depth in range(end, max(0, end - RECALLED), -1):
-            record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
-            if record is not None:
-                went_on = self._return_to(record, 2 * depth >= end)
-                used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
-                if 0 < hit < depth and used is not None:
-                    self._credit(used)
-                    self._become(used, "superseded" if 2 * hit >= end else "shared")
-                break
-        self._visit = Visit(self._now, end, went_on)
-        for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
-            if hit < depth <= end:
-                key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                self._left[key] = self._visit, name
-                self._left.move_to_end(key)
-        while len(self._left) > 1024:
-            self._left.popitem(last=False)
-
-    def _return_to(self, record: Record, most: bool) -> bool:
-        """A prompt starts with the prefix of `record`, `most` of it is that; returns whether it
-        goes on with another prompt."""
-        self._credit(record)
-        visit = record.visit if most else None
-        if visit is not None and not visit.moved_on:
-            visit.moved_on = True
-            for other in visit.records:
-                if other is not record and other.kind not in ("superseded", "passed", "shared"):
-                    self._become(other, "passed")
-        self._become(record, "superseded" if most else "shared")
-        return visit is not None
-
-    def _credit(self, record: Record) -> None:
-        """Count a return, once."""
-        if record.open:
-            record.open = False
-            for kind in self._counts(record):
-                kind.returned += 1
-                kind.waited += self._now - record.since
-
-    def _become(self, record: Record, kind: str) -> None:
-        record.kind, record.since, record.open, record.stand = kind, self._now, True, None
-        for count in self._counts(record):
-            count.count()
-        if record.entry is not None:
-            self._new[record.entry] = None  # to be filed anew
-
-    def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
-        return (
-            self._kinds.setdefault((record.kind, record.later), Kind()),
-            self._sums.setdefault(record.kind, Kind()),
-            self._all,
-        )
-
-    def _rate(self, kind: str, later: bool) -> tuple[float, float]:
-        """Share that is returned to, and mean wait; what is little known is taken from the kind as
-        a whole, and from all."""
-        rate = self._rates.get((kind, later))
-        if rate is None:
-            every = self._all
-            mean = (every.returned + 1) / (every.made + 10)
-            wait = (every.waited + 1) / (every.returned + 1)
-            for known in (
-                self._sums.get(kind, NOTHING),
-                self._kinds.get((kind, later), NOTHING),
-            ):
-                mean, wait = known.share(mean), known.wait(wait)
-            rate = self._rates[kind, later] = mean, wait
-        return rate
+        if not self._is_behind:
+            self._returns.asked(keys, hit, kept)
 
     def _record(self, entry: Entry) -> Record:
         """The record of `entry`, brought up to date."""
-        key, records = entry.key, self._records
-        record = records.get(key)
-        if (record is None or not record.kind) and key not in self._left:
+        key, returns = entry.key, self._returns
+        record = returns.find(key)
+        if (record is None or not record.kind) and not returns.is_left(key):
             self._look_before(entry)
         if record is None:
-            if self._popped is not None and self._popped[0] is entry:
-                record = records[key] = self._popped[1]  # a chain that was only shortened
-            else:
-                record = records[key] = Record()
-            while len(records) > 1024 + self._memory * (len(self._filed) + len(self._new)):
-                records.popitem(last=False)
-        else:
-            records.move_to_end(key)
-        left = self._left.pop(key, None)
-        if left is not None and left[0] is not record.visit:
-            # The prompt that returned here makes it anew: what its return left was never cached.
-            if record.open and record.since == left[0].at:
-                for count in self._counts(record):
-                    count.made -= 1
-            record.visit = left[0]
-            left[0].records.append(record)
-            self._become(record, left[1])
-        elif not record.kind:
-            record.visit = self._answered(entry)
-            if record.visit is not None:
-                record.visit.records.append(record)
-            self._become(record, "inside" if record.visit is None else "answer")
-        if record.last_used != entry.last_used:
-            record.last_used, record.since, record.stand = entry.last_used, self._now, None
+            # A chain that was only shortened is what it was.
+            was = self._popped is not None and self._popped[0] is entry
+            record = self._popped[1] if was and self._popped is not None else Record()
+            returns.remember(key, record)
+        returns.renew(record, entry, is_used=not self._is_behind)
         return record
 
     def _look_before(self, entry: Entry) -> None:
         """File the entries of the chain before `entry` that were not looked at yet: they tell
         whether it ends an answer."""
-        waiting, node = list[Entry](), entry.shorter
-        while node is not None and node in self._new and node.key not in self._records:
+        waiting, node, returns = list[Entry](), entry.shorter, self._returns
+        while node is not None and node in self._new and not returns.knows(node.key):
             waiting.append(node)
-            node = node.shorter if node.key not in self._left else None
+            node = node.shorter if not returns.is_left(node.key) else None
         for node in reversed(waiting):
             del self._new[node]
             self._file(node, self._record(node))
-
-    def _answered(self, entry: Entry) -> Visit | None:
-        """The prompt whose answer ends at `entry`, if it does."""
-        shorter, visit = entry.shorter, self._visit
-        if shorter is not None:
-            known = self._records.get(shorter.key)
-            visit = known.visit if known is not None else None
-        return visit if visit is not None and entry.depth > visit.end else None

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..prefix.keys import KEY_BYTES
 from .base import Entry
 
 DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
+
+# Segments from the end of a prompt in which an earlier entry is looked for: about a millisecond.
+RECALLED = 4096
+
+# Of the two ends, the junction and the edited end of a prompt.
+KINDS = ("end", "end", "junction", "edited")
+
+
+class Files(Protocol):
+    """Entries of one place, in some order."""
+
+    def __len__(self) -> int:
+        """Entries that are there."""
+
+    def again(self, entry: Entry) -> None:
+        """What is known of `entry` changed: file it anew."""
 
 
 class Kind:
@@ -53,10 +74,10 @@ class Visit:
 class Record:
     """What `Adaptive` remembers of an entry, cached or evicted."""
 
-    __slots__ = ("entry", "kind", "last_used", "open", "since", "stand", "visit")
+    __slots__ = ("filed", "kind", "last_used", "open", "since", "stand", "visit")
 
     def __init__(self) -> None:
-        self.entry: Entry | None = None  # while it is filed
+        self.filed: dict[Files, Entry] = {}  # where it is, and as what
         self.visit: Visit | None = None
         self.kind = ""
         self.since = 0  # prompt since which it has this kind, or was used
@@ -82,3 +103,170 @@ def hazard(share: float, half: float, age: float) -> float:
 
 GONE = (0, Record())
 NOTHING = Kind()
+
+
+class Returns:
+    """What prompts returned to, of one cache and all places that keep its entries.
+
+    Args:
+        patience, memory: as of `Adaptive`.
+
+    Attributes:
+        places: where entries are filed.
+    """
+
+    def __init__(self, patience: float, memory: float) -> None:
+        self._patience, self._memory = patience, memory
+        self.places: list[Files] = []
+        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
+        self._kinds: dict[tuple[str, bool], Kind] = {}
+        self._sums: dict[str, Kind] = {}
+        self._all = Kind()
+        self._rates: dict[tuple[str, bool], tuple[float, float]] = {}
+        self._chances: dict[tuple[str, bool, int], float] = {}
+        self._now = 0  # prompts
+        self._visit: Visit | None = None
+
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
+        """Find what the prompt returns to: the deepest entry that it could have hit had all been
+        kept, and the one that it hit."""
+        self._now += 1
+        self._rates.clear()
+        self._chances.clear()
+        end, went_on = len(keys) // KEY_BYTES, False
+        for depth in range(end, max(0, end - RECALLED), -1):
+            record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+            if record is not None:
+                went_on = self._return_to(record, 2 * depth >= end)
+                used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
+                if 0 < hit < depth and used is not None:
+                    self._credit(used)
+                    self._become(used, "superseded" if 2 * hit >= end else "shared")
+                break
+        self._visit = Visit(self._now, end, went_on)
+        for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
+            if hit < depth <= end:
+                key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
+                self._left[key] = self._visit, name
+                self._left.move_to_end(key)
+        while len(self._left) > 1024:
+            self._left.popitem(last=False)
+
+    def _return_to(self, record: Record, most: bool) -> bool:
+        """A prompt starts with the prefix of `record`, `most` of it is that; returns whether it
+        goes on with another prompt."""
+        self._credit(record)
+        visit = record.visit if most else None
+        if visit is not None and not visit.moved_on:
+            visit.moved_on = True
+            for other in visit.records:
+                if other is not record and other.kind not in ("superseded", "passed", "shared"):
+                    self._become(other, "passed")
+        self._become(record, "superseded" if most else "shared")
+        return visit is not None
+
+    def _credit(self, record: Record) -> None:
+        """Count a return, once."""
+        if record.open:
+            record.open = False
+            for kind in self._counts(record):
+                kind.returned += 1
+                kind.waited += self._now - record.since
+
+    def _become(self, record: Record, kind: str) -> None:
+        record.kind, record.since, record.open, record.stand = kind, self._now, True, None
+        for count in self._counts(record):
+            count.count()
+        for place, entry in record.filed.items():
+            place.again(entry)
+
+    def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
+        return (
+            self._kinds.setdefault((record.kind, record.later), Kind()),
+            self._sums.setdefault(record.kind, Kind()),
+            self._all,
+        )
+
+    def _rate(self, kind: str, later: bool) -> tuple[float, float]:
+        """Share that is returned to, and mean wait; what is little known is taken from the kind as
+        a whole, and from all."""
+        rate = self._rates.get((kind, later))
+        if rate is None:
+            every = self._all
+            mean = (every.returned + 1) / (every.made + 10)
+            wait = (every.waited + 1) / (every.returned + 1)
+            for known in (
+                self._sums.get(kind, NOTHING),
+                self._kinds.get((kind, later), NOTHING),
+            ):
+                mean, wait = known.share(mean), known.wait(wait)
+            rate = self._rates[kind, later] = mean, wait
+        return rate
+
+    def chance(self, record: Record) -> float:
+        """How likely a hit at the next prompt is; the same until then for all of one kind and
+        age."""
+        record = record.stand or record
+        like = record.kind, record.later, record.since
+        chance = self._chances.get(like)
+        if chance is None:
+            share, wait = self._rate(record.kind, record.later)
+            chance = hazard(share, 1 + self._patience * wait, self._now - record.since)
+            self._chances[like] = chance
+        return chance
+
+    # Entries.
+
+    def knows(self, key: bytes) -> bool:
+        """Whether there is a record of `key`."""
+        return key in self._records
+
+    def is_left(self, key: bytes) -> bool:
+        """Whether a prompt was to leave an entry of `key`, and none came yet."""
+        return key in self._left
+
+    def find(self, key: bytes) -> Record | None:
+        """The record of `key`."""
+        return self._records.get(key)
+
+    def remember(self, key: bytes, record: Record) -> None:
+        """`record` is that of `key` from now on; the oldest ones are forgotten."""
+        records = self._records
+        records[key] = record
+        while len(records) > 1024 + self._memory * sum(map(len, self.places)):
+            records.popitem(last=False)
+
+    def renew(self, record: Record, entry: Entry, *, is_used: bool) -> None:
+        """Bring the record of `entry` up to date.
+
+        Args:
+            is_used: its last use may be a later one than is known.
+        """
+        key = entry.key
+        if key in self._records:
+            self._records.move_to_end(key)
+        left = self._left.pop(key, None)
+        if left is not None and left[0] is not record.visit:
+            # The prompt that returned here makes it anew: what its return left was never cached.
+            if record.open and record.since == left[0].at:
+                for count in self._counts(record):
+                    count.made -= 1
+            record.visit = left[0]
+            left[0].records.append(record)
+            self._become(record, left[1])
+        elif not record.kind:
+            record.visit = self._answered(entry)
+            if record.visit is not None:
+                record.visit.records.append(record)
+            self._become(record, "inside" if record.visit is None else "answer")
+        if is_used and record.last_used != entry.last_used:
+            record.last_used, record.since, record.stand = entry.last_used, self._now, None
+
+    def _answered(self, entry: Entry) -> Visit | None:
+        """The prompt whose answer ends at `entry`, if it does."""
+        shorter, visit = entry.shorter, self._visit
+        if shorter is not None:
+            known = self._records.get(shorter.key)
+            visit = known.visit if known is not None else None
+        return visit if visit is not None and entry.depth > visit.end else None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..page_layout import LayoutMismatch, layout_texts
 from ..prefix.keys import KEY_BYTES
-from .journal import DamagedDatabase, LayoutMismatch, RecordDatabase, Row
+from .journal import DamagedDatabase, RecordDatabase, Row
 from .pagefile import DIRECT_BLOCKS, Bytes, PageFile, direct_block, stride_of
 from .pagejobs import PageJobs
 from .records import Record
@@ -67,7 +67,7 @@ class DiskStore:
         workers: threads that read and write pages.
 
     Attributes:
-        page_bytes: of a page. num_pages: pages 0 (the null page, which is not stored) to
+        page_bytes: of a page. stride: that it takes on the disk. num_pages: pages 0 (the null page, which is not stored) to
             num_pages - 1.
         num_dropped: records that were found, but were damaged, or without those that they need.
 
@@ -93,14 +93,7 @@ class DiskStore:
                 raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
         if on_mismatch not in ("refuse", "clear"):
             raise ValueError(f"on_mismatch: expected 'refuse' or 'clear', got {on_mismatch!r}")
-        asked = {"page_bytes": str(page_bytes)}
-        for name, setting in layout.items():
-            if not isinstance(setting, (str, int, bytes)) or name in ("page_bytes", "format"):
-                raise ValueError(
-                    "layout: expected str, int or bytes by names other than page_bytes and format, "
-                    f"got {name!r}: {type(setting).__name__}"
-                )
-            asked[name] = _text(setting)
+        asked = layout_texts(layout, page_bytes)
         self.folder, self.page_bytes = os.fspath(folder), page_bytes
         self._pid = os.getpid()
         with suppress(FileExistsError):
@@ -111,7 +104,7 @@ class DiskStore:
             block = direct_block(self.folder)
             self._records = self._open_records(asked, block, on_mismatch)
             opened.callback(self._records.close)
-            stride = self._records.stride
+            self.stride = stride = self._records.stride
             if type(capacity) is not int or capacity < stride:
                 raise ValueError(
                     f"capacity: expected at least {stride} (one page), got {capacity!r}"
@@ -148,25 +141,40 @@ class DiskStore:
         if self._records.new:
             self._pages.file.truncate(1)
             return 0
-        end = self._pages.file.num_held
         depths = {b"": 0}  # of the segments so far
-        bad = []
-        for row in self._records.rows():
-            ids = np.frombuffer(row.pages, "<i4").astype(np.int64) if row.sound else None
-            needed = row.key if row.point else row.parent
-            if (
-                ids is None
-                or depths.get(needed, -2) + (not row.point) != row.depth
-                or (ids >= end).any()
-                or not self._pages.adopt(ids[ids > 0], np.frombuffer(row.sums, "<u4")[ids > 0])
-            ):
-                bad.append(row)
-            elif not row.point:
-                depths[row.key] = row.depth
+        bad: list[Row] = []
+        for rows in self._records.chunks():
+            if not self._take(rows, depths):  # else, as a rule, all at once
+                bad += [row for row in rows if not self._take([row], depths)]
         if bad:
             self._records.forget(bad)
         self._pages.file.truncate(self.num_pages)
         return len(bad)
+
+    def _take(self, rows: list[Row], depths: dict[bytes, int]) -> bool:
+        """Take over rows, all or none; False where one is not whole.
+
+        Args:
+            depths: of the segments before, and then of these too.
+        """
+        more: dict[bytes, int] = {}
+        for row in rows:
+            needed = row.key if row.point else row.parent
+            depth = more.get(needed)
+            if depth is None:
+                depth = depths.get(needed, -2)
+            if depth + (not row.point) != row.depth or not row.sound:
+                return False
+            if not row.point:
+                more[row.key] = row.depth
+        ids = np.frombuffer(b"".join([row.pages for row in rows]), "<i4").astype(np.int64)
+        sums = np.frombuffer(b"".join([row.sums for row in rows]), "<u4")
+        is_page = ids > 0
+        whole = not (ids >= self._pages.file.num_held).any()
+        if not (whole and self._pages.adopt(ids[is_page], sums[is_page])):
+            return False
+        depths.update(more)
+        return True
 
     # Pages.
 
@@ -366,12 +374,6 @@ def _lock(path: str) -> int:
             raise StoreInUse(path, holder or "a process that starts") from error
         raise
     return handle
-
-
-def _text(setting: str | int | bytes) -> str:
-    if isinstance(setting, bytes):
-        return "BLAKE2b " + hashlib.blake2b(setting, digest_size=16).hexdigest()
-    return str(setting)
 
 
 def _sync_folder(folder: str) -> None:

@@ -68,10 +68,10 @@ class Hints:
             job = match.pending
             return Answer("accepted", job.num_tokens, 0, "it is being loaded", job)
         if match.num_saved_tokens == match.device.num_saved_tokens:
-            there = "it is on the device" if match.device.num_tokens else "nothing of it is kept"
-            return Answer(
-                "accepted" if match.device.num_tokens else "refused", match.num_tokens, 0, there
-            )
+            saved = match.num_saved_tokens
+            if saved:
+                return Answer("accepted", saved, 0, "it is on the device")
+            return Answer("refused", 0, 0, "nothing of it is kept that is worth a load")
         if max_bytes is not None and match.num_bytes > as_int("max_bytes", max_bytes, 0):
             shorter = self._within(match, max_bytes)
             if shorter is None:
@@ -108,17 +108,18 @@ class Hints:
         """Keep a prefix where it is until everything else is gone, or `ttl` seconds have passed."""
         expiry = expiry_of(now, ttl)
         limit = self._limit(match)
-        best: tuple[int, Place, Found] | None = None
-        for place, found in self._tiers.where(match.prompt, limit):
+        best: tuple[int, Found] | None = None
+        for found in self._tiers.where(match.prompt, limit):
+            place = found.place
             depth = place.index.resumable(found.run, found.depth, limit)
             if place.index.hybrid and found.point(depth) is None and place is not self._device:
                 depth = max((d for d in _points(found) if d <= limit), default=0)
             if depth and (best is None or depth > best[0]):
-                best = depth, place, found
+                best = depth, found
         if best is None:
             why = "nothing of it is kept" if limit else "the tenant's budget is spent"
             return Answer("refused", 0, 0, why)
-        depth, place, found = best
+        (depth, found), place = best, best[1].place
         pins = self._pins_of(place)
         kept = pins.pin(found.run, depth, expiry)
         if not kept:
@@ -183,14 +184,14 @@ class Hints:
         if run.locks:
             return Answer("deferred", 0, 0, "running requests or open jobs need it")
         policy.spare(entry)
-        size = entry.freed * self._tiers.page_bytes
+        size = self._tiers.num_bytes(entry)
         return Answer("accepted", depth * self._tiers.alignment, size, "it leaves the device first")
 
     def release(self, match: TierMatch) -> Answer:
         """End what `retain` and `demote` did to a prefix."""
         ended = 0
-        for place, found in self._tiers.where(match.prompt, match.prompt.num_segments):
-            policy = place.index.policy
+        for found in self._tiers.where(match.prompt, match.prompt.num_segments):
+            place, policy = found.place, found.place.index.policy
             for depth in [*_points(found)] if place.index.hybrid else [found.depth]:
                 entry = self._entry(place, match, depth)
                 if entry is not None and entry in place.index.pins:

@@ -24,6 +24,8 @@ class Copies:
         group: index of the cache group.
         source, target: names of the places.
         sources, targets: [n] int32 page ids there; page ``sources[i]`` goes to ``targets[i]``.
+        parts: [n] int32 which part of a page of the device it is, that the tier's page has: 0
+            wherever they are equally large.
     """
 
     group: int
@@ -31,9 +33,17 @@ class Copies:
     target: str
     sources: Int32
     targets: Int32
+    parts: Int32
 
     def __len__(self) -> int:
         return len(self.sources)
+
+    def __getitem__(self, some: slice) -> Copies:
+        """Some of them."""
+        return Copies(
+            self.group, self.source, self.target,
+            self.sources[some], self.targets[some], self.parts[some],
+        )  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -44,7 +54,7 @@ class Job:
         kind: ``"store"`` or ``"load"``.
         copies: what to copy, group after group in the order of the groups: an engine that copies
             the pages of a group tensor by tensor may run layer 0 when its tensor's are there.
-        num_pages, num_bytes: of all copies.
+        num_pages, num_bytes: of all copies, in pages of a tier.
         num_tokens: what a load will make a hit on the device, if nothing fails; of a store, tokens
             of the prefix that it makes findable there.
         is_open: neither done nor cancelled yet.
@@ -59,7 +69,7 @@ class Job:
     parts: JobParts = field(repr=False, kw_only=True)
 
     def cut(self, max_pages: int) -> Iterator[tuple[Copies, ...]]:
-        """The copies in portions of at most `max_pages` pages, in their order.
+        """The copies in portions of at most `max_pages` pages of a tier, in their order.
 
         Raises:
             ValueError: `max_pages` is below 1.
@@ -72,10 +82,7 @@ class Job:
             start = 0
             while start < len(c):
                 end = min(len(c), start + room)
-                some = Copies(
-                    c.group, c.source, c.target, c.sources[start:end], c.targets[start:end]
-                )
-                portion.append(some)
+                portion.append(c[start:end])
                 room -= end - start
                 start = end
                 if not room:
@@ -93,11 +100,12 @@ class JobParts:
         target: where it goes.
         keys: of the chain up to its last segment.
         first: number of its first segment.
-        segments: [n, pages_per_segment] pages of the target.
-        point: [pages_per_point] pages of the target of the resume point at the end, or None.
+        segments: [n, its pages_per_segment] pages of the target.
+        point: [its pages_per_point] pages of the target of the resume point at the end, or None.
         holding: of the target. holdings: of the sources.
-        sources, places, targets, units: [num_pages] source page, number of the place (see
-            `sources_of`), target page, and segment (-1: of the resume point) of each copy.
+        sources, places, targets, units: [num_pages] source page, number of its place in
+            `source_places`, target page, and segment (-1: of the resume point) of each copy; a page
+            of the device is named by the copies of all its parts.
         source_places: the places.
         entry: of the device or a tier, that is stored.
         prompt: that a load is for.
@@ -135,26 +143,41 @@ class JobParts:
             ValueError: `failed` has pages that are no targets of the job.
         """
         pages = np.unique(as_ints("failed", failed)).ravel()
-        rows: Int64 = np.isin(self.targets, pages).nonzero()[0]
-        if len(rows) < len(pages):
+        if not len(pages):
+            return np.empty(0, dtype=np.int64)
+        others = np.setdiff1d(pages, self.targets)
+        if len(others):
             raise ValueError(
-                f"failed: expected pages that are targets of the job, got "
-                f"{np.setdiff1d(pages, self.targets).tolist()}"
+                f"failed: expected pages that are targets of the job, got {others.tolist()}"
             )
+        rows: Int64 = np.isin(self.targets, pages).nonzero()[0]
         return rows
 
 
-def copies_of(
-    groups: Int64, places: Int64, sources: Int32, targets: Int32, names: list[str], target: str
-) -> tuple[Copies, ...]:
-    """[n] pages by group and place, in the order of groups."""
-    if not len(sources):
+def copies_of(groups: Int64, parts: Int32, made: JobParts) -> tuple[Copies, ...]:
+    """The copies of a job by group and place, in the order of groups.
+
+    Args:
+        groups, parts: [num_pages] of each page.
+    """
+    if not len(groups):
         return ()
-    order = np.lexsort((places, groups))
-    groups, places, sources, targets = groups[order], places[order], sources[order], targets[order]
-    starts = np.flatnonzero(np.diff(groups * len(names) + places, prepend=-1))
-    ends = [*starts[1:].tolist(), len(sources)]
-    return tuple(
-        Copies(int(groups[i]), names[places[i]], target, sources[i:end], targets[i:end])
-        for i, end in zip(starts.tolist(), ends, strict=True)
-    )
+    names = [place.name for place in made.source_places]
+    # Sorted by groups and then places; numbers of 16 bits are by far the quickest to sort.
+    keys = groups * len(names) + made.places
+    keys = keys.astype(np.min_scalar_type(int(keys.max())))
+    order = keys.argsort(kind="stable")
+    keys = keys[order]
+    sources, targets = made.sources[order], made.targets[order]
+    part_of = parts[order]
+    starts = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist()]
+    found = []
+    for i, end in zip(starts, [*starts[1:], len(keys)], strict=True):
+        group, place = divmod(int(keys[i]), len(names))
+        found.append(
+            Copies(
+                group, names[place], made.target.name,
+                sources[i:end], targets[i:end], part_of[i:end],
+            )
+        )  # fmt: skip
+    return tuple(found)

@@ -11,14 +11,15 @@ import errno
 import hashlib
 import os
 import sqlite3
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
+from ..page_layout import LayoutMismatch
 from .records import Record
 
 VERSION = "1"
@@ -60,26 +61,6 @@ class DamagedDatabase(OSError):
         )
 
 
-class LayoutMismatch(ValueError):
-    """What is on the disk has another layout.
-
-    Attributes:
-        names: of the settings that differ.
-    """
-
-    def __init__(self, path: str, kept: Mapping[str, str], asked: Mapping[str, str]) -> None:
-        both = sorted({*kept, *asked})
-        self.names = tuple(name for name in both if kept.get(name) != asked.get(name))
-        super().__init__(
-            "layout: expected that of "
-            + f"{path}: "
-            + ", ".join(f"{n} {kept.get(n, 'not set')}" for n in self.names)
-            + "; got "
-            + ", ".join(f"{n} {asked.get(n, 'not set')}" for n in self.names)
-            + ' (on_mismatch="clear" starts anew)'
-        )
-
-
 class Row(NamedTuple):
     """One record as SQLite has it; `id` is None before it is there."""
 
@@ -111,7 +92,7 @@ class Row(NamedTuple):
     @property
     def record(self) -> Record:
         """As the tier knows it."""
-        pages = tuple(np.frombuffer(self.pages, "<i4").tolist())
+        pages = struct.unpack(f"<{len(self.pages) // 4}i", self.pages)
         kind = "point" if self.point else "segment"
         return Record(kind, self.key, self.parent, self.depth, pages)  # type: ignore[arg-type]
 
@@ -182,7 +163,7 @@ class RecordDatabase:
         meta = db.execute("SELECT name, value FROM meta WHERE name LIKE 'layout.%'")
         kept = {name.removeprefix("layout."): value for name, value in meta}
         if kept != asked:
-            raise LayoutMismatch(self.path, kept, asked)
+            raise LayoutMismatch(self.path, kept, asked, 'on_mismatch="clear" starts anew')
         if not self._whole():
             db.execute("REINDEX")  # what is wrong may be an index only, or a row without one
             if not self._whole():
@@ -201,6 +182,10 @@ class RecordDatabase:
 
     def rows(self) -> Iterator[Row]:
         """All rows, oldest first. Changes in between are allowed: it reads some at a time."""
+        return chain.from_iterable(self.chunks())
+
+    def chunks(self) -> Iterator[list[Row]]:
+        """As `rows`, in lists."""
         last = -1 << 63
         while True:
             with self._lock, self._errors():
@@ -208,8 +193,8 @@ class RecordDatabase:
                     f"SELECT {_COLUMNS} FROM records WHERE id > ? ORDER BY id LIMIT ?",
                     (last, _CHUNK),
                 ).fetchall()
-            for values in found:
-                yield Row(*values)
+            if found:
+                yield [*map(Row._make, found)]
             if len(found) < _CHUNK:
                 return
             last = found[-1][0]

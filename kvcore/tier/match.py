@@ -56,6 +56,14 @@ class Share:
     num_bytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        if self.place == "device":
+            return f"{self.num_tokens} on the device"
+        if self.place == "compute":
+            return f"{self.num_tokens} to compute ({_time(self.seconds)})"
+        size = f"{self.num_bytes / 2**20:.3g} MiB"
+        return f"{self.num_tokens} from {self.place} ({size}, {_time(self.seconds)})"
+
 
 @dataclass(frozen=True)
 class TierMatch:
@@ -94,17 +102,8 @@ class TierMatch:
 
     def explain(self) -> str:
         """One sentence: hit length, what comes from where, and what limited it."""
-        texts = []
-        for s in self.shares:
-            if s.place == "device":
-                texts.append(f"{s.num_tokens} on the device")
-            elif s.place == "compute":
-                texts.append(f"{s.num_tokens} to compute ({_time(s.seconds)})")
-            elif s.num_pages:
-                texts.append(
-                    f"{s.num_tokens} from {s.place} "
-                    f"({s.num_bytes / 2**20:.3g} MiB, {_time(s.seconds)})"
-                )
+        without = ("device", "compute")  # a copy
+        texts = [str(s) for s in self.shares if s.num_pages or s.place in without]
         why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
         saved = self.num_saved_tokens
         return f"{saved} of {self.prompt.num_tokens} tokens: {', '.join(texts)}; {why}"
@@ -123,9 +122,10 @@ class Way:
         hit: boundary of the resume point, or the end where none is needed. dense: boundary up to
             which dense segments are then there. Both in segments.
         ranges: (number of the place, first, end) of the segments to load.
-        tail: ([pages_per_point] number of the place, and page there) of the resume point to load.
+        tail: ([pages_per_point] number of the place, and page there) of the resume point to load,
+            in the columns of a tier.
         saved: tokens that are not computed then.
-        pages: pages to copy from each place.
+        pages: of each place, to copy.
         seconds: of the loads and the prefill.
     """
 
@@ -145,7 +145,7 @@ class Planner:
     Args:
         kv: the cache whose pool is the device.
         device, tiers: all places.
-        page_bytes: bytes of a page in all of its tensors.
+        page_bytes: bytes of a page of a tier.
 
     Attributes:
         prefill_tokens_per_second: as measured.
@@ -167,7 +167,7 @@ class Planner:
         match, run = kv._lookup.find(prompt, max_tokens)
         limit = prompt.num_segments if kv.enable_caching else 0
         found = [Found(self._device, run, match.dense_tokens // a)]
-        found += [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
+        found += self.behind(prompt, limit)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
         most = usable if match.max_tokens is None else min(usable, match.max_tokens // a)
         ways = [self._as_is(match, found), *self._ways(match, found, most)]
@@ -183,6 +183,10 @@ class Planner:
             dense * a, pending,
         )  # fmt: skip
         return made, best
+
+    def behind(self, prompt: Prompt, limit: int) -> list[Found]:
+        """Where the first `limit` segments of a prompt end in each tier."""
+        return [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
 
     def _as_is(self, match: Match, found: list[Found]) -> Way:
         """The way without any load."""
@@ -234,7 +238,7 @@ class Planner:
                 at = end
         pages = [0] * len(found)
         for i, first, end in ranges:
-            pages[i] += (end - first) * self._kv.layout.pages_per_segment
+            pages[i] += (end - first) * self._tails.layout.pages_per_segment
         tail = None
         if with_point and self._kv.hybrid:
             tail = self.tail(found[:n], hit)
@@ -252,12 +256,13 @@ class Planner:
         else:
             point = found[exact].point(depth)
             assert point is not None
-            pages = point.pages.copy()
+            pages = self._tails.points.of(found[exact].place, point.pages).copy()
             places = np.full(len(pages), exact, dtype=np.int64)
         before = _before(found[0], depth)
         if exact != 0 and before is not None:  # the device's own blocks need no copy
             later, earlier = self._tails.shared(depth - before.depth)
-            places[later], pages[later] = 0, before.pages[earlier]
+            own = self._tails.points.of(self._device, before.pages)
+            places[later], pages[later] = 0, own[earlier]
         return places, pages
 
     def _tail_between(self, found: list[Found], depth: int) -> tuple[Int64, Int32]:
@@ -271,13 +276,18 @@ class Planner:
             if f.depth >= depth and (p := point_after(run_of(f.run, depth), depth, most))
         )
         number, after = next(afters)  # there is one: `boundary` found it
-        n = len(after.pages)
+        columns = self._tails.points
+        n = len(columns)
         first = None if before is None else np.arange(1, n + 1, dtype=np.int32)
-        code = self._kv.layout.tail_between(
+        code = self._tails.layout.tail_between(
             depth, last, first, after.depth, np.arange(n + 1, 2 * n + 1, dtype=np.int32)
         )
         none = np.zeros(n, dtype=np.int32)
-        pages = np.concatenate([none[:1], none if before is None else before.pages, after.pages])
+        first_pages = none
+        if before is not None:
+            first_pages = columns.of(found[-minus].place, before.pages)
+        last_pages = columns.of(found[number].place, after.pages)
+        pages = np.concatenate([none[:1], first_pages, last_pages])
         places = np.repeat([0, -minus, number], [1, n, n])
         return places[code], pages[code]
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Int64
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
 from .jobs import Job, JobParts
+from .match import Share
 from .places import Found, Place, Tier, as_rate
 from .stores import Stores
 from .transfers import Transfers, chain_keys
@@ -25,7 +27,7 @@ class OpenJobs:
     Attributes:
         tiers: those there are, the nearest first.
         jobs: that are open, the oldest first.
-        page_bytes: bytes of a page id, in all page tensors.
+        page_bytes: bytes of a page of a tier.
     """
 
     tiers: tuple[Tier, ...]
@@ -37,7 +39,9 @@ class OpenJobs:
     _transfers: Transfers
     _loading: dict[bytes, Job]  # by the key of the boundary
 
-    def done(self, job: Job, failed: Any = (), *, seconds: float | None = None) -> None:
+    def done(
+        self, job: Job, failed: Any = (), *, seconds: float | None = None
+    ) -> tuple[Share, ...]:
         """A job's pages are copied: what came is findable where it went, from now on.
 
         A load may be called done as soon as its copies are queued, where all that reads these
@@ -50,6 +54,9 @@ class OpenJobs:
                 with what cannot be found without it; where a store does, it is tried again later.
             seconds: that the copies took: measures the link of a load.
 
+        Returns:
+            What a load brought from each place, with these seconds, which are of all its copies.
+
         Raises:
             ValueError: the job is not open, or has no such pages. Nothing changed.
         """
@@ -60,7 +67,7 @@ class OpenJobs:
         self._close(job)
         if parts.is_void:
             parts.holding.end()
-            return
+            return ()
         parts.target.index.tick += 1
         segments, is_new, came = self._transfers.adopt(parts, rows)
         if isinstance(parts.target, Tier):
@@ -68,23 +75,40 @@ class OpenJobs:
         self._let_go(job)
         if job.kind == "store":
             self._stores.ended(job, len(rows), segments, is_new, came)
-            return
-        parts_of = [(p, (parts.places == i)) for i, p in enumerate(parts.source_places)]
-        ok = parts.units >= 0
-        for place, mine in parts_of:
-            if isinstance(place, Tier) and mine.any():
-                count = place.counters
-                bad = mine[rows]
-                count["load_failures"] += bool(bad.any())
-                count["loaded_pages"] += int(mine.sum()) - int(bad.sum())
-                count["loaded_segments"] += len(set(parts.units[mine & ok].tolist()))
-                count["loaded_points"] += bool((mine & ~ok).any())
-                if bad.any():
-                    place.drop(parts.sources[rows[bad]])
-                elif seconds is not None and mine.all():
-                    place.measured(job.num_bytes, seconds)
+            return ()
+        shares = self._loaded(job, rows, came, seconds)
         if not len(rows):
             self._have_spares(parts)
+        return shares
+
+    def _loaded(self, job: Job, rows: Int64, came: int, seconds: float | None) -> tuple[Share, ...]:
+        """Counts what a load brought, but the copies `rows`, which failed; drops their sources.
+
+        Args:
+            came: segments of the job, from the first on.
+        """
+        parts, shares = job.parts, []
+        has_come = np.ones(len(parts.units), dtype=np.bool_)
+        has_come[rows] = False
+        for i, place in enumerate(parts.source_places):
+            mine = parts.places == i
+            if not isinstance(place, Tier) or not mine.any():
+                continue
+            bad, count = mine[rows], place.counters
+            units = parts.units[mine & has_come]
+            num_segments = len(np.unique(units[(units >= 0) & (units < came)]))
+            count["load_failures"] += bool(bad.any())
+            count["loaded_pages"] += len(units)
+            count["loaded_segments"] += num_segments
+            count["loaded_points"] += bool((units < 0).any()) and not len(rows)
+            if bad.any():
+                place.drop(parts.sources[rows[bad]])
+            elif seconds is not None and mine.all():
+                place.measured(job.num_bytes, seconds)
+            size = len(units) * self.page_bytes
+            tokens = num_segments * self._kv.alignment
+            shares.append(Share(place.name, tokens, len(units), size, seconds or 0.0))
+        return tuple(shares)
 
     def _have_spares(self, parts: JobParts) -> None:
         """What a load brought is on the device and in the tiers that it came from."""

@@ -107,11 +107,15 @@ class PageJobs:
     # What records say.
 
     def adopt(self, ids: Int64, sums: Sums) -> bool:
-        """A record found on the disk names these pages; False, and nothing done, if it says other
-        checksums than one before."""
-        if (self._written[ids] & (self.sums[ids] != sums)).any():
+        """Records found on the disk name these pages; False, and nothing done, if one says another
+        checksum than one before."""
+        before = self.sums[ids]
+        if (self._written[ids] & (before != sums)).any():
             return False
         self.sums[ids] = sums
+        if (self.sums[ids] != sums).any():
+            self.sums[ids] = before
+            return False
         self._written[ids] = True
         np.add.at(self._kept, ids, 1)
         return True

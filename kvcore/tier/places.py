@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from ..pages import PagePool
 from ..policies.base import EvictionPolicy
 from ..prefix.holdings import Holding
 from ..prefix.index import PrefixIndex
-from ..prefix.tree import ResumePoint, Run, run_of
+from ..prefix.tree import ResumePoint, Run, point_before, run_of
 from ..spec import Layout, as_int
 from .ledger import Ledger, TierAnnouncer
 from .records import Journal
@@ -27,7 +26,8 @@ class TierSpec:
     """One tier behind the pool.
 
     Args:
-        num_pages: pages that it has room for, page 0 (never used) included.
+        num_pages: pages of its own (see `Tiers`) that it has room for, page 0 (never used)
+            included.
         bytes_per_second: of its link: how quickly pages come from it. `Tiers.done` measures it.
         policy: eviction policy, of this tier alone. None: `Adaptive`, with the seconds that an
             entry saves for each of its bytes.
@@ -61,6 +61,11 @@ def as_rate(name: str, value: float) -> float:
     if not number or not 0 < value < float("inf"):
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
     return float(value)
+
+
+def averaged(rate: float, measured: float) -> float:
+    """`rate` once something else was measured."""
+    return rate + 0.2 * (measured - rate)
 
 
 class Place:
@@ -105,7 +110,7 @@ class Tier(Place):
         name: of the tier.
         spec: as it was asked for.
         policy: of its index.
-        layout, span: of the device's index.
+        layout: of its pages. span: of the device's index.
         announcer: writes events; None if nobody listens.
 
     Attributes:
@@ -158,7 +163,7 @@ class Tier(Place):
 
     def measured(self, num_bytes: int, seconds: float) -> None:
         """`num_bytes` came in `seconds`: the rate moves towards that."""
-        self.bytes_per_second += 0.2 * (num_bytes / seconds - self.bytes_per_second)
+        self.bytes_per_second = averaged(self.bytes_per_second, num_bytes / seconds)
 
 
 COUNTERS = (
@@ -183,6 +188,13 @@ class Found:
         """The resume point at boundary `depth` here."""
         return run_of(self.run, depth).points.get(depth) if 0 < depth <= self.depth else None
 
+    def resumable(self) -> int:
+        """Segments up to the last entry of the chain here."""
+        if not self.place.index.hybrid or not self.depth:
+            return self.depth
+        point = point_before(run_of(self.run, self.depth), self.depth + 1)
+        return 0 if point is None else point.depth
+
     def hold(self, depth: int, used: Int32) -> Holding:
         """Keep the chain up to boundary `depth`, and the pages `used`."""
         index = self.place.index
@@ -190,24 +202,87 @@ class Found:
         return Holding(index, run, used)
 
 
+class Columns:
+    """Where the columns of an entry's pages come from.
+
+    Attributes:
+        groups, parts: [n] group of each column of a tier, and which part of a page of the pool it
+            is.
+        pages: [n] column of that page in the pool.
+        num_pages: columns there.
+    """
+
+    def __init__(self, n: int, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.groups: Int64 = np.zeros(n, dtype=np.int64)
+        self.pages: Int64 = np.zeros(n, dtype=np.int64)
+        self.parts: Int32 = np.zeros(n, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def fill(self, first: int, rows: Int64, first_page: int, width: int) -> None:
+        """Set those of a class.
+
+        Args:
+            first, first_page: where its columns begin, here and in the pool.
+            rows: [3, num_tables] group and part of each table, and number of that of the pool.
+            width: columns of each table.
+        """
+        groups, parts, tables = rows.repeat(width, axis=1)
+        mine = slice(first, first + len(groups))
+        self.groups[mine], self.parts[mine] = groups, parts
+        within = np.tile(np.arange(width), rows.shape[1])
+        self.pages[mine] = first_page + tables * width + within
+
+    def of(self, place: Place, pages: Int32) -> Int32:
+        """Pages [..., columns there] of an entry of a place as those of a tier: a page of the pool
+        is repeated for each of its parts."""
+        if isinstance(place, Tier) or len(self.pages) == self.num_pages:
+            return pages
+        repeated: Int32 = pages[..., self.pages]
+        return repeated
+
+
 class Tails:
     """Columns of resume points and segments: whose they are, and which of them points share.
 
+    Args:
+        pool: layout of the device's pool.
+        layout: of the tiers, where a page of the pool is one page or several.
+
     Attributes:
-        segment_groups, point_groups: [pages_per_segment], [pages_per_point] group of each column.
+        segments, points: columns of a segment's pages, and of a resume point's.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self.segment_groups: Int64 = np.zeros(layout.pages_per_segment, dtype=np.int64)
-        self.point_groups: Int64 = np.zeros(layout.pages_per_point, dtype=np.int64)
-        for c in layout.classes:
-            groups = np.array([layout.tables[t][0] for t in c.tables.tolist()])
+    def __init__(self, pool: Layout, layout: Layout) -> None:
+        self.layout = layout
+        self.segments = Columns(layout.pages_per_segment, pool.pages_per_segment)
+        self.points = Columns(layout.pages_per_point, pool.pages_per_point)
+        for c, there in zip(layout.classes, pool.classes, strict=True):
+            tables = there.tables.tolist()
+            rows = []
+            for t in c.tables.tolist():
+                group, page = layout.tables[t]
+                parts = layout.groups[group].pages_per_block // pool.groups[group].pages_per_block
+                rows.append((group, page % parts, tables.index(pool.table(group, page // parts))))
+            of_tables = np.array(rows, dtype=np.int64).T
             if c.spec.kind == "dense":
-                n = c.num_tables * c.per_segment
-                self.segment_groups[c.segment_offset :][:n] = groups.repeat(c.per_segment)
-            self.point_groups[c.tail_offset :][: c.num_tables * c.tail] = groups.repeat(c.tail)
+                self.segments.fill(c.segment_offset, of_tables, there.segment_offset, c.per_segment)
+            self.points.fill(c.tail_offset, of_tables, there.tail_offset, c.tail)
         self._shared: dict[int, tuple[Int64, Int64]] = {}
+
+    def count(self, tier: Tier) -> list[int]:
+        """Pages of each group that the entries of `tier` have, each once."""
+        index, num_groups = tier.index, len(self.layout.groups)
+        counts = np.bincount(self.segments.groups, minlength=num_groups) * index.num_segments
+        group_of = np.full(index.pool.num_pages, num_groups, dtype=np.int64)
+        for run in index.runs():
+            for point in run.points.values():
+                group_of[point.pages] = self.points.groups
+        group_of[0] = num_groups
+        counts += np.bincount(group_of, minlength=num_groups + 1)[:num_groups]
+        return [int(n) for n in counts]
 
     def shared(self, gap: int) -> tuple[Int64, Int64]:
         """Columns of a point whose blocks a point `gap` segments before it holds too, and the
@@ -215,7 +290,7 @@ class Tails:
         found = self._shared.get(gap)
         if found is None:
             later, earlier = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-            for c in self._layout.classes:
+            for c in self.layout.classes:
                 n = max(0, c.tail - gap * c.per_segment)
                 first = c.tail_offset + c.tail * np.arange(c.num_tables)[:, None]
                 later.append((first + np.arange(n)).ravel())
@@ -224,8 +299,3 @@ class Tails:
             if len(self._shared) < 4096:
                 self._shared[gap] = found
         return found
-
-
-def names_of(places: Iterable[Place]) -> list[str]:
-    """Names of `places`."""
-    return [place.name for place in places]

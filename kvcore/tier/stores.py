@@ -7,11 +7,12 @@ from collections import OrderedDict
 from ..policies.base import Entry
 from ..prefix.eviction import EvictableTree
 from ..prefix.tree import ResumePoint, Run
+from .admission import Admission
 from .jobs import Job
 from .match import Planner
 from .places import Found, Place, Tier
 from .transfers import Lack, Transfers, chain_keys, end_of
-from .watched import Watched, coming
+from .watched import Watched, coming, is_there
 
 LOOKED_AT = 64, 4096  # entries of a place in a call, at first and at most
 REMEMBERED = 1024  # failures
@@ -40,10 +41,12 @@ class Stores:
         # again.
         self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._calls = 0
+        self._admission = Admission(planner, transfers.num_bytes)
 
     def due(self, max_pages: int) -> list[Job]:
         """The jobs to start now, of at most `max_pages` pages."""
         self._calls += 1
+        self._admission.begin()
         jobs: list[Job] = []
         for source, target in zip(self._places, self._places[1:], strict=False):
             assert isinstance(target, Tier)
@@ -55,8 +58,9 @@ class Stores:
         pool, total = source.index.pool, 0
         low = self._low(self._places[0])
         if source is not self._places[0]:  # what the device may send next must find a place
-            low = min(max(low, self._low(source)), pool.num_pages - 1)
-        needed = low - source.num_free
+            low = max(low * self._transfers.most_parts, self._low(source))
+            low = min(low, pool.num_pages - 1)
+        needed = low - source.num_free - self._underway(source)
         looked, seen = LOOKED_AT[0], 0
         while needed > 0:
             entries = coming(source.index, looked)
@@ -76,6 +80,14 @@ class Stores:
                 return total
             looked *= 4
         return total
+
+    def _underway(self, source: Place) -> int:
+        """Pages of `source` that are had without a loss once its open stores are done."""
+        return sum(
+            entry.freed
+            for entry, job in self._busy.items()
+            if job.parts.source_places[0] is source and is_there(entry)
+        )
 
     def _low(self, place: Place) -> int:
         """Pages of a place that are to be free, or to be had without a loss."""
@@ -105,13 +117,18 @@ class Stores:
     ) -> Job | None:
         """The job that stores `entry`, or its first segments; the first one of a call has at least
         a segment or a point."""
+        if self._admission.is_refused(entry):
+            return None
         key = entry.key
-        if self._calls < self._failures.get(key, (0, 0))[1] or not self._is_worth_it(target, entry):
+        if self._calls < self._failures.get(key, (0, 0))[1]:
             return None
         if is_first:
             max_pages = max(max_pages, self._transfers.least_pages)
         is_spare = isinstance(source.index.policy, Watched) and source.index.policy.is_spare(entry)
-        job = self._transfers.store(source, target, entry, max_pages)
+        job = self._transfers.store(
+            source, target, entry, max_pages,
+            lambda n, gain: self._admission.admits(source, target, entry, n, gain),
+        )  # fmt: skip
         if isinstance(job, Lack):
             target.counters["refused_stores"] += 1
             self._failed(key)
@@ -121,11 +138,6 @@ class Stores:
             if is_spare:
                 self._leaving.add(entry)
         return job
-
-    def _is_worth_it(self, target: Tier, entry: Entry) -> bool:
-        """Whether loading an entry would be quicker than computing it."""
-        size = entry.num_pages * self._transfers.page_bytes
-        return target.load_seconds(size) < self._planner.compute_seconds(entry.gain)
 
     def copy_of(
         self, source: Place, target: Place, entry: Run | ResumePoint
@@ -157,8 +169,7 @@ class Stores:
             return
         source, target = self._places[place], self._places[place + 1]
         assert isinstance(entry, (Run, ResumePoint)) and isinstance(target, Tier)
-        is_there = entry.run is not None if isinstance(entry, ResumePoint) else bool(entry.parent)
-        if not is_there:
+        if not is_there(entry):
             return
         copy = self.copy_of(source, target, entry)
         if copy is None:
@@ -201,10 +212,7 @@ class Stores:
         count["stored_segments"] += segments
         count["stored_points"] += is_new
         count["stored_pages"] += job.num_pages - num_failed
-        if isinstance(entry, Run):
-            if entry.parent is None:
-                return
-        elif entry.run is None:
+        if not is_there(entry):
             return
         if num_failed:
             count["store_failures"] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..attachments import attach
@@ -13,13 +13,13 @@ from ..policies.base import Entry
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.pins import Pins
-from ..spec import Layout, as_int
+from ..spec import MOST_PARTS, Layout, as_int
 from .hints import Answer, Hints, Intent
 from .jobs import Job
 from .ledger import TierAnnouncer, noted_of
 from .match import Planner, TierMatch
 from .open_jobs import OpenJobs
-from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
+from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate, averaged
 from .stores import Stores
 from .transfers import Lack, Transfers
 from .watched import Watched
@@ -43,7 +43,10 @@ class Tiers(OpenJobs):
         kv: the cache, new or in use; one `Tiers` for each.
         host, disk: the tiers behind the device, the nearer first; at least one.
         prefill_tokens_per_second: what the engine computes; `computed` measures it.
-        page_bytes: bytes of a page id, in all page tensors; by default those of one tensor.
+        page_bytes: bytes of a page of a tier; by default those of a page of the pool in one tensor.
+        parts: [num_groups] pages of a tier that a page of each group takes there, by default 1. The
+            pool's pages are equal; where a group leaves some of its own unused, smaller pages in
+            tiers need not keep that. `Copies.parts` says which part of a page goes where.
         watermark: pages of the pool that are to be free, or to be had without a loss: so many of
             those that eviction takes next are copied before it comes. By default an eighth of
             each place.
@@ -53,6 +56,7 @@ class Tiers(OpenJobs):
     Attributes:
         tiers: those there are, the nearest first.
         jobs: that are open, the oldest first.
+        layout: the groups in pages of tiers.
 
     Calls are to be made as those of the cache: one at a time, between steps. `load`, `done` and
     `cancel` void a plan that is not committed.
@@ -69,6 +73,7 @@ class Tiers(OpenJobs):
         disk: TierSpec | None = None,
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
+        parts: Sequence[int] | None = None,
         watermark: int | None = None,
         max_hint_bytes: int | None = None,
     ) -> None:
@@ -88,10 +93,11 @@ class Tiers(OpenJobs):
             watermark = as_int("watermark", watermark, 0)
         self._kv = kv
         self.page_bytes = size
+        self.layout = kv.layout.in_parts(size, _checked_parts(parts, kv.layout))
         self.jobs: dict[Job, None] = {}
         self._device = Place(DEVICE, kv.index)
         self.tiers: tuple[Tier, ...] = tuple(self._tier(name, spec) for name, spec in specs.items())
-        tails = Tails(kv.layout)
+        self._tails = tails = Tails(kv.layout, self.layout)
         self._transfers = Transfers(tails, kv.alignment, size)
         self._planner = Planner(kv, self._device, [*self.tiers], tails, size, rate)
         self._stores = Stores(self.places, self._transfers, self._planner, watermark)
@@ -105,12 +111,17 @@ class Tiers(OpenJobs):
     def _tier(self, name: str, spec: TierSpec) -> Tier:
         policy = spec.policy
         if policy is None:
-            policy = Adaptive(worth=lambda entry: self._worth(name, entry))
+            policy = self._adaptive(lambda entry: self._worth(name, entry))
         kv, announcer = self._kv, None
         if kv._announcer is not None:
             log, medium = kv._announcer.log, MEDIA[name]
             announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
-        return Tier(name, spec, policy, kv.layout, kv.index.span, announcer)
+        return Tier(name, spec, policy, self.layout, kv.index.span, announcer)
+
+    def _adaptive(self, worth: Callable[[Entry], float]) -> Adaptive:
+        """The policy of a tier that brings none: it learns with that of the cache if it can."""
+        policy = self._kv.index.policy
+        return policy.behind(worth) if isinstance(policy, Adaptive) else Adaptive(worth=worth)
 
     def _worth(self, name: str, entry: Entry) -> float:
         """Seconds that an entry of a tier saves for each byte that its eviction frees."""
@@ -153,16 +164,16 @@ class Tiers(OpenJobs):
             ValueError: as `KVCache.match`.
         """
         prompt = self._kv._lookup.prompt(token_ids, salt, extra_keys)
-        return self._match(prompt, max_tokens)
+        return self._planner.match(prompt, max_tokens, self.pending(prompt))[0]
 
-    def _match(self, prompt: Prompt, max_tokens: int | None) -> TierMatch:
-        pending = None
+    def pending(self, prompt: Prompt) -> Job | None:
+        """The open load that brings most of a prompt, if there is one."""
         if self._loading:
             for depth in range(prompt.num_segments, 0, -1):
                 key = prompt.keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                if (pending := self._loading.get(key)) is not None:
-                    break
-        return self._planner.match(prompt, max_tokens, pending)[0]
+                if (job := self._loading.get(key)) is not None:
+                    return job
+        return None
 
     # Stores.
 
@@ -194,14 +205,15 @@ class Tiers(OpenJobs):
 
     # Loads.
 
-    def load(self, match: TierMatch) -> Job | OutOfPages | None:
-        """The job that brings to the device what `match` says, looked up again.
+    def load(self, match: TierMatch | Prompt) -> Job | OutOfPages | None:
+        """The job that brings a prompt to the device, as far as it is quicker than computing it;
+        looked up now.
 
         Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Until
         the job is done nothing is findable that was not.
 
         Args:
-            match: from `match`.
+            match: from `match`, or the prompt of one, such as that of `KVCache.match`.
 
         Returns:
             Job; OutOfPages, and nothing changed; or None: there is nothing to load.
@@ -209,10 +221,13 @@ class Tiers(OpenJobs):
         Raises:
             ValueError: `match` is none of this cache's. Other errors: those of the policy.
         """
-        if not isinstance(match, TierMatch):
+        if not isinstance(match, (TierMatch, Prompt)):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
-        prompt = match.prompt
-        now, way = self._planner.match(prompt, match.device.max_tokens, None)
+        if isinstance(match, TierMatch):
+            prompt, max_tokens = match.prompt, match.device.max_tokens
+        else:
+            prompt, max_tokens = match, None
+        now, way = self._planner.match(prompt, max_tokens, None)
         if now.num_saved_tokens == now.device.num_saved_tokens:
             return None
         self._changed()
@@ -254,7 +269,11 @@ class Tiers(OpenJobs):
         """The engine computed the prefill of `num_tokens` in `seconds`: measures its rate."""
         rate = as_int("num_tokens", num_tokens, 1) / as_rate("seconds", seconds)
         planner = self._planner
-        planner.prefill_tokens_per_second += 0.2 * (rate - planner.prefill_tokens_per_second)
+        planner.prefill_tokens_per_second = averaged(planner.prefill_tokens_per_second, rate)
+
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """Seconds that the prefill of `num_tokens` takes, as measured."""
+        return num_tokens / self._planner.prefill_tokens_per_second
 
     # What callers intend.
 
@@ -324,19 +343,23 @@ class Tiers(OpenJobs):
         """Tokens of a segment."""
         return self._kv.alignment
 
-    @property
-    def layout(self) -> Layout:
-        """The groups."""
-        return self._kv.layout
+    def num_bytes(self, entry: Entry) -> int:
+        """Bytes that an entry takes in a tier, with the segments that it gains."""
+        return self._transfers.num_bytes(entry, entry.gain)
 
-    def where(self, prompt: Prompt, limit: int) -> list[tuple[Place, Found]]:
+    def where(self, prompt: Prompt, limit: int) -> list[Found]:
         """Where the first `limit` segments of a prompt end in each place."""
-        return [(p, Found(p, *p.index.find(prompt.keys, limit))) for p in self.places]
+        device = Found(self._device, *self._device.index.find(prompt.keys, limit))
+        return [device, *self._planner.behind(prompt, limit)]
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
         """The events of all that tiers hold now, for `KVCache.announce`."""
         announcers = [(tier, tier.ledger.announcer) for tier in self.tiers]
         return [a.noted(tier.index.runs()) for tier, a in announcers if a is not None]
+
+    def pages_by_group(self) -> dict[str, list[int]]:
+        """Pages of each tier that its entries have now, by group; it looks at each resume point."""
+        return {tier.name: self._tails.count(tier) for tier in self.tiers}
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and pages by state now, of each tier: ``"name/tier"``."""
@@ -353,3 +376,20 @@ class Tiers(OpenJobs):
             for name, value in {**tier.counters, **now}.items():
                 found[f"tier_{name}/{tier.name}"] = value
         return found
+
+
+def _checked_parts(parts: Sequence[int] | None, layout: Layout) -> list[int]:
+    """`parts` of `Tiers`.
+
+    Raises:
+        ValueError: they are none.
+    """
+    groups = layout.groups
+    if parts is None:
+        return [1] * len(groups)
+    if not isinstance(parts, Sequence) or len(parts) != len(groups):
+        raise ValueError(f"parts: expected {len(groups)} ints, one a group, got {parts!r}")
+    return [
+        as_int(f"parts[{i}]", n, 1, MOST_PARTS // g.pages_per_block)
+        for i, (n, g) in enumerate(zip(parts, groups, strict=True))
+    ]

@@ -6,6 +6,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import TypeGuard
 
 from ..policies.base import Entry, EvictionPolicy
 from ..prefix.eviction import EvictableTree
@@ -47,7 +48,6 @@ class Watched:
 
     def spare(self, entry: Entry) -> None:
         """`entry`, which was added, is on the device too."""
-        self.policy.discard(entry)
         self._spare[entry] = None
 
     def is_spare(self, entry: Entry) -> bool:
@@ -56,12 +56,16 @@ class Watched:
 
     def needed(self, entry: Entry) -> None:
         """`entry` is the only copy now, if it was a spare one."""
-        if entry in self._spare:
-            self.add(entry)
+        self._spare.pop(entry, None)
 
     def pop(self) -> Entry | None:
         """The entry that has been spare for longest; else as of the policy."""
-        entry = self._spare.popitem(last=False)[0] if self._spare else self.policy.pop()
+        if self._spare:
+            entry: Entry | None = self._spare.popitem(last=False)[0]
+            assert entry is not None
+            self.policy.discard(entry)
+        else:
+            entry = self.policy.pop()
         if entry is not None:
             self._on_pop(entry)
         return entry
@@ -72,13 +76,20 @@ class Watched:
         if self._on_asked is not None:
             self._on_asked(keys, hit, kept)
 
+    def chance(self, entry: Entry) -> float | None:
+        """As of the policy; None where it cannot tell."""
+        tell = getattr(self.policy, "chance", None)
+        return None if tell is None else tell(entry)
+
     def coming(self, n: int) -> list[Entry] | None:
         """As of the policy; None where it cannot tell."""
         tell = getattr(self.policy, "coming", None)
         if tell is None:
             return None
-        spare = list(islice(self._spare, n))
-        return [*spare, *tell(n - len(spare))]
+        first = list(islice(self._spare, n))
+        if len(first) == n:
+            return first
+        return [*first, *(entry for entry in tell(n) if entry not in self._spare)]
 
 
 def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:
@@ -93,12 +104,11 @@ def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:
             elif not (run.locks or run.children):
                 entries.append(run)
         found = heapq.nsmallest(n, entries, key=lambda e: (e.last_used, -e.depth))
-    return [
-        entry
-        for entry in found
-        if entry not in index.pins
-        and (
-            (isinstance(entry, ResumePoint) and entry.run is not None)
-            or (isinstance(entry, Run) and entry.parent is not None)
-        )
-    ]
+    return [entry for entry in found if is_there(entry) and entry not in index.pins]
+
+
+def is_there(entry: Entry) -> TypeGuard[Run | ResumePoint]:
+    """Whether `entry` is still one of its index."""
+    if isinstance(entry, ResumePoint):
+        return entry.run is not None
+    return isinstance(entry, Run) and entry.parent is not None

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from quire.kernels import residual_norm
 
 from ..layers.basic import Linear, RMSNorm, Stacked, empty_parameter
+from ..parallel.group import Group
 from .config import CSA, SLIDING, DeepseekV4Config
 from .hyper_connections import HyperConnection
 from .moe import MoE
@@ -231,8 +232,9 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: DeepseekV4Config, layer: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+        self, config: DeepseekV4Config, layer: int, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.layer = layer
         self.kind = config.all_layer_types[layer]
@@ -248,7 +250,7 @@ class Attention(nn.Module):
         # One matrix for each group of heads, stacked: [o_groups * o_lora_rank, heads of a group *
         # head_dim].
         self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
-        self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
+        self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype, group=group)
         self.num_groups = groups
         self.q_a_kv = Stacked(self.q_a_proj, self.kv_proj)
         # Each query head is normed without a weight; to `write_latent` None means no norm.
@@ -307,11 +309,12 @@ class DecoderLayer(nn.Module):
     def __init__(
         self, config: DeepseekV4Config, layer: int, mlp_kind: str,
         device: torch.device, dtype: torch.dtype, expert_format: str | None = None,
+        group: Group | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, layer, device, dtype)
-        self.mlp = MoE(config, mlp_kind, device, dtype, expert_format)
+        self.self_attn = Attention(config, layer, device, dtype, group)
+        self.mlp = MoE(config, mlp_kind, device, dtype, expert_format, group)
         self.attn_hc = HyperConnection(config, device)
         self.ffn_hc = HyperConnection(config, device)
         self.input_layernorm = RMSNorm(hidden, eps, device, torch.float32)

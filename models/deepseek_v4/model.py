@@ -19,6 +19,8 @@ from quire.kvcore.device import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.basic import Embedding, Linear, RMSNorm
 from ..layers.unpaged_attention import Stored
+from ..parallel.context import split_context
+from ..parallel.group import Group
 from .cache import V4PagePool
 from .cache_plan import CacheFormat, plan_cache, ring_bytes
 from .config import CSA, HCA, SLIDING, DeepseekV4Config
@@ -41,6 +43,7 @@ class DeepseekV4(nn.Module):
         max_positions: rows of the rotary tables, 8 bytes for each rotated channel; default: all
             that the config allows.
         expert_format: "fp8" or "fp4" for routed experts that stay packed.
+        group: as in `quire.models.families.decoder.Decoder`.
 
     Attributes:
         kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes: "fp8" =
@@ -64,21 +67,25 @@ class DeepseekV4(nn.Module):
         dtype: torch.dtype,
         max_positions: int | None = None,
         expert_format: str | None = None,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device)
-        self.config = config
+        self.config, self.group = config, group
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = Embedding(vocab_size, hidden_size, device, dtype, scaled=False)
+        self.embed_tokens = Embedding(
+            vocab_size, hidden_size, device, dtype, scaled=False, group=group
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, kind, device, dtype, expert_format)
+            DecoderLayer(config, layer, kind, device, dtype, expert_format, group)
             for layer, kind in enumerate(config.mlp_layer_types)
         )
         self.hc_head = HyperHead(config, device)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, torch.float32)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, device, dtype)
+        num_ids = self.embed_tokens.vocabulary.num_rows
+        self.lm_head = Linear(config.hidden_size, num_ids, device, dtype)
         self.mtp = nn.ModuleList(
-            MTP(config, index, device, dtype, expert_format)
+            MTP(config, index, device, dtype, expert_format, group)
             for index in range(config.num_mtp_layers)
         )
         num_positions = max_positions or config.max_position_embeddings
@@ -181,7 +188,14 @@ class DeepseekV4(nn.Module):
                 "one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
-        plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)
+        context = split_context(self.group)
+        plan = plan_cache(
+            self.config,
+            fmt,
+            block_size=base_block_size,
+            drafters=drafter_layers,
+            context_size=1 if context is None else context.size,
+        )
 
         def allocate(num_pages: int) -> V4PagePool:
             return V4PagePool(
@@ -191,6 +205,7 @@ class DeepseekV4(nn.Module):
                 max_requests=max_requests,
                 max_draft_tokens=max_draft_tokens,
                 device=self.device,
+                context=context,
             )
 
         # One ring more than requests, which no request owns.
@@ -242,7 +257,7 @@ class DeepseekV4(nn.Module):
         Returns:
             [num_rows, vocab_size] fp32.
         """
-        return self.lm_head(self.hc_head(streams, self.norm, impl)).float()
+        return self._logits(self.hc_head(streams, self.norm, impl))
 
     def draft_streams(
         self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
@@ -259,4 +274,7 @@ class DeepseekV4(nn.Module):
 
         [num_rows, vocab_size] fp32. impl as in `logits`.
         """
-        return self.lm_head(self.mtp[index].hidden(streams, impl)).float()
+        return self._logits(self.mtp[index].hidden(streams, impl))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()

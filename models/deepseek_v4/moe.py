@@ -19,6 +19,7 @@ from quire.kernels import gated_product, route_tokens
 from ..layers.basic import Linear, Stacked, empty_parameter, linear_fp32
 from ..layers.moe import run_experts
 from ..layers.packed_experts import PackedExperts
+from ..parallel.group import Group
 from .config import HASH_MOE, DeepseekV4Config
 
 
@@ -152,13 +153,15 @@ class MoE(nn.Module):
 
     Args:
         expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
+        group: ranks that have the rest of each expert's width; None = all is here.
     """
 
     def __init__(
         self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype,
-        expert_format: str | None = None,
+        expert_format: str | None = None, group: Group | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.group = group
         self.gate = Router(config, kind, device, dtype)
         if expert_format is None:
             self.experts = Experts(config, device, dtype)
@@ -181,4 +184,5 @@ class MoE(nn.Module):
             The shape of x.
         """
         ids, weights = self.gate(x, input_ids, impl)
-        return self.experts(x, ids, weights, self.shared_experts(x, impl), impl)
+        out = self.experts(x, ids, weights, self.shared_experts(x, impl), impl)
+        return out if self.group is None else self.group.sum(out)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..layers.basic import Linear, RMSNorm
+from ..parallel.group import Group
 from .config import MOE, DeepseekV4Config
 from .hyper_connections import HyperHead
 from .layer import Attend, DecoderLayer
@@ -32,9 +33,10 @@ class MTP(DecoderLayer):
 
     def __init__(
         self, config: DeepseekV4Config, index: int, device: torch.device, dtype: torch.dtype,
-        expert_format: str | None = None,
+        expert_format: str | None = None, group: Group | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, config.num_layers + index, MOE, device, dtype, expert_format)
+        layer = config.num_layers + index
+        super().__init__(config, layer, MOE, device, dtype, expert_format, group)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(hidden, eps, device, torch.float32)
         self.hnorm = RMSNorm(hidden, eps, device, torch.float32)

@@ -31,6 +31,7 @@ from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder, Staging
 from ..engine.distributions import DRAFT, draw_columns, uniform
 from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request
+from ..parallel.group import Group
 from .cache import V4PagePool
 from .model import DeepseekV4
 from .paged_attention import PagedAttend
@@ -117,7 +118,9 @@ class MTPDrafter:
             )
 
         shapes = [Shape(size, num_drafts) for size in sizes]
-        self._graphs = ChainGraphs(chain, shapes, longest, self.model.device, capture)
+        self._graphs = ChainGraphs(
+            chain, shapes, longest, self.model.device, capture, self.model.group
+        )
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request]) -> Tensor:
@@ -160,10 +163,10 @@ class MTPDrafter:
             shape = self._graphs.shape_of(len(slots), longest)
             if shape is not None:
                 self._builder.update_tables()
-                return self._graphs(shape, slots, seq_lens)
+                return self._alike(self._graphs(shape, slots, seq_lens))
         request_slots, lengths = self._staging.send([slots, seq_lens])
         self._builder.update_tables()
-        return chain_drafts(
+        drafts = chain_drafts(
             self.model,
             self._streams[request_slots],
             lengths,
@@ -175,6 +178,12 @@ class MTPDrafter:
             choose=choose,
             impl=self._impl,
         )
+        return self._alike(drafts)
+
+    def _alike(self, drafts: Tensor) -> Tensor:
+        """The drafts of rank 0, where several ranks run the model."""
+        group = self.model.group
+        return drafts if group is None else group.from_first(drafts.contiguous())
 
 
 class ChainGraphs:
@@ -188,7 +197,7 @@ class ChainGraphs:
         shapes: to capture, ascending.
         longest: no sequence is longer.
         device: of the drafts.
-        capture: as in `quire.models.engine.graphs.DecodeGraphs`.
+        capture, group: as in `quire.models.engine.graphs.DecodeGraphs`.
     """
 
     def __init__(
@@ -198,11 +207,12 @@ class ChainGraphs:
         longest: int,
         device: torch.device,
         capture: Capture,
+        group: Group | None = None,
     ) -> None:
         self._chain, self._capture, self._device = chain, capture, device
         self._staging, self._longest = Staging(device), longest
         self._graphs: dict[Shape, tuple[Tensor, list[Tensor], Callable, Callable]] = {}
-        self._shapes = capture_each(shapes, self._add, "draft graphs")
+        self._shapes = capture_each(shapes, self._add, "draft graphs", group)
 
     def shape_of(self, num_seqs: int, longest: int) -> Shape | None:
         """The smallest captured shape for so many sequences; None if there is none."""

@@ -15,6 +15,7 @@ MEMORY_SETTINGS = (
     "host_cache_gib",
 )  # fmt: skip
 """Settings that memory depends on."""
+REQUIRED = ("max_num_seqs", "max_num_batched_tokens")
 FLASHINFER = "flashinfer"
 IMPLS = ("triton", "torch", FLASHINFER)
 
@@ -66,6 +67,14 @@ class EngineConfig:
             ids go from sampler to model on the device; a step's tokens are in the report of the
             call after it. The same output. Steps that preempt wait for the tokens before them,
             and all do where there are drafts. None = on a GPU.
+        tensor_parallel_size: ranks that run the model together, each on a device of its own, with a
+            part of its weights and of its cache (`quire.models.parallel.shard`).
+        context_parallel_size: ranks that share a context: each has every so many-th token of what
+            full attention has in pages, or entry of DeepSeek-V4. 1, or tensor_parallel_size. See
+            `quire.models.parallel.context`.
+        rank_timeout: seconds after which a rank that gets no further ends all of them, with an
+            error that names it; more than the longest step takes, compiling included. One that dies
+            is noticed at once.
 
     Raises:
         ValueError: a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens,
@@ -93,6 +102,9 @@ class EngineConfig:
     rejection_sample_method: str = "strict"
     decode_graphs: bool | None = None
     async_scheduling: bool | None = None
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    rank_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -103,10 +115,17 @@ class EngineConfig:
             ("cache_bytes", 0),
             ("base_block_size", 1),
             ("seed", 0),
+            ("tensor_parallel_size", 1),
+            ("context_parallel_size", 1),
         ):
             value = getattr(self, name)
-            if value is not None or name in ("max_num_seqs", "max_num_batched_tokens", "seed"):
+            if value is not None or name in (*REQUIRED, "seed") or name.endswith("parallel_size"):
                 object.__setattr__(self, name, as_int(name, value, low))
+        if self.context_parallel_size not in (1, self.tensor_parallel_size):
+            raise ValueError(
+                f"context_parallel_size: expected 1 or tensor_parallel_size="
+                f"{self.tensor_parallel_size}, got {self.context_parallel_size}"
+            )
         by_device = ("decode_graphs", "async_scheduling")
         for name in ("enable_caching", "replay", *by_device):
             value = getattr(self, name)
@@ -122,6 +141,9 @@ class EngineConfig:
                 (is_number and 0 < value < 2**33) or (value is None and name == "host_cache_gib")
             ):
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+        limit = self.rank_timeout
+        if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 < limit < 2**31:
+            raise ValueError(f"rank_timeout: expected a number of seconds > 0, got {limit!r}")
         if self.disk_cache is not None and not isinstance(self.disk_cache, str | os.PathLike):
             raise ValueError(f"disk_cache: expected a path or None, got {self.disk_cache!r}")
         if self.has_tiers and not self.enable_caching:

@@ -33,15 +33,18 @@ import torch
 from torch import nn
 
 from ..config.fields import shown
+from ..tiers.streams import CopyFailed
 from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import LaunchedStep
 from .config import EngineConfig
+from .handoff_calls import HandOffCalls
 from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
+from .outputs import RequestOutput
 from .parts import make_parts
 from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, WAIT, EngineTotals, StepReport
-from .request import RequestOutput, SamplingParams
+from .request import SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
@@ -49,7 +52,7 @@ from .tier_calls import TierCalls
 from .turns import StepTurns
 
 
-class Engine(TierCalls):
+class Engine(TierCalls, HandOffCalls):
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     What fails in one request, such as its text that cannot be decoded, ends that request alone,
@@ -94,8 +97,7 @@ class Engine(TierCalls):
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
-        self.model = model
-        self.drafter = drafter
+        self.model, self._config, self.drafter = model, config, drafter
         parts = make_parts(model, config, drafter)
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
         self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
@@ -261,6 +263,8 @@ class Engine(TierCalls):
             new = [] if due is None else self._tokens(due)
             if self._in_flight is not None:
                 launched.learn(self._in_flight.ids)
+        except CopyFailed:
+            return self._drop_step(step)
         except BaseException:
             self._take_back(step)
             raise
@@ -292,6 +296,8 @@ class Engine(TierCalls):
             batch = self._builder.build(plan, input_ids, rows)
         clock.switch(MODEL)
         if shape is not None:
+            if self.tiers is not None:
+                self.tiers.copier.streams.arrive_all()
             out = self._graphs(shape, plan, input_ids)
         else:
             out = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)

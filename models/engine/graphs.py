@@ -34,6 +34,7 @@ from quire.kvcore.device import AttnMetadata, BatchBuilder, FixedPlan, MakePlann
 from .memory import free_memory
 
 if TYPE_CHECKING:
+    from ..parallel.group import Group
     from .config import EngineConfig
     from .memory import ModelCache
 
@@ -83,6 +84,7 @@ class DecodeGraphs:
         max_seq_len: the longest sequence.
         max_draft_tokens: of a step; above 0 there are graphs for steps with drafts too.
         capture: default: that of the device (`default_capture`).
+        group: ranks that replay the same shapes.
 
     Attributes:
         shapes: those that can be replayed, in ascending order of their rows.
@@ -99,11 +101,12 @@ class DecodeGraphs:
         device: torch.device,
         max_draft_tokens: int = 0,
         capture: Capture | None = None,
+        group: Group | None = None,
     ) -> None:
         rows = {1, 1 + max_draft_tokens}
         wanted = [Shape(size, r) for size in sizes for r in rows]
         self.shapes = sorted(wanted, key=lambda shape: (shape.num_seqs * shape.rows, shape))
-        self._forward = forward
+        self._forward, self._group = forward, group
         self._builder = builder
         self._max_seq_len = max_seq_len
         self._device = device
@@ -117,7 +120,7 @@ class DecodeGraphs:
         A shape that cannot be captured is left out, with one warning for all of them: its steps use
         a larger one, or none.
         """
-        self.shapes = capture_each(self.shapes, self.add, "decode graphs")
+        self.shapes = capture_each(self.shapes, self.add, "decode graphs", self._group)
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The smallest captured shape that holds a step; None if there is none.
@@ -204,16 +207,19 @@ class DecodeGraphs:
         self._graphs[shape] = _Graph(data, out, work, self.capture_work(work), attention)
 
 
-def capture_each(shapes: Sequence[Shape], add: Callable[[Shape], None], what: str) -> list[Shape]:
+def capture_each(
+    shapes: Sequence[Shape], add: Callable[[Shape], None], what: str, group: Group | None = None
+) -> list[Shape]:
     """Captures the largest shape first; one warning names those that cannot be.
 
     Args:
         shapes: ascending.
         add: captures one.
         what: begins the warning.
+        group: ranks that capture the same; None = this one alone.
 
     Returns:
-        Those that are captured, ascending.
+        Those that are captured, on all ranks, ascending.
     """
     failed = {}
     for shape in reversed(shapes):
@@ -230,6 +236,8 @@ def capture_each(shapes: Sequence[Shape], add: Callable[[Shape], None], what: st
             RuntimeWarning,
             stacklevel=3,
         )
+    if group is not None:
+        failed = set().union(*group.all_say(set(failed)))
     return [shape for shape in shapes if shape not in failed]
 
 

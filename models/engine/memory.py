@@ -9,7 +9,6 @@ of a window group at most its ring and one block more, however long the request 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,9 @@ from torch import nn
 
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
-from quire.kvcore.spec import GroupClass, Layout
+from quire.kvcore.spec import Layout
+
+from .room import fixed_pages, longest_request, pages_of_request
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -92,46 +93,6 @@ def model_cache(
     )
 
 
-def pages_of_request(
-    groups: Sequence[GroupSpec], num_tokens: int, max_draft_tokens: int = 0
-) -> int:
-    """Pages that are enough for one request of ``num_tokens`` tokens while it decodes.
-
-    Whatever is cached besides.
-    """
-    total = 0
-    for spec in Layout(groups, num_tokens, max_draft_tokens).classes:
-        pages = spec.num_tables * -(-num_tokens // spec.block_size)
-        if spec.spec.kind == "window":
-            pages = min(pages, _fixed_pages(spec))
-        total += _fixed_pages(spec) if spec.spec.kind == "state" else pages
-    return total
-
-
-def _fixed_pages(spec: GroupClass) -> int:
-    """Pages of a ring and the block that is planned before its oldest one goes.
-
-    Of a state, the live one, the newest snapshot and the next.
-    """
-    return spec.num_tables * (spec.width + 1)
-
-
-def longest_request(
-    groups: Sequence[GroupSpec], num_pages: int, limit: int, max_draft_tokens: int = 0
-) -> int:
-    """Tokens of the longest request that a pool holds alone; 0 = none.
-
-    Args:
-        groups: of the cache.
-        num_pages: of the pool, page 0 included.
-        limit: tokens, the most to return.
-        max_draft_tokens: of a step.
-    """
-    return bisect_left(
-        range(1, limit + 1), num_pages, key=lambda n: pages_of_request(groups, n, max_draft_tokens)
-    )
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """A pool, and what fits it.
@@ -146,6 +107,7 @@ class MemoryPlan:
         fixed_bytes: memory of requests that is not in pages.
         graph_bytes: memory of decode graphs, as far as it was measured before.
         host_bytes, disk_bytes: behind the pool.
+        context_size: ranks that share a context, each with such a pool.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -160,6 +122,7 @@ class MemoryPlan:
     graph_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+    context_size: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -184,7 +147,7 @@ class MemoryPlan:
     def bytes_per_request(self) -> int:
         """Bytes of a long request that do not depend on its length: rings and states."""
         classes = Layout(self.groups, self.max_model_len, self.max_draft_tokens).classes
-        return self.page_bytes * sum(_fixed_pages(c) for c in classes if c.spec.kind != "dense")
+        return self.page_bytes * sum(fixed_pages(c) for c in classes if c.spec.kind != "dense")
 
     @property
     def interval(self) -> int:
@@ -219,6 +182,9 @@ class MemoryPlan:
         kept = f" (every {self.interval})" if self.interval else ""
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         besides += f", {_size(self.graph_bytes)} of decode graphs" if self.graph_bytes else ""
+        # What it costs that ranks share a context, and how to pay less.
+        shared = f" ({self.context_size} ranks share the context; base_block_size makes it less)"
+        shared = shared if self.context_size > 1 else ""
         tiers = (("host memory", self.host_bytes), ("disk", self.disk_bytes))
         behind = [f"{_size(size)} of {what}" for what, size in tiers if size]
         return "\n".join(
@@ -228,7 +194,7 @@ class MemoryPlan:
                 *([f"behind    {', '.join(behind)}"] if behind else []),
                 f"request   {_size(self.bytes_per_token)} a token + "
                 f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens, retention "
+                f"hits      multiples of {self.alignment} tokens{shared}, retention "
                 f"{self.retention!r}{kept}",
                 f"fits      requests of so many tokens at once: {fits} (at most "
                 f"{self.max_num_seqs})",
@@ -315,6 +281,7 @@ def plan_memory(
         graph_bytes=graph_bytes,
         host_bytes=host_bytes,
         disk_bytes=int(config.disk_cache_gib * 2**30) if config.disk_cache is not None else 0,
+        context_size=config.context_parallel_size,
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..config.fields import shown
-from .request import OutputDelta, Request, RequestError, RequestOutput, failure
+from .outputs import OutputDelta, RequestError, RequestOutput
+from .request import Request, failure
 from .sampler import NO_TOKEN, NewTokens
 from .scheduler import Scheduler
 

@@ -5,7 +5,7 @@ First what of the memory each gets: graphs, then the pool, then the allocator of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from quire.kvcore import KVCache
 from quire.kvcore.device import BatchBuilder
 
 from ..flashinfer.planner import FlashInfer
+from ..parallel.group import Group
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory
@@ -23,7 +24,7 @@ from .report import IdleClock, StepClock
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .speculative import Drafter, ModelDrafter
-from .tiering import EngineTiers, make_tiers
+from .tiering import EngineTiers, behind_loads, make_tiers
 from .warm_up import warm_up
 
 
@@ -73,6 +74,21 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
 
 def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> EngineParts:
     device, on_gpu = model.device, model.device.type == "cuda"
+    group: Group | None = getattr(model, "group", None)
+    size = 1 if group is None else group.size
+    if config.tensor_parallel_size != size:
+        raise ValueError(
+            f"tensor_parallel_size: expected {size}, the ranks of this model, got "
+            f"{config.tensor_parallel_size}; quire.models.LLM builds models of several ranks"
+        )
+    split = 1 if group is None or not group.split_context else size
+    if config.context_parallel_size != split:
+        raise ValueError(
+            f"context_parallel_size: expected {split}, as the ranks of this model share the "
+            f"context, got {config.context_parallel_size}"
+        )
+    if split > 1 and config.impl == FLASHINFER:
+        raise ValueError("impl: expected kernels of quire for a context that ranks share")
     impl = None if config.impl == FLASHINFER else config.impl
     expect_impl(impl, device.type)
     if hasattr(model, "expect_impl"):
@@ -98,6 +114,10 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
             model, cache, config, sizes, num_drafts, hidden=hidden, make_planner=planner
         ),
     )
+    if group is not None:  # what is free differs
+        num_pages = min(group.all_say(memory.num_pages))
+        alike = replace(config, num_pages=num_pages, cache_bytes=None, memory_fraction=None)
+        memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
     kv, clock = make_allocator(model, memory, config), StepClock()
     pool = cache.allocate(memory.num_pages)
     tiers = make_tiers(model, kv, pool, memory, config) if config.has_tiers else None
@@ -122,8 +142,11 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         builder.sampled,
         rejection_sample_method=config.rejection_sample_method,
         impl=impl,
+        group=group,
     )
     run, graphs = forward_pass(model, pool, config.impl, hidden=hidden), None
+    if tiers is not None:
+        run = behind_loads(run, tiers.copier.streams, hasattr(pool, "arrive"))
     if isinstance(drafter, ModelDrafter):
         drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=config.impl)
     if sizes:
@@ -134,6 +157,7 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
             max_seq_len=memory.max_model_len,
             max_draft_tokens=num_drafts,
             device=device,
+            group=group,
         )
         with torch.inference_mode(), torch.cuda.device_of(builder.tables):
             graphs.capture()

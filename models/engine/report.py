@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .request import OutputDelta, RequestOutput
+from .outputs import OutputDelta, RequestOutput
 
 PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver")
 """What a step consists of:

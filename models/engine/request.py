@@ -1,25 +1,24 @@
-"""A request on its way through the engine.
-
-What was asked, what is known so far, and what comes back.
-"""
+"""A request on its way through the engine: what was asked, and what is known so far."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
-from itertools import islice, pairwise
+from itertools import islice
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..config.fields import shown
+from .outputs import RequestError, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kvcore import Match
+    from quire.kvcore.tier import Share
 
     from ..tokenizer import TextStream
 
@@ -114,98 +113,6 @@ class SamplingParams:
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural-log probabilities of one position under the model itself.
-
-    Before penalties, temperature and filters.
-
-    Attributes:
-        logprob: of the generated token.
-        top: (token id, logprob) of the likeliest tokens, best first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-class RequestError(RuntimeError):
-    """What ended one request early, while the others go on: which request, where, and why.
-
-    ``__cause__`` is the exception behind it.
-    """
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A finished request, or one of its samples.
-
-    Attributes:
-        sample: 0 unless `SamplingParams.n` is above 1.
-        token_ids: generated tokens.
-        text: their text without the stopping id or string, or None without a tokenizer.
-        finish_reason: "stop" (stop_reason says by which id or string), "length" (max_tokens or the
-            longest sequence was reached) or "abort"; "nan" = the model's logits give no token,
-            "error" = something else failed in this request (error says what).
-        num_cached_tokens: prompt tokens that the prefix cache gave when the request was first
-            admitted.
-        limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was
-            admitted.
-        num_preemptions: times that the request lost its pages and was resumed.
-        num_drafts, num_accepted: speculated tokens that were computed, and those that became
-            output.
-        arrival, token_times: seconds on `time.perf_counter`'s clock.
-        logprobs: one for each of token_ids where they were asked for.
-        error: what ended it early; None unless finish_reason is "nan" or "error". The tokens, and
-            the text so far, are good.
-    """
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    num_cached_tokens: int
-    limited_by: str
-    num_preemptions: int
-    arrival: float
-    token_times: tuple[float, ...]
-    text: str | None = None
-    sample: int = 0
-    stop_reason: int | str | None = None
-    num_drafts: int = 0
-    num_accepted: int = 0
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    error: RequestError | None = None
-
-    @property
-    def ttft(self) -> float:
-        """Seconds from arrival to the first token; NaN when there is none."""
-        return self.token_times[0] - self.arrival if self.token_times else float("nan")
-
-    @property
-    def itl(self) -> tuple[float, ...]:
-        """Seconds between one token and the next: one fewer than tokens."""
-        return tuple(after - before for before, after in pairwise(self.token_times))
-
-
-@dataclass(frozen=True)
-class OutputDelta:
-    """What one step added to a request that is streamed.
-
-    Ids, and the text that no later token can take back.
-
-    Attributes:
-        finish_reason, error: as in `RequestOutput`, None before the end.
-    """
-
-    request_id: str
-    sample: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str | None
-    error: RequestError | None = None
-
-
 @dataclass(eq=False)
 class Request:
     """Mutable state of one unfinished sample of a request; the scheduler owns it.
@@ -216,6 +123,7 @@ class Request:
         stop_ids: ids that end the output.
         salt: keeps its cached prefixes from other salts' requests.
         match: the hashed tokens, for admission.
+        loads: what it waited for, see `RequestOutput`.
         seed: of this request's draws.
         text: where its text grows; None where nobody asks for it before the end.
         stream: whether its new tokens are reported after each step.
@@ -242,6 +150,8 @@ class Request:
     num_output_placeholders: int = 0
     num_cached_tokens: int = -1
     limited_by: str = ""
+    dense_tokens: int = 0
+    loads: list[Share] = field(default_factory=list)
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
@@ -343,6 +253,8 @@ class Request:
             finish_reason=finish_reason,
             num_cached_tokens=max(self.num_cached_tokens, 0),
             limited_by=self.limited_by,
+            dense_tokens=self.dense_tokens,
+            loads=tuple(self.loads),
             num_preemptions=self.num_preemptions,
             arrival=self.arrival,
             token_times=tuple(self.token_times),
@@ -387,10 +299,10 @@ def _number(
     high: float | None = None,
 ) -> Any:
     """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
-    kinds, plain = ((Integral,), int) if kind is Integral else ((Real, Decimal), float)
+    kinds, plain = ((int, Integral), int) if kind is Integral else ((float, Real, Decimal), float)
     try:
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise TypeError
+            raise TypeError  # asked of int and float first: abstract classes take long
         number = plain(value)
     except (TypeError, ValueError, OverflowError):
         number = None

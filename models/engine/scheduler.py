@@ -349,6 +349,7 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(self.kv.num_computed[request.slot])
             request.limited_by = request.match.limited_by
+            request.dense_tokens = request.match.dense_tokens
         return True
 
     def _next(self) -> Request | None:
@@ -366,7 +367,7 @@ class Scheduler:
         if self.tiers is None:
             return
         room = 0 if self._starved else self.max_num_seqs - len(self.running)
-        for request, error in self.tiers.advance(self.waiting, room):
+        for request, error in self.tiers.advance(self.waiting, room, is_idle=not self.running):
             self.fail(request, error)
 
     def _may_admit(self, budget: int) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,18 +16,28 @@ from .request import SamplingParams
 from .tiering import EngineTiers
 from .turns import StepTurns
 
+if TYPE_CHECKING:
+    from .batch import LaunchedStep
+    from .report import StepReport
+    from .scheduler import ScheduledStep, Scheduler
+
 
 class TierCalls:
     """The part of `Engine` that no request needs.
 
     Attributes:
         tiers: what is behind the pool; None = nothing.
+        scheduler: whose requests wait for it.
         inputs: checks prompts.
     """
 
     tiers: EngineTiers | None
+    scheduler: Scheduler
     inputs: InputProcessor
     _turns: StepTurns
+    _in_flight: LaunchedStep | None
+    _receive: Callable[[LaunchedStep], dict[str, Any]]
+    _report: Callable[..., StepReport]
 
     def hint(
         self,
@@ -60,6 +71,17 @@ class TierCalls:
             return tiers.hint(
                 prompt, intent, salt=salt, now=time.monotonic(), ttl=ttl, max_bytes=max_bytes
             )
+
+    def _drop_step(self, step: ScheduledStep) -> StepReport:
+        """A load failed that a step ran ahead of: its requests wait again, and find what is left.
+        The tokens of the step before are good."""
+        before = self._in_flight
+        delivered = {} if before is None else self._receive(before)
+        with self.lock:
+            admitted = self.scheduler.take_back_admitted(step)
+            self.scheduler.take_back(set(step.requests) - admitted)
+            self.tiers.drop_lost()
+            return self._report(**delivered)
 
     def close(self) -> None:
         """Waits for what is copied, and writes what is cached to `EngineConfig.disk_cache`, whose

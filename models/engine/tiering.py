@@ -11,6 +11,12 @@ Between two steps, `EngineTiers.advance`::
 A load only prefetches into the prefix cache. What failed in one is dropped where it came from; so
 the next load is for the next shorter resume point, and a request goes on with what is there.
 
+A step may run ahead of a load from host memory: the request is admitted at once, and each layer
+waits for its own page tensor (`quire.models.tiers.streams`). It does where nobody else would wait
+for the copies, or where they take no longer than the prefill that they hide behind. What a disk
+brings is checked first, page by page, so nothing runs ahead of that. Where such a copy fails, the
+step does: its requests wait again, and what came is forgotten (`TierCalls._drop_step`).
+
 What a folder holds is of use to the same weights in the same pages only, so it goes by a digest of
 these (`layout`).
 """
@@ -19,7 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +34,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels import PoolPages
 from quire.kvcore import KVCache
-from quire.kvcore.tier import Answer, Job, Tiers, TierSpec
+from quire.kvcore.tier import Answer, Job, Share, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
 
 from ..tiers.copier import FinishedJob, PageCopier
-from ..tiers.host_pages import HostPages
+from ..tiers.host_pages import HostPages, row_stride
+from ..tiers.parts import PageParts, page_parts
+from ..tiers.streams import CopyStreams
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -59,6 +67,8 @@ class EngineTiers:
     Args:
         kv: the cache. tiers: of it.
         copier: of its pool.
+        parts: of its pages.
+        sizes: bytes that a page of each tier takes there.
         disk: closed with it.
 
     Attributes:
@@ -67,13 +77,23 @@ class EngineTiers:
     """
 
     def __init__(
-        self, kv: KVCache, tiers: Tiers, copier: PageCopier, disk: DiskStore | None = None
+        self,
+        kv: KVCache,
+        tiers: Tiers,
+        copier: PageCopier,
+        parts: PageParts,
+        sizes: dict[str, int],
+        disk: DiskStore | None = None,
     ) -> None:
         self._kv, self.tiers, self.copier, self._disk = kv, tiers, copier, disk
+        self._parts, self._sizes = parts, sizes
         self._loading: dict[Request, Job] = {}  # by who waits for it
         self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
         self._loads: set[Job] = set()
         self._ended: list[FinishedJob] = []
+        # Loads that steps run ahead of: for whom, and what came; those of them that failed.
+        self._ahead: dict[Job, tuple[Request, tuple[Share, ...]]] = {}
+        self._lost: list[FinishedJob] = []
         self._retains = False  # whether anything ever was to be kept for a time
 
     @property
@@ -90,12 +110,15 @@ class EngineTiers:
         self._loading.pop(request, None)
         self._tries.pop(request, None)
 
-    def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
+    def advance(
+        self, waiting: Iterable[Request], room: int, *, is_idle: bool = False
+    ) -> list[tuple[Request, Exception]]:
         """Ends what is copied, and begins loads and stores.
 
         Args:
             waiting: first come first.
             room: requests that may be admitted.
+            is_idle: no request runs.
 
         Returns:
             Requests whose look-up failed, and how.
@@ -110,13 +133,23 @@ class EngineTiers:
         for request in list(islice(waiting, max(0, room))):
             if request not in self._loading and self._tries.get(request, 0) < MOST_LOADS:
                 try:
-                    self._load(request)
+                    self._load(request, is_idle)
                 except Exception as error:
                     failed.append((request, error))
         open_bytes = sum(job.num_bytes for job in self.tiers.jobs if job.kind == "store")
         self._store(max(0, STORE_BYTES - open_bytes))
         self._end(self.copier.poll())
+        self.drop_lost()  # nobody was admitted since
         return failed
+
+    def drop_lost(self) -> None:
+        """What came with a load that failed after it was counted as done is found no more, nor is
+        it where it came from. No request that runs may have it."""
+        self._end(self.copier.poll())
+        lost, self._lost = self._lost, []
+        for one in lost:
+            self._kv.evict_pages(np.array(one.failed))
+        self.copier.streams.forget_ended(failed=True)
 
     def hint(
         self, prompt: np.ndarray, intent: Intent, *, salt: bytes, now: float, **options: Any
@@ -142,14 +175,29 @@ class EngineTiers:
         return had_jobs
 
     def observe(self, report: StepReport) -> None:
-        """A step was measured: what prefill takes."""
-        num_tokens = report.num_tokens - report.num_decodes
-        if report.num_prefills and num_tokens >= report.num_decodes:
+        """A step was measured: what prefill takes, where it waited for no copies."""
+        if self._ahead:
+            return
+        # A request with drafts, which is no prefill, has at most twice as many tokens.
+        others = report.num_decodes + 2 * report.num_drafts
+        num_tokens = report.num_tokens - others
+        if num_tokens >= max(1, others):
             self.tiers.computed(num_tokens, report.total)
+
+    def space(self) -> dict[str, tuple[int, int]]:
+        """Of each tier, the bytes of its entries that hold rows, and those that they take; it looks
+        at each resume point."""
+        parts, found = self._parts, {}
+        for name, counts in self.tiers.pages_by_group().items():
+            pages = [n // each for n, each in zip(counts, parts.counts, strict=True)]
+            held = sum(n * size for n, size in zip(pages, parts.filled, strict=True))
+            found[name] = held, sum(counts) * self._sizes[name]
+        return found
 
     def store_everything(self) -> None:
         """Writes what the pool and host memory hold behind them, as far as it has room."""
         self.settle()
+        self.drop_lost()
         # Of what is more than there is room for, each is written once at most.
         left = sum(tier.index.pool.num_pages for tier in self.tiers.tiers)
         while left > 0 and (jobs := self._store(STORE_BYTES, everything=True)):
@@ -164,19 +212,32 @@ class EngineTiers:
             self._disk.close()
         self.copier.close()
 
-    def _load(self, request: Request) -> None:
-        match = self.tiers.match(request.match.prompt, salt=request.salt)
-        if match.pending is not None:  # of somebody with the same prefix
-            self._loading[request] = match.pending
+    def _load(self, request: Request, is_idle: bool) -> None:
+        prompt = request.match.prompt
+        job = self.tiers.pending(prompt)
+        if job is not None:  # of somebody with the same prefix
+            self._loading[request] = job
             return
-        job = self.tiers.load(match) if match.num_bytes else None
+        job = self.tiers.load(prompt)
         if not isinstance(job, Job):  # nothing to load, or no room for it
             self._tries[request] = MOST_LOADS
         else:
             self._tries[request] = self._tries.get(request, 0) + 1
-            self._loading[request] = job
-            self._loads.add(job)
-            self.copier.start(job)
+            ahead = self.copier.can_run_ahead(job) and (is_idle or self._is_hidden(job, request))
+            self.copier.start(job, ahead=ahead)
+            if ahead:
+                shares = self.tiers.done(job)
+                request.loads += shares
+                self._ahead[job] = request, shares
+            else:
+                self._loading[request] = job
+                self._loads.add(job)
+
+    def _is_hidden(self, job: Job, request: Request) -> bool:
+        """Whether the prefill of what is left of a request takes as long as its load."""
+        host = self.tiers.tiers[0]
+        left = request.match.prompt.num_tokens - job.num_tokens
+        return host.queued_bytes <= host.bytes_per_second * self.tiers.prefill_seconds(left)
 
     def _store(self, max_bytes: int, everything: bool = False) -> list[Job]:
         jobs = self.tiers.stores(max_bytes, everything=everything)
@@ -187,12 +248,47 @@ class EngineTiers:
     def _end(self, ended: list[FinishedJob]) -> None:
         ended, self._ended = [*self._ended, *ended], []
         for one in ended:
+            if one.job in self._ahead:
+                self._end_ahead(one)
+                continue
             self._loads.discard(one.job)
-            self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
-            if not one.failed:
-                self._tries |= {r: MOST_LOADS for r, j in self._loading.items() if j is one.job}
+            shares = self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            for request in [r for r, job in self._loading.items() if job is one.job]:
+                request.loads += shares
+                if not one.failed:
+                    self._tries[request] = MOST_LOADS
         if ended:
             self._loading = {r: job for r, job in self._loading.items() if job.is_open}
+
+    def _end_ahead(self, one: FinishedJob) -> None:
+        """A load has ended that was counted as done: now it is known how."""
+        request, shares = self._ahead.pop(one.job)
+        host = self.tiers.tiers[0]
+        request.loads = [share for share in request.loads if share not in shares]
+        if one.failed:
+            host.counters["load_failures"] += 1
+            self._lost.append(one)
+            return
+        request.loads += [replace(share, seconds=one.seconds) for share in shares]
+        if one.seconds:
+            host.measured(one.job.num_bytes, one.seconds)
+
+
+def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:
+    """A forward pass behind the copies that it runs ahead of.
+
+    Args:
+        by_tensor: whether its layers see to that themselves.
+    """
+
+    def behind(*args: Any, **options: Any) -> Any:
+        if not by_tensor:
+            streams.arrive_all()
+        out = run(*args, **options)
+        streams.arrive_all()  # a drafter's layers read pages, too
+        return out
+
+    return behind
 
 
 def make_tiers(
@@ -201,18 +297,23 @@ def make_tiers(
     """The tiers of a configuration that has some.
 
     Args:
-        pool: whose ``tensors`` are the page tensors.
+        pool: whose ``tensors`` are the page tensors, and ``filled`` what pages of each group fill
+            of them (`quire.models.tiers.parts`).
 
     Raises:
         MemoryError: there is not so much host memory.
         OSError: the folder is of no use; of another layout, or in use
             (`quire.kvcore.tier.disk`).
     """
-    pages, device = PoolPages(pool.tensors), model.device
+    on_disk = bool(memory.disk_bytes)
+    parts = page_parts(memory.groups, pool.tensors, pool.filled, on_disk=on_disk)
+    pages, device = parts.pages, model.device
     host = disk = None
     specs: dict[str, TierSpec] = {}
+    sizes: dict[str, int] = {}
     if memory.host_bytes:
-        num_pages = max(2, memory.host_bytes // pages.num_bytes)
+        sizes["host"] = row_stride(pages.num_bytes)
+        num_pages = max(2, memory.host_bytes // sizes["host"])
         host = HostPages(num_pages, pages.num_bytes, device)
         specs["host"] = TierSpec(num_pages, LINK[device.type])
     if memory.disk_bytes:
@@ -220,9 +321,10 @@ def make_tiers(
             config.disk_cache,
             page_bytes=pages.num_bytes,
             capacity=memory.disk_bytes,
-            layout=layout(model, memory, config),
+            layout=layout(model, memory, config) | {"parts": repr(parts.shape)},
         )
         specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk)
+        sizes["disk"] = disk.stride
     # What a step may take is to be had without a loss.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
     step = sum(g.pages_per_block * count for g, count in blocks)
@@ -231,9 +333,15 @@ def make_tiers(
         **specs,
         prefill_tokens_per_second=PREFILL,
         page_bytes=pages.num_bytes,
+        parts=parts.counts,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
-    return EngineTiers(kv, tiers, PageCopier(pages, host=host, disk=disk), disk)
+    by_tensor = hasattr(pool, "arrive")
+    num_tensors = len(pool.tensors) if by_tensor else None
+    copier = PageCopier(pages, host=host, disk=disk, num_tensors=num_tensors)
+    if by_tensor:
+        pool.arrive = copier.streams.arrive
+    return EngineTiers(kv, tiers, copier, parts, sizes, disk)
 
 
 def layout(

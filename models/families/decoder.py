@@ -27,6 +27,8 @@ from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
+from ..parallel.context import split_context
+from ..parallel.group import Group
 
 BASE_BLOCK_SIZE = 16
 Rotary = tuple[Tensor, Tensor]
@@ -38,9 +40,11 @@ class Decoder(nn.Module):
     Families derive from it and set ``layers``.
 
     Args:
-        config: shapes.
+        config: shapes; where several ranks run the model, those of this one
+            (`quire.models.parallel.shard`).
         device, dtype: of all weights but those that stay on the host; activations have the same
             dtype.
+        group: these ranks; None = one runs it all.
 
     Attributes:
         kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that its cache can have.
@@ -57,21 +61,22 @@ class Decoder(nn.Module):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
+        group: Group | None = None,
         scaled_embedding: bool = False,
     ) -> None:
         super().__init__()
         device = torch.device(device)
         size = config.hidden_size
-        self.config = config
+        self.config, self.group = config, group
         self.kv_scales = [(1.0, 1.0)] * config.num_layers
         self.embed_tokens = Embedding(
-            config.vocab_size, size, device, dtype, scaled=scaled_embedding
+            config.vocab_size, size, device, dtype, scaled=scaled_embedding, group=group
         )
         self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
         self.frequencies = self._frequencies(device)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(size, config.vocab_size, device, dtype)
+            self.lm_head = Linear(size, self.embed_tokens.vocabulary.num_rows, device, dtype)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
         """Gives a model that was built on the meta device uninitialized weights on ``device``.
@@ -145,11 +150,13 @@ class Decoder(nn.Module):
                 raise ValueError(
                     f"kv_scales: expected {self.config.num_layers} pairs, got {len(kv_scales)}"
                 )
+        context = split_context(self.group)
         groups, placement = cache_groups(
             self.config,
             dtype,
             base_block_size=BASE_BLOCK_SIZE if base_block_size is None else base_block_size,
             row_scales=kv_scales is None,
+            context_size=1 if context is None else context.size,
         )
 
         def allocate(num_pages: int) -> PageTensors:
@@ -161,6 +168,7 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=self.device,
                 kv_scales=kv_scales,
+                context=context,
             )
 
         return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
@@ -221,7 +229,9 @@ class Decoder(nn.Module):
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        attend = UnpagedAttend(self.config, rows=rows, stored=stored)
+        attend = UnpagedAttend(
+            self.config, rows=rows, stored=stored, context=split_context(self.group)
+        )
         return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()
@@ -270,6 +280,9 @@ class Decoder(nn.Module):
         Returns:
             [num_rows, vocab_size] fp32.
         """
-        logits = self.embed_tokens.logits(x) if self.lm_head is None else self.lm_head(x).float()
+        if self.lm_head is None:
+            logits = self.embed_tokens.logits(x)
+        else:
+            logits = self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)

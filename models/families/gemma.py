@@ -32,6 +32,7 @@ from ..config.named import ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
 from ..layers.per_layer import HostEmbedding
+from ..parallel.group import Group
 from .decoder import Decoder, Rotary
 from .gemma_moe import Experts, Router
 
@@ -40,8 +41,9 @@ class Attention(nn.Module):
     """Projections, per-head norms and RoPE around the attention operator of one layer."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         shape = config.attention(layer)
         self.layer = layer
@@ -53,7 +55,7 @@ class Attention(nn.Module):
         self.has_v_proj = self.owns_kv and not shape.k_eq_v
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = Linear(config.hidden_size, q_size, device, dtype)
-        self.o_proj = Linear(q_size, config.hidden_size, device, dtype)
+        self.o_proj = Linear(q_size, config.hidden_size, device, dtype, group=group)
         self.q_norm = RMSNorm(shape.head_dim, self.eps, device, dtype, offset=config.norm_offset)
         if self.owns_kv:
             self.k_proj = Linear(config.hidden_size, kv_size, device, dtype)
@@ -102,8 +104,9 @@ class DecoderLayer(nn.Module):
     """One layer; the formula is in the file's docstring."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         size, width = config.hidden_size, config.per_layer_input_size
 
@@ -113,15 +116,15 @@ class DecoderLayer(nn.Module):
         self.kind = config.layer_types[layer]
         self.has_experts = config.moe is not None
         self.has_per_layer_input = width > 0
-        self.self_attn = Attention(config, layer, device, dtype)
-        self.mlp = MLP(size, config.mlp_size(layer), device, dtype)
+        self.self_attn = Attention(config, layer, device, dtype, group)
+        self.mlp = MLP(size, config.mlp_size(layer), device, dtype, group=group)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
         if config.moe is not None:
             self.router = Router(config, device, dtype)
-            self.experts = Experts(config, device, dtype)
+            self.experts = Experts(config, device, dtype, group)
             self.post_feedforward_layernorm_1 = norm()
             self.post_feedforward_layernorm_2 = norm()
             self.pre_feedforward_layernorm_2 = norm()
@@ -196,21 +199,23 @@ class Gemma(Decoder):
         config: shapes.
         device, dtype: of all weights, except that the table of per-layer embeddings stays on the
             host; activations have the same dtype.
+        group: as in `Decoder`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
-        super().__init__(config, device=device, dtype=dtype, scaled_embedding=True)
+        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, device=device, dtype=dtype, group=group, scaled_embedding=True)
         device = torch.device(device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, device, dtype) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, device, dtype, group) for layer in range(config.num_layers)
         )
         width = config.per_layer_input_size
         if width:
             size = config.num_layers * width
             self.embed_tokens_per_layer = HostEmbedding(
-                config.vocab_size, size, device, dtype, scale=width**0.5
+                config.vocab_size, size, device, dtype, scale=width**0.5, group=group
             )
             self.per_layer_model_projection = Linear(config.hidden_size, size, device, dtype)
             self.per_layer_projection_norm = RMSNorm(

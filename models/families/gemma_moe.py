@@ -11,6 +11,7 @@ from quire.kernels import residual_norm, route_tokens
 from ..config.named import ModelConfig
 from ..layers.basic import Linear, empty_parameter
 from ..layers.moe import run_experts
+from ..parallel.group import Group
 
 
 class Router(nn.Module):
@@ -58,10 +59,17 @@ class Experts(nn.Module):
     """Gated MLPs of all experts. gate_up_proj.
 
     [num_experts, 2 * width, hidden_size]. down_proj: [num_experts, hidden_size, width].
+
+    Args:
+        group: ranks that have the rest of the width; None = all is here.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.group = group
         assert config.moe is not None
         num_experts, width = config.moe.num_experts, config.moe.intermediate_size
         size = config.hidden_size
@@ -84,6 +92,7 @@ class Experts(nn.Module):
             X's shape.
         """
         gate_up = self.gate_up_proj.unflatten(1, (2, -1))
-        return run_experts(
+        out = run_experts(
             x, expert_ids, weights, gate_up, self.down_proj, activation="gelu_tanh", impl=impl
         )
+        return out if self.group is None else self.group.sum(out)

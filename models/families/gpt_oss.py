@@ -17,6 +17,7 @@ from ..config.hf_llama import SWIGLU
 from ..config.named import ModelConfig
 from ..layers.basic import Linear, empty_parameter, linear_fp32
 from ..layers.moe import run_experts
+from ..parallel.group import Group
 from .decoder import Decoder
 from .llama import DecoderLayer
 
@@ -30,10 +31,17 @@ class Experts(nn.Module):
     After `keep_mxfp4` they are bytes of two values, not transposed, gate and up rows in turns:
     [num_experts, 2 * width, hidden_size / 2] and [num_experts, hidden_size, width / 2]. Their
     scales, gate_up_proj_scale and down_proj_scale, have a byte for each 32 columns.
+
+    Args:
+        group: ranks that have the rest of the width; None = all is here.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.group = group
         assert config.moe is not None
         num_experts, width = config.moe.num_experts, config.moe.intermediate_size
         size = config.hidden_size
@@ -75,7 +83,8 @@ class Experts(nn.Module):
         gate_up, down, scale = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale
         if scale is None:
             gate_up, down = gate_up.mT, down.mT
-        return run_experts(
+        group = self.group
+        out = run_experts(
             x,
             expert_ids,
             weights,
@@ -84,13 +93,15 @@ class Experts(nn.Module):
             gate_up_scale=None if scale is None else _apart(scale),
             down_scale=self.down_proj_scale,
             gate_up_bias=_apart(self.gate_up_proj_bias),
-            down_bias=self.down_proj_bias,
+            # Once in the sum of all ranks.
+            down_bias=self.down_proj_bias if group is None or group.rank == 0 else None,
             activation="silu",
             limit=SWIGLU["swiglu_limit"],
             alpha=SWIGLU["swiglu_alpha"],
             up_offset=1.0,
             impl=impl,
         )
+        return out if group is None else group.sum(out)
 
 
 def _apart(rows: Tensor) -> Tensor:
@@ -101,13 +112,16 @@ def _apart(rows: Tensor) -> Tensor:
 class MoE(nn.Module):
     """Chooses the largest logits, in fp32; their softmax weighs the experts."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.moe is not None
         self.top_k = config.moe.top_k
         size, num_experts = config.hidden_size, config.moe.num_experts
         self.router = Linear(size, num_experts, device, dtype, bias=True)
-        self.experts = Experts(config, device, dtype)
+        self.experts = Experts(config, device, dtype, group)
 
     def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
         """The weighted sum of every row's experts.
@@ -137,13 +151,20 @@ class GptOss(Decoder):
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
-        super().__init__(config, device=device, dtype=dtype)
+        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, device=device, dtype=dtype, group=group)
         device = torch.device(device)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                config, layer, device, dtype, mlp=MoE(config, device, dtype), has_sinks=True
+                config,
+                layer,
+                device,
+                dtype,
+                mlp=MoE(config, device, dtype, group),
+                has_sinks=True,
+                group=group,
             )
             for layer in range(config.num_layers)
         )

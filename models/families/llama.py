@@ -15,6 +15,7 @@ from quire.kernels import norm_rope
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
+from ..parallel.group import Group
 from .decoder import Decoder, Rotary
 
 
@@ -23,6 +24,7 @@ class Attention(nn.Module):
 
     Args:
         has_sinks: give every head a logit that joins the denominator of its softmax only (gpt-oss).
+        group: as in `quire.models.layers.basic.Linear`, of the output projection.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Attention(nn.Module):
         dtype: torch.dtype,
         *,
         has_sinks: bool = False,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         shape, size = config.attention(layer), config.hidden_size
@@ -41,13 +44,14 @@ class Attention(nn.Module):
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
 
-        def linear(in_size: int, out_size: int) -> Linear:
-            return Linear(in_size, out_size, device, dtype, bias=config.attention_bias)
+        def linear(in_size: int, out_size: int, group: Group | None = None) -> Linear:
+            bias = config.attention_bias
+            return Linear(in_size, out_size, device, dtype, bias=bias, group=group)
 
         self.q_proj = linear(size, q_size)
         self.k_proj = linear(size, kv_size)
         self.v_proj = linear(size, kv_size)
-        self.o_proj = linear(q_size, size)
+        self.o_proj = linear(q_size, size, group)
         self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
         self.sinks = None
         if has_sinks:
@@ -82,10 +86,11 @@ class DecoderLayer(nn.Module):
         *,
         mlp: nn.Module,
         has_sinks: bool = False,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         self.kind = config.layer_types[layer]
-        self.self_attn = Attention(config, layer, device, dtype, has_sinks=has_sinks)
+        self.self_attn = Attention(config, layer, device, dtype, has_sinks=has_sinks, group=group)
         self.mlp = mlp
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
@@ -117,9 +122,10 @@ class Llama(Decoder):
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
-        super().__init__(config, device=device, dtype=dtype)
+        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, device=device, dtype=dtype, group=group)
         device = torch.device(device)
         size, width = config.hidden_size, config.intermediate_size
         self.layers = nn.ModuleList(
@@ -128,7 +134,8 @@ class Llama(Decoder):
                 layer,
                 device,
                 dtype,
-                mlp=MLP(size, width, device, dtype, activation="silu"),
+                mlp=MLP(size, width, device, dtype, activation="silu", group=group),
+                group=group,
             )
             for layer in range(config.num_layers)
         )

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from quire.kernels import gated_product, residual_norm
 from quire.kernels.common.dequantize import dequantize_fp8
 
+from ..parallel.group import Group
+from ..parallel.vocabulary import Vocabulary
+
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialized, frozen parameter of ``shape``, allocated on its final device."""
@@ -124,6 +127,9 @@ class Linear(nn.Module):
 
     weight: [out_size, in_size] of the model's dtype, or fp8 after `keep_fp8`. bias:
     [out_size] or None.
+
+    Args:
+        group: ranks that have the other columns, and whose products are added; None = all are here.
     """
 
     def __init__(
@@ -134,8 +140,10 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         *,
         bias: bool = False,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
+        self.group = group
         self.weight = empty_parameter(out_size, in_size, device=device, dtype=dtype)
         self.bias = empty_parameter(out_size, device=device, dtype=dtype) if bias else None
         self.scale: Tensor | None = None
@@ -150,7 +158,10 @@ class Linear(nn.Module):
             [num_tokens, out_size].
         """
         weight = self.weight if self.scale is None else self.matrix(x.dtype)
-        return F.linear(x, weight, self.bias)
+        if self.group is None:
+            return F.linear(x, weight, self.bias)
+        out = self.group.sum(F.linear(x, weight))
+        return out if self.bias is None else out + self.bias
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight as it counts, [out_size, in_size] of ``dtype``, however it is held.
@@ -262,6 +273,9 @@ class Embedding(nn.Module):
 
     weight: [vocab_size, hidden_size]. scale: factor of the rows, or None; the default is
     sqrt(hidden_size), as in Gemma.
+
+    Args:
+        group: ranks that have the rows of other ids; None = all are here.
     """
 
     def __init__(
@@ -272,9 +286,12 @@ class Embedding(nn.Module):
         dtype: torch.dtype,
         *,
         scaled: bool = True,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, device=device, dtype=dtype)
+        self.vocabulary = Vocabulary(vocab_size, group)
+        num_rows = self.vocabulary.num_rows
+        self.weight = empty_parameter(num_rows, hidden_size, device=device, dtype=dtype)
         # Rounded to the weight dtype first, as the models were trained: in bf16 sqrt(5376) is 73.5.
         self.scale = torch.tensor(hidden_size**0.5, dtype=dtype).item() if scaled else 1.0
 
@@ -287,7 +304,7 @@ class Embedding(nn.Module):
         Returns:
             [num_tokens, hidden_size].
         """
-        rows = F.embedding(input_ids, self.weight)
+        rows = self.vocabulary.look_up(input_ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def logits(self, x: Tensor) -> Tensor:
@@ -299,7 +316,7 @@ class Embedding(nn.Module):
         Returns:
             [num_rows, vocab_size] fp32.
         """
-        return F.linear(x, self.weight).float()
+        return self.vocabulary.gather(F.linear(x, self.weight)).float()
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -312,6 +329,7 @@ class MLP(nn.Module):
 
     Args:
         activation: as of `quire.kernels.gated_product`; the default is Gemma's.
+        group: ranks that have the rest of the width; None = all is here.
     """
 
     def __init__(
@@ -322,11 +340,12 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         *,
         activation: str = "gelu_tanh",
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, device, dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, device, dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, device, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, device, dtype, group=group)
         self.gate_up = Stacked(self.gate_proj, self.up_proj)
         self.activation = activation
 

@@ -12,8 +12,8 @@ with the page, and are shared with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
 from ..config.named import ModelConfig
+from ..parallel.context import SplitContext
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4
@@ -37,6 +38,7 @@ class LayerCache:
         group: index of the cache group whose table and slots address them.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
+        tensor: number of the page tensor.
     """
 
     k_pages: Tensor
@@ -44,6 +46,21 @@ class LayerCache:
     group: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
+    tensor: int = 0
+
+    def of_heads(self, heads: slice) -> LayerCache:
+        """The pages of some KV heads."""
+
+        def scale(x: Tensor | float | None) -> Tensor | float | None:
+            return x[:, :, heads] if isinstance(x, Tensor) else x
+
+        return replace(
+            self,
+            k_pages=self.k_pages[:, :, heads],
+            v_pages=self.v_pages[:, :, heads],
+            k_scale=scale(self.k_scale),
+            v_scale=scale(self.v_scale),
+        )
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
@@ -64,7 +81,12 @@ def _rows(
 
 
 def cache_groups(
-    config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    base_block_size: int = 16,
+    row_scales: bool = True,
+    context_size: int = 1,
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Deals the layers of a model into groups, as `quire.kvcore.cache_groups` does by their shapes.
 
@@ -75,6 +97,8 @@ def cache_groups(
         dtype: of K and V.
         base_block_size: tokens in a page of the heaviest kind of layer.
         row_scales: whether pages of e4m3 hold a scale for each row.
+        context_size: ranks that share a context (`quire.models.parallel.context`): a block of full
+            attention has as many pages, one on each.
 
     Returns:
         (groups, placement of each layer). Full-attention groups come first.
@@ -88,6 +112,12 @@ def cache_groups(
         scales = token_bytes(config, layer, dtype, row_scales=row_scales) - size
         shapes.append(LayerShape(size, config.attention(layer).sliding_window, scales))
     groups, placement = groups_of_layers(shapes, base_block_size=base_block_size)
+    groups = [
+        replace(group, block_size=group.block_size * context_size)
+        if group.kind == "dense"
+        else group
+        for group in groups
+    ]
     # A layer without keys and values of its own is where its donor is.
     return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]
 
@@ -119,14 +149,21 @@ class PageTensors:
         num_pages: page ids, including the null page 0.
         kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and
             that of all values.
+        context: the ranks that share a context; None = one has it all.
 
     Attributes:
         layers: LayerCache of each layer.
         tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
+        filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
+            first ones.
+        arrive: what a layer calls with the number of its tensor before it reads or writes pages,
+            where some may be on their way (`quire.models.tiers.streams.CopyStreams.arrive`).
 
     Raises:
         ValueError: num_pages is below 2.
     """
+
+    arrive: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -138,15 +175,23 @@ class PageTensors:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_scales: Sequence[tuple[float, float]] | None = None,
+        context: SplitContext | None = None,
     ) -> None:
+        self.context = context
         self.tensors = [
             empty_pages(num_pages, groups[0].page_bytes, device)
             for _ in range(num_tensors(placement))
         ]
         self.layers = []
+        self.filled = [(0, 0)] * len(groups)
         for layer, place in enumerate(placement):
             shape = config.attention(layer)
             block_size = groups[place.group].block_size
+            if context is not None and shape.sliding_window is None:
+                block_size //= context.size
+            size = block_size * token_bytes(config, layer, dtype, row_scales=kv_scales is None)
+            filled = self.filled[place.group]
+            self.filled[place.group] = max(filled[0], place.tensor + 1), max(filled[1], size)
             rows = self.tensors[place.tensor].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))
@@ -158,7 +203,8 @@ class PageTensors:
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
-            self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group, *scales))
+            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales, place.tensor)
+            self.layers.append(cache)
 
 
 def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import weakref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..parallel.group import Group
+from ..parallel.vocabulary import Vocabulary
 from .basic import empty_parameter
 
 
@@ -20,15 +21,18 @@ class HostEmbedding(nn.Module):
     On a GPU the table is page-locked when it is first used, and the lookup kernel reads the rows
     over the bus: no host synchronization, and it can be captured in a CUDA graph.
 
-    weight: [vocab_size, size], CPU. scale: factor of the rows, rounded to the dtype first.
+    weight: [vocab_size, size], CPU; of several ranks, each has some of the rows. scale: factor of
+    the rows, rounded to the dtype first.
     """
 
     def __init__(
-        self, vocab_size: int, size: int, device: torch.device, dtype: torch.dtype, *, scale: float
-    ) -> None:
+        self, vocab_size: int, size: int, device: torch.device, dtype: torch.dtype, *, scale: float,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         place = self.weight_device(device)
-        self.weight = empty_parameter(vocab_size, size, device=place, dtype=dtype)
+        self.vocabulary = Vocabulary(vocab_size, group)
+        self.weight = empty_parameter(self.vocabulary.num_rows, size, device=place, dtype=dtype)
         self.scale = torch.tensor(scale, dtype=dtype).item()
         self._view: Tensor | None = None
 
@@ -47,13 +51,13 @@ class HostEmbedding(nn.Module):
             [num_tokens, size] on the same device.
         """
         if not input_ids.is_cuda:
-            return F.embedding(input_ids, self.weight) * self.scale
+            return self.vocabulary.look_up(input_ids, self.weight) * self.scale
         if self._view is None:
             # Page-locked memory belongs to the current device: of another one, torch would copy it.
             with torch.cuda.device_of(input_ids):
                 self._view = _device_view(self.weight.data, input_ids.device)
             weakref.finalize(self, _release, self.weight.data_ptr())
-        return F.embedding(input_ids, self._view) * self.scale
+        return self.vocabulary.look_up(input_ids, self._view) * self.scale
 
 
 class _CudaArray:

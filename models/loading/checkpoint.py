@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..config.fields import naming, read_fields, shown
 from ..config.files import read_json
 
@@ -34,13 +32,6 @@ class Stored:
 
     def __str__(self) -> str:
         return f"{self.name} in {self.file.name}"
-
-    def read(self) -> Tensor:
-        """The tensor, on the CPU."""
-        from safetensors import safe_open
-
-        with safe_open(self.file, framework="pt") as tensors:
-            return tensors.get_tensor(self.name)
 
 
 def read_headers(path: Path) -> list[Stored]:

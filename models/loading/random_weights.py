@@ -9,6 +9,8 @@ from ..config.model import ModelConfig
 from ..deepseek_v4.config import DeepseekV4Config
 from ..deepseek_v4.model import DeepseekV4
 from ..families.decoder import Decoder
+from ..parallel.group import Group
+from ..parallel.shard import cuts_of
 from .weights import build_model
 
 
@@ -18,6 +20,7 @@ def random_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    group: Group | None = None,
 ) -> Decoder | DeepseekV4:
     """A model with random weights drawn on its device.
 
@@ -31,14 +34,21 @@ def random_model(
         config: shapes.
         seed: the same one gives the same weights on the same kind of device.
         device, dtype: of the model.
+        group: the ranks of which this one has a part of the same weights; each weight is drawn
+            whole.
     """
-    model = build_model(config, device=device, dtype=dtype)
+    model = build_model(config, device=device, dtype=dtype, group=group)
+    whole = model if group is None else build_model(config, device="meta", dtype=dtype)
+    cuts = cuts_of(dict(whole.named_parameters()), dict(model.named_parameters()), group)
     generators: dict[torch.device, torch.Generator] = {}
     draw = _draw_deepseek_v4 if isinstance(config, DeepseekV4Config) else _draw
-    for name, weight in model.named_parameters():
+    for (name, weight), shaped in zip(model.named_parameters(), whole.parameters(), strict=True):
         if weight.device not in generators:
             generators[weight.device] = torch.Generator(device=weight.device).manual_seed(seed)
-        draw(name, weight, config, generators[weight.device])
+        drawn = torch.empty_like(shaped, device=weight.device) if name in cuts else weight
+        draw(name, drawn, config, generators[weight.device])
+        if name in cuts:
+            cuts[name].fill(weight, cuts[name].of(drawn))
     return model
 
 

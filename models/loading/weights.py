@@ -18,7 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
+from quire.kernels.common.dequantize import (
+    DEQUANTIZE,
+    FP4_GROUP,
+    dequantize_mxfp4,
+    scale_values,
+)
 
 from ..config.fields import naming, read_fields, shown
 from ..config.files import read_json
@@ -34,10 +39,15 @@ from ..families.gemma import Gemma
 from ..families.gpt_oss import Experts, GptOss
 from ..families.llama import Llama
 from ..layers.basic import Linear
+from ..layers.packed_experts import FP8_BLOCK
+from ..parallel.group import Group
+from ..parallel.shard import shard_config
 from .checkpoint import Stored, read_headers
 from .finite import expect_finite, expect_finite_packed, expect_ids
 from .hf_storage import HfStorage
-from .match import UP, WHOLE, Source, match, part_of, unique
+from .match import UP, WHOLE, Source, Target, match, part_of, unique
+from .slices import WHOLE as ALL
+from .slices import Piece, fill_up, piece_of, read, shared_columns
 
 _MODELS: dict[str, type[Decoder]] = {
     "gemma3": Gemma,
@@ -52,12 +62,27 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def build_model(
-    config: ModelConfig | DeepseekV4Config, *, device: torch.device | str, dtype: torch.dtype
+    config: ModelConfig | DeepseekV4Config,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    group: Group | None = None,
+    unit: int = 1,
 ) -> Decoder | DeepseekV4:
-    """The model of ``config`` with uninitialized weights."""
+    """The model of ``config`` with uninitialized weights, or what one of several ranks has of it.
+
+    Args:
+        group: the ranks; None = one has it all.
+        unit: as in `quire.models.parallel.shard.shard_config`.
+    """
+    config = (
+        config
+        if group is None
+        else shard_config(config, group.size, unit, split_context=group.split_context)
+    )
     if isinstance(config, DeepseekV4Config):
-        return DeepseekV4(config, device=device, dtype=dtype)
-    return _MODELS[config.family](config, device=device, dtype=dtype)
+        return DeepseekV4(config, device=device, dtype=dtype, group=group)
+    return _MODELS[config.family](config, device=device, dtype=dtype, group=group)
 
 
 def load_model(
@@ -66,8 +91,11 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     fp8: str = "auto",
+    group: Group | None = None,
 ) -> Decoder | DeepseekV4:
     """Builds the model of a Hugging Face directory, one tensor at a time on its final device.
+
+    The host holds no more than one tensor of the files at a time, or what a rank reads of it.
 
     Args:
         path: directory with config.json and model.safetensors, or shards with their index. Drafters
@@ -82,6 +110,8 @@ def load_model(
             needs. "auto": kept only if the dequantized model would fill more than 80 % of the free
             memory; experts of gpt-oss are kept on a GPU in any case, whose kernel reads their
             values as they are stored.
+        group: the ranks of which this one is to have a part; it reads no more than that. None = all
+            of the model.
 
     Raises:
         ValueError: naming at once every tensor that is missing, unexpected, there twice, without
@@ -98,22 +128,46 @@ def load_model(
     keys = _storage_keys(path)
     dtype = dtype or keys.find_dtype()
     if isinstance(config, DeepseekV4Config):
-        return _load_deepseek_v4(path, config, device, dtype, fp8)
+        return _load_deepseek_v4(path, config, device, dtype, fp8, group)
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
-    model = build_model(config, device="meta", dtype=dtype)
-    parameters = dict(model.named_parameters())
+    whole = build_model(config, device="meta", dtype=dtype)
+    parameters = dict(whole.named_parameters())
     storage = HfStorage(config, parameters.keys(), keys.fp8_block)
     found = unique(path, storage, read_headers(path))
     sources = match(path, found, parameters, storage)
+    model, pieces = whole, {}
+    if group is not None:
+        unit = max(shared_columns(source, part_of(parameters, source.target)) for source in sources)
+        model = build_model(config, device="meta", dtype=dtype, group=group, unit=unit)
+        pieces = _pieces(sources, parameters, dict(model.named_parameters()), group)
     kept = kept_as_stored(model, sources, fp8, device)
+    for source in sources:
+        if not pieces.get(source.target, ALL).is_whole_blocks and source.target.parameter in kept:
+            raise ValueError(
+                f"fp8: expected 'dequantize' for {group.size} ranks, between which blocks of scales "
+                f"of {source.value} are cut"
+            )
     model.allocate(device, except_for=kept)
-    _fill(model, sources, kept)
+    _fill(model, sources, kept, pieces)
     return model
 
 
+def _pieces(
+    sources: list[Source], whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group
+) -> dict[Target, Piece]:
+    """What the rank reads for each part of a weight of which it has no more than a part."""
+    pieces = {}
+    for source in sources:
+        target = source.target
+        both = [part_of(weights, target) for weights in (whole, part)]
+        pieces[target] = piece_of(source, *both, group)
+    return {target: piece for target, piece in pieces.items() if piece is not ALL}
+
+
 def _load_deepseek_v4(
-    path: Path, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype, fp8: str
-) -> DeepseekV4:
+    path: Path, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype, fp8: str,
+    group: Group | None,
+) -> DeepseekV4:  # fmt: skip
     tables = 2 * 4 * config.rope_dim * config.max_position_embeddings
     if tables > (free := free_memory(device)):
         raise ValueError(
@@ -128,11 +182,19 @@ def _load_deepseek_v4(
     if fp8 == "keep" and kept is None:
         raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
     whole = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
-    sources = match(path, found, dict(whole.named_parameters()), storage)
-    if fp8 == "dequantize" or (fp8 == "auto" and fits(whole, device)):
+    parameters = dict(whole.named_parameters())
+    sources = match(path, found, parameters, storage)
+    plain, pieces = whole, {}
+    if group is not None:
+        # Other matrices than experts are dequantized: they may be cut anywhere.
+        unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
+        config = shard_config(config, group.size, unit)
+        plain = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, group=group)
+        pieces = _pieces(sources, parameters, dict(plain.named_parameters()), group)
+    if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):
         kept = None
-    model = DeepseekV4(config, device=device, dtype=dtype, expert_format=kept)
-    _fill(model, sources, {})
+    model = DeepseekV4(config, device=device, dtype=dtype, expert_format=kept, group=group)
+    _fill(model, sources, {}, pieces)
     return model
 
 
@@ -199,7 +261,10 @@ def kept_as_stored(
     return kept
 
 
-def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Keep]) -> None:
+def _fill(
+    model: nn.Module, sources: list[Source], kept: Mapping[str, Keep],
+    pieces: Mapping[Target, Piece],
+) -> None:  # fmt: skip
     """Reads tensors file by file, each into its place, and checks it.
 
     Of a file no more than one tensor, with its scales, is in use at a time.
@@ -208,6 +273,7 @@ def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Keep]) -> 
         model: with all its weights allocated, but for those of ``kept``.
         sources: of `match`.
         kept: of `kept_as_stored`.
+        pieces: what is read for parts of weights of which a rank has a part; of others, all.
     """
     from safetensors import safe_open
 
@@ -218,14 +284,19 @@ def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Keep]) -> 
     for file, members in by_file.items():
         with safe_open(file, framework="pt") as tensors:
             for source in members:
-                value, scale = tensors.get_tensor(source.value.name), None
-                if source.scale is not None:
-                    same = source.scale.file == file
-                    scale = tensors.get_tensor(source.scale.name) if same else source.scale.read()
+                piece = pieces.get(source.target, ALL)
+                value, scale = read(tensors, source.value.name, piece.value), None
+                if source.scale is not None and source.scale.file == file:
+                    scale = read(tensors, source.scale.name, piece.scale)
+                elif source.scale is not None:
+                    with safe_open(source.scale.file, framework="pt") as others:
+                        scale = read(others, source.scale.name, piece.scale)
                 if source.target.parameter in kept:
+                    place = parameters[source.target.parameter]
+                    value, scale = piece.filled_up(value, scale, place.shape)
                     _keep(kept[source.target.parameter], source, value, scale, model)
                 elif source.target.parameter in parameters:
-                    _dequantize(parameters, source, value, scale, model)
+                    _dequantize(parameters, source, value, scale, model, piece)
                 else:
                     _pack(parameters, source, value, scale, model)
 
@@ -258,29 +329,34 @@ def _pack(
     at = (target.expert,) if target.part == WHOLE else (target.expert, int(target.part == UP))
     packed = parameters[f"{target.parameter}.weight"][at]
     packed_scale = parameters[f"{target.parameter}.scale"][at]
-    packed.copy_(value.view(packed.dtype))
-    packed_scale.copy_(scale_values(scale) if kind == "fp8" else scale.view(torch.uint8))
+    fill_up(packed, value.view(packed.dtype))
+    fill_up(packed_scale, scale_values(scale) if kind == "fp8" else scale.view(torch.uint8))
     expect_finite_packed(kind, packed, packed_scale, _of(source), model.dtype)
 
 
 def _dequantize(
     parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
-    model: nn.Module,
+    model: nn.Module, piece: Piece,
 ) -> None:  # fmt: skip
     """Copies values to their place, in the dtype that the weight has."""
     weight = part_of(parameters, source.target)
     assert weight is not None
     device = weight.device
+    if piece.is_empty:
+        weight.zero_()
+        return
     if source.kind == "ids":
         weight.copy_(value)
         expect_ids(weight, model.config.num_experts, source.value)
         return
     if scale is None:
-        weight.copy_(value)
+        piece.fill(weight, piece.of(value))
     elif source.kind == "mxfp4":
         for i in range(len(weight)):  # expert by expert
-            weight[i] = dequantize_mxfp4(value[i].to(device), scale[i].to(device)).T
+            each = dequantize_mxfp4(value[i].to(device), scale[i].to(device)).T
+            piece.fill(weight[i : i + 1], piece.of(each[None]))
     else:
         dequantize = DEQUANTIZE[source.kind]
-        weight.copy_(dequantize(value.to(device), scale.to(device), weight.dtype))
+        whole = dequantize(value.to(device), scale.to(device), weight.dtype)
+        piece.fill(weight, piece.of(whole))
     expect_finite(weight, source.value)

@@ -5,8 +5,8 @@
     device <-> disk     both, over rows of a small buffer
 
 Nothing waits but `PageCopier.wait`: `PageCopier.poll`, between two steps, takes each copy one stage
-further where the stage before has ended. On a CPU copies between device and host have ended when
-they return, so all but a disk's threads runs in the order of calls.
+further where the stage before has ended. On a CPU copies between device and host run in the order
+of calls, those that a step runs ahead of when it reads their pages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class _Running:
 
     Attributes:
         parts: copies that are not begun.
+        is_ahead: whether its pages are in use already.
         open: number of those that are begun and not ended.
         seconds: of copies between device and host.
         span: from when to when the disk moved its pages.
@@ -67,6 +69,7 @@ class _Running:
 
     job: Job
     parts: deque[Copies]
+    is_ahead: bool = False
     open: int = 0
     seconds: float = 0.0
     span: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
@@ -88,22 +91,31 @@ class PageCopier:
     """Copies pages for jobs, several at a time. One thread calls it.
 
     Args:
-        pool: the page tensors of the device.
+        pool: the page tensors of the device; a page of a tier has what is behind one id of them.
         host: pages of the tier "host", if there is one.
         disk: pages of the tier "disk".
+        num_tensors: copies that steps run ahead of come tensor by tensor, of so many that a page
+            of the device has; None = all at once.
 
     Attributes:
+        streams: of copies between device and host.
         num_bytes: moved since the start, by (source, target).
     """
 
     def __init__(
-        self, pool: PoolPages, *, host: HostPages | None = None, disk: DiskStore | None = None
+        self,
+        pool: PoolPages,
+        *,
+        host: HostPages | None = None,
+        disk: DiskStore | None = None,
+        num_tensors: int | None = None,
     ) -> None:
         self._pool, self._host, self._disk = pool, host, disk
-        self._streams, self._ways = CopyStreams(pool.device), PageWays(pool)
+        self.streams, self._ways = CopyStreams(pool.device), PageWays(pool, num_tensors)
+        self._ahead_tensors = [None] if num_tensors is None else [*range(num_tensors)]
         self._staging: HostPages | None = None
         if disk is not None:
-            num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_pages))
+            num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_ids))
             self._staging = HostPages(num_rows, pool.num_bytes, pool.device)
         self._free = np.arange(0 if self._staging is None else len(self._staging.rows))
         self._running: list[_Running] = []
@@ -128,11 +140,26 @@ class PageCopier:
         """Whether any job has not ended."""
         return bool(self._running)
 
-    def start(self, job: Job) -> None:
-        """Begins to copy what a job says, behind the jobs before it."""
+    def start(self, job: Job, *, ahead: bool = False) -> None:
+        """Begins to copy what a job says, behind the jobs before it.
+
+        Args:
+            ahead: of a job that `can_run_ahead`: its pages may be used from now on, by whoever
+                comes behind `streams`.
+        """
         parts = deque(part for copies in job.copies for part in self._cut(copies))
-        self._running.append(_Running(job, parts))
+        if ahead:
+            # A model's layers need the tensors in turn, each of them in the pages of all groups.
+            names = ("sources", "targets", "parts")
+            whole = {x: np.concatenate([getattr(c, x) for c in parts]) for x in names}
+            parts = deque([replace(parts[0], **whole)])
+        self._running.append(_Running(job, parts, is_ahead=ahead))
         self._begin()
+
+    def can_run_ahead(self, job: Job) -> bool:
+        """Whether all of a job is given to the stream at once. What a disk brings is checked first,
+        page by page."""
+        return bool(job.copies) and all((c.source, c.target) == (HOST, DEVICE) for c in job.copies)
 
     def cancel(self, job: Job) -> None:
         """Copies of a job that are not begun will not be: their pages count as failed."""
@@ -148,6 +175,7 @@ class PageCopier:
             if part.pending.done():
                 self._advance(part)
         self._begin()
+        self.streams.forget_ended()
         ended = [running for running in self._running if not running.parts and not running.open]
         self._running = [running for running in self._running if running not in ended]
         return [
@@ -182,10 +210,7 @@ class PageCopier:
         size = len(copies)
         if {copies.source, copies.target} == {DEVICE, DISK}:
             size = max(1, len(self._staging.rows) // PARTS_AT_ONCE)
-        return [
-            replace(copies, sources=copies.sources[i : i + size], targets=copies.targets[i : i + size])
-            for i in range(0, len(copies), size)
-        ]  # fmt: skip
+        return [copies[i : i + size] for i in range(0, len(copies), size)]
 
     def _begin(self) -> None:
         """Begins what there are staging rows for."""
@@ -217,7 +242,7 @@ class PageCopier:
         self, running: _Running, copies: Copies, rows: np.ndarray
     ) -> Generator[Pending, None, None]:
         """The stages of a part; what fails in one of them fails there and goes no further."""
-        sources, targets = copies.sources, copies.targets
+        sources, targets, parts = copies.sources, copies.targets, copies.parts
         source, target = copies.source, copies.target
         try:
             if source == DISK:
@@ -229,18 +254,22 @@ class PageCopier:
                 running.errors += [] if good.all() else [reading.exception()]
                 sources, targets, rows = sources[good], targets[good], rows[good[: len(rows)]]
                 if target == DEVICE and len(targets):
-                    yield from self._copy(running, TO_DEVICE, targets, self._staging, rows)
+                    ids = self._ids(targets, parts[good])
+                    yield from self._copy(running, TO_DEVICE, ids, self._staging, rows)
             elif target == DISK:
                 of, at = (self._host, sources) if source == HOST else (self._staging, rows)
                 if source == DEVICE:
-                    yield from self._copy(running, TO_HOST, sources, self._staging, rows)
+                    ids = self._ids(sources, parts)
+                    yield from self._copy(running, TO_HOST, ids, self._staging, rows)
                 writing = _timed(running, self._disk.write(targets, of.arrays(at)))
                 yield writing
                 writing.result()
             elif target == HOST:
-                yield from self._copy(running, TO_HOST, sources, self._host, targets)
+                ids = self._ids(sources, parts)
+                yield from self._copy(running, TO_HOST, ids, self._host, targets)
             else:
-                yield from self._copy(running, TO_DEVICE, targets, self._host, sources)
+                ids = self._ids(targets, parts)
+                yield from self._copy(running, TO_DEVICE, ids, self._host, sources)
         except Exception as error:
             running.failed += targets.tolist()
             running.errors.append(error)
@@ -248,18 +277,27 @@ class PageCopier:
         moved = self.num_bytes.get((source, target), 0)
         self.num_bytes[source, target] = moved + len(targets) * self._pool.num_bytes
 
+    def _ids(self, pages: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """Ids of parts of pages of the pool."""
+        return pages.astype(np.int64) * self._pool.num_parts + parts
+
     def _copy(
         self,
         running: _Running,
         direction: str,
-        pages: np.ndarray,
+        ids: np.ndarray,
         host: HostPages,
         rows: np.ndarray,
     ) -> Generator[Pending, None, None]:
-        copying = self._streams.begin(
-            direction, lambda: self._ways.copy(direction, pages, host.rows, rows)
-        )
+        if running.is_ahead:
+            copy = partial(self._ways.copy, direction, ids, host.rows, rows)
+            copying = self.streams.begin_ahead([partial(copy, t) for t in self._ahead_tensors])
+        else:
+            copying = self.streams.begin(
+                direction, lambda: self._ways.copy(direction, ids, host.rows, rows)
+            )
         yield copying
+        copying.result()
         running.seconds += copying.seconds
 
 

@@ -35,9 +35,7 @@ class HostPages:
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
-        stride = -(-page_bytes // SYSTEM_PAGE) * SYSTEM_PAGE
-        if stride - page_bytes > page_bytes * MOST_PADDING:
-            stride = page_bytes
+        stride = row_stride(page_bytes)
         self.num_bytes = num_pages * stride
         if sys.platform == "linux" and self.num_bytes > (free := free_memory(torch.device("cpu"))):
             raise MemoryError(
@@ -55,6 +53,12 @@ class HostPages:
     def arrays(self, rows: np.ndarray) -> list[np.ndarray]:
         """[page_bytes] uint8 of each of ``rows``: the memory itself."""
         return [self._arrays[row] for row in rows.tolist()]
+
+
+def row_stride(page_bytes: int) -> int:
+    """Bytes from row to row."""
+    stride = -(-page_bytes // SYSTEM_PAGE) * SYSTEM_PAGE
+    return stride if stride - page_bytes <= page_bytes * MOST_PADDING else page_bytes
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:

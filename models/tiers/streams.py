@@ -1,8 +1,9 @@
-"""Where copies run: beside the model on a GPU, at once on a CPU."""
+"""Where copies run: beside the model on a GPU, on a CPU in the order of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -22,31 +23,74 @@ class Pending(Protocol):
         """Waits for its end, and raises what it raised."""
 
 
+class CopyFailed(RuntimeError):
+    """What a step was to read did not come; ``__cause__`` is the exception behind it."""
+
+
 class Copying:
-    """Copies of a stream; on a CPU they have ended.
+    """Copies of a stream, in parts.
+
+    A GPU's stream has them all. On a CPU each is made when somebody waits for it.
 
     Args:
-        begin, end: events around them; None on a CPU.
+        copies: that are not made.
+        events: on a GPU: before the first part, and behind each.
         keep: what has to live as long.
-        seconds: that they took on a CPU.
+
+    Attributes:
+        error: what one of them raised.
     """
 
-    def __init__(self, begin: Any, end: Any, keep: Any, seconds: float) -> None:
-        self._begin, self._end, self._keep, self._seconds = begin, end, keep, seconds
+    def __init__(
+        self, copies: Sequence[Callable[[], Any]], events: Sequence[Any] = (), keep: Any = None
+    ) -> None:
+        self._left: list[Callable[[], Any] | None] = [*copies]
+        self._events, self._keep, self._seconds = events, keep, 0.0
+        self.error: Exception | None = None
+
+    def arrive(self, part: int) -> None:
+        """What the current stream is given next comes behind a part; on a CPU it is made now."""
+        if self._events:
+            torch.cuda.current_stream().wait_event(self._events[1 + part])
+            return
+        if self.error is not None:
+            raise self.error
+        copy, self._left[part] = self._left[part], None
+        if copy is not None:
+            start = perf_counter()
+            try:
+                copy()
+            except Exception as error:
+                self.error = error
+                raise
+            self._seconds += perf_counter() - start
+
+    def arrive_all(self) -> None:
+        """As `arrive`, of all parts."""
+        if self._events:
+            self.arrive(len(self._events) - 2)  # a stream makes one after the other
+        for part in range(len(self._left)):
+            self.arrive(part)
 
     def done(self) -> bool:
         """Whether they have ended."""
-        return self._end is None or bool(self._end.query())
+        if self._events:
+            return bool(self._events[-1].query())
+        return self.error is not None or not any(self._left)
 
     def result(self) -> None:
         """Waits for their end."""
-        if self._end is not None:
-            self._end.synchronize()
+        if self._events:
+            self._events[-1].synchronize()
+        else:
+            self.arrive_all()
 
     @property
     def seconds(self) -> float:
         """That they took, once they have ended."""
-        return self._seconds if self._end is None else self._begin.elapsed_time(self._end) / 1e3
+        if self._events:
+            return self._events[0].elapsed_time(self._events[-1]) / 1e3
+        return self._seconds
 
 
 class CopyStreams:
@@ -54,8 +98,9 @@ class CopyStreams:
 
     What is begun comes behind all that the current stream, the model's, was given before: a step
     that runs still may read the pages that a load fills, and writes those that a store takes.
-    Nothing of the model waits for copies: their pages are nobody's, or only read, until the host
-    has seen them end.
+    Nothing of the model waits for copies of `begin`: their pages are nobody's, or only read, until
+    the host has seen them end. Those of `begin_ahead` count as ended at once, on both sides: the
+    model comes behind them by `arrive`, and so does all that is begun later.
 
     Args:
         device: of the pool.
@@ -65,6 +110,7 @@ class CopyStreams:
         self._device = device
         on_gpu = device.type == "cuda"
         self._streams = {d: torch.cuda.Stream(device) for d in DIRECTIONS} if on_gpu else {}
+        self._ahead: list[Copying] = []
 
     def begin(self, direction: str, copy: Callable[[], Any]) -> Copying:
         """Begins copies in a direction.
@@ -72,15 +118,63 @@ class CopyStreams:
         Args:
             copy: gives them to the current stream; what it returns lives until they have ended.
         """
-        stream = self._streams.get(direction)
-        if stream is None:
-            start = perf_counter()
-            copy()
-            return Copying(None, None, None, perf_counter() - start)
+        if not self._streams:
+            for one in self._ahead:
+                with suppress(Exception):  # whoever waits for it sees it
+                    one.arrive_all()
+            made = Copying([copy])
+            made.arrive_all()
+            return made
+        return self._queue(direction, [copy])
+
+    def begin_ahead(self, copies: Sequence[Callable[[], Any]]) -> Copying:
+        """Begins copies to the device, part by part, whose pages somebody may use from now on.
+
+        Args:
+            copies: as of `begin`; a part for each page tensor, or one for all.
+        """
+        made = self._queue(TO_DEVICE, copies) if self._streams else Copying(copies)
+        self._ahead.append(made)
+        return made
+
+    def _queue(self, direction: str, copies: Sequence[Callable[[], Any]]) -> Copying:
+        stream, keep = self._streams[direction], []
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            keep = copy()
-            end.record()
-        return Copying(begin, end, keep, 0.0)
+            if direction == TO_HOST:  # of pages that came ahead, to rows that they came from
+                for one in self._ahead:
+                    one.arrive_all()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(len(copies) + 1)]
+            events[0].record()
+            for copy, event in zip(copies, events[1:], strict=True):
+                keep.append(copy())
+                event.record()
+        return Copying([], events, keep)
+
+    def arrive(self, tensor: int) -> None:
+        """What the current stream is given next comes behind what `begin_ahead` brings to a page
+        tensor.
+
+        Raises:
+            CopyFailed: it did not come, and does not until `forget_ended`.
+        """
+        for one in self._ahead:
+            self._expect(one, tensor)
+
+    def arrive_all(self) -> None:
+        """As `arrive`, of all page tensors."""
+        for one in self._ahead:
+            self._expect(one, None)
+
+    def _expect(self, one: Copying, part: int | None) -> None:
+        try:
+            if part is None:
+                one.arrive_all()
+            else:
+                one.arrive(part)
+        except Exception as error:
+            raise CopyFailed("pages that a step reads did not come") from error
+
+    def forget_ended(self, *, failed: bool = False) -> None:
+        """Copies that have ended are waited for no more; those that failed only with `failed`."""
+        self._ahead = [c for c in self._ahead if not c.done() or (c.error and not failed)]

@@ -25,41 +25,80 @@ class PageWays:
 
     Args:
         pool: the page tensors.
+        num_tensors: of a page of the device, for copies of one of them alone.
 
     Attributes:
         kernel_from: by direction, pages of one copy from which on the kernel takes it; before
             `probe`, and on a CPU, it never does.
     """
 
-    def __init__(self, pool: PoolPages) -> None:
+    def __init__(self, pool: PoolPages, num_tensors: int | None = None) -> None:
         self._pool = pool
+        self._has_all = num_tensors in (None, pool.num_tensors)
+        self._tensors = [self._share_of(i) for i in range(num_tensors or 0)]
         self.kernel_from: dict[str, float] = dict.fromkeys(DIRECTIONS, math.inf)
 
-    def copy(self, direction: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray) -> object:
+    def copy(
+        self,
+        direction: str,
+        pages: np.ndarray,
+        buffer: Tensor,
+        rows: np.ndarray,
+        tensor: int | None = None,
+    ) -> object:
         """Copies pages on the current stream.
 
         Args:
             direction: `TO_HOST` or `TO_DEVICE`.
-            pages: [n] ids in the pool.
+            pages: [n] ids in the pool, as of `PoolPages`.
             buffer: [num_rows, num_bytes] uint8 of the host.
             rows: [n] of it.
+            tensor: what this page tensor has of them alone; None = what all have.
 
         Returns:
             What has to live until it is done.
         """
-        if len(pages) >= self.kernel_from[direction]:
-            return self._by(direction, "triton", pages, buffer, rows)
-        return self._by(direction, "torch", pages, buffer, rows)
+        by_kernel = len(pages) >= self.kernel_from[direction]
+        return self._by(direction, "triton" if by_kernel else "torch", pages, buffer, rows, tensor)
+
+    def _share_of(self, tensor: int) -> PoolPages:
+        """What a page tensor of the device has of the pool: a share of each part, or it is in one
+        part alone."""
+        pool = self._pool
+        if self._has_all:
+            return PoolPages(pool.tensors[tensor :: pool.num_tensors], pool.num_parts)
+        return PoolPages([pool.tensors[tensor]])
+
+    def _of_tensor(
+        self, tensor: int, ids: np.ndarray, rows: np.ndarray, buffer: Tensor
+    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """Those of the copies that concern a page tensor of the device, and where it is in rows."""
+        part, column = divmod(tensor, self._pool.num_tensors)
+        if not self._has_all:
+            own = ids % self._pool.num_parts == part
+            ids, rows = ids[own] // self._pool.num_parts, rows[own]
+        size = self._pool.page_bytes
+        return ids, rows, buffer[:, column * size : (column + 1) * size]
 
     def _by(
-        self, direction: str, impl: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray
+        self,
+        direction: str,
+        impl: str,
+        pages: np.ndarray,
+        buffer: Tensor,
+        rows: np.ndarray,
+        tensor: int | None = None,
     ) -> object:
+        pool = self._pool
+        if tensor is not None:
+            pages, rows, buffer = self._of_tensor(tensor, pages, rows, buffer)
+            pool = self._tensors[tensor]
         ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
         if impl == "triton" and self._pool.device.type == "cuda":
             # From pinned memory, or the host would wait for all that the stream waits for.
             ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
         copy = gather_pages if direction == TO_HOST else scatter_pages
-        copy(self._pool, ids[0], buffer, ids[1], impl=impl)
+        copy(pool, ids[0], buffer, ids[1], impl=impl)
         return ids
 
     def probe(
@@ -71,7 +110,7 @@ class PageWays:
             buffer: [num_rows, num_bytes] uint8 of pinned memory, which holds zeros, as all pages do.
             synchronize: waits for the current stream.
         """
-        most = min(self._pool.num_pages - 1, len(buffer))
+        most = min(self._pool.num_ids - 1, len(buffer))
         counts = [n for n in PROBED if n <= most]
         for direction in DIRECTIONS:
             self.kernel_from[direction] = math.inf
@@ -88,3 +127,6 @@ class PageWays:
                 if seconds["triton"] * WORTH_IT > seconds["torch"]:
                     break
                 self.kernel_from[direction] = n
+            if self.kernel_from[direction] <= most:  # compiled now, not when a request waits
+                first = 0 if self._tensors else None
+                self._by(direction, "triton", np.arange(1, 2), buffer, np.arange(1), first)

@@ -26,6 +26,7 @@ from quire.bench.gpu.outcomes import read_outcomes, summary_of
 from quire.bench.gpu.parts import Part, plan
 from quire.bench.gpu.runner import Runner
 from quire.models.loading.weights import build_model
+from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in ("environment", "peers", "warm-up")]  # fmt: skip
@@ -112,6 +113,13 @@ def test_the_limits_add_up_to_less_than_nine_minutes():
     assert order[:4] == ["environment", "attention", "prefill-decode", "v4"]
 
 
+def test_several_gpus_run_one_model():
+    for count, size in ((2, "2"), (3, "2"), (4, "4"), (8, "8"), (16, "8")):
+        assert [p.name for p in plan(False, count)[:-1]] == [p.name for p in plan(False)]
+        arguments = plan(False, count)[-1].arguments
+        assert arguments[arguments.index("--tensor-parallel-size") + 1] == size
+
+
 def test_the_tests_of_every_part_are_there():
     for part in plan(False):
         for name in part.arguments if part.tests else ():
@@ -138,7 +146,7 @@ def test_the_plan_runs_nothing(tmp_path, capsys):
     assert gpu.main(["--plan", "--out", str(tmp_path / "none")]) == 0
     assert not (tmp_path / "none").exists()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(plan(False)) + 2
+    assert len(lines) == len(plan(False, gpu.num_gpus())) + 2
     assert gpu.main(["--parts", "kernels,nothing"]) == 2
 
 
@@ -268,7 +276,7 @@ def test_nothing_runs_where_no_kernel_can_be_launched(tmp_path, monkeypatch, cap
         code("first", "raise SystemExit('error: no C compiler')", vital=True),
         code("second", ""),
     ]
-    monkeypatch.setattr(gpu, "plan", lambda dry_run: parts)
+    monkeypatch.setattr(gpu, "plan", lambda dry_run, num_gpus: parts)
     assert gpu.main(["--dry-run", "--out", str(tmp_path)]) == 1
     assert "no C compiler" in capsys.readouterr().out and not (tmp_path / "second.json").exists()
 
@@ -358,7 +366,7 @@ import sys, triton
 from quire.bench.common.compilations import record_compilations
 from quire.bench.static.compiling import measure
 record_compilations(sys.argv[1])
-measure("write-d128", 90, 0)
+measure("write-d128", "sm_90", 0)
 """
 
 
@@ -366,8 +374,7 @@ def compile_one(cache, file):
     """Compiles a kernel for sm_90 with this cache; returns whether it was found there."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMPILE, str(file)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    printed(COMPILE, str(file), cwd=ROOT, env=environment)
     [line] = file.read_text().splitlines()
     file.unlink()
     return json.loads(line)["hit"]

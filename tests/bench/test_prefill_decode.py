@@ -5,7 +5,6 @@ import json
 import lzma
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -30,6 +29,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.report import PARTS
 from quire.models.layers import attention
 from tests.support import flashinfer_stand_in
+from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"
@@ -325,7 +325,7 @@ def test_bench_never_imports_transformers():
         "from quire.bench.prefill_decode import __main__ as prefill_decode\n"
         f"sys.exit(prefill_decode.main({[*ONE, '--no-baseline']!r}))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    printed(code)
 
 
 def test_slice_of_the_conversation_trace(capsys):
@@ -407,6 +407,10 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         (["--split", "0"], "split: expected an int in 1..1000, got 0"),
         (["--check", "0"], "check: expected an int >= 1, got 0"),
         (["--draft-tokens", "3"], "draft_tokens: expected --speculate with it, got none"),
+        (
+            ["--tensor-parallel-size", "2", "--speculate", "ngram"],
+            "tensor_parallel_size: expected no",
+        ),
     ],
 )
 def test_errors_name_the_argument(arguments, message, capsys):
@@ -583,6 +587,10 @@ def test_tiers_against_none(tmp_path, capsys):
         assert "with tiers against without: hit rate" in text and "without tiers" in text
         assert tiers["counters"]["host"]["stored_pages"]
         moved.update(tiers["moved"])
+        for name, space in tiers["space"].items():
+            assert space["held"] <= space["taken"] <= 1.05 * space["held"], tiers["space"]
+            assert f"{name}: {space['taken'] / 2**20:.1f} MiB taken" in text or not space["taken"]
+        assert tiers["space"]["host"]["taken"] > 1000
     assert moved["host to disk"] and moved["disk to device"]
     assert rates[0] == rates[2] and rates[3] > rates[1]
     assert tiers["counters"]["disk"]["loaded_pages"] and tiers["disk_gib"] == 0.02

@@ -169,8 +169,7 @@ COMPRESSED = [
     *refused("window_pages", lambda a: LatentPages(a["window_pages"].data[:0], 4, 16, 4), blamed="window_pages: num_pages"),
     *refused("window_pages", lambda a: LatentPages(zeros(1, 4, 16).expand(2**29, 4, 16), 4, 16, 4), error=NotImplementedError),
     *no_tensors("window_table", I64, optional=False),
-    *refused("window_table", lambda a: a["window_table"][:, :0], blamed="window_table: width"),
-    *right("window_table", lambda a: a["window_table"][:, :1], lambda a: a["window_table"][:, :3]),
+    *right("window_table", lambda a: a["window_table"][:, :0], lambda a: a["window_table"][:, :1], lambda a: a["window_table"][:, :3]),
     *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: ints(0, -5)),
     *no_tensors("cu_seqlens_q", I64, optional=False),
@@ -242,7 +241,7 @@ def test_compressed(row, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("width", [0, 1, 2, 5])
 @pytest.mark.parametrize("num_decodes", [0, 2])
 def test_a_ring_too_small_for_the_window_without_in_step_rows(impl, width, num_decodes):
     """The oldest rows are overwritten: the last width * 4 positions are seen, whichever query asks."""
@@ -349,7 +348,8 @@ def test_flash_mla(row, impl):
 def index_arguments():
     batch = indexer_cases.make_index_batch(indexer_cases.IndexCase("", [60, 9], [1, 2], topk=4))
     batch["pages"] = dataclasses.replace(batch["pages"], data=batch["pages"].data.nan_to_num(1.0))
-    return batch | {"out": zeros(3, 4, dtype=I32), "lens": zeros(3, dtype=I32), "workspace": zeros(1 << 16)}  # fmt: skip
+    batch |= {"out": zeros(3, 4, dtype=I32), "lens": zeros(3, dtype=I32), "scores": zeros(3, 4)}
+    return batch | {"workspace": zeros(1 << 16)}
 
 
 INDEX = [
@@ -367,7 +367,7 @@ INDEX = [
     *no_tensors("cu_seqlens_q", I64, optional=False),
     *refused("topk", 0, -1, 1.5, True, None),
     *refused("topk", 4097, 2**40, error=NotImplementedError),
-    *right("topk", lambda a: {"topk": 40, "out": None}),
+    *right("topk", lambda a: {"topk": 40, "out": None, "scores": None}),
     *integers("compress_ratio", 1, 2**30, odd=[2**30]),
     *refused("max_seqlen_q", -1, 1.5, True, None),
     *right("max_seqlen_q", *HUGE),
@@ -377,6 +377,9 @@ INDEX = [
     *right("out", None),
     *no_tensors("lens", I64),
     *refused("lens", lambda a: zeros(3, 2, dtype=I32)[:, 0]),
+    *no_tensors("scores", F16),
+    *overlapping("scores"),
+    *right("scores", None, lambda a: zeros(3, 8)[:, :4]),
     *no_tensors("workspace", F16),
     *refused("workspace", lambda a: zeros(1)),
     *right("workspace", None),
@@ -588,13 +591,14 @@ def test_index_pages(row):
 WORKSPACE = [
     row for name in ("head_dim", "num_sms") for row in refused(name, 0, -1, 1.5, True, None)
 ]
-INDEX_SIZES = {"num_tokens": 3, "topk": 4, "compress_ratio": 4, "max_seq_len": 99}
+INDEX_SIZES = {"num_tokens": 3, "topk": 4, "compress_ratio": 4, "max_seq_len": 99, "scores": True}
 INDEX_WORKSPACE = [
     *refused("num_tokens", -1, 1.5, True, None),
     *refused("topk", 0, -1, 1.5, True, None),
     *refused("topk", 4097, error=NotImplementedError),
     *refused("compress_ratio", 0, 2**30 + 1, 1.5, True, None),
     *refused("max_seq_len", -1, 2**31, 1.5, True, None),
+    *refused("scores", 1, None),
 ]
 PAGE_BYTES = [row for name in ("storage_block_size", "row_bytes") for row in refused(name, 0, -1, 1.5, True, None)]  # fmt: skip
 

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from quire.kernels.attention import configs
 from quire.kernels.attention.configs import Config
+from quire.kernels.common.arch import named
 from quire.kernels.common.tile_tables import Entry, Key, TileTable, dump, parse
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
@@ -37,7 +39,7 @@ def test_a_missing_field_stands_for_any_value(tmp_path):
         {"dtype": "fp32", "block_m": 16, **SHAPE},
         {"dtype": "16-bit", "rows": 16, **SHAPE},
     )
-    for arch in (75, 80, 90, 100):
+    for arch in map(named, ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942", "gfx1201")):
         for phase in (None, "prefill", "decode"):
             for head_dim in (16, 512):
                 config = table.select(arch, dtype_bytes=4, head_dim=head_dim, phase=phase, rows=64)
@@ -52,7 +54,7 @@ def test_the_smallest_head_dim_and_the_most_rows_that_fit_answer(tmp_path):
     table = written(tmp_path, *rows)
 
     def shape(head_dim, rows):
-        config = table.select(90, dtype_bytes=2, head_dim=head_dim, rows=rows)
+        config = table.select(named("sm_90"), dtype_bytes=2, head_dim=head_dim, rows=rows)
         return config.block_m, config.block_n
 
     assert [shape(d, 64) for d in (16, 64, 128, 256)] == [(64, 32), (64, 32), (16, 64), (16, 64)]
@@ -85,7 +87,7 @@ def test_only_some_launch_choices_change_and_those_lose_their_comment(tmp_path):
 
 
 REFUSED = [
-    ({"rows": 16, **SHAPE, "gpu": "turing"}, "gpu: expected one of hopper, blackwell, medium, small, got 'turing'"),
+    ({"rows": 16, **SHAPE, "gpu": "turing"}, "gpu: expected one of hopper, blackwell, medium, small, cdna3, cdna4, rdna3, rdna4, got 'turing'"),
     ({"rows": 16, **SHAPE, "block_n": 48}, "block_n: expected a power of two, got 48"),
     ({"rows": 16, **SHAPE, "num_warps": 0}, "num_warps: expected a power of two, got 0"),
     ({"rows": 16, **SHAPE, "num_stages": 0}, "num_stages: expected 1 or more, got 0"),
@@ -105,7 +107,7 @@ REFUSED = [
 def test_what_is_wrong_is_named_with_its_file_and_entry(row, why, tmp_path):
     table = written(tmp_path, {"rows": 32, **SHAPE}, row)
     with pytest.raises(ValueError) as error:
-        table.select(90, dtype_bytes=2, head_dim=64)
+        table.select(named("sm_90"), dtype_bytes=2, head_dim=64)
     assert str(error.value) == f"{table.path}: entry 2, {json.dumps(row)}: {why}"
 
 
@@ -120,14 +122,74 @@ def test_what_is_no_table_is_refused(text):
 def test_two_entries_for_one_question_are_refused(tmp_path):
     """Whatever fields of their keys are missing; other rows or another head_dim are another question."""
     first = {"phase": "decode", "rows": 16, **SHAPE}
-    for other in ({"gpu": "hopper", "rows": 16}, {"rows": 16}, {"phase": "decode", "rows": 16}):
+    for other in ({"dtype": "fp32", "rows": 16}, {"rows": 16}, {"phase": "decode", "rows": 16}):
         table = written(tmp_path, first, {**other, **SHAPE})
         with pytest.raises(
             ValueError, match=r"tiles\.json: entry 2: expected another key than entry 1 has"
         ):
-            table.select(90, dtype_bytes=2, head_dim=64)
+            table.select(named("sm_90"), dtype_bytes=2, head_dim=64)
     for other in ({"phase": "prefill", "rows": 16}, {"rows": 32}, {"rows": 16, "head_dim": 64}):
         assert len(written(tmp_path, first, {**other, **SHAPE}).contents[1]) == 2
+
+
+def test_an_entry_that_names_the_gpu_comes_before_one_that_names_none(tmp_path):
+    rows = [{"rows": 16, **SHAPE}, {"gpu": "cdna3", "rows": 16, **SHAPE, "block_n": 64}]
+    for order in (rows, rows[::-1]):
+        table = written(tmp_path, *order)
+        found = {
+            name: table.select(named(name), dtype_bytes=4, head_dim=64).block_n
+            for name in ("gfx942", "gfx950", "sm_90")
+        }
+        assert found == {"gfx942": 64, "gfx950": 32, "sm_90": 32}
+
+
+AMD = {"gfx942": "cdna3", "gfx950": "cdna4", "gfx1100": "rdna3", "gfx1201": "rdna4"}
+
+
+def answers(table, arch, head_dim, **question):
+    """The key of the entry that answers, whose launch choices are those that are selected."""
+    dtype = {2: "16-bit", 4: "fp32"}[question["dtype_bytes"]]
+    pages = "fp8" if question["fp8"] else "same"
+    key = Key(AMD[arch], dtype, pages, question.get("phase"), head_dim, question.get("rows"))
+    entry = table.find(key)
+    assert entry.config == table.select(named(arch), head_dim=head_dim, **question)
+    return entry.key
+
+
+@pytest.mark.parametrize("arch", AMD)
+def test_each_class_of_amd_gpus_has_entries_of_its_own(arch):
+    """Of two-byte values one for each phase, kind of pages and head_dim: the next greater head_dim or
+    a GPU's of another maker would do as well, and spill."""
+    for fp8, head_dim in product((False, True), (16, 32, 64, 128, 256, 512)):
+        for phase, rows in ("prefill", None), ("decode", 16), ("decode", 32), ("decode", 64):
+            key = answers(
+                configs.TILES, arch, head_dim, dtype_bytes=2, fp8=fp8, phase=phase, rows=rows
+            )
+            assert (key.gpu, key.phase, key.head_dim) == (AMD[arch], phase, max(32, head_dim))
+            # Fewer than asked where registers are short.
+            assert rows is None or key.rows <= rows
+        for phase in ("prefill", "decode"):
+            answers(configs.TILES, arch, head_dim, dtype_bytes=4, fp8=fp8, phase=phase)
+    for rows in (16, 32, 64):
+        key = answers(mla_configs.TILES, arch, 512, dtype_bytes=2, fp8=False, rows=rows)
+        assert key.gpu == AMD[arch] and key.rows <= rows
+        answers(mla_configs.TILES, arch, 512, dtype_bytes=4, fp8=False, rows=rows)
+        for fp8 in (False, True):
+            key = answers(compressed_configs.TILES, arch, 512, dtype_bytes=2, fp8=fp8, rows=rows)
+            assert (key.gpu, key.head_dim) == (AMD[arch], 512) and key.rows <= rows
+            for head_dim in (16, 256, 512):
+                answers(
+                    compressed_configs.TILES, arch, head_dim, dtype_bytes=4, fp8=False, rows=rows
+                )
+
+
+def test_no_amd_entry_asks_for_what_only_nvidia_has():
+    entries = [entry for table in TABLES for entry in table.contents[1]]
+    amd = [entry for entry in entries if entry.key.gpu in AMD.values()]
+    assert amd and not any(getattr(entry.config, "new_kv_tma", False) for entry in amd)
+    for entry in entries:
+        nonkdim = entry.config.matrix_instr_nonkdim
+        assert nonkdim is None or (nonkdim == 16 and entry.key.gpu in ("cdna3", "cdna4"))
 
 
 def test_tables_are_read_without_torch_and_triton(tmp_path):
@@ -137,10 +199,11 @@ import sys
 for name in ("torch", "triton"):
     sys.modules[name] = None
 from quire.kernels.attention import configs
+from quire.kernels.common.arch import named
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
-assert configs.select_config(128, 2, "decode", 16, 90).block_m == 16
-assert compressed_configs.select_config(512, 2, True, 90, rows=64).block_m == 64
-assert mla_configs.select_config(2, 64, 90).block_m == 64
+assert configs.select_config(128, 2, "decode", 16, named("sm_90")).block_m == 16
+assert compressed_configs.select_config(512, 2, True, named("sm_90"), rows=64).block_m == 64
+assert mla_configs.select_config(2, 64, named("sm_90")).block_m == 64
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

@@ -18,6 +18,7 @@ from quire.kvcore import (
     StepPlan,
 )
 from tests.kvcore.test_faults import CASES, Fault, free_and_cached, picture
+from tests.support.budgets import budget
 from tests.support.kvcore.engine import Engine, groups
 
 BASE = {"num_pages": 50, "max_requests": 3, "max_model_len": 300}
@@ -69,6 +70,7 @@ def test_a_policy_that_fails_when_asked_leaves_no_request(specs):
     e.check()
 
 
+@budget(16, long=40)
 @pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(
     ("base", "methods"),
@@ -79,7 +81,7 @@ def test_a_policy_that_fails_when_asked_leaves_no_request(specs):
     ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x),
 )  # fmt: skip
 @pytest.mark.parametrize("seed", [0, 1])
-def test_traffic_goes_on_under_a_policy_that_fails_now_and_then(specs, base, methods, seed):
+def test_traffic_goes_on_under_a_policy_that_fails_now_and_then(specs, base, methods, seed, budget):
     """Whatever fails is raised by an admission or an eviction, or by nobody; every page is accounted for, every row is right."""
     policy = Failing(base(), methods, 0.4, seed)
     e = Engine(groups(*specs), policy=policy, max_draft_tokens=2, **BASE)
@@ -95,7 +97,7 @@ def test_traffic_goes_on_under_a_policy_that_fails_now_and_then(specs, base, met
                 e.kv.check_invariants()
         raise AssertionError("it never came through")
 
-    for i in range(40):
+    for i in range(budget):
         prompt = [dice.randrange(4)] * dice.randrange(60) + [dice.randrange(9)]
         attempt(e.admit, i, prompt)
         while e.computed(i) < len(prompt):
@@ -111,7 +113,7 @@ def test_traffic_goes_on_under_a_policy_that_fails_now_and_then(specs, base, met
         e.release(rid)
     attempt(e.kv.evict, 20)
     e.check()
-    assert raised > 0 and e.kv.stats()["evicted_segments"] > 10
+    assert raised > 0 and e.kv.stats()["evicted_segments"] > budget // 4
     e.kv.clear()
     e.check()
     assert e.kv.num_free_pages == e.kv.num_pages - 1

@@ -18,6 +18,7 @@ from quire.kvcore import (
     OutOfPages,
     tail_hashes,
 )
+from tests.support.budgets import size
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -122,7 +123,8 @@ def same_hits(e: Engine, reader: Reader, prompts, salts=(b"",)) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.long
+@settings(max_examples=size(30, long=80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_reader_answers_the_same_hits(data):
     mix = data.draw(st.sampled_from(MIXES))

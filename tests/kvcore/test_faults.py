@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
 from quire.kvcore import plan as manager_module
+from tests.support.budgets import budget, size
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -149,7 +150,8 @@ def test_out_of_pages_changes_nothing(specs):
     e.check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.long
+@settings(max_examples=size(20, long=60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     specs=st.sampled_from(list(CASES.values())), seed=st.integers(0, 10_000), abort_at=st.integers(0, 40)
 )  # fmt: skip
@@ -210,18 +212,19 @@ def queued(policy) -> int:
     )
 
 
+@budget(200, long=600)
 @pytest.mark.parametrize(
     ("specs", "policy"),
     [(DENSE, LRU), (HYBRID, LRU), (HYBRID, CostAware), (HYBRID, S3FIFO), (STATEFUL, LRU)],
 )
 @pytest.mark.parametrize("pages", [60, 3000], ids=["full", "roomy"])
-def test_long_traffic_keeps_memory_bounded(specs, policy, pages):
+def test_long_traffic_keeps_memory_bounded(specs, policy, pages, budget):
     """Requests come, hit, decode and go on a small set of prompts, with a pool that is always full or never."""
     kv = engine(specs, num_pages=pages, policy=policy(), track_deltas=False, debug=False).kv
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, rng.integers(10, 100)).tolist() for _ in range(12)]
     sizes, steps, refused = [], 0, 0
-    for i in range(600):
+    for i in range(budget):
         slot = kv.admit(i, kv.match(prompts[rng.integers(len(prompts))]))
         left = int(kv.sequences.prompt_len[slot] - kv.num_computed[slot])
         todo = [n for n in [16] * (left // 16) + [left % 16] if n] + [1] * int(rng.integers(8))
@@ -233,12 +236,12 @@ def test_long_traffic_keeps_memory_bounded(specs, policy, pages):
                 break
             kv.commit(plan, [7] * n)
         kv.release(i)
-        if i % 100 == 99:
+        if i % 50 == 49:
             kv.check_invariants()
             sizes.append((len(kv.index._useless), queued(kv.index.policy)))
-    assert refused == 0 and steps > 2000
+    assert refused == 0 and steps > 3 * budget
     stats = kv.stats()
-    assert (stats["evicted_segments"] > 100) == (pages == 60)
+    assert (stats["evicted_segments"] > budget // 6) == (pages == 60)
     # What the lists may hold: the entries there are, and a constant of stale ones.
     entries = stats["resume_points"] + stats["cached_segments"]
     assert max(size for size, _ in sizes) <= 2 * stats["cached_segments"], sizes

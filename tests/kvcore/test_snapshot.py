@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, EventLog, GroupSpec, snapshot
 from tests.kvcore.test_events import MIXES, Reader, ledger, same_hits
+from tests.support.budgets import size
 from tests.support.kvcore.engine import Engine, groups
 
 
@@ -49,7 +50,8 @@ def hits(e: Engine, history) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.long
+@settings(max_examples=size(20, long=50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     mix=st.sampled_from(MIXES), seed=st.integers(0, 99), pages=st.sampled_from([80, 300]),
     policy=st.sampled_from([LRU, CostAware, S3FIFO]), running=st.booleans(),

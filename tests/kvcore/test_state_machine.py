@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.kvcore import traffic
+from tests.support.budgets import budget, size
 
 
 class Draw:
@@ -55,9 +55,9 @@ class Machine(RuleBasedStateMachine):
 for _name in traffic.WEIGHTS:
     setattr(Machine, _name, _rule(_name))
 
-TestTraffic = pytest.mark.slow(Machine.TestCase)
+TestTraffic = pytest.mark.slow(pytest.mark.long(Machine.TestCase))
 TestTraffic.settings = settings(
-    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "150")),
+    max_examples=size(50, long=150),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -65,10 +65,11 @@ TestTraffic.settings = settings(
 
 
 @pytest.mark.slow
-def test_long_lives():
+@budget(5, long=15)
+def test_long_lives(budget):
     """Caches that live for hundreds of steps with full pools."""
     taken, evicted = Counter(), 0
-    for seed in range(15):
+    for seed in range(budget):
         evicted += traffic.run(seed, 300, taken)
-    assert evicted > 1000
-    assert all(taken[name] > 50 for name in traffic.WEIGHTS)
+    assert evicted > 60 * budget
+    assert all(taken[name] > 3 * budget for name in traffic.WEIGHTS)

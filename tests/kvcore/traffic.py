@@ -149,7 +149,7 @@ class Dice:
 class Traffic:
     """A cache, its engine and its model; each method but `check` is one step."""
 
-    def __init__(self, draw) -> None:
+    def __init__(self, draw, **options) -> None:
         self.draw = draw
         specs = groups(*draw.one(MIXES))
         a = math.lcm(*(g.block_size for g in specs))
@@ -160,7 +160,7 @@ class Traffic:
         self.e = Engine(
             specs, num_pages=draw.one([60, 120, 700]), max_requests=MAX_REQUESTS, max_model_len=MAX_LEN,
             retention=retention, max_draft_tokens=draw.one([0, 3]), policy=policy(), max_pinned_pages=MAX_PINNED,
-            replay_tokens=replay_tokens(specs, draw.one([None, 1, 3])),
+            replay_tokens=replay_tokens(specs, draw.one([None, 1, 3])), **options,
         )  # fmt: skip
         self.model = Naive(
             self.e.kv.layout, self.e.kv.interval, self.e.kv.replay_tokens is not None

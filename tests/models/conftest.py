@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_config
 from quire.models.families.decoder import Decoder
 from quire.models.loading.random_weights import random_model
+from tests.support.forked import RUN, printed
 from tests.support.models import chats
 from tests.support.shared import once_a_run
 
@@ -129,9 +128,7 @@ def _run_oracle(cwd: Path, jobs: list[dict]) -> None:
     (cwd / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     program = Path(chats.__file__).with_name("oracle.py")
-    command = [sys.executable, str(program), "jobs.json"]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed(RUN, str(program), "jobs.json", cwd=cwd, env=environment)
 
 
 @pytest.fixture(params=TINY)

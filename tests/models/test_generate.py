@@ -24,7 +24,8 @@ from quire.models import generate
 from quire.models import llm as llm_module
 from quire.models.config.named import get_config
 from quire.models.engine.engine import EngineConfig
-from quire.models.engine.request import OutputDelta, SamplingParams
+from quire.models.engine.outputs import OutputDelta
+from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream

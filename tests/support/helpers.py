@@ -27,6 +27,7 @@ NO_PAGE = 2**30
 class AttentionCase:
     """One ragged batch; the fields are the arguments of the attention functions and what shapes them.
 
+    context_only: the batch is one of the keys before the step.
     layout: "nhd" separate pools; "interleaved" K and V of a page side by side [.., block_size, 2, heads, dim]; "hnd" head-major pages.
     ring: the table is a ring of just enough pages; otherwise it is linear.
     """
@@ -40,6 +41,7 @@ class AttentionCase:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     in_step: bool = True
+    context_only: bool = False
     sliding_window: int | None = None
     ring: bool = False
     layout: str = "nhd"
@@ -107,7 +109,7 @@ def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
         if q_len == 0:
             continue
         lowest = 0 if window is None else max(0, context - window + 1)
-        for j in range(lowest, context if case.in_step else seq_len):
+        for j in range(lowest, context if case.in_step or case.context_only else seq_len):
             entry = j // block_size % width
             if table[s, entry] == NO_PAGE:
                 table[s, entry] = order.pop()
@@ -137,6 +139,8 @@ def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
         batch["sinks"] = torch.randn(case.num_heads, generator=generator).to(DEVICE)
     if window is not None:
         batch["sliding_window"] = window
+    if case.context_only:
+        batch["context_only"] = True
     return batch
 
 

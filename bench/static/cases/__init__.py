@@ -13,13 +13,19 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
-ARCHS = (80, 90, 100)
-MORE_ARCHS = (86, 89, 120)
+from quire.kernels.common.arch import Arch
+
+# Streaming multiprocessors of A100, RTX 3090, RTX 4090, H100, B200, RTX 5090; what torch counts of
+# MI300X, MI355X, RX 7900 XTX and RX 9070 XT.
+NUM_SMS = {
+    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170,
+    "gfx942": 304, "gfx950": 256, "gfx1100": 48, "gfx1201": 32,
+}  # fmt: skip
+ARCHS = tuple(NUM_SMS)
 # What is compiled unless asked otherwise: every tile shape for the first, the samples for the others.
-DEFAULT_ARCH, SAMPLE_ARCHS = 90, (80, 100)
+DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100")
 # Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
-ALL_ARCHS = (80, 86, 90, 100, 120)
+ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,7 @@ class StaticCase:
 
     name: unique among all cases.
     phase: "prefill", "decode", or what else the call does.
-    launches: compute capability -> the ``Launch`` values of the call, over tensors without storage (``meta``).
+    launches: architecture -> the ``Launch`` values of the call, over tensors without storage (``meta``).
     dtype: of the keys and values, a torch dtype by name.
     key_bytes: what one key takes of the K/V tile, values included; 0 if no kernel of the case has such tiles.
     scale_bytes: what the scales of one quantised key take; they are not counted in key_bytes.
@@ -42,7 +48,7 @@ class StaticCase:
 
     name: str
     phase: str
-    launches: Callable[[int], list[Any]]
+    launches: Callable[[Arch], list[Any]]
     dtype: str = "bfloat16"
     key_bytes: int = 0
     scale_bytes: int = 0

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from quire.kernels.attention import call as attention_call
+from quire.kernels.common.arch import Arch
 
 from . import NUM_SMS, StaticCase, meta
 
@@ -40,6 +41,7 @@ class Shape:
     table_width: int = 256
     q_len: int = 1
     in_step: bool = True
+    context_only: bool = False
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -107,6 +109,7 @@ def shapes() -> list[Shape]:
     for phase in ("decode", "prefill"):
         table += [
             Shape(f"{phase}-pages-only", 128, 64, phase, in_step=False),
+            Shape(f"{phase}-context-only", 128, 64, phase, in_step=False, context_only=True),
             Shape(f"{phase}-pages-only-window", 128, 64, phase, in_step=False, sliding_window=512),
             *(Shape(f"{phase}-d{d}-apart", d, 64, phase, sliding_window=512, apart=True) for d in (64, 128, 256, 512)),
             Shape(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
@@ -149,7 +152,7 @@ def fp8_shapes() -> list[Shape]:
     return [*table, Shape("write-fp8-d128-number", 128, 64, "write", scales="number")]
 
 
-def launches(shape: Shape, arch: int) -> list[Any]:
+def launches(shape: Shape, arch: Arch) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
     from quire.kernels.attention import merge
     from quire.kernels.attention import triton_impl as paged
@@ -191,6 +194,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         max_seqlen_q=q_len,
         k=k,
         v=v,
+        context_only=shape.context_only,
         num_decodes=num_seqs if shape.phase == "decode" else 0,
         softcap=shape.softcap,
         sinks=sinks,
@@ -199,7 +203,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return paged.prepare(attention_call.check_attention(call), arch, NUM_SMS[arch])
+    return paged.prepare(attention_call.check_attention(call), arch, NUM_SMS[arch.name])
 
 
 def _scales(shape: Shape) -> tuple[Any, Any]:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import NUM_SMS, StaticCase, meta
 
 HEAD_DIM, ROPE_DIM, SLIDING_WINDOW = 512, 64, 128
@@ -96,7 +98,7 @@ def cases() -> list[StaticCase]:
     ]
 
 
-def launches(shape: Shape, arch: int) -> list[Any]:
+def launches(shape: Shape, arch: Arch) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
     from quire.kernels import LatentPages
     from quire.kernels.common.latent_pages import page_bytes
@@ -130,7 +132,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
             lse=lse,
             workspace=None,
         )  # fmt: skip
-        return compressed_triton.prepare(call, arch, NUM_SMS[arch])
+        return compressed_triton.prepare(call, arch, NUM_SMS[arch.name])
     entries = (
         {}
         if shape.kind == "window"
@@ -161,4 +163,4 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         num_decodes=num_seqs if shape.phase == "decode" else 0,
         lse=lse,
     )
-    return compressed_triton.prepare(call, arch, NUM_SMS[arch])
+    return compressed_triton.prepare(call, arch, NUM_SMS[arch.name])

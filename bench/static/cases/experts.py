@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 OPTIONS: dict[str, tuple[str, float | None, float, float]] = {
@@ -72,7 +74,7 @@ def cases() -> list[StaticCase]:
     ]
 
 
-def launches(arch: int, shape: Shape) -> list[Any]:
+def launches(arch: Arch, shape: Shape) -> list[Any]:
     """The launches of one ``expert_mlp``."""
     from quire.kernels.experts import triton_impl
 
@@ -89,14 +91,13 @@ def launches(arch: int, shape: Shape) -> list[Any]:
             meta(num_experts, hidden, dtype=shape.dtype),
         )
     _, made = triton_impl.prepare(
+        arch,
         meta(shape.num_tokens, hidden, dtype=shape.dtype),
         meta(shape.num_tokens, top_k, dtype="int64"),
-        gate_up,
-        down,
+        (gate_up, down),
+        (gate_up_scale, down_scale),
+        biases,
         *OPTIONS[shape.model],
-        gate_up_scale,
-        down_scale,
-        *biases,
     )
     return made
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import NUM_SMS, StaticCase, meta
 
 NUM_STREAMS = 4
@@ -56,7 +58,7 @@ def streams(size: str, num_tokens: int, dtype: str, shared: bool) -> Any:
 
 
 def collapse_launches(
-    arch: int, size: str, num_tokens: int, dtype: str = "bfloat16", norm: bool = True,
+    arch: Arch, size: str, num_tokens: int, dtype: str = "bfloat16", norm: bool = True,
     head: bool = False, shared: bool = False,
 ) -> list[Any]:  # fmt: skip
     """The launches of one ``collapse_streams``."""
@@ -65,7 +67,7 @@ def collapse_launches(
     rows = NUM_STREAMS if head else (2 + NUM_STREAMS) * NUM_STREAMS
     _, launches = triton_impl.prepare_collapse(
         arch,
-        NUM_SMS[arch],
+        NUM_SMS[arch.name],
         streams(size, num_tokens, dtype, shared),
         meta(rows, NUM_STREAMS * HIDDEN[size], dtype="float32"),
         meta(rows, dtype="float32"),
@@ -79,7 +81,7 @@ def collapse_launches(
 
 
 def expand_launches(
-    arch: int, size: str, num_tokens: int, dtype: str = "bfloat16", shared: bool = False
+    arch: Arch, size: str, num_tokens: int, dtype: str = "bfloat16", shared: bool = False
 ) -> list[Any]:
     """The launch of one ``expand_streams``."""
     from quire.kernels.hyper_connections import triton_impl

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import NUM_SMS, StaticCase, meta
 
 # Bytes become bf16 in the registers of the matrix instruction, 8 of them 16 bytes, and Triton copies them into shared memory in the same
@@ -27,6 +29,7 @@ class Shape:
     num_heads: int = 64
     index_dim: int = 128
     rows: int = 64
+    scores: bool = False
 
 
 def cases() -> list[StaticCase]:
@@ -61,6 +64,7 @@ def shapes() -> list[Shape]:
         table += [
             Shape(f"index-{phase}-small-pages", phase, 512, 1 << 15, rows=2),
             Shape(f"index-{phase}-small-pages-fp8", phase, 512, 1 << 15, fp8=True, rows=2),
+            Shape(f"index-{phase}-scores", phase, 512, 1 << 20, scores=True),
             Shape(f"index-{phase}-all-picked", phase, 512, 1 << 11),
             Shape(f"index-{phase}-fp32", phase, 512, 1 << 13, dtype="float32"),
             Shape(f"index-{phase}-fp32-fp8", phase, 512, 1 << 13, dtype="float32", fp8=True),
@@ -69,7 +73,7 @@ def shapes() -> list[Shape]:
     return table
 
 
-def launches(shape: Shape, arch: int) -> list[Any]:
+def launches(shape: Shape, arch: Arch) -> list[Any]:
     """The kernels that a shape launches for its first chunk of queries."""
     from quire.kernels.common.latent_pages import IndexPages, page_bytes
     from quire.kernels.indexer import triton_impl as indexer_triton
@@ -92,6 +96,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         compress_ratio=4,
         max_seqlen_q=q_len,
         max_seq_len=shape.max_seq_len,
+        scores=meta(num_tokens, shape.topk, dtype="float32") if shape.scores else None,
     )
-    made = indexer_triton.prepare(call, arch, NUM_SMS[arch])
+    made = indexer_triton.prepare(call, arch, NUM_SMS[arch.name])
     return made[: 1 + len(call.plan.num_blocks)]

@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 NUM_ROWS = 256
@@ -63,7 +65,7 @@ def cases() -> list[StaticCase]:
 
 
 def norm_launches(
-    arch: int,
+    arch: Arch,
     size: int,
     residual: bool = False,
     post: bool = False,
@@ -94,7 +96,7 @@ def norm_launches(
 
 
 def rope_launches(
-    arch: int,
+    arch: Arch,
     heads: tuple[int, int] = (32, 8),
     head_dim: int = 128,
     norm: bool = False,
@@ -126,7 +128,7 @@ def rope_launches(
 
 
 def product_launches(
-    arch: int,
+    arch: Arch,
     width: int,
     activation: str,
     limit: float | None = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 NUM_ROWS = 8192
@@ -64,7 +66,7 @@ def latent_pages(kind: str, block_size: int) -> Any:
 
 
 def write_launches(
-    arch: int,
+    arch: Arch,
     kind: str | None,
     dtype: str = "bfloat16",
     block_size: int = 64,
@@ -89,7 +91,7 @@ def write_launches(
 
 
 def compress_launches(
-    arch: int,
+    arch: Arch,
     ratio: int,
     block_size: int,
     kind: str,

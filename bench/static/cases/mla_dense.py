@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import NUM_SMS, StaticCase, meta
 
 SAMPLE = ("mla-decode-h16", "mla-prefill-h128")
@@ -69,7 +71,7 @@ def shapes() -> list[Shape]:
     ]
 
 
-def launches(shape: Shape, arch: int) -> list[Any]:
+def launches(shape: Shape, arch: Arch) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
     from quire.kernels.mla import triton_impl as mla_triton
     from quire.kernels.mla.call import MlaCall
@@ -90,4 +92,4 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         num_decodes=num_seqs if shape.phase == "decode" else 0,
         lse=meta(shape.num_heads, num_tokens, dtype="float32"),
     )
-    return mla_triton.prepare(call, arch, NUM_SMS[arch])
+    return mla_triton.prepare(call, arch, NUM_SMS[arch.name])

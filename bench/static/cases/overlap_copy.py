@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 RATIO, NUM_SEQS, NUM_PAGES = 4, 64, 512
@@ -26,7 +28,7 @@ def cases() -> list[StaticCase]:
     ]
 
 
-def launches(arch: int, width: int) -> list[Any]:
+def launches(arch: Arch, width: int) -> list[Any]:
     """The launch of one ``copy_overlap`` of a decode step."""
     from quire.kernels.overlap_copy import triton_impl
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 NUM_COPIES, NUM_ROWS = 64, 512
-# Tensors and bytes of a page: quantized rows of all layers in one; ten layers of 16 tokens, 8 heads of 128.
-POOLS = {"v4": (1, 1002240), "kv": (10, 65536)}
+# Parts of a page, tensors of a part, bytes in each: quantized rows of all layers in one; ten layers of 16 tokens, 8 heads of 128.
+POOLS = {"v4": (6, 1, 167936), "kv": (1, 10, 65536)}
 
 
 def cases() -> list[StaticCase]:
@@ -28,17 +30,18 @@ def cases() -> list[StaticCase]:
     ]
 
 
-def launches(arch: int, pool: str, gather: bool) -> list[Any]:
+def launches(arch: Arch, pool: str, gather: bool) -> list[Any]:
     """The launch of one call."""
     from quire.kernels.page_copy import triton_impl
 
-    num_tensors, page_bytes = POOLS[pool]
+    num_parts, num_tensors, page_bytes = POOLS[pool]
     return [
         triton_impl.prepare(
-            meta(num_tensors, dtype="int64"),
+            meta(num_parts * num_tensors, dtype="int64"),
             meta(NUM_COPIES, dtype="int64"),
             meta(NUM_ROWS, num_tensors * page_bytes, dtype="uint8"),
             meta(NUM_COPIES, dtype="int64"),
+            num_parts,
             num_tensors,
             page_bytes,
             gather=gather,

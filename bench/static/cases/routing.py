@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 NUM_TOKENS, TOP_K = 64, 6
@@ -58,7 +60,7 @@ def cases() -> list[StaticCase]:
     return routes + sums
 
 
-def route_launches(arch: int, size: str, by: str) -> list[Any]:
+def route_launches(arch: Arch, size: str, by: str) -> list[Any]:
     """The launch of one ``route_tokens``."""
     from quire.kernels.routing import triton_impl
 
@@ -78,7 +80,7 @@ def route_launches(arch: int, size: str, by: str) -> list[Any]:
     return [launch]
 
 
-def softmax_launches(arch: int, model: str) -> list[Any]:
+def softmax_launches(arch: Arch, model: str) -> list[Any]:
     """The launch of one ``route_tokens`` with a softmax."""
     from quire.kernels.routing import triton_impl
 
@@ -99,7 +101,7 @@ def softmax_launches(arch: int, model: str) -> list[Any]:
     return [launch]
 
 
-def combine_launches(arch: int, size: str, dtype: str, shared: bool) -> list[Any]:
+def combine_launches(arch: Arch, size: str, dtype: str, shared: bool) -> list[Any]:
     """The launch of one ``combine_experts``."""
     from quire.kernels.routing import triton_impl
 

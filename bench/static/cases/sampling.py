@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 NUM_ROWS = 64
@@ -34,7 +36,7 @@ def cases() -> list[StaticCase]:
     ]
 
 
-def launches(arch: int, kind: str, name: str, dtype: str) -> list[Any]:
+def launches(arch: Arch, kind: str, name: str, dtype: str) -> list[Any]:
     """The launch of one ``sample_tokens``."""
     from quire.kernels.sampling import triton_impl
 

@@ -4,8 +4,6 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +24,7 @@ from quire.kernels.attention import reference
 from quire.kernels.attention.call import AttentionCall
 from quire.kernels.attention.configs import select_config
 from quire.models.config.named import get_config
+from tests.support.forked import printed
 from tests.support.helpers import assert_equal_in_float64
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -288,7 +287,7 @@ def test_predictions_over_e4m3_pages(monkeypatch):
 
 
 def test_instructions_of_the_model_are_those_of_the_static_table():
-    rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
+    rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == "sm_90"}  # fmt: skip
     for (head_dim, height), instructions in prediction.E4M3_INSTRUCTIONS.items():
         case = f"prefill-fp8-d{head_dim}-p128", "prefill_kernel"
         if height <= 64:
@@ -379,11 +378,8 @@ def test_flashinfer_kernels_that_did_not_compile_are_not_used(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     # A process of its own: the folder goes to its import path and environment.
-    done = subprocess.run(
-        [sys.executable, "-c", USE_FAKE, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    built, version, wide, unknown, narrow = done.stdout.splitlines()
+    said = printed(USE_FAKE, str(tmp_path), cwd=ROOT)
+    built, version, wide, unknown, narrow = said.splitlines()
     assert "'head_dim 128': 'built'" in built
     assert "'head_dim 512': 'RuntimeError: nvcc said no'" in built
     assert version == "9.9"

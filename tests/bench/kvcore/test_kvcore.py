@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from quire.bench.kvcore import measure, scaling
+from quire.bench.kvcore import measure, scaling, tiers
 from quire.bench.kvcore.__main__ import main
 
 
@@ -56,6 +56,14 @@ def test_more_groups_are_windows_like_the_first():
     groups = scaling.some_groups("v4", 8)
     assert [g.kind for g in groups] == ["dense", "window", "window", "state"] + ["window"] * 4
     assert len({g.name for g in groups}) == 8 and np.all([g.page_bytes == 1 for g in groups])
+
+
+@pytest.mark.parametrize("spec", list(measure.SPECS))
+def test_entries_of_tiers_go_to_the_host_and_come_back(spec, monkeypatch):
+    monkeypatch.setattr(measure, "MILLION", 1 << 14)
+    rows = tiers.entry_times(spec, 2)
+    assert [r["name"] for r in rows] == [f"tier_{name}" for name in tiers.CALLS]
+    assert all(0 < r["value"] < 1 and (r["spec"], r["unit"]) == (spec, "s") for r in rows)
 
 
 def test_a_chain_that_was_left_everywhere_is_looked_up_and_a_full_pool_makes_room(monkeypatch):

@@ -92,6 +92,20 @@ def test_loads_wait_for_each_other_on_their_link():
     assert made[0].links["host>device"].num_bytes == 2 * 9 * PAGE
 
 
+def test_a_hint_brings_a_prefix_up_before_its_request_comes():
+    """A, B that evicts it, A: asked for a second before, its pages are there when it comes; asked
+    for so late that 0.04 s of 0.09 are left, it waits for these."""
+    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
+    for hints, waits, there in ((1.0, 0.0, 288), (0.05, 0.04, 0)):
+        timing = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=2, hints=hints)
+        made = []
+        tiers = run(requests, 11, timing=timing, behind=behind(timing, made=made))
+        assert tiers.hits.tolist() == [0, 0, 288]
+        assert tiers.ttft == pytest.approx([0.32, 0.32, waits + 0.032])
+        assert tiers.from_device[2] == there
+        assert made[0].links["host>device"].num_bytes == 9 * PAGE
+
+
 def test_what_would_be_slower_than_computing_is_not_loaded():
     requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
     made = []
@@ -225,6 +239,7 @@ def test_command_line(tmp_path, capsys):
     [
         ["--host", "x"], ["--host", "-1"], ["--host", "1%", "--disk", "2%%"], ["--host", "1", "--link", "0"],
         ["--host", "1", "--plot", "a.svg"], ["--host", "1", "--retention", "auto", "dense"], ["--ahead", "0"],
+        ["--hints", "1"], ["--host", "1", "--hints", "0"],
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):

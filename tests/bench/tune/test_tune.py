@@ -19,7 +19,7 @@ from quire.bench.tune.entries import _MlaEntry as MlaEntry
 from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config
-from quire.kernels.common import tile_shapes
+from quire.kernels.common.arch import named
 from quire.kernels.common.tile_tables import parse
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.compressed import triton_impl as compressed_triton
@@ -28,7 +28,10 @@ from quire.kernels.mla import configs as mla_configs
 from quire.kernels.mla import triton_impl as dense_triton
 from quire.kernels.mla.configs import MlaConfig
 
-ARCHS = (80, 86, 90, 100, 120)
+ARCHS = [
+    named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1201")
+]
+HOPPER = named("sm_90")
 
 
 def case_of(phase):
@@ -89,7 +92,7 @@ def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     # One case of a entry is enough.
     first = {}
     for case in tune_cells.tiny_cases():
-        for entry in tune_cells.table_entries([case], 90):
+        for entry in tune_cells.table_entries([case], HOPPER):
             first.setdefault(entry, case)
     monkeypatch.setattr(tune, "tiny_cases", lambda: list(first.values()))
     out = tmp_path / "tune.json"
@@ -106,7 +109,11 @@ def test_the_chosen_tile_shape_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(tune, "time_calls", lambda *a, **k: Timing(1.0, 1.0, 1.0, 1, 1))
     entry, broken = AttentionEntry("prefill", 32), Config(64, 48, 4, 3)  # no power of two
     rows = tune.measure(
-        entry, [case_of("prefill")], [entry.current(90), broken], torch.device("cpu"), seconds=0.001
+        entry,
+        [case_of("prefill")],
+        [entry.current(HOPPER), broken],
+        torch.device("cpu"),
+        seconds=0.001,
     )
     assert rows[0]["wrong"] is None and rows[0]["ratio"] == 1
     assert "power of 2" in rows[1]["wrong"] and rows[1]["ratio"] is None
@@ -127,7 +134,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     entry = AttentionEntry("decode", 32, 16)
     # A right result of another case makes up for nothing.
     (row,) = tune.measure(
-        entry, [case] * 2, [entry.current(90)], torch.device("cpu"), seconds=0.001
+        entry, [case] * 2, [entry.current(HOPPER)], torch.device("cpu"), seconds=0.001
     )
     assert len(made) == 2 and row["wrong"] and not row["ms"] and row["ratio"] is None
 
@@ -153,16 +160,16 @@ def pool():
 @pytest.mark.slow
 def test_what_breaks_a_static_rule_is_refused(pool):
     entry = AttentionEntry("decode", 512, 64)
-    fits, spills = entry.current(90), Config(64, 64, 4, 2, mask_all=True)
-    reasons = tune.compile_all(entry, [fits, spills], 90, pool)
+    fits, spills = entry.current(HOPPER), Config(64, 64, 4, 2, mask_all=True)
+    reasons = tune.compile_all(entry, [fits, spills], HOPPER, pool)
     assert reasons[0] is None and "spills" in reasons[1]
 
 
 @pytest.mark.slow
 def test_what_is_not_compiled_in_time_is_not_tried(pool):
     entry = AttentionEntry("decode", 32, 16)
-    fits = entry.current(90)
-    reasons = tune.compile_all(entry, [fits] * 3, 90, pool, deadline=perf_counter())
+    fits = entry.current(HOPPER)
+    reasons = tune.compile_all(entry, [fits] * 3, HOPPER, pool, deadline=perf_counter())
     assert reasons[0] is None and reasons[-1] == "out of time"
 
 
@@ -172,7 +179,7 @@ def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
     more = dataclasses.replace(case, context=30)
     device = torch.device("cpu")
     for deadline, count in ((perf_counter(), 1), (perf_counter() + 1000, 2)):
-        (row,) = tune.measure(entry, [case, more], [entry.current(90)], device, 0.001, deadline)
+        (row,) = tune.measure(entry, [case, more], [entry.current(HOPPER)], device, 0.001, deadline)
         assert len(row["ms"]) == count and row["ratio"] == 1
 
 
@@ -184,7 +191,7 @@ def test_every_case_fits_the_memory():
     assert all(case.pool_bytes <= shapes.MAX_CACHE_BYTES for case in cases if case not in plain)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_candidates_start_with_the_table_and_fit(arch):
     work = tune.table_entries(tune.tuned_cases(), arch)
     assert len({entry.name for entry in work}) == len(work)
@@ -199,7 +206,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
             row_bytes = dict.fromkeys(found, 576 if getattr(entry, "fp8", False) else 1152 if isinstance(entry, MlaEntry) else 1024)  # fmt: skip
         for c in found[1:]:
             tiles = c.block_n * row_bytes[c] * (c.num_stages - 1)
-            assert tiles <= tile_shapes.SHARED_MEMORY[arch]
+            assert tiles <= arch.shared_memory
         launched = []
         for name in entry.static_cases(arch):
             # It is the entry that this case compiles.
@@ -211,7 +218,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
 
 
 def test_the_most_valuable_entries_come_first():
-    work = tune.table_entries(tune.tuned_cases(), 90)
+    work = tune.table_entries(tune.tuned_cases(), HOPPER)
     names = [entry.name for entry in work]
     assert names[0] == "decode 512 x16"  # of the first case of the headline
     headline = {case.name for case in (*shapes.headline(), *mla_shapes.headline())}
@@ -224,29 +231,31 @@ def test_an_entry_has_the_rows_that_its_cases_decode_with(group, rows):
     case = next(c for c in tune.tuned_cases() if c.phase == "decode")
     shape = dataclasses.replace(case.shape, num_heads=group * case.shape.num_kv_heads)
     for fp8 in (False, True):
-        (entry,) = tune.table_entries([dataclasses.replace(case, shape=dataclasses.replace(shape, fp8=fp8))], 90)  # fmt: skip
+        (entry,) = tune.table_entries([dataclasses.replace(case, shape=dataclasses.replace(shape, fp8=fp8))], HOPPER)  # fmt: skip
         assert entry == AttentionEntry("decode", case.shape.head_dim, rows, fp8)
 
 
 @pytest.mark.parametrize(
     ("name", "arch", "rows"),
-    [("v3/mla", 90, 64), ("v3/mla", 120, 16), ("v3/mla/tp8", 90, 16), ("v4-flash/csa", 90, 64), ("v4-flash/csa", 100, 32)],
+    [("v3/mla", "sm_90", 64), ("v3/mla", "sm_120", 16), ("v3/mla/tp8", "sm_90", 16), ("v4-flash/csa", "sm_90", 64), ("v4-flash/csa", "sm_100", 32)],
 )  # fmt: skip
 def test_a_latent_entry_has_the_rows_that_its_class_has(name, arch, rows):
-    (entry,) = tune.table_entries([mla_shapes.case_of(name, "decode", 16, 4096)], arch)
+    (entry,) = tune.table_entries([mla_shapes.case_of(name, "decode", 16, 4096)], named(arch))
     assert entry == (MlaEntry(rows) if "mla" in name else CompressedEntry(rows, True))
 
 
 def test_variants_launch_the_same_shape_otherwise():
     shape = Config(128, 64, 8, 2)
-    for arch, count in ((80, 2), (90, 5)):
+    for arch, count in ((named("sm_80"), 2), (HOPPER, 5), (named("gfx942"), 2)):
         found = AttentionEntry("prefill", 128).variants(shape, arch)
         assert len(set(found)) == count and shape not in found
-        assert {c.new_kv_tma for c in found} == {False, arch >= 90}
-        assert {c.programs_per_sm for c in found} == {0, 1, 2} - ({0} if arch < 90 else set())
+        assert {c.new_kv_tma for c in found} == {False, arch.descriptors}
+        assert {c.programs_per_sm for c in found} == {0, 1, 2} - (
+            set() if arch.descriptors else {0}
+        )
         for c in found:
             assert dataclasses.replace(c, new_kv_tma=False, programs_per_sm=0) == shape
-    assert AttentionEntry("decode", 128, 16).variants(shape, 90) == []
+    assert AttentionEntry("decode", 128, 16).variants(shape, HOPPER) == []
 
 
 @pytest.mark.parametrize(("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)])  # fmt: skip
@@ -264,12 +273,12 @@ def test_tables_are_written_for_one_class_of_gpus(tmp_path):
         CompressedEntry(16, True): CompressedConfig(16, 64, 8, 2, False, True),
         CompressedEntry(16, False): CompressedConfig(16, 64, 4, 2, True),
     }
-    tune.write(chosen, 120, tmp_path)
+    tune.write(chosen, named("sm_120"), tmp_path)
     tables = (configs.TILES, mla_configs.TILES, compressed_configs.TILES)
     copies = {table: tmp_path / table.path.parent.name / "tiles.json" for table in tables}
     assert set(tmp_path.rglob("*.*")) == set(copies.values())
     changed = {
-        (entry.table, entry.table.find(entry.question(120)).key): config
+        (entry.table, entry.table.find(entry.question(named("sm_120"))).key): config
         for entry, config in chosen.items()
     }
     for table, path in copies.items():
@@ -281,7 +290,7 @@ def test_tables_are_written_for_one_class_of_gpus(tmp_path):
     assert not changed
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
 def test_what_the_table_has_is_written_as_it_is(arch, tmp_path):
     work = tune.table_entries(tune.tuned_cases(), arch)
     for entry in work:

@@ -11,6 +11,7 @@ import torch
 import quire.kernels
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
 from quire.kernels.attention import triton_impl as paged
+from tests.support.forked import forked, printed
 from tests.support.helpers import DEVICE, AttentionCase, make_batch
 
 
@@ -85,9 +86,7 @@ def test_the_torch_implementation_refuses_slots_that_there_are_not():
 def test_triton_on_a_cpu_is_refused_unless_interpreted():
     code = "import torch; from quire.kernels import merge_partials; merge_partials(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1), impl='triton')"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
+    done = forked(code, env=environment)
     assert "NotImplementedError: impl: 'triton' is supported on GPUs" in done.stderr
 
 
@@ -167,4 +166,4 @@ def test_the_torch_implementation_needs_no_triton():
         "from quire.kernels import merge_partials\n"
         "assert merge_partials(torch.ones(1, 1, 1, 16), torch.zeros(1, 1, 1)).eq(1).all()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed(code)

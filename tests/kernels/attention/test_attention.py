@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from quire.kernels import paged_attention, sliding_window_attention, workspace_numel
+from quire.kernels import merge_partials, paged_attention, sliding_window_attention, workspace_numel
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -59,6 +59,10 @@ FULL = [
     AttentionCase("prefill-softcap-sinks", [40, 3], [20, 3], softcap=3.0, sinks=True, softmax_scale=1.0),
     AttentionCase("mixed", [40, 9, 50, 17], [1, 1, 30, 17], num_decodes=2),
     AttentionCase("mixed-long-decode", [60, 9, 50], [20, 1, 30], num_decodes=2),
+    AttentionCase("context-prefill", [40, 17, 90, 1], [7, 17, 20, 1], in_step=False, context_only=True, num_decodes=0),
+    AttentionCase("context-decode", [1, 17, 33, 0], [1] * 4, in_step=False, context_only=True, sinks=True),
+    AttentionCase("context-speculative-split", [620, 9], [3, 3], num_decodes=2, in_step=False, context_only=True, num_heads=2, num_kv_heads=1),
+    AttentionCase("context-mixed-bf16", [300, 9, 150, 2], [1, 2, 40, 5], num_decodes=2, in_step=False, context_only=True, dtype=BF16, softcap=5.0),
     AttentionCase("mixed-interleaved-bf16", [30, 40], [1, 9], num_decodes=1, layout="interleaved", dtype=BF16),
 ]  # fmt: skip
 
@@ -184,6 +188,26 @@ def test_a_row_of_a_batch_is_what_it_is_alone(impl):
             cu_seqlens_q=together["cu_seqlens_q"][:2],
         )
         assert attend(alone, impl).equal(out[rows])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_the_context_and_the_step_merge_to_the_whole(impl, num_decodes):
+    batch = make_batch(
+        AttentionCase("", [700, 40, 33, 9], [1, 2, 20, 9], num_decodes=num_decodes, sinks=True)
+    )
+    exact, exact_lse = attention_reference(batch)
+    q_lens = batch["cu_seqlens_q"].diff()
+    parts = [
+        dict(batch, k=None, v=None, context_only=True, sinks=None),
+        dict(batch, seq_lens=q_lens, sinks=None),
+    ]
+    lses = torch.full((2, *exact_lse.shape), NAN, device=DEVICE)
+    outs = torch.stack([attend(part, impl, lse=lse) for part, lse in zip(parts, lses, strict=True)])
+    lse = torch.empty(exact_lse.shape, device=DEVICE)
+    out = merge_partials(outs, lses, sinks=batch["sinks"], lse=lse, impl=impl)
+    assert_within_budget("out", out, exact)
+    assert_within_budget("lse", lse, exact_lse)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

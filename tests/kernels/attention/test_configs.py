@@ -13,6 +13,7 @@ import triton.language as tl
 from quire.kernels import workspace_numel
 from quire.kernels.attention import configs
 from quire.kernels.common import split_kv, tile_shapes
+from quire.kernels.common.arch import named
 from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
 from tests.support.helpers import DEVICE
 
@@ -26,12 +27,14 @@ def test_tile_heads_covers_the_group(group, block_m):
     assert heads * (tiles - 1) < group <= heads * tiles
 
 
-@pytest.mark.parametrize("arch", [75, 80, 86, 87, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("name", ["sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"])  # fmt: skip
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("dtype_bytes, page_bytes", [(2, 2), (4, 4), (2, 1), (4, 1)])
-def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes, page_bytes):
+def test_every_config_fits_shared_memory(name, head_dim, dtype_bytes, page_bytes):
     kib = {"hopper": 227, "blackwell": 227, "medium": 163, "small": 99}
-    limit = kib[tile_shapes.gpu_class(arch)] << 10
+    arch = named(name)
+    limit = kib[arch.tiles] << 10
+    assert arch.shared_memory == limit
 
     def select(phase, **more):
         return configs.select_config(

@@ -153,6 +153,8 @@ ATTENTION = [
 
 FULL = [
     *ATTENTION,
+    *refused("context_only", True, 1, None),
+    *right("context_only", False, lambda a: {"k": None, "v": None, "context_only": True}),
     # A page is 16 rows: all that the second sequence has and less than the first, of 3 pages.
     *right("block_table", lambda a: a["block_table"][:, :2]),
 ]

@@ -11,6 +11,7 @@ from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import select_config
 from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import e4m3, launch_cache
+from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
 from tests.support.helpers import (
     DEVICE,
@@ -131,7 +132,7 @@ def test_values_that_do_not_lie_in_pairs(kind):
 def test_quantized_values_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
     launch_cache.clear()
-    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named("sm_80"), 2))
     case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
     batch = quantised(make_batch(case), "rows")
     quantized = torch.arange(256, dtype=torch.uint8, device=DEVICE)
@@ -151,20 +152,20 @@ def tall_batch(phase, seq_lens, q_lens, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
 def test_tall_tiles_with_quantized_values_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
     """Quantized values as fp16, and as what the queries are, and behind the pages new K/V."""
     launch_cache.clear()
-    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named(arch), 2))
     asked = []
     monkeypatch.setattr(paged, "uses_fp16_values", lambda *args: asked.append(args) or halves)
     batch, exact = tall_batch(phase, tuple(seq_lens), tuple(q_lens), kind)
     assert_exact(batch, BF16, ["triton"], exact)
     rows = 64 if phase == "decode" else 128
-    config = select_config(64, 2, phase, 0, arch, rows=rows, page_bytes=1)
+    config = select_config(64, 2, phase, 0, named(arch), rows=rows, page_bytes=1)
     assert asked == [(config, kind == "rows")] and config.block_m == rows
     launch_cache.clear()
 
@@ -174,7 +175,7 @@ def test_tall_tiles_with_quantized_values_in_either_form(phase, seq_lens, q_lens
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
     """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
     launch_cache.clear()
-    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (86, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named("sm_86"), 2))
     case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), "rows")
     exact, _ = attention_reference(batch)

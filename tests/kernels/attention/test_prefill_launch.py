@@ -12,6 +12,7 @@ from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.call import AttentionCall, check_attention
 from quire.kernels.attention.configs import Config
 from quire.kernels.common import launch_cache, launching, split_kv
+from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
 from tests.support.helpers import (
     DEVICE,
@@ -57,10 +58,10 @@ def launched(monkeypatch):
     return use
 
 
-def prefill(batch, arch=90):
+def prefill(batch, arch="sm_90"):
     """The arguments of the prefill launch of a batch, and its programs."""
     call = check_attention(AttentionCall(**batch))
-    launch = paged.prepare(call, arch, launching.INTERPRETER_SMS)[-1]
+    launch = paged.prepare(call, named(arch), launching.INTERPRETER_SMS)[-1]
     return launch.values, launch.grid[0]
 
 
@@ -98,10 +99,10 @@ def test_how_often_a_tile_goes_round_the_table(window, block_size, wraps, launch
 @pytest.mark.parametrize("case", [CASES["window-fp16"][1], CASES["group-3-softcap"][1], CASES["padding"][1]])  # fmt: skip
 def test_divided_scores(case, launched, monkeypatch):
     """As below Hopper, where 8 warps share 64 rows."""
-    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named("sm_80"), 2))
     launched(Config(64, 16, 8, 2))
     batch = make_batch(case)
-    assert prefill(batch, 80)[0]["DIVIDE"] and not prefill(batch, 90)[0]["DIVIDE"]
+    assert prefill(batch, "sm_80")[0]["DIVIDE"] and not prefill(batch, "sm_90")[0]["DIVIDE"]
     exact, _ = attention_reference(batch)
     assert_within_budget("out", attend(batch, "triton"), exact)
 

@@ -29,6 +29,7 @@ from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config
 from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import launch_cache, launching
+from quire.kernels.common.arch import named
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressed import triton_impl as compressed_triton
 from quire.kernels.compressor import reference as reference_compress
@@ -335,7 +336,7 @@ def test_compressions_are_cached(ring, monkeypatch):
 @pytest.mark.parametrize("given", [False, True])
 def test_flash_mla_calls_are_cached(q_len, given, monkeypatch):
     # Several KV splits.
-    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.

@@ -3,13 +3,12 @@ compiled offline, with the same bytes from a remembered call as from a first one
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from quire.bench import overhead
+from tests.support.forked import printed
 from tests.support.recording import session
 from tests.support.recording.driver import missing
 from tests.support.shared import once_a_run
@@ -20,20 +19,26 @@ if missing():
     pytest.skip(missing(), allow_module_level=True)
 
 
-@pytest.fixture(scope="session")
-def recorded(tmp_path_factory):
+def record(tmp_path_factory, arch):
     def make(folder):
         # Triton launches only where it does not interpret.
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        found = subprocess.run(
-            [sys.executable, "-m", "tests.support.recording.session", folder],
-            cwd=ROOT, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert found.returncode == 0, found.stderr
-        (folder / "recorded.json").write_text(found.stdout)
+        code = "import sys; from tests.support.recording.session import main; main(*sys.argv[1:])"
+        found = printed(code, str(folder), arch, cwd=ROOT, env=environment)
+        (folder / "recorded.json").write_text(found)
 
-    folder = once_a_run(tmp_path_factory, "recorded_launches", make)
+    folder = once_a_run(tmp_path_factory, f"recorded_launches_{arch}", make)
     return json.loads((folder / "recorded.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    return record(tmp_path_factory, "sm_90")
+
+
+@pytest.fixture(scope="session")
+def recorded_hip(tmp_path_factory):
+    return record(tmp_path_factory, "gfx942")
 
 
 def kernels(launches):
@@ -117,4 +122,27 @@ def test_overhead_times_whole_calls_where_there_is_a_driver(recorded):
 def test_parameters_have_the_sizes_that_compiled_kernels_take(recorded):
     assert len(recorded["compiled"]) == len(session.COMPILED)
     for name, compiled, told in recorded["compiled"]:
+        assert compiled == told, name
+
+
+# On AMD: Triton's launcher for HIP, and a stand-in for its library.
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_on_amd_launch_what_is_compiled_offline_and_then_without_triton(recorded_hip, call):
+    """In programs of wavefronts of 64, on the stream of the moment; a third call is bound."""
+    found = recorded_hip["calls"][call]
+    first, stream = found["first"], found["stream"]
+    assert found["offline"] and kernels(first) == found["offline"]
+    assert found["again"] == found["bound"] == first and found["dispatched"] == 0
+    assert found["other bound"] == found["other first"]
+    assert stream != first and stream == on_stream(first, stream[0][1].split(" ")[3])
+    assert all(int(shape.split(" ")[1]) % 64 == 0 for _, shape, _ in first)
+    for offline, moved, again, bound in found["moved"]:
+        assert kernels(moved) == offline and again == bound == moved
+
+
+def test_parameters_on_amd_have_the_sizes_that_compiled_kernels_take(recorded_hip):
+    assert len(recorded_hip["compiled"]) == len(session.COMPILED) - 1  # no tensor descriptors
+    for name, compiled, told in recorded_hip["compiled"]:
         assert compiled == told, name

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.common import stream_k
+from quire.kernels.common.arch import named
 from quire.kernels.common.decode_plans import LAUNCH_COST, MIN_SPLIT_KEYS, SPLIT_COST
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
@@ -195,8 +196,8 @@ def fair_share(count, units, programs, least, cost):
 def test_no_batch_size_of_latents_falls_off_a_cliff(num_heads, keys):
     """All programs begin at once, and end nearly so, at any batch size. What the device makes of one is looked at where waves of whole or equal
     KV splits would be almost empty."""
-    rows = mla_configs.decode_rows(num_heads=num_heads, max_seqlen_q=1, arch=90)
-    config = mla_configs.select_config(2, rows, 90)
+    rows = mla_configs.decode_rows(num_heads=num_heads, max_seqlen_q=1, arch=named("sm_90"))
+    config = mla_configs.select_config(2, rows, named("sm_90"))
     plan = mla_configs.plan_decode(config=config, num_heads=num_heads, head_dim_v=512, num_sms=132)
     programs, block_n = plan.programs, config.block_n
     assert programs == {16: 264, 32: 132, 64: 132, 128: 66}[num_heads]

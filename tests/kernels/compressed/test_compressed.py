@@ -7,13 +7,16 @@ import re
 import pytest
 import torch
 
+from quire.bench.static.cases import ALL_ARCHS
 from quire.kernels import (
     LatentPages,
     compressed_attention,
     compressed_attention_workspace_numel,
+    merge_partials,
     page_bytes,
 )
 from quire.kernels.common import launching
+from quire.kernels.common.arch import named
 from quire.kernels.common.tile_shapes import tile_heads, tile_rows
 from quire.kernels.compressed import configs, flash_mla
 from quire.kernels.compressed import reference as reference_compressed
@@ -128,7 +131,7 @@ def test_against_float64(case):
 
 @pytest.mark.parametrize("num_heads, q_lens", [(20, [2, 1]), (20, [1, 1])])
 def test_divided_scores_below_hopper(num_heads, q_lens, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda _: (80, 2))
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda _: (named("sm_80"), 2))
     case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=num_heads, **REAL)
     batch = make_batch(case)
     exact, _ = exactly(batch)
@@ -202,6 +205,58 @@ def test_the_result_does_not_depend_on_who_counts_as_decode(impl, topk):
         assert_within_budget("out", out.cpu(), exact)
 
 
+def entries_of_rank(batch, rank, num_ranks):
+    """The call of one of several ranks that hold every num_ranks-th entry: it sees no raw row. See `quire.kernels.merge_partials`."""
+    pages, ratio = batch["compressed_pages"], batch["compress_ratio"]
+    table = batch["compressed_table"]
+    size, width = pages.storage_block_size, batch["compressed_table"].shape[1]
+    data = torch.full((table.numel(), *pages.data.shape[1:]), NAN, device=DEVICE)
+    for entry in range(rank, width * size, num_ranks):
+        own = entry // num_ranks
+        for s, page in enumerate(table[:, entry // size].tolist()):
+            if page != NO_PAGE:
+                data[s * width + own // size, own % size] = pages.data[page, entry % size]
+    shift = (num_ranks - 1 - rank) * ratio
+    mine = dict(
+        batch,
+        kv=None,
+        window_table=batch["window_table"][:, :0],
+        compressed_pages=dataclasses.replace(pages, data=data),
+        compressed_table=torch.arange(table.numel(), dtype=torch.int32, device=DEVICE).view(
+            -1, width
+        ),
+        compress_ratio=ratio * num_ranks,
+        seq_lens=batch["seq_lens"] + shift,
+        sinks=None,
+        cos_sin=None,
+    )
+    if batch["topk_indices"] is not None:
+        named = batch["topk_indices"]
+        mine["topk_indices"] = torch.where(named % num_ranks == rank, named // num_ranks, -1)
+    return mine
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("topk", [None, 4])
+def test_entries_may_be_spread_over_ranks(topk, num_ranks, impl):
+    """Entry w is rank w % n's, where it is entry w // n: a longer sequence of a higher ratio sees just those that the queries see."""
+    case = Case("", [61, 3, 40], [1, 1, 25], ratio=4, topk=topk, num_decodes=2, scattered=False, lens=False, inverse_rope=False)  # fmt: skip
+    batch = make_batch(case)
+    exact, exact_lse = exactly(batch)
+    calls = [
+        dict(batch, compressed_pages=None, compressed_table=None, compress_ratio=None,
+             topk_indices=None, topk_lens=None, sinks=None),
+        *(entries_of_rank(batch, rank, num_ranks) for rank in range(num_ranks)),
+    ]  # fmt: skip
+    lses = torch.full((len(calls), *exact_lse.shape), NAN, device=DEVICE)
+    outs = torch.stack([attend(call, impl, lse=lse) for call, lse in zip(calls, lses, strict=True)])
+    lse = torch.empty(exact_lse.shape, device=DEVICE)
+    out = merge_partials(outs, lses, sinks=batch["sinks"], lse=lse, impl=impl)
+    assert_within_budget("out", out.cpu(), exact)
+    assert_within_budget("lse", lse.cpu(), exact_lse)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_in_step_rows_are_cached_rows(impl):
     """Bit for bit the same, whether the step's rows come beside the pages or were written to them before."""
@@ -222,7 +277,7 @@ def test_in_step_rows_are_cached_rows(impl):
     assert attend(written, impl).equal(expected)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_quantized_rows_are_read_exactly(arch):
     """A query that sees one key gets its row: every quantized value with every scale that a finite bf16 number can have."""
     quantized = torch.arange(256, dtype=torch.uint8)
@@ -247,7 +302,7 @@ def test_quantized_rows_are_read_exactly(arch):
         lse=None,
         workspace=None,
     )
-    for launch in compressed_triton.prepare(call, arch, 2):
+    for launch in compressed_triton.prepare(call, named(arch), 2):
         launch.run()
     expected = torch.stack([reference_compressed.read_row(pages, 1, row) for row in range(rows)])
     assert call.out[:, 0].double().equal(expected.to(BF16).double())
@@ -257,7 +312,7 @@ def test_quantized_rows_are_read_exactly(arch):
 def test_the_stated_workspace_suffices(num_heads):
     """Whatever the batch, the format, the architecture and the lengths are."""
     for arch, fp8, has_topk in itertools.product(
-        (80, 86, 90, 100, 120), (False, True), (False, True)
+        map(named, ALL_ARCHS), (False, True), (False, True)
     ):
         for decode_tokens, num_decodes, num_sms in itertools.product(
             (1, 3, 9), (1, 300), (1, 7, 132)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from quire.bench.common.bounds import bounded, bounding, rounded
 from quire.kernels import expert_mlp
 from quire.kernels.common import launching
+from quire.kernels.common.arch import named
 from quire.kernels.experts import reference, torch_impl, triton_impl
 from quire.kernels.experts.configs import FP32, PACKED, PLAIN, ExpertConfig, select_config
 from quire.kernels.gating.reference import gated_product
@@ -196,7 +198,8 @@ def test_grouped_matmul_skips_empty_groups(by_loop, request):
 def test_grouped_products_only_where_torch_has_a_kernel(capability, dtype, grouped, monkeypatch):
     """Elsewhere torch's grouped_mm waits for the offsets."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     x, weights = (
         torch.empty(*shape, dtype=dtype, device="meta") for shape in ((5, 16), (3, 8, 16))
     )
@@ -223,7 +226,7 @@ def test_order(ids, num_experts, block_m, few, monkeypatch):
     flat, num_rows = ids.flatten(), ids.numel()
     weights = torch.zeros(num_experts, 2, 8, 8, device=DEVICE), torch.zeros(num_experts, 8, 8, device=DEVICE)  # fmt: skip
     made, [first, *_] = triton_impl.prepare(
-        torch.zeros(len(ids), 8, device=DEVICE), ids, *weights, "silu", None, 1.0, 0.0, None, None, None, None
+        named("sm_90"), torch.zeros(len(ids), 8, device=DEVICE), ids, weights, (None, None), (None, None), "silu", None, 1.0, 0.0
     )  # fmt: skip
     made["order"].fill_(-7)
     first.run()
@@ -267,6 +270,7 @@ def test_three_launches_and_no_value_read(monkeypatch):
     call = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in call.items()}
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    monkeypatch.setattr(triton_impl, "arch_and_sms", lambda tensor: (named("sm_90"), 2))
     for _ in range(2):
         assert expert_mlp(**call, impl="triton").is_meta
     assert len(launches) == 6 and launches[:3] == launches[3:]

@@ -9,6 +9,7 @@ import torch
 from quire.bench.common.bounds import UNIT, bounded, bounding, rounded
 from quire.kernels import collapse_streams, expand_streams
 from quire.kernels.common import launching
+from quire.kernels.common.arch import named
 from quire.kernels.hyper_connections import reference, triton_impl
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
@@ -206,7 +207,7 @@ def test_released_shapes_are_split():
             "streams": torch.empty(num_tokens, 4, 4096, dtype=torch.bfloat16, device="meta"),
             "fn": torch.empty(24, 4 * 4096, device="meta"),
         }
-        _, launches = triton_impl.prepare_collapse(90, 132, **call)
+        _, launches = triton_impl.prepare_collapse(named("sm_90"), 132, **call)
         assert least <= launches[0].grid[1] <= most
 
 

@@ -1,8 +1,6 @@
 """``index_topk`` against the float64 oracle, both implementations, on batches full of poison and of equal scores."""
 
 import dataclasses
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -13,11 +11,13 @@ import triton.language as tl
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.common import ordering
+from quire.kernels.common.arch import named
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer import reference as reference_indexer
 from quire.kernels.indexer import triton_impl as indexer_triton
 from quire.kernels.indexer.plan import plan
+from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels.indexer_cases import IndexCase, exact_scores, make_index_batch
 
@@ -107,6 +107,69 @@ def assert_as_good(got, batch):
         assert exact.error.max() < exact.std() / 100
 
 
+SCORED = {
+    "decode-around-topk", "decode-empty", "decode-nobody-chooses", "decode-real-heads-fp8", "decode-topk-100",
+    "prefill-chunk", "prefill-borders-in-tiles", "prefill-padding", "ties-all", "ties-below-zero",
+}  # fmt: skip
+
+
+def assert_told(told, out, lens, exact):
+    """The scores of what is selected, then -inf."""
+    for t, row in enumerate(exact):
+        selected = out[t, : lens[t]].long().cpu()
+        assert told[t, : lens[t]].cpu().double().equal(row[selected])
+        assert told[t, lens[t] :].isneginf().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in SCORED], ids=lambda case: case.name)
+def test_scores_of_what_is_selected(case, impl):
+    batch = make_index_batch(case)
+    exact = exact_scores(batch)
+    told = torch.full((len(batch["q"]), case.topk), NAN, device=DEVICE)
+    got = select(batch, impl, scores=told)
+    assert_selected(got, reference_indexer.select(exact, case.topk))
+    assert_told(told, *got, exact)
+
+
+def keys_of_rank(batch, rank, num_ranks):
+    """The call of one of several ranks that hold every num_ranks-th key."""
+    pages, table = batch["pages"], batch["block_table"]
+    size, width = pages.storage_block_size, table.shape[1]
+    data = torch.full((table.numel(), *pages.data.shape[1:]), NAN, device=DEVICE)
+    for entry in range(rank, width * size, num_ranks):
+        own = entry // num_ranks
+        for s, page in enumerate(table[:, entry // size].tolist()):
+            if page < len(pages.data):
+                data[s * width + own // size, own % size] = pages.data[page, entry % size]
+    ratio, shift = batch["compress_ratio"], (num_ranks - 1 - rank) * batch["compress_ratio"]
+    return batch | {
+        "pages": dataclasses.replace(pages, data=data),
+        "block_table": torch.arange(table.numel(), dtype=torch.int32, device=DEVICE).view(-1, width),
+        "compress_ratio": ratio * num_ranks,
+        "seq_lens": batch["seq_lens"] + shift,
+        "max_seq_len": batch["max_seq_len"] + shift,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("values", ["integers", "zeros"])
+def test_keys_may_be_spread_over_ranks(values, num_ranks, impl):
+    """Entry w is rank w % n's, where it is entry w // n: the best of the ranks' selections, among equals the lowest ids, are the best of all."""
+    batch = make_index_batch(IndexCase("", [203, 33, 38, 90], [1, 1, 2, 9], values=values))
+    topk, found = batch["topk"], [[] for _ in batch["q"]]
+    for rank in range(num_ranks):
+        told = torch.full((len(batch["q"]), topk), NAN, device=DEVICE)
+        out, lens = select(keys_of_rank(batch, rank, num_ranks), impl, scores=told)
+        for t, row in enumerate(found):
+            ids = (out[t, : lens[t]] * num_ranks + rank).tolist()
+            row += zip((-told[t, : lens[t]]).tolist(), ids, strict=True)
+    best = [sorted(w for _, w in sorted(row)[:topk]) for row in found]
+    out, lens = reference_indexer.select(exact_scores(batch), topk)
+    assert best == [out[t, : lens[t]].tolist() for t in range(len(best))]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("values", ["normal", "integers", "zeros"])
 def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
@@ -146,7 +209,10 @@ def test_levels_change_nothing(values, monkeypatch):
     if values == "normal":
         assert_as_good(select(batch), batch)
     else:
-        assert_selected(select(batch), reference_indexer.select(exact_scores(batch), 8))
+        exact, told = exact_scores(batch), torch.full((3, 8), NAN, device=DEVICE)
+        got = select(batch, scores=told)
+        assert_selected(got, reference_indexer.select(exact, 8))
+        assert_told(told, *got, exact)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 100])
@@ -310,19 +376,19 @@ def test_ordered_bits():
     assert all(a < b for a, b in pairwise(values[:6] + values[7:]))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
-    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (named(arch), 2))
     case = IndexCase("", [300, 51], [1, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
     assert_selected(select(batch), reference_indexer.select(exact_scores(batch), case.topk))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("power", [-126, -60, 60, 118])
 def test_queries_beyond_fp16_meet_quantised_keys(power, arch, monkeypatch):
     """bf16 queries of which every second head is out of the range of fp16, and weights that bring all heads to one scale again."""
-    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (named(arch), 2))
     case = IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
     want = reference_indexer.select(exact_scores(batch), case.topk)
@@ -382,4 +448,4 @@ def test_the_torch_implementation_needs_no_triton():
         "    torch.tensor([0, 1], dtype=torch.int32), topk=2, max_seqlen_q=1, max_seq_len=12)\n"
         "assert out.tolist() == [[0, 1]] and lens.tolist() == [2]"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed(code)

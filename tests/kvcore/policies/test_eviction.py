@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
-from quire.kvcore.policies.adaptive import hazard
+from quire.kvcore.policies.returns import hazard
 from tests.support.kvcore.engine import Engine, groups
 
 GEMMA = ((32, None), (16, 64), (16, 64))
@@ -191,7 +191,10 @@ def test_adaptive_asks_how_many_of_a_kind_are_returned_to():
             policy.asked(key(*said[:9], "new"), 9)
     while policy._new:
         policy._look(64)
-    share = {kind: policy._rate(kind, False)[0] for kind in ("edited", "end", "answer", "junction")}
+    share = {
+        kind: policy._returns._rate(kind, False)[0]
+        for kind in ("edited", "end", "answer", "junction")
+    }
     assert share["edited"] > 0.8, "a kind of few entries"
     assert share["end"] == pytest.approx(10 / 19, abs=0.02)
     assert share["answer"] < 0.02 and share["junction"] < 0.02
@@ -334,7 +337,7 @@ def test_adaptive_does_not_count_against_a_kind_what_was_made_anew_as_another():
         policy.add(Fake(key(8), last_used=turn, depth=9))
         assert policy.pop().key == key(8)
     for later in (False, True):
-        share, _ = policy._rate("superseded", later)
+        share, _ = policy._returns._rate("superseded", later)
         assert share == pytest.approx(20 / 30, abs=0.01), "of what all entries show"
 
 
@@ -382,7 +385,7 @@ def test_adaptive_weighs_savings_against_age():
         policy.asked(key("cheap"), 0)
     policy.add(cheap)
     policy.asked(key("x"), 0)
-    rates = [policy._chance(policy._filed[entry][1]) for entry in (dear, cheap)]
+    rates = [policy.chance(entry) for entry in (dear, cheap)]
     assert rates[0] * 2 < rates[1] < rates[0] * 4
     assert popped(policy) == [cheap.key, dear.key]
 
@@ -419,7 +422,7 @@ def test_adaptive_forgets_old_keys():
         policy.asked(key(i), 0)
         policy.add(Fake(key(i), last_used=i))
         policy.pop()
-    assert len(policy._records) <= 1100 and len(policy._left) <= 64 * 32
+    assert len(policy._returns._records) <= 1100 and len(policy._returns._left) <= 64 * 32
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, StepPlan
+from tests.support.budgets import budget
 from tests.support.kvcore.engine import Engine, groups, row_ids
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -44,14 +45,17 @@ def held(e: Engine, prompt: list[int]) -> int:
     return 0
 
 
+@budget(3, long=1)
 @pytest.mark.parametrize("retention", ["latest", 2])
 @pytest.mark.parametrize("chunk", [5, 64])
 @pytest.mark.parametrize("mix", [m for m in MIXES if m != "state"])
-def test_a_hit_is_as_long_as_the_held_rows_allow(mix, chunk, retention):
+def test_a_hit_is_as_long_as_the_held_rows_allow(mix, chunk, retention, budget):
+    """At every length of the shared part, or at every third: at others for the other chunks and retentions."""
     a = engine(mix).kv.alignment
+    first = (chunk + (retention == 2)) % budget
     for length in (a + 1, 24, 45):
         prompt = list(range(100, 100 + length))
-        for shared in range(length + 1):
+        for shared in range(first, length + 1, budget):
             e = engine(mix, retention=2 * a if retention == 2 else retention)
             e.run("first", prompt, [1, 2, 3], chunk)
             second = [*prompt[:shared], *range(500, 500 + 2 * a + 1)]

@@ -5,6 +5,8 @@ What a query sees is said once, here, by token positions; nothing of the tables'
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -27,6 +29,11 @@ def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     return weights @ values / weights.sum()
 
 
+def near(found: np.ndarray, expected: np.ndarray) -> bool:
+    """As `np.testing.assert_allclose` has it, of thousands of pairs of a few numbers."""
+    return bool((np.abs(found - expected) <= 1e-9 * np.abs(expected)).all())
+
+
 class Paged:
     """A request's own keys and values, all of them, beside the rows that were written into pages by slot mappings."""
 
@@ -43,16 +50,19 @@ class Paged:
         self.part, self.size = parts - 1, size
         self.rng = np.random.default_rng(0)
         self.pages = np.full((2, self.kv.num_pages, size, DIM), np.nan)
+        self._read: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.rows: dict[str, np.ndarray] = {}  # [2, tokens, DIM] keys and values of every token
 
     def admit(self, rid: str, tokens: list[int]) -> int:
         match = self.kv.match(tokens)
         slot = self.kv.admit(rid, match)
+        self._read.clear()
         # Rows are functions of the prefix: equal tokens have equal rows.
         self.rows[rid] = np.array([[self._row(t, i) for t in tokens] for i in range(2)])
         return slot
 
     @staticmethod
+    @cache
     def _row(token: int, which: int) -> np.ndarray:
         return np.random.default_rng([token, which]).normal(size=DIM)
 
@@ -68,64 +78,73 @@ class Paged:
             if at >= 0:
                 self.pages[:, at // self.size, at % self.size] = more[:, i]
         self.kv.commit(plan, tokens)
+        self._read.clear()
 
-    def expected(self, rid: str, q: np.ndarray, position: int) -> np.ndarray:
-        """Of a query at `position`: over all of its keys."""
-        keys, values = self.rows[rid]
-        visible = [j for j in range(len(keys)) if 0 <= position - j < (self.window or 1 << 40)]
-        return attend(q, keys[visible], values[visible])
+    def rollback(self, rid: str, count: int) -> None:
+        self.kv.rollback(self.kv.slot_of(rid), count)
+        self._read.clear()
 
-    def paged(self, rid: str, form: str) -> dict[int, np.ndarray]:
-        """Rows [2, DIM] by position that the tables name, of computed tokens."""
-        slot = self.kv.slot_of(rid)
+    def lowest(self, position: int) -> int:
+        """The first token that a query at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def paged(self, rid: str, form: str) -> tuple[np.ndarray, np.ndarray]:
+        """Positions [n] of computed tokens and their rows [2, n, DIM] as the tables name them; read once after each change."""
+        if form not in self._read:
+            self._read[form] = self._paged(rid, form)
+        return self._read[form]
+
+    def _paged(self, rid: str, form: str) -> tuple[np.ndarray, np.ndarray]:
+        slot, within = self.kv.slot_of(rid), np.arange(self.size)
         n = int(self.kv.num_computed[slot])
-        found = {}
         if form == "linear":
             table = linear_table(self.kv, 1, [slot], self.part)[0]
-            for block, page in enumerate(table.tolist()):
-                for row in range(self.size):
-                    if page and block * self.size + row < n:
-                        found[block * self.size + row] = self.pages[:, page, row]
-            return found
-        rows = paged_rows(self.kv, 1, [slot], self.part)
-        assert rows.indptr.tolist() == [0, len(rows.indices)]
-        first, last = int(rows.first_tokens[0]), len(rows.indices) - 1
-        assert (rows.last_page_len[0] == 0) == (last < 0)
-        for i, page in enumerate(rows.indices.tolist()):
-            assert page
-            for row in range(int(rows.last_page_len[0]) if i == last else self.size):
-                found[first + i * self.size + row] = self.pages[:, page, row]
-        return found
+            blocks = np.flatnonzero(table)
+            pages, positions = table[blocks], blocks[:, None] * self.size + within
+            named = positions < n
+        else:
+            rows = paged_rows(self.kv, 1, [slot], self.part)
+            assert rows.indptr.tolist() == [0, len(rows.indices)]
+            last = int(rows.last_page_len[0])
+            assert (last == 0) == (not len(rows.indices)) and rows.indices.all()
+            pages = rows.indices
+            positions = int(rows.first_tokens[0]) + np.arange(len(pages))[:, None] * self.size + within  # fmt: skip
+            named = np.full(positions.shape, True)
+            named[-1:, last:] = False
+        return positions[named], self.pages[:, pages][:, named]
 
     def check_newest(self, rid: str, form: str) -> None:
         """The query of the newest token takes all from the pages."""
         position = int(self.kv.num_computed[self.kv.slot_of(rid)]) - 1
-        q, paged = self.rng.normal(size=DIM), self.paged(rid, form)
-        visible = [j for j in sorted(paged) if position - j < (self.window or 1 << 40)]
-        keys, values = np.array([paged[j] for j in visible]).reshape(-1, 2, DIM).swapaxes(0, 1)
-        expected = self.expected(rid, q, position)
-        np.testing.assert_allclose(
-            attend(q, keys, values), expected, rtol=1e-9, err_msg=f"{position + 1} tokens"
-        )
+        q, (positions, rows) = self.rng.normal(size=DIM), self.paged(rid, form)
+        low = self.lowest(position)
+        found = attend(q, *rows[:, positions >= low])
+        expected = attend(q, *self.rows[rid][:, low : position + 1])
+        assert near(found, expected), f"{position + 1} tokens"
 
     def check_next(self, rid: str, form: str, count: int) -> None:
         """The queries of a step that is still to be committed take the context from the pages, and the step's rows from itself."""
         n = int(self.kv.num_computed[self.kv.slot_of(rid)])
-        paged, own = self.paged(rid, form), self.rng.normal(size=(2, count, DIM))
+        (positions, rows), own = self.paged(rid, form), self.rng.normal(size=(2, count, DIM))
         everything = np.concatenate([self.rows[rid][:, :n], own], axis=1)
         for position in range(n, n + count):
-            reach = range(max(0, position - (self.window or 1 << 40) + 1), position + 1)
-            seen = [own[:, j - n] if j >= n else paged[j] for j in reach]
-            keys, values = np.array(seen).swapaxes(0, 1)
+            low = self.lowest(position)
+            seen = positions >= low
+            assert np.array_equal(positions[seen], np.arange(low, n)), (
+                f"{position} after {n} tokens"
+            )
+            mine = np.concatenate(
+                [rows[:, seen], own[:, max(0, low - n) : position + 1 - n]], axis=1
+            )
             q = self.rng.normal(size=DIM)
-            expected = attend(q, everything[0, list(reach)], everything[1, list(reach)])
-            np.testing.assert_allclose(attend(q, keys, values), expected, rtol=1e-9)
+            expected = attend(q, *everything[:, low : position + 1])
+            assert near(attend(q, *mine), expected), f"{position} after {n} tokens"
 
     def check_reach(self, rid: str, form: str) -> None:
         """No page is named that is out of sight of the newest token."""
         n = int(self.kv.num_computed[self.kv.slot_of(rid)])
-        for block in {j // self.size for j in self.paged(rid, form)}:
-            assert self.window is None or (block + 1) * self.size > n - self.window
+        blocks = self.paged(rid, form)[0] // self.size
+        assert self.window is None or ((blocks + 1) * self.size > n - self.window).all()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,7 +180,7 @@ def test_after_a_hit_and_beside_chunks_and_drafts(case, form):
                 p.step("a", tokens[n : n + 3])
                 room = n + 3 - p.kv.lowest_rollback(slot)
                 if room:
-                    p.kv.rollback(slot, min(2, room))
+                    p.rollback("a", min(2, room))
                 n = int(p.kv.num_computed[slot])
             p.step("a", tokens[n : n + 1])
             p.check_newest("a", form)

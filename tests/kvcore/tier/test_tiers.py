@@ -256,6 +256,53 @@ def test_the_quickest_way_wins():
     assert s.tiers.load(match) is None
 
 
+def test_a_prompt_is_loaded_without_a_match():
+    """By one look-up in all places; a prompt that is nobody's is refused."""
+    s = Setup()
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    found = []
+    look, s.tiers._planner.match = s.tiers._planner.match, lambda *a: found.append(a) or look(*a)
+    job = s.tiers.load(s.e.kv.match([*PROMPT, 1]).prompt)
+    assert len(found) == 1 and job.num_tokens == 96
+    s.memory.copy(job)
+    s.tiers.done(job)
+    assert s.serve([*PROMPT, 1]).num_tokens == 96
+    assert s.tiers.load(s.e.kv.match([*PROMPT, 1]).prompt) is None
+    for wrong in ([*PROMPT, 1], None):
+        with pytest.raises(ValueError, match=r"match: expected what `Tiers.match` returned, got"):
+            s.tiers.load(wrong)
+
+
+def test_one_budget_for_all_tiers():
+    """Of what `stores` may copy, the device's entries come first and the host's get what is left."""
+    s = Setup(pages=100, host=60, disk=200)
+    s.serve([2, *PROMPT])
+    for job in s.tiers.stores(1 << 30):  # to the host alone: nothing is there yet
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.serve([3, *PROMPT])
+    wanted = s.tiers.stores(1 << 30)
+    pages = {name: sum(j.num_pages for j in wanted if j.copies[0].source == name) for name in ("device", "host")}  # fmt: skip
+    assert pages["device"] > 4 and pages["host"] > 4
+    for job in wanted:
+        s.tiers.cancel(job)
+    for budget in range(1, sum(pages.values()) + 2):
+        made = s.tiers.stores(budget * PAGE)
+        moved = [(j.copies[0].source, j.num_pages) for j in made]
+        total = sum(n for _, n in moved)
+        assert total <= max(budget, s.tiers._transfers.least_pages), (budget, moved)
+        assert [source for source, _ in moved] == sorted(
+            source for source, _ in moved
+        )  # device, host
+        if budget < pages["device"]:
+            assert moved[0][0] == "device"
+        for job in made:
+            s.tiers.cancel(job)
+    assert total == sum(pages.values())
+
+
 def test_what_is_queued_on_the_link_counts():
     s = Setup(rate=1e6, prefill=100.0)
     for i in (1, 2):
@@ -279,7 +326,9 @@ def test_a_load_is_found_by_those_who_want_the_same():
     s.forget()
     assert s.tiers.match([*PROMPT, 1]).pending is None
     job = s.tiers.load(s.tiers.match([*PROMPT, 1]))
-    assert s.tiers.match([*PROMPT, 2]).pending is job
+    same = s.e.kv.match([*PROMPT, 2]).prompt
+    assert s.tiers.match([*PROMPT, 2]).pending is s.tiers.pending(same) is job
+    assert s.tiers.pending(s.e.kv.match([2, *PROMPT]).prompt) is None
     again = s.tiers.load(s.tiers.match([*PROMPT, 2]))  # twice is right, too
     for j in (job, again):
         s.memory.copy(j)

@@ -12,5 +12,15 @@ def test_lives():
     checked = Counter()
     for seed in range(8):
         checked += live(seed, 80).checked
-    for name in ("stores", "loads", "done", "failed", "kept promises", "stored points", "used"):
+    for name in (
+        "stores",
+        "loads",
+        "done",
+        "failed",
+        "kept promises",
+        "stored points",
+        "used",
+        "held",
+        "prefetch accepted",
+    ):
         assert checked[name] > 0, (name, checked)

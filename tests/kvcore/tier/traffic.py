@@ -3,7 +3,8 @@
     python -m tests.kvcore.tier.traffic --steps 200000 --seed 0
 
 goes on where the tests stop. The engine checks every row that a request can see; what a match promises is compared with
-sets of keys; and after each step all pages of all places are counted anew.
+sets of keys; a reader of the events must know what is in each place; and after each step all pages of all places are
+counted anew.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections import Counter
 
 import numpy as np
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, OutOfPages
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EventLog, OutOfPages
 from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
+from quire.kvcore.tier.tiers import MEDIA
 from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
-from tests.support.kvcore.tiers import Contents, DictJournal, Memory, longest
+from tests.support.kvcore.tiers import Contents, DictJournal, EventReader, Memory, longest
 
 SLOW = 1e-6  # tokens a second: everything is worth a load
 
@@ -31,8 +33,11 @@ class TieredTraffic(Traffic):
     """
 
     def __init__(self, draw) -> None:
-        super().__init__(draw)
+        log = draw.one([None, EventLog()])
+        super().__init__(draw, events=log)
         kv = self.e.kv
+        self.reader = None if log is None else EventReader(log)
+        self.max_hint_bytes = draw.one([None, 12 * 4096, 60 * 4096])
         self.checked = Counter()
         names = draw.one([("host",), ("host", "disk"), ("host", "disk"), ("disk",)])
         policies = [LRU, Adaptive, CostAware, S3FIFO]
@@ -41,9 +46,11 @@ class TieredTraffic(Traffic):
             n: TierSpec(draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n))
             for n in names
         }
+        parts = draw.one([None, [draw.number(1, 3) for _ in kv.layout.groups]])
         self.tiers = Tiers(
-            kv, **specs, prefill_tokens_per_second=SLOW,
+            kv, **specs, prefill_tokens_per_second=SLOW, parts=parts,
             watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
+            max_hint_bytes=self.max_hint_bytes,
         )  # fmt: skip
         self.memory = Memory(self.e, self.tiers)
         self.copied: dict[Job, bool] = {}
@@ -51,7 +58,7 @@ class TieredTraffic(Traffic):
         self.promised: dict[Job, tuple[TierMatch, list[int], bytes]] = {}
 
     def steps(self) -> list[str]:
-        names = [*super().steps(), *["stores"] * 6, *["look"] * 6, "evict", "rarely"]
+        names = [*super().steps(), *["stores"] * 6, *["look"] * 6, *["hint"] * 2, "evict", "rarely"]
         if "admit" in names:
             names += [*["serve"] * 5, *["bounce"] * 2]
         if len(self.e.slots) > 1:
@@ -101,12 +108,7 @@ class TieredTraffic(Traffic):
 
     def look(self):
         """A match of all places, checked; perhaps a load."""
-        salt = self.draw.one([b"", b"", b"t"])
-        base = self.draw.one([*self.history, *self.e.tokens.values()])
-        cut = self.draw.one([len(base), len(base), self.draw.number(0, len(base))])
-        prompt = (base[:cut] + self.draw.bits(1, 3))[: MAX_LEN - 10]
-        max_tokens = self.draw.one([None, None, None, self.draw.number(0, MAX_LEN)])
-        match = self._match(prompt, salt, max_tokens)
+        match, prompt, salt = self._looked()
         if not self.draw.one([True, True, False]):
             return
         before = self._numbers()
@@ -122,6 +124,62 @@ class TieredTraffic(Traffic):
             self.promised[job] = match, prompt, salt
             self._began(job)
             self.checked["loads"] += 1
+
+    def _looked(self):
+        """(a match, its prompt, its salt)."""
+        salt = self.draw.one([b"", b"", b"t"])
+        base = self.draw.one([*self.history, *self.e.tokens.values()])
+        cut = self.draw.one([len(base), len(base), self.draw.number(0, len(base))])
+        prompt = (base[:cut] + self.draw.bits(1, 3))[: MAX_LEN - 10]
+        max_tokens = self.draw.one([None, None, None, self.draw.number(0, MAX_LEN)])
+        return self._match(prompt, salt, max_tokens), prompt, salt
+
+    def hint(self):
+        """What a caller intends with a prefix changes nothing of what is where, but by loads."""
+        match, prompt, salt = self._looked()
+        draw, intent = self.draw, self.draw.one(["retain", "prefetch", "demote", "release"])
+        before, jobs = self._contents(), set(self.tiers.jobs)
+        ttl, max_bytes = draw.one([1.0, 100.0]), draw.one([None, 3 * 4096])
+        answer = self.tiers.hint(match, intent, now=self.next_id, ttl=ttl, max_bytes=max_bytes)
+        assert answer.reason and (
+            answer.outcome in ("accepted", "clipped") or not answer.num_tokens
+        )
+        self.checked[f"{intent} {answer.outcome}"] += 1
+        if intent == "prefetch" and answer.job is not None:
+            job = answer.job
+            assert (job in jobs) == (match.pending is not None)
+            if job not in jobs:
+                assert max_bytes is None or job.num_bytes <= max_bytes
+                if answer.outcome == "accepted":
+                    self.promised[job] = match, prompt, salt
+                self._began(job)
+            return
+        now = self._contents()
+        made = set()  # a pin may make a resume point between two others
+        if intent == "retain" and answer.num_tokens:
+            made.add(match.prompt.keys[: answer.num_tokens // self.e.kv.alignment * 32][-32:])
+            self.model.points.add(self.model.key(prompt, salt, answer.num_tokens))
+        for old, new in zip(before, now, strict=True):
+            assert old.segments == new.segments
+            assert old.points.keys() <= new.points.keys() <= old.points.keys() | made
+        again = self.tiers.match(prompt, salt=salt, max_tokens=match.device.max_tokens)
+        assert again.num_tokens == match.num_tokens and self.tiers.jobs.keys() == jobs
+        if intent == "retain" and answer.outcome in ("accepted", "clipped"):
+            assert self.max_hint_bytes is None or answer.num_bytes <= self.max_hint_bytes
+            if draw.one([False, True]):
+                self._pressed(match, answer)
+
+    def _pressed(self, match, answer):
+        """What is retained stays where it is when all else goes."""
+        kv = self.e.kv
+        name = answer.reason.removeprefix("kept on ").split(":")[0]
+        place = next(place for place in self.tiers.places if place.name == name)
+        place.index.evict(place.index.num_evictable - place.index.num_pinned_pages)
+        keys = [match.prompt.keys[i : i + 32] for i in range(0, len(match.prompt.keys), 32)]
+        most = answer.num_tokens // kv.alignment
+        held = longest([Contents(place.index)], keys, most, kv.index.span, kv.hybrid)
+        assert held == most, "a retained prefix went"
+        self.checked["held"] += 1
 
     def _match(self, prompt, salt, max_tokens=None):
         kv, tiers = self.e.kv, self.tiers
@@ -260,6 +318,8 @@ class TieredTraffic(Traffic):
     def rarely(self):
         draw, kv = self.draw, self.e.kv
         what = draw.number(0, 9)
+        if what == 9 and self.reader is not None:
+            kv.announce()
         if what == 0 and draw.number(0, 3) == 0:
             kv.clear()
             self.cleared = True
@@ -283,6 +343,9 @@ class TieredTraffic(Traffic):
         for tier in self.tiers.tiers:
             if tier.name in self.journals:
                 self._check_journal(tier)
+        if self.reader is not None:
+            media = dict(zip(["GPU", *(MEDIA[t.name] for t in self.tiers.tiers)], self._contents(), strict=True))  # fmt: skip
+            self.reader.check(media, any(g.kind == "dense" for g in self.e.kv.layout.groups))
         if self.draw.number(0, 3) == 0:
             self.memory.poison_free_pages()
 

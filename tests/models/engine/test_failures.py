@@ -11,6 +11,7 @@ from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine_many import alone, workload
+from tests.support.budgets import budget
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -43,9 +44,10 @@ def run(engine):
     return outputs, failed
 
 
+@budget(30, long=60)
 @pytest.mark.parametrize("drafter", [None, NGramDrafter(3, min_ngram=1)], ids=["plain", "drafts"])
 @pytest.mark.parametrize("where", ["tensors", "model", "written", "sample"])
-def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter):
+def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, budget):
     model, rng = ToyModel(), random.Random(7)
     # Requests that are not in the step that fails, and a pool that is too small for all.
     config = EngineConfig(
@@ -62,10 +64,10 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter):
         engine._sampler = fails_at_times(rng, engine._sampler)
     else:
         model.forward = fails_at_times(rng, model.forward, after=where == "written")
-    work = [(tokens, params) for tokens, params, _ in workload(rng, 60, VOCAB, 150)]
+    work = [(tokens, params) for tokens, params, _ in workload(rng, budget, VOCAB, 150)]
     ids = [engine.add_request(tokens, params) for tokens, params in work]
     outputs, failed = run(engine)
-    assert failed > 20 and engine.totals.num_preempted > 3
+    assert failed > budget // 3 and engine.totals.num_preempted > budget // 20
     for request_id, (tokens, params) in zip(ids, work, strict=True):
         assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
 

@@ -11,10 +11,10 @@ from quire.models.engine.interrupts import interrupts_wait
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
+from tests.support.budgets import budget
 from tests.support.models.few import few
 
 PARAMS = SamplingParams(4, ignore_eos=True, n=2)
-NUM_MOMENTS = 60
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,9 @@ def interrupted_at(moment, work):
 
 
 @pytest.mark.slow
+@budget(20, long=60)
 @pytest.mark.parametrize("way", ["stream", "generate"])
-def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way):
+def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way, budget):
     model = random_model(few("gemma3-tiny"))
     llm = LLM(model, engine=EngineConfig(num_pages=200, max_num_seqs=4))
     prompts = [[5] * 20, [6] * 3]
@@ -71,8 +72,8 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way):
 
     expected = answers()
     ended, num_lines = interrupted_at(None, work)
-    assert ended and num_lines > 20 * NUM_MOMENTS
-    for moment in range(1, num_lines, num_lines // NUM_MOMENTS):
+    assert ended and num_lines > 1200
+    for moment in range(1, num_lines, num_lines // budget):
         ended, _ = interrupted_at(moment, work)
         assert not ended and not llm.engine.has_work and not llm._streams
         llm.engine.kv.check_invariants()

@@ -14,7 +14,8 @@ import torch
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.request import MAX_SAMPLES, RequestError, SamplingParams
+from quire.models.engine.outputs import RequestError
+from quire.models.engine.request import MAX_SAMPLES, SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM

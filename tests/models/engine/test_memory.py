@@ -18,12 +18,11 @@ from quire.models.engine.memory import (
     LOGITS_COPIES,
     ModelCache,
     free_memory,
-    longest_request,
     model_cache,
-    pages_of_request,
     plan_memory,
 )
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.room import longest_request, pages_of_request
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import build
 from tests.support.models.toy import ToyModel

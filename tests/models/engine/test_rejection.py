@@ -23,10 +23,10 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_sampling import plain_probabilities
+from tests.support.budgets import budget
 from tests.support.models.toy import ToyModel
 
 V = 4  # tokens of the chain
-NUM_OUTPUTS = 4000
 Z = 3.719  # a standard normal exceeds it with a probability of 1e-4
 PROMPT = [2, 0]
 
@@ -109,7 +109,7 @@ def probability(table, params, output):
     return p
 
 
-def run(model, drafter, params, *, num_tokens, num_outputs=NUM_OUTPUTS, method="standard", **more):
+def run(model, drafter, params, *, num_tokens, num_outputs, method="standard", **more):
     """(outputs in the order of their seeds, drafts, accepted drafts)."""
     settings = {"max_num_seqs": 200, "max_num_batched_tokens": 4000, "num_pages": 3000} | more
     engine = Engine(
@@ -151,12 +151,14 @@ CASES = [
 ]
 
 
+@budget(1500, long=4000)
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_outputs_have_the_targets_distribution(kind, name):
+def test_outputs_have_the_targets_distribution(kind, name, budget):
     model, params = Chain(), PARAMS[name]
     expected = {o: probability(model.table, params, o) for o in product(range(V), repeat=4)}
-    outputs, drafts, accepted = run(model, drafter(kind, model, params, 2), params, num_tokens=4)
-    assert drafts > NUM_OUTPUTS
+    guess = drafter(kind, model, params, 2)
+    outputs, drafts, accepted = run(model, guess, params, num_tokens=4, num_outputs=budget)
+    assert drafts > budget
     assert excess(outputs, expected) < Z
     if kind == "equal":
         assert accepted > 0.999 * drafts, "but for rounding"
@@ -181,19 +183,22 @@ BROKEN = {
 }
 
 
+@budget(1500, long=4000)
 @pytest.mark.parametrize("rule", BROKEN)
-def test_broken_rejection_shows(rule, monkeypatch):
+def test_broken_rejection_shows(rule, monkeypatch, budget):
     model, params = Chain(), PARAMS["temperature"]
     expected = {o: probability(model.table, params, o) for o in product(range(V), repeat=4)}
     monkeypatch.setattr(sampling, "rejection_sample", BROKEN[rule])
     kind = "guess, good" if rule == "one number for both" else "bad"
-    outputs, _, _ = run(model, drafter(kind, model, params, 2), params, num_tokens=4)
-    assert excess(outputs, expected) > 2 * Z
+    guess = drafter(kind, model, params, 2)
+    outputs, _, _ = run(model, guess, params, num_tokens=4, num_outputs=budget)
+    assert excess(outputs, expected) > Z * (budget // 1500)
 
 
 @pytest.mark.slow
+@budget(1500, long=4000)
 @pytest.mark.parametrize("kind", ["good", "bad", "guess, good"])
-def test_acceptance_rates(kind):
+def test_acceptance_rates(kind, budget):
     """One draft a request: "strict" keeps p(x) of it, "standard" the sum of min(p, q), and both as often where nothing is drawn."""
     model, params = Chain(), PARAMS["temperature"]
     p = torch.stack(
@@ -208,8 +213,9 @@ def test_acceptance_rates(kind):
     rates = {"strict": strict_rate, "standard": float((first[:, None] * torch.minimum(p, q)).sum())}
     for method, rate in rates.items():
         guess = drafter(kind, model, params, 1)
-        _, drafts, accepted = run(model, guess, params, num_tokens=3, method=method)
-        assert drafts == NUM_OUTPUTS
+        more = {"num_tokens": 3, "num_outputs": budget, "method": method}
+        _, drafts, accepted = run(model, guess, params, **more)
+        assert drafts == budget
         assert abs(accepted / drafts - rate) < Z * math.sqrt(rate * (1 - rate) / drafts), method
     if kind == "guess, good":
         assert rates["strict"] == pytest.approx(rates["standard"])

@@ -12,9 +12,13 @@ import torch
 
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import disk as disk_module
+from quire.models.config.named import get_config
 from quire.models.engine import tiering
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.layers.attention import PagedAttend
+from quire.models.llm import DRAFTERS
 from quire.models.loading.random_weights import random_model
 from quire.models.tiers import ways
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
@@ -36,6 +40,7 @@ class TieredPool(ToyPool):
         self.tensors = [
             torch.from_numpy(p.view(np.uint8).reshape(num_pages, -1)) for p in self.pages
         ]
+        self.filled = [(2, self.tensors[0].shape[1])] * 2
 
 
 def tiered(model):
@@ -91,9 +96,9 @@ class Faults:
                 return work(this, *args)
             self.count[name] += 1
             if name == "copy":
-                direction, pages, buffer, rows = args
+                direction, pages, buffer, rows, *tensor = args
                 half = len(pages) // 2
-                work(this, direction, pages[:half], buffer, rows[:half])
+                work(this, direction, pages[:half], buffer, rows[:half], *tensor)
                 raise torch.OutOfMemoryError("copy")
             if self.rng.random() < 0.5:
                 raise ValueError(name)
@@ -105,18 +110,19 @@ class Faults:
 
 
 @pytest.mark.parametrize(
-    "where, share, is_async",
+    "where, share, is_async, num_drafts",
     [
-        ("host", 0.0, False),
-        ("host", 0.25, True),
-        ("disk", 0.25, False),
-        ("host and disk", 0.0, True),
-        ("host and disk", 0.25, False),
-        ("host and disk", 0.25, True),
+        ("host", 0.0, False, 0),
+        ("host", 0.25, True, 0),
+        ("host", 0.25, False, 3),
+        ("disk", 0.25, False, 0),
+        ("host and disk", 0.0, True, 0),
+        ("host and disk", 0.25, False, 2),
+        ("host and disk", 0.25, True, 0),
     ],
 )
-def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monkeypatch):
-    """Requests come back and are aborted, the pool is too small for all, and calls fail."""
+def test_outputs_are_those_without_tiers(where, share, is_async, num_drafts, tmp_path, monkeypatch):
+    """Requests come back and are aborted, drafts are rejected, the pool is too small for all, and calls fail."""
     rng = random.Random(11)
     model = tiered(ToyModel())
     faults = Faults(monkeypatch, rng, share)
@@ -127,7 +133,8 @@ def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monke
         async_scheduling=is_async,
         **tiers_of(where, tmp_path),
     )
-    engine = Engine(model, config)
+    drafter = NGramDrafter(num_drafts, min_ngram=1) if num_drafts else None
+    engine = Engine(model, config, drafter=drafter)
     work = list(workload(rng, 40, VOCAB, engine.max_model_len))
     work += [([*tokens, 5, 6], replace(params, max_tokens=3), None) for tokens, params, _ in work]
 
@@ -147,6 +154,8 @@ def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monke
     stores = {name: count for name, count in stats.items() if name.startswith("tier_stored_pages")}
     assert min(stores.values()) > 10 and sum(loads.values()) > 3, stats
     assert share == 0 or sum(faults.count.values()) > 10
+    totals = engine.totals
+    assert num_drafts == 0 or 20 < totals.num_accepted < totals.num_drafts - 20, totals
     monkeypatch.undo()
     end(engine)
 
@@ -235,10 +244,10 @@ LONG, SHORT = [5 + n % 9 for n in range(100)], [9] * 20
 
 
 class Later:
-    """Copies to the device that end when `let` says so."""
+    """Copies to the device that end when `let` says so; no step runs ahead of them."""
 
     def __init__(self, engine, monkeypatch):
-        self.held, begin = [], engine.tiers.copier._streams.begin
+        self.held, begin = [], engine.tiers.copier.streams.begin
 
         def held(direction, copy):
             done = begin(direction, copy)
@@ -250,7 +259,8 @@ class Later:
             return done
 
         self.ended = False
-        monkeypatch.setattr(engine.tiers.copier._streams, "begin", held)
+        monkeypatch.setattr(engine.tiers.copier.streams, "begin", held)
+        monkeypatch.setattr(engine.tiers.copier, "can_run_ahead", lambda job: False)
 
     def let(self):
         self.ended = True
@@ -271,16 +281,33 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
     slow = engine.add_request(LONG, PARAMS)
     same = engine.add_request([*LONG, 7, 8], PARAMS)  # waits for the same pages
     quick = engine.add_request(SHORT, PARAMS)
-    order = []
-    while not order:
-        order += [o.request_id for o in engine.step().finished]
+    first = []
+    while not first:
+        first += engine.step().finished
         recount(engine)
-    assert order == [quick] and len(engine.tiers.tiers.jobs) == 1 and not later.ended
+    assert (
+        [o.request_id for o in first] == [quick]
+        and len(engine.tiers.tiers.jobs) == 1
+        and not later.ended
+    )
     outputs = finish(engine)  # with nobody else to run, copies are waited for
     assert later.ended
     assert outputs[slow].num_cached_tokens == outputs[same].num_cached_tokens == 96
     assert outputs[slow].token_ids == alone(engine.model, LONG, PARAMS)
     assert outputs[same].token_ids == alone(engine.model, [*LONG, 7, 8], PARAMS)
+    (share,) = outputs[slow].loads  # 6 segments of 16 tokens, and the last of the window's blocks
+    assert (share.place, share.num_tokens, share.num_bytes) == (
+        "host",
+        96,
+        share.num_pages * PAGE_BYTES,
+    )
+    assert share.num_pages == engine.kv.stats()["tier_loaded_pages/host"] > 6 and share.seconds > 0
+    assert outputs[same].loads == (share,) and first[0].loads == ()
+    assert outputs[slow].explain() == (
+        f"96 of 100 tokens, 96 from host ({share.num_bytes / 2**20:.3g} MiB, 2 ms): "
+        "every segment before the last token was found"
+    )
+    assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     end(engine)
 
 
@@ -299,10 +326,16 @@ def test_an_aborted_request_needs_no_load(monkeypatch):
     end(engine)
 
 
-def test_a_load_that_fails_is_computed(monkeypatch):
-    """What cannot be loaded is dropped, and so is not tried for ever."""
-    engine = toy_engine()
+@BOTH
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_load_that_fails_is_computed(runs_ahead, is_async, monkeypatch):
+    """What cannot be loaded is dropped, and so is not tried for ever; a step that ran ahead of it is dropped."""
+    engine = toy_engine(async_scheduling=is_async)
     behind(engine, LONG)
+    if not runs_ahead:
+        monkeypatch.setattr(engine.tiers.copier, "can_run_ahead", lambda job: False)
+    other = engine.add_request(SHORT, PARAMS)
+    engine.step()
     calls = []
 
     def fail(this, direction, *args):
@@ -312,12 +345,113 @@ def test_a_load_that_fails_is_computed(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ways.PageWays, "copy", fail)
         request_id = engine.add_request(LONG, PARAMS)
-        output = finish(engine)[request_id]
+        outputs = finish(engine)
+    output = outputs[request_id]
     assert output.token_ids == alone(engine.model, LONG, PARAMS) and output.num_cached_tokens == 0
+    assert outputs[other].token_ids == alone(engine.model, SHORT, PARAMS)
+    assert output.num_preemptions == 0 and outputs[other].num_preemptions == int(runs_ahead)
+    assert all(share.num_tokens == share.num_bytes == 0 for share in output.loads)
     assert "to_device" in calls
     assert 1 <= engine.kv.stats()["tier_load_failures/host"] <= tiering.MOST_LOADS
-    assert engine.kv.stats()["tier_loaded_pages/host"] == 0
+    assert runs_ahead or engine.kv.stats()["tier_loaded_pages/host"] == 0
+    assert engine.kv.match([*LONG, 1]).num_tokens == 96  # computed
     end(engine)
+
+
+@BOTH
+def test_after_a_late_failure_the_shorter_resume_point_is_used(is_async, monkeypatch):
+    """What the device had before stays, and nobody finds what did not come."""
+    engine = toy_engine(async_scheduling=is_async)
+    behind(engine, LONG)
+    engine.add_request(LONG[:40], PARAMS)
+    finish(engine)  # 32 tokens come again, the rest of LONG is on the host alone
+    assert engine.kv.match([*LONG, 1]).num_tokens == 32
+    copy = ways.PageWays.copy
+
+    def late(this, direction, *args):
+        copy(this, direction, *args)
+        if direction == "to_device":
+            raise torch.OutOfMemoryError("copy")
+
+    request_id = engine.add_request(LONG, PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(ways.PageWays, "copy", late)
+        while not engine.kv.stats()["tier_load_failures/host"]:
+            engine.step()
+            recount(engine)
+    assert engine.tiers.tiers.match(LONG).num_tokens == 32
+    output = finish(engine)[request_id]
+    assert output.num_cached_tokens == 32 and output.loads == ()
+    assert output.token_ids == alone(engine.model, LONG, PARAMS)
+    end(engine)
+
+
+def test_who_runs_ahead(monkeypatch):
+    """Who is alone; or whose prefill takes as long as the copies, for which the others would wait."""
+    for num_others, rate, runs_ahead in ((0, 1.0, True), (1, 1.0, False), (1, 1e12, True)):
+        engine = toy_engine()
+        behind(engine, LONG)
+        engine.tiers.tiers.tiers[0].bytes_per_second = rate
+        engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-5
+        for _ in range(num_others):
+            engine.add_request(SHORT, SamplingParams(20, ignore_eos=True))
+            engine.step()
+        started, start = [], engine.tiers.copier.start
+        monkeypatch.setattr(
+            engine.tiers.copier,
+            "start",
+            lambda job, ahead=False, start=start, started=started: (
+                started.append((job.kind, ahead)),
+                start(job, ahead=ahead),
+            ),
+        )
+        engine.tiers.tiers._planner.prefill_tokens_per_second = 1.0
+        request_id = engine.add_request(LONG, PARAMS)
+        if rate == 1.0:  # a load is chosen all the same
+            engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-6
+            monkeypatch.setattr(engine.tiers.tiers, "prefill_seconds", lambda num_tokens: 4.0)
+        output = finish(engine)[request_id]
+        assert output.token_ids == alone(engine.model, LONG, PARAMS)
+        assert ("load", runs_ahead) in started and output.num_cached_tokens == 96
+        end(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny"])
+def test_layers_wait_for_their_own_pages(name, monkeypatch):
+    """A step begins before they have come, and each layer reads what a run without a cache computes."""
+    model = random_model(get_config(name), device=DEVICE)
+    run = Recorder(model, num_pages=200, host_cache_gib=0.01)
+    tokens = prompt(130)
+    run.add(tokens, max_tokens=2)
+    run.run()
+    leave(run.engine, "device")
+    free = torch.from_numpy(run.engine.kv.pool.free_pages())
+    for tensor in run.engine.pool.tensors:
+        tensor[free] = 255
+    done, copy, attend = [], ways.PageWays.copy, PagedAttend._attend
+
+    def copied(this, direction, pages, buffer, rows, tensor=None):
+        if tensor is not None:  # the pages of one tensor of the pool after the other
+            done.append(("copied", sum(kind == "copied" for kind, _ in done)))
+        return copy(this, direction, pages, buffer, rows, tensor)
+
+    def attended(this, layer, *args):
+        done.append(("attended", this._pool.layers[layer].tensor))
+        return attend(this, layer, *args)
+
+    monkeypatch.setattr(ways.PageWays, "copy", copied)
+    monkeypatch.setattr(PagedAttend, "_attend", attended)
+    again = run.add([*tokens, *prompt(20, seed=1)], max_tokens=2)
+    run.run()
+    assert run.check(again).num_cached_tokens >= 112
+    num_tensors = len(run.engine.pool.tensors)
+    copies = [x for x in done if x[0] == "copied"]
+    assert sorted(copies) == [("copied", i) for i in range(num_tensors)] and num_tensors > 1
+    for tensor in range(num_tensors):
+        assert done.index(("copied", tensor)) < done.index(("attended", tensor))
+    first = done.index(("attended", 0))
+    assert sum(kind == "copied" for kind, _ in done[:first]) == 1  # of layer 0 alone
+    end(run.engine)
 
 
 def test_of_a_damaged_page_the_shorter_resume_point_is_loaded(tmp_path):
@@ -339,6 +473,7 @@ def test_of_a_damaged_page_the_shorter_resume_point_is_loaded(tmp_path):
     output = finish(engine)[request_id]
     assert output.num_cached_tokens == 64
     assert output.token_ids == alone(engine.model, LONG, PARAMS)
+    assert [share.num_tokens for share in output.loads] == [64, 0]  # then the point at its end
     assert engine.kv.stats()["tier_load_failures/disk"] == 1
     end(engine)
 
@@ -429,6 +564,21 @@ def test_a_process_that_starts_anew_finds_what_was_cached(tmp_path):
         engine.close()
 
 
+def test_steps_of_drafts_are_no_prefill():
+    """Or what a prefill takes, and so what is loaded, would go by the pace of decode steps."""
+    engine = toy_engine()
+    measured = []
+    engine.tiers.tiers.computed = lambda num_tokens, seconds: measured.append(num_tokens)
+    for num_tokens, num_decodes, num_drafts in ((100, 4, 0), (8, 8, 0), (8, 0, 6), (8, 2, 3), (100, 2, 9), (0, 0, 0)):  # fmt: skip
+        engine.tiers.observe(
+            SimpleNamespace(
+                num_tokens=num_tokens, num_decodes=num_decodes, num_drafts=num_drafts, total=1.0
+            )
+        )
+    assert measured == [96, 80]
+    end(engine)
+
+
 def test_hints():
     """Brought before anybody asks, left first, kept for a time; and nothing of it without tiers."""
     engine = toy_engine(num_pages=30)
@@ -460,17 +610,26 @@ def test_hints():
 
 
 @pytest.mark.parametrize(
-    "name, num_users", [("gemma3-tiny", 4), ("gemma4-tiny", 4), ("deepseek-v4-tiny", 3)]
+    "name, num_users, drafter",
+    [
+        ("gemma3-tiny", 4, None),
+        ("gemma4-tiny", 6, "ngram"),
+        ("deepseek-v4-tiny", 3, None),
+        ("deepseek-v4-tiny", 4, "mtp"),
+    ],
 )
-def test_conversations_in_a_pool_that_is_too_small(name, num_users, tmp_path, monkeypatch):
-    """Turn after turn, each prompt with the answer before: the same tokens as with room for all, whatever fails."""
-    model = random_model(few(name), device=DEVICE)
+def test_conversations_in_a_pool_that_is_too_small(name, num_users, drafter, tmp_path, monkeypatch):
+    """Turn after turn, each prompt with the answer before: the same tokens as with room for all and without drafts, whatever fails."""
+    config = few(name)
+    if drafter == "mtp":
+        config = replace(config, num_mtp_layers=1)
+    model = random_model(config, device=DEVICE)
 
-    def converse(num_pages, **settings):
+    def converse(num_pages, make_drafter=None, **settings):
         config = EngineConfig(
             max_num_seqs=2, max_num_batched_tokens=48, num_pages=num_pages, **settings
         )
-        engine = Engine(model, config)
+        engine = Engine(model, config, drafter=make_drafter and make_drafter(model, 2))
         prompts = {user: prompt(70 + 9 * user, seed=user) for user in range(num_users)}
         for turn in range(3):
             ids = {engine.add_request(p, PARAMS): user for user, p in prompts.items()}
@@ -492,16 +651,26 @@ def test_conversations_in_a_pool_that_is_too_small(name, num_users, tmp_path, mo
 
     _, expected = converse(400, enable_caching=False)
     faults = Faults(monkeypatch, random.Random(3), 0.1)
-    plain = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=150, num_pages=400))
+    make_drafter = DRAFTERS.get(drafter)
+    plain = Engine(
+        model,
+        EngineConfig(max_num_seqs=2, max_model_len=150, num_pages=400),
+        drafter=make_drafter and make_drafter(model, 2),
+    )
     needed = 1 + 2 * -(-plain.memory.request_bytes(150) // plain.memory.page_bytes)
-    for is_async in (False, True):
+    for is_async in (False, True) if drafter is None else (False,):
         folder = tmp_path / str(is_async)
         engine, prompts = converse(
-            needed, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001,
+            needed, make_drafter, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001,
             disk_cache=folder, disk_cache_gib=0.01,
         )  # fmt: skip
         assert prompts == expected
+        space = engine.tiers.space()
+        assert space["host"][0] and all(h <= taken <= 1.05 * h for h, taken in space.values()), (
+            space
+        )
         stats = engine.kv.stats()
         assert stats["tier_stored_pages/host"] and stats["tier_loaded_pages/host"]
+        assert drafter is None or engine.totals.num_drafts > 3
         end(engine)
     assert faults.count

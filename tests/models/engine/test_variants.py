@@ -3,14 +3,13 @@
 import collections
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import quire.kernels
 from quire.models.deepseek_v4 import layer
+from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -59,12 +58,8 @@ def test_nothing_is_compiled_after_the_start(name):
     each pair one kernel for both would be worse at one of them.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.models.variants", name, "60"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    code = "import json, sys; from tests.support.models.variants import session; print(json.dumps(session(sys.argv[1], 60)))"
+    found = json.loads(printed(code, name, cwd=ROOT, env=environment))
     assert not found["later"], found["later"]
     counts = collections.Counter(found["start"])
     assert counts.pop("sample_kernel") == 2

@@ -2,11 +2,10 @@
 
 import importlib
 import sys
-from types import ModuleType
 
 import pytest
 
-from tests.support.models.vllm_python import said_by
+from tests.support.models.vllm_python import other_version, said_by
 
 CASES = ("full", "hybrid", "hybrid, blocks outermost", "heads before rows", "sinks and softcap", "shared keys", "bf16", "e4m3")  # fmt: skip
 
@@ -61,20 +60,9 @@ def test_what_is_served_is_not_refused(said):
     assert said["refusals"]["served"] == said["refusals"]["e4m3"] == []
 
 
-def stand_in(monkeypatch, version):
-    names = "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend"
-    names += "vllm.v1.attention.backends", "vllm.v1.attention.backends.registry"
-    for name in names:
-        module = ModuleType(name)
-        module.__version__, module.__path__ = version, []
-        module.AttentionBackend = module.AttentionImpl = module.AttentionMetadataBuilder = object
-        module.MultipleOf = module.AttentionBackendEnum = module.register_backend = object
-        monkeypatch.setitem(sys.modules, name, module)
-
-
 @pytest.mark.parametrize("version", ["0.32.0", "0.330.0", "1.33.0"])
 def test_other_versions_are_refused(version, monkeypatch):
-    stand_in(monkeypatch, version)
+    other_version(monkeypatch, version, "attention.backend", "attention.backends.registry")
     with pytest.raises(ImportError, match=rf"vllm: expected 0\.33, got {version}"):
         importlib.import_module("quire.models.integrations.vllm_attention")
 

@@ -2,11 +2,10 @@
 
 import importlib
 import sys
-from types import ModuleType
 
 import pytest
 
-from tests.support.models.vllm_python import said_by
+from tests.support.models.vllm_python import other_version, said_by
 
 REQUESTS, SIZES = 110, (130, 400)  # of each case; pages of the pool
 CASES = ("dense", "hybrid", "hybrid, every boundary", "hybrid, intervals", "hybrid, async", "hybrid, drafts", "hybrid, async, drafts",
@@ -90,14 +89,13 @@ def test_what_a_preempted_request_was_given_in_its_step_is_not_found(said):
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.330.0", "1.33.0"])
 def test_other_versions_are_refused(version, monkeypatch):
-    names = "vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.kv_cache_interface"
-    names += "vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler"
-    for name in names:
-        module = ModuleType(name)
-        module.__version__, module.__path__ = version, []
-        module.Scheduler = module.AsyncScheduler = module.FullAttentionSpec = object
-        module.MLAAttentionSpec = module.SlidingWindowSpec = module.SlidingWindowMLASpec = object
-        monkeypatch.setitem(sys.modules, name, module)
+    other_version(
+        monkeypatch,
+        version,
+        "core.sched.scheduler",
+        "core.sched.async_scheduler",
+        "kv_cache_interface",
+    )
     with pytest.raises(ImportError, match=rf"vllm: expected 0\.33, got {version}"):
         importlib.import_module("quire.models.integrations.vllm_scheduler")
 

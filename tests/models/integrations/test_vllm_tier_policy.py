@@ -3,11 +3,10 @@
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.support.models.vllm_python import said_by
+from tests.support.models.vllm_python import other_version, said_by
 
 TRACE = Path(__file__).resolve().parents[3].parent / "shared/traces/mooncake_conversation.jsonl.xz"
 
@@ -46,13 +45,7 @@ def test_the_page_prints_what_it_shows(said):
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.330.0", "1.33.0"])
 def test_other_versions_are_refused(version, monkeypatch):
-    names = "vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base"
-    names += "vllm.v1.kv_offload.cpu", "vllm.v1.kv_offload.cpu.policies"
-    for name in (*names, "vllm.v1.kv_offload.cpu.policies.base"):
-        module = ModuleType(name)
-        module.__version__, module.__path__ = version, []
-        module.CachePolicy = module.order_request_keys = module.get_offload_group_idx = object
-        monkeypatch.setitem(sys.modules, name, module)
+    other_version(monkeypatch, version, "kv_offload.base", "kv_offload.cpu.policies.base")
     with pytest.raises(ImportError, match=rf"vllm: expected 0\.33, got {version}"):
         importlib.import_module("quire.models.integrations.vllm_tier_policy")
 

@@ -66,8 +66,9 @@ def made(**options):
     return PageCopier(PoolPages(tensors), host=host, disk=disk), tensors, host, disk
 
 
-def copies(source, target, sources, targets):
-    ids = (np.array(x, dtype=np.int32) for x in (sources, targets))
+def copies(source, target, sources, targets, parts=None):
+    parts = [0] * len(sources) if parts is None else parts
+    ids = (np.array(x, dtype=np.int32) for x in (sources, targets, parts))
     return Copies(0, source, target, *ids)
 
 
@@ -282,52 +283,162 @@ def test_a_driver_that_pins_nothing(driver):
         HostPages(3, 8192, torch.device("cuda"))
 
 
-def test_copies_run_behind_the_model_and_are_awaited(monkeypatch):
-    """On a GPU: the copy stream waits for the model's, then copies, then records."""
-    log, ready = [], []
+@pytest.fixture
+def gpu(monkeypatch):
+    """A stand-in for streams and events: (log of what each stream is given, list of events that have ended)."""
+    log, ended = [], []
 
     class Stream:
-        def __init__(self, device):
-            self.number = len([x for x in log if x[0] == "new"])
-            log.append(("new", self.number))
+        def __init__(self, device=None, name=None):
+            self.name = name or ("to_host", "to_device")[len(made)]
+            made.append(self)
 
         def wait_stream(self, other):
-            log.append((self.number, "waits for", other))
+            log.append((self.name, "waits for", other.name))
+
+        def wait_event(self, event):
+            log.append((self.name, "waits for", event.number))
 
         def __enter__(self):
-            log.append((self.number, "current"))
+            current.append(self)
 
         def __exit__(self, *_):
-            log.append((self.number, "left"))
+            current.pop()
 
     class Event:
         def __init__(self, enable_timing):
             assert enable_timing
+            self.number = len(events)
+            events.append(self)
 
         def record(self):
-            log.append("recorded")
+            log.append((current[-1].name, "records", self.number))
 
         def elapsed_time(self, other):
-            return 1500.0
+            return 1500.0 * (other.number - self.number)
 
         def query(self):
-            return bool(ready)
+            return self.number in ended
 
         def synchronize(self):
-            log.append("synchronized")
+            log.append(("host", "waits for", self.number))
 
+    made, events = [], []
+    current = [Stream(name="model")]
+    made.clear()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    return log, ended, lambda what: lambda: log.append((current[-1].name, what))
+
+
+def test_copies_run_behind_the_model_and_are_awaited(gpu):
+    """On a GPU: the copy stream waits for the model's, then copies, then records."""
+    log, ended, copy = gpu
     both = streams.CopyStreams(torch.device("cuda"))
-    pending = both.begin("to_device", lambda: log.append("copied"))
-    assert log == [("new", 0), ("new", 1), (1, "waits for", "the model's"), (1, "current"), "recorded", "copied", "recorded", (1, "left")]  # fmt: skip
+    pending = both.begin("to_device", copy("copies"))
+    assert log == [("to_device", "waits for", "model"), ("to_device", "records", 0), ("to_device", "copies"), ("to_device", "records", 1)]  # fmt: skip
     assert not pending.done()
-    ready.append(True)
+    ended.append(1)
     assert pending.done()
     pending.result()
-    assert log[-1] == "synchronized" and pending.seconds == 1.5
+    assert log[-1] == ("host", "waits for", 1) and pending.seconds == 1.5
+
+
+def test_the_model_comes_behind_each_tensor_that_it_runs_ahead_of(gpu):
+    """And so do copies to the host, which may write rows that these come from; until they have ended."""
+    log, ended, copy = gpu
+    both = streams.CopyStreams(torch.device("cuda"))
+    pending = both.begin_ahead([copy("tensor 0"), copy("tensor 1")])
+    assert [x for x in log if x[0] != "model"] == [
+        ("to_device", "waits for", "model"),
+        ("to_device", "records", 0),
+        ("to_device", "tensor 0"),
+        ("to_device", "records", 1),
+        ("to_device", "tensor 1"),
+        ("to_device", "records", 2),
+    ]
+    log.clear()
+    both.arrive(0), both.arrive(1), both.arrive_all()
+    assert log == [("model", "waits for", 1), ("model", "waits for", 2), ("model", "waits for", 2)]
+    log.clear()
+    both.begin("to_host", copy("stores"))
+    assert log[:2] == [("to_host", "waits for", "model"), ("to_host", "waits for", 2)]
+    assert log[3] == ("to_host", "stores")
+    ended += [0, 1]
+    both.forget_ended()
+    log.clear()
+    both.arrive(0)
+    assert log == [("model", "waits for", 1)] and not pending.done()
+    ended.append(2)
+    both.forget_ended()
+    both.arrive_all()
+    assert len(log) == 1 and pending.done() and pending.seconds == 3.0
+
+
+def test_on_a_cpu_a_part_is_copied_when_somebody_waits():
+    log = []
+    both = streams.CopyStreams(CPU)
+    first = both.begin_ahead([lambda i=i: log.append((1, i)) for i in range(2)])
+    second = both.begin_ahead([lambda i=i: log.append((2, i)) for i in range(2)])
+    both.arrive(1)
+    both.arrive(1)
+    assert log == [(1, 1), (2, 1)] and not first.done()
+    both.begin("to_host", lambda: log.append("stores"))
+    assert log[2:] == [(1, 0), (2, 0), "stores"] and first.done() and second.done()
+
+    def fail():
+        raise ValueError("copy")
+
+    bad = both.begin_ahead([lambda: log.append("good"), fail])
+    both.begin("to_device", lambda: log.append("another"))  # is not its business
+    assert bad.done() and log[-1] == "another"
+    for _ in range(2):
+        with pytest.raises(streams.CopyFailed, match="pages that a step reads did not come"):
+            both.arrive_all()
+        both.forget_ended()
+    with pytest.raises(ValueError, match="copy"):
+        bad.result()
+    both.forget_ended(failed=True)
+    both.arrive_all()
+
+
+@pytest.mark.parametrize("how", ["at once", "by tensor", "tensors as parts", "bytes as parts"])
+def test_a_job_that_steps_run_ahead_of(how):
+    """Of all groups at once, tensor by tensor where layers wait for these; not what a disk brings."""
+    _, tensors, _host, _disk = made()
+    num_tensors, n, views = None if how == "at once" else NUM_TENSORS, 1, tensors
+    if how == "tensors as parts":
+        n = NUM_TENSORS
+    elif how == "bytes as parts":
+        n, half = 2, PAGE_BYTES // 2
+        views = [tensor[:, i * half :][:, :half] for i in range(n) for tensor in tensors]
+    pool = PoolPages(views, n)
+    host = HostPages(1 + 4 * n, pool.num_bytes, CPU)
+    copier = PageCopier(pool, host=host, num_tensors=num_tensors)
+    host.rows[1:] = (
+        torch.arange(4 * n, dtype=torch.uint8)[:, None] // n + 7
+    )  # of a page, then the next
+
+    def some(first, targets):
+        rows = [1 + first * n + i for i in range(2 * n)]
+        return copies("host", "device", rows, np.repeat(targets, n), [*range(n)] * 2)
+
+    one = job(some(0, [3, 4]), some(2, [5, 6]))
+    assert copier.can_run_ahead(one) and not copier.can_run_ahead(job())
+    assert not copier.can_run_ahead(job(*one.copies, copies("disk", "device", [1], [1])))
+    copier.start(one, ahead=True)
+    assert copier.poll() == [] and copier.has(one)
+    expected = torch.tensor([7, 8, 9, 10], dtype=torch.uint8)
+    if num_tensors:
+        copier.streams.arrive(2)
+        assert tensors[2][3:7].eq(expected[:, None]).all()
+        assert not tensors[0][3:7].eq(expected[:, None]).all()
+    copier.streams.arrive_all()
+    assert all(tensor[3:7].eq(expected[:, None]).all() for tensor in tensors)
+    [ended] = copier.poll()
+    assert ended.job is one and ended.failed == () and ended.seconds > 0
 
 
 @pytest.mark.parametrize("quick_from, found", [(1, 1), (4, 4), (16, 16), (99, float("inf"))])
@@ -336,7 +447,7 @@ def test_the_kernel_is_taken_from_where_it_is_quicker(monkeypatch, quick_from, f
     clock = [0.0]
     monkeypatch.setattr(ways, "perf_counter", lambda: clock[0])
 
-    def copy(self, direction, impl, pages, buffer, rows):
+    def copy(self, direction, impl, pages, buffer, rows, tensor=None):
         n = len(pages)
         clock[0] += n if impl == "torch" else (n / 2 if n >= quick_from else n / 1.1)
         taken.append((direction, impl, n))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 
+from quire.kvcore import AllBlocksCleared, BlockStored, EventLog
 from quire.kvcore.invariants import check_index
-from quire.kvcore.tier import Job, Record, Tiers
+from quire.kvcore.tier import Copies, Job, Record, Tiers
 from tests.support.kvcore.engine import POISON, Engine
 
 
@@ -16,24 +17,54 @@ class Memory:
 
     def __init__(self, engine: Engine, tiers: Tiers) -> None:
         self.engine, self.tiers = engine, tiers
+        layout = engine.kv.layout
+        pairs = zip(tiers.layout.groups, layout.groups, strict=True)
+        self.parts = [small.pages_per_block // g.pages_per_block for small, g in pairs]
+        # Rows of a page of a tier: so many of each table.
+        self.widths = [
+            -(-r.shape[1] // self.parts[group]) for (group, _), r in zip(layout.tables, engine.rows, strict=True)
+        ]  # fmt: skip
         self.rows = {"device": engine.rows}
         for tier in tiers.tiers:
             n = tier.index.pool.num_pages
-            self.rows[tier.name] = [np.full((n, r.shape[1]), POISON) for r in engine.rows]
+            self.rows[tier.name] = [np.full((n, width), POISON) for width in self.widths]
 
     def copy(self, job: Job, but: set[int] = frozenset()) -> None:
         """Run the copies of a job, but those to the target pages `but`."""
         tables = self.engine.kv.layout.tables
         for c in job.copies:
-            assert len(set(c.targets.tolist())) == len(c.targets) and (c.targets > 0).all()
+            self._check_parts(c)
             keep = ~np.isin(c.targets, list(but))
             for t, (group, _) in enumerate(tables):
                 if group == c.group:
-                    self.rows[c.target][t][c.targets[keep]] = self.rows[c.source][t][
-                        c.sources[keep]
-                    ]
+                    for i in keep.nonzero()[0].tolist():
+                        part = int(c.parts[i])
+                        source = self._rows(c.source, t, int(c.sources[i]), part)
+                        target = self._rows(c.target, t, int(c.targets[i]), part)
+                        n = min(len(source), len(target))
+                        target[:n] = source[:n]
             if c.target == "device":
                 self.engine._poisoned[c.targets[keep]] = False
+
+    def _check_parts(self, c: Copies) -> None:
+        """Each page of a tier once; of a page of the device all parts, each once."""
+        assert (c.targets > 0).all() and (c.sources > 0).all()
+        parts, n = c.parts.tolist(), self.parts[c.group]
+        assert set(parts) <= {*range(n)}
+        for place, pages in ((c.source, c.sources.tolist()), (c.target, c.targets.tolist())):
+            if place == "device":
+                every = {(p, part) for p in set(pages) for part in range(n)}
+                assert set(zip(pages, parts, strict=True)) == every and len(pages) == len(every)
+            else:
+                assert len(set(pages)) == len(pages)
+
+    def _rows(self, place: str, t: int, page: int, part: int) -> np.ndarray:
+        """Where a part of a page is, of table `t`."""
+        rows = self.rows[place][t][page]
+        if place != "device":
+            return rows
+        width = self.widths[t]
+        return rows[part * width : (part + 1) * width]
 
     def poison_free_pages(self) -> None:
         for tier in self.tiers.tiers:
@@ -66,6 +97,51 @@ class Contents:
             self.segments.update(keys)
             for depth in run.points:
                 self.points[chain[depth - 1]] = chain[:depth]
+
+
+class EventReader:
+    """What events say is where, as a reader outside knows it: by medium, keys of segments and of resume points.
+
+    Attributes:
+        segments: keys by medium.
+        points: keys by medium and (kind, groups), of the boundaries whose tails are stored.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.segments: defaultdict[str, set[bytes]] = defaultdict(set)
+        self.points: defaultdict[tuple, set[bytes]] = defaultdict(set)
+
+    def read(self) -> None:
+        """Take the events that came; each must fit what those before said."""
+        for event in self.log.take()[1]:
+            if isinstance(event, AllBlocksCleared):
+                self.segments.clear()
+                self.points.clear()
+                continue
+            is_dense = event.kind == "dense"
+            if is_dense:
+                known, hashes = self.segments[event.medium], set(event.block_hashes)
+            else:
+                known = self.points[event.medium, event.kind, event.groups]
+                hashes = set(event.block_hashes[-1:])
+            if isinstance(event, BlockStored):
+                assert not known & hashes, "stored twice"
+                before = event.parent
+                assert not is_dense or before is None or before in known, "its parent comes later"
+                known |= hashes
+            else:
+                assert hashes <= known, "removed, and was not there"
+                known -= hashes
+
+    def check(self, media: dict[str, Contents], has_dense: bool) -> None:
+        """It is what indexes hold, exactly."""
+        self.read()
+        for medium, contents in media.items():
+            if has_dense:
+                assert self.segments[medium] == contents.segments, medium
+            for (where, *_), points in self.points.items():
+                assert where != medium or points == contents.points.keys(), medium
 
 
 def longest(places: list[Contents], keys: list[bytes], most: int, span: int, hybrid: bool) -> int:

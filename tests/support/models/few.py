@@ -8,6 +8,7 @@ from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
 FEW = {
     "gemma3-tiny": {"layer_types": (SLIDING, SLIDING, FULL)},
     "gemma4-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
+    "gemma4-e-tiny": {"layer_types": (SLIDING, SLIDING, FULL, SLIDING, FULL), "num_kv_shared_layers": 2},
     "gemma4-moe-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
     "deepseek-v4-tiny": {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (HASH_MOE, MOE, MOE), "num_mtp_layers": 0},
 }  # fmt: skip

@@ -69,7 +69,7 @@ class ToyModel(torch.nn.Module):
                 assert (position == old).all(), "a row of another position"
                 seen.append(np.concatenate([token, ids[rows]]))
             assert (where[rows] == np.arange(context, length)).all()
-            hidden[rows] = [hidden_of(seen[0][: p + 1], seen[1], p - length) for p in where[rows]]
+            hidden[rows] = hidden_of_rows(*seen, length - context)
         for group in range(2):
             slots = attn.slot_mappings[group].numpy()
             kept = slots >= 0
@@ -88,6 +88,15 @@ def hidden_of(tokens, window, end):
     weight = np.arange(len(tokens)) * 31 + 7
     everything = int((tokens * weight).sum()) * 40_503 % PRIME + int((window * 3 + 1).sum())
     return (int(tokens[-1]) * 5 + (everything if everything % 9 == 0 else 0)) % 97
+
+
+def hidden_of_rows(tokens, window, count):
+    """``hidden_of`` the last ``count`` of ``tokens``, all at once; ``window`` ends where they do."""
+    everything = np.cumsum(tokens * (np.arange(len(tokens)) * 31 + 7))[-count:] * 40_503 % PRIME
+    ends = np.arange(len(window) - count, len(window)) + 1
+    sums = np.cumsum(np.concatenate([[0], window * 3 + 1]))
+    everything += sums[ends] - sums[np.maximum(ends - WINDOW, 0)]
+    return (tokens[-count:] * 5 + np.where(everything % 9 == 0, everything, 0)) % 97
 
 
 def plain_logits(model, tokens):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +55,7 @@ def ask_transformers(root: Path) -> None:
     from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
     from quire.models.deepseek_v4.config import CONFIGS
     from quire.models.loading.random_weights import random_model
+    from tests.support.forked import RUN, printed
 
     tiny = CONFIGS["deepseek-v4-tiny"]
     save_checkpoint(random_model(tiny), root / "ours")
@@ -68,9 +68,7 @@ def ask_transformers(root: Path) -> None:
     jobs += [{"load": n, "input_ids": i.tolist(), "out": f"{n}.pt"} for n, i in prompts().items()]
     (root / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(Path(__file__).resolve()), "jobs.json"]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed(RUN, str(Path(__file__).resolve()), "jobs.json", cwd=root, env=environment)
 
 
 def answers(root: Path) -> dict[str, Oracle]:

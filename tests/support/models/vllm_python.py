@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -37,3 +38,29 @@ def said_by(factory: pytest.TempPathFactory, program: str, *arguments: str) -> d
         assert done.returncode == 0, done.stderr[-4000:]
 
     return json.loads((once_a_run(factory, program, make) / "said.json").read_text())
+
+
+class _AnyName(ModuleType):
+    """A package in which every public name is a class."""
+
+    __path__: list[str] = []  # noqa: RUF012  as packages have it
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return object
+
+
+def other_version(monkeypatch: pytest.MonkeyPatch, version: str, *modules: str) -> None:
+    """Puts a vLLM of another version in place of any, as far as an import goes.
+
+    Args:
+        modules: below ``vllm.v1``, which are imported from it.
+    """
+    for module in modules:
+        parts = ["vllm", "v1", *module.split(".")]
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[:count])
+            stand_in = _AnyName(name)
+            stand_in.__version__ = version
+            monkeypatch.setitem(sys.modules, name, stand_in)

@@ -1,4 +1,5 @@
-"""Triton's own launcher without a GPU: a stand-in libcuda, and CPU tensors that pass for CUDA ones.
+"""Triton's own launcher without a GPU: a stand-in for the library that it calls, libcuda or HIP's
+libamdhip64, and CPU tensors that pass for those of a GPU.
 
 What launches send is recorded, and nothing is computed. Kernels are not compiled either, which
 would take seconds each: a compiled kernel is what its launcher needs to know, under a name that
@@ -19,7 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-ARCH, SMS = 90, 132
+from quire.kernels.common.arch import Arch
+
+SMS = {"sm_90": 132, "gfx942": 132}  # what the calls of bench.overhead have workspaces for
 STREAM = 0x1230  # of the device, while no other one is the current
 SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "fp32": 4, "i64": 8, "u64": 8}
 DESCRIPTOR = re.compile(r"tensordesc<([a-z]+)(\d+)\[([\d, ]+)\]>")
@@ -46,21 +49,30 @@ class Driver:
 
     Args:
         folder: of what is built: the library, and Triton's modules.
+        arch: of the GPU that there seems to be.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, arch: Arch):
         import triton
         from triton import knobs
-        from triton.backends.nvidia import driver
+        from triton.backends.amd import driver as amd_driver
+        from triton.backends.nvidia import driver as nvidia_driver
 
-        include = Path(driver.__file__).with_name("include")
-        library, source = folder / "libcuda.so.1", Path(__file__).with_name("libcuda.c")
-        soname = "-Wl,-soname,libcuda.so.1"  # what Triton's modules ask for is loaded already
+        self.arch, hip = arch, arch.maker == "amd"
+        include = Path((amd_driver if hip else nvidia_driver).__file__).with_name("include")
+        name, source = ("libamdhip64.so", "libamdhip64.c") if hip else ("libcuda.so.1", "libcuda.c")
+        library = folder / name
+        macros = [f'-DARCH="{arch.name}"', f"-DUNITS={SMS[arch.name]}", f"-DLANES={arch.lanes}"]
+        soname = f"-Wl,-soname,{name}"  # what Triton's modules ask for is loaded already
         subprocess.run(
-            ["gcc", "-O1", "-shared", "-fPIC", soname, f"-I{include}", source, "-o", library],
+            ["gcc", "-O1", "-shared", "-fPIC", soname, f"-I{include}", *macros, Path(__file__).with_name(source), "-o", library],
             check=True,
-        )
-        knobs.nvidia.libcuda_path = str(folder)
+        )  # fmt: skip
+        if hip:
+            knobs.amd.libhip_path = str(library)
+            torch.version.hip = "7.0"
+        else:
+            knobs.nvidia.libcuda_path = str(folder)
         knobs.cache.dir = str(folder / "cache")
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.recorded.restype = ctypes.c_char_p
@@ -74,10 +86,14 @@ class Driver:
         torch.cuda.current_device = lambda: 0
         torch.cuda.set_device = lambda device: None
         torch.cuda.synchronize = lambda device=None: None
-        torch.cuda.get_device_capability = lambda device=None: divmod(ARCH, 10)
+        # ROCm's torch has a capability, too: that of gfx942 is 9.4.
+        torch.cuda.get_device_capability = lambda device=None: (major, minor)
+        major, minor = (9, 0) if self.arch.maker == "nvidia" else (9, 4)
         properties = SimpleNamespace(
-            major=ARCH // 10, minor=ARCH % 10, multi_processor_count=SMS, name="none"
+            major=major, minor=minor, multi_processor_count=SMS[self.arch.name], name="none"
         )
+        if self.arch.maker == "amd":
+            properties.gcnArchName = f"{self.arch.name}:sramecc+:xnack-"
         torch.cuda.get_device_properties = lambda device=None: properties
         torch._C._cuda_getCurrentRawStream = lambda device: self.stream
 
@@ -107,14 +123,18 @@ class Driver:
         for argument in src.signature.values():
             _parameters(argument, sizes, descriptors)
         sizes += [8, 8]  # scratch memory, which Triton adds
+        hip = self.arch.maker == "amd"
         attributes = {path: value for path, value in src.attrs.items() if value}
         name = identity(src.fn, src.signature, src.constants, attributes, options)
         metadata = {
-            "name": name, "target": vars(target), "warp_size": 32, "shared": 1024, "tmem_size": 0,
+            "name": name, "target": vars(target), "warp_size": target.warp_size, "shared": 1024, "tmem_size": 0,
             "tensordesc_meta": descriptors, "global_scratch_size": 0, "global_scratch_align": 1,
             "profile_scratch_size": 0, "profile_scratch_align": 1,
         }  # fmt: skip
-        described, code = self._folder / f"{name}.json", self._folder / f"{name}.cubin"
+        described, code = (
+            self._folder / f"{name}.json",
+            self._folder / f"{name}.{'hsaco' if hip else 'cubin'}",
+        )
         described.write_text(json.dumps(options | metadata, default=str))
         code.write_bytes(struct.pack(f"{len(sizes) + 1}I", len(sizes), *sizes))
         return CompiledKernel(src, {path.name: path for path in (described, code)}, name)
@@ -127,15 +147,15 @@ def identity(kernel, signature, constants, attributes, options) -> str:
     return f"{kernel.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def offline(launch) -> str:
-    """``identity`` of what ``bench.static`` compiles for a launch."""
+def offline(launch, arch: Arch) -> str:
+    """``identity`` of what ``bench.static`` compiles for a launch on an architecture."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
     from quire.bench.static.compiling import specialise
 
     signature, constants, attributes, options = specialise(launch)
-    options = vars(make_backend(GPUTarget("cuda", ARCH, 32)).parse_options(options))
+    options = vars(make_backend(GPUTarget(*arch.target)).parse_options(options))
     return identity(launch.kernel, signature, constants, attributes, options)
 
 

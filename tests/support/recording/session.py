@@ -1,8 +1,8 @@
 """What each public operation sends to a driver, without a GPU.
 
-    python -m tests.support.recording.session FOLDER    # for what is built
+    python -m tests.support.recording.session FOLDER [ARCH]    # for what is built; sm_90 or gfx942
 
-Prints one JSON object: {"triton": its version,
+Prints one JSON object, of another GPU than sm_90 with "calls" and "compiled" alone: {"triton": its version,
 "calls": {a call of ``bench.overhead``: what it sent, as ``observe`` returns it},
 "compiled": [[kernel, bytes of its parameters as compiled, those that the launcher is told]],
 "observed": what ``observers`` returns, "overhead": rows of ``bench.overhead``}.
@@ -18,11 +18,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench  # noqa: F401  makes `quire` importable where it is not installed
+from quire.kernels.common.arch import named
+from quire.kernels.common.launching import without_buffer_operations
 from tests.support.recording.driver import Driver, offline, parameters
 
 # Static cases that compile in a moment, the last of them with tensor descriptors.
 COMPILED = {"_merge_partials_kernel": False, "_gated_product_kernel": False, "prefill_kernel": True}
 PARAMETER = re.compile(r"\.param .*?\.[a-z](\d+) .*?(?:\[(\d+)\])?[,\n]")  # of PTX
+ARGUMENT = re.compile(r"^\s+(?:- )?\.size:\s+(\d+)$", re.MULTILINE)  # of AMD's metadata
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty")
 
 
@@ -77,7 +80,8 @@ class Session:
 
         launch_cache.clear()
         launches = self.again(call)
-        return launches, [offline(launch) for launch in self.prepared if min(launch.grid) > 0]
+        launched = [launch for launch in self.prepared if min(launch.grid) > 0]
+        return launches, [offline(launch, self.driver.arch) for launch in launched]
 
 
 def observe(session: Session, call, other):
@@ -178,8 +182,8 @@ def tensors_of(value):
     return [tensor for part in value for tensor in tensors_of(part)]
 
 
-def compile_offline():
-    """(kernel, bytes of its parameters by its PTX, those that the launcher is told)."""
+def compile_offline(arch):
+    """(kernel, bytes of its parameters by its PTX or its metadata, those that the launcher is told)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -188,9 +192,11 @@ def compile_offline():
     from quire.bench.static.cases import all_cases
     from quire.bench.static.compiling import specialise
 
-    wanted = dict(COMPILED)
+    wanted = {
+        name: described for name, described in COMPILED.items() if arch.descriptors or not described
+    }
     for case in all_cases().values():
-        for launch in case.launches(90) if wanted else ():
+        for launch in case.launches(arch) if wanted else ():
             name = launch.kernel.__name__
             described = any(isinstance(v, TensorDescriptor) for v in launch.arguments.values())
             if wanted.get(name) is not described:
@@ -198,30 +204,36 @@ def compile_offline():
             del wanted[name]
             signature, constants, attributes, options = specialise(launch)
             source = ASTSource(launch.kernel, signature, constants, attributes)
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            head = compiled.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
-            sizes = [int(count or 1) * int(bits) // 8 for bits, count in PARAMETER.findall(head)]
+            with without_buffer_operations():
+                compiled = triton.compile(source, target=GPUTarget(*arch.target), options=options)
+            if arch.maker == "amd":
+                sizes = [int(size) for size in ARGUMENT.findall(compiled.asm["amdgcn"])]
+            else:
+                head = compiled.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0]
+                found = PARAMETER.findall(head)
+                sizes = [int(count or 1) * int(bits) // 8 for bits, count in found]
             yield name, sizes, [*parameters(signature), 8, 8]
 
 
-def main(folder: str) -> None:
+def main(folder: str, name: str = "sm_90") -> None:
     import triton
 
-    compiled = list(compile_offline())
-    driver = Driver(Path(folder))
+    arch = named(name)
+    compiled = list(compile_offline(arch))
+    driver = Driver(Path(folder), arch)
     from quire.bench import overhead
 
     calls, others = overhead.calls(), overhead.calls()
     driver.tensors_are_of_a_gpu()
-    driver.record_nothing()
-    rows = overhead.measure(1, 20, calls, launched=True)
-    driver.launches()
     session = Session(driver)
     observed = {name: observe(session, call, others[name]) for name, call in calls.items()}
-    found = {"calls": observed, "observed": observers(session, calls["merge_partials"])}
-    found |= {"compiled": compiled, "overhead": rows}
+    found = {"calls": observed, "compiled": compiled}
+    if arch.maker == "nvidia":
+        found["observed"] = observers(session, calls["merge_partials"])
+        driver.record_nothing()
+        found["overhead"] = overhead.measure(1, 20, calls, launched=True)
     print(json.dumps({"triton": triton.__version__, **found}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

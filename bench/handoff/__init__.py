@@ -1,0 +1,1 @@
+"""Hands prefixes from one process to another: time, bytes, and the same output."""

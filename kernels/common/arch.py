@@ -1,0 +1,120 @@
+"""The architecture of a GPU as a value, and the only place that tells one from another by name.
+
+What differs between GPUs is asked of an `Arch`: which tile shapes it takes, which instruction
+multiplies, what a program may use, which launch options there are. ``launching.arch_of`` makes it
+of a device, `named` of a name, without a GPU.
+
+Source: CUDA programming guide, table of compute capabilities; AMD instruction set architecture
+    documents of CDNA 3, CDNA 4, RDNA 3 and RDNA 4; LLVM's user guide of the AMDGPU backend.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+Tiles = Literal["hopper", "blackwell", "medium", "small", "cdna3", "cdna4", "rdna3", "rdna4"]
+
+
+@dataclass(frozen=True)
+class Arch:
+    """An architecture.
+
+    Attributes:
+        name: as compilers call it: "sm_90", "gfx942".
+        maker: of the GPU.
+        tiles: the GPUs that share entries of a table of tile shapes.
+        matrix: the instruction that multiplies matrices.
+        shared_memory: bytes of shared memory (AMD: LDS) that a program may use.
+        registers: of a thread, at most; on CDNA those for accumulators count too.
+        lanes: threads of a warp (AMD: wavefront).
+        widens_e4m3: whether Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is
+            for another format, e4m3fnuz, and that of RDNA 4 is not used by Triton 3.7.1.
+        fp32_products: the ``input_precision`` by which products of fp32 lose 2^-22 of themselves at
+            most: three products of tf32, or those of fp32.
+        descriptors: whether tensor descriptors drive copies (TMA).
+        grouped_products: whether torch has a kernel for the products of several experts at once.
+    """
+
+    name: str
+    maker: Literal["nvidia", "amd"]
+    tiles: Tiles
+    matrix: Literal["mma", "wgmma", "tcgen05", "mfma", "wmma"]
+    shared_memory: int
+    registers: int = 255
+    lanes: int = 32
+    widens_e4m3: bool = False
+    fp32_products: Literal["tf32x3", "ieee"] = "ieee"
+    descriptors: bool = False
+    grouped_products: bool = False
+
+    @property
+    def target(self) -> tuple[str, int | str, int]:
+        """The arguments of Triton's ``GPUTarget``."""
+        if self.maker == "nvidia":
+            return "cuda", int(self.name.removeprefix("sm_")), self.lanes
+        return "hip", self.name, self.lanes
+
+    def register_limit(self, registers: int) -> dict[str, Any]:
+        """The launch option that keeps a thread to so many registers; none on AMD.
+
+        Left alone, ptxas aims for one program more an SM and spills a few registers. LLVM's AMDGPU
+        backend takes what the wavefronts of one program leave.
+        """
+        return {"maxnreg": registers} if self.maker == "nvidia" else {}
+
+
+_AMPERE = Arch("sm_80", "nvidia", "medium", "mma", 163 << 10, fp32_products="tf32x3")
+_SMALL = replace(_AMPERE, name="sm_86", tiles="small", shared_memory=99 << 10)
+_HOPPER = replace(
+    _AMPERE, name="sm_90", tiles="hopper", matrix="wgmma", shared_memory=227 << 10,
+    widens_e4m3=True, descriptors=True, grouped_products=True,
+)  # fmt: skip
+_BLACKWELL = replace(_HOPPER, name="sm_100", tiles="blackwell", matrix="tcgen05")
+_CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, registers=512, lanes=64)
+_CDNA4 = Arch(
+    "gfx950", "amd", "cdna4", "mfma", 160 << 10, registers=512, lanes=64, widens_e4m3=True
+)
+_RDNA3 = Arch("gfx1100", "amd", "rdna3", "wmma", 64 << 10, registers=256)
+_RDNA4 = replace(_RDNA3, name="gfx1201", tiles="rdna4")
+
+
+@cache
+def named(name: str) -> Arch:
+    """The architecture of that name.
+
+    Args:
+        name: "sm_" and the compute capability's digits, or "gfx" and AMD's; what follows a colon,
+            as in "gfx942:sramecc+:xnack-", is left out.
+
+    Raises:
+        ValueError: that is no name of an architecture.
+        NotImplementedError: an AMD GPU without the matrix instructions that the kernels need.
+    """
+    short = name.split(":")[0]
+    if match := re.fullmatch(r"sm_(\d+)(\d)", short):
+        return _nvidia(short, int(match[1]), int(match[2]))
+    if not re.fullmatch(r"gfx\d+[0-9a-f]{2}", short):
+        raise ValueError(f"arch: expected a name as sm_90 or gfx942, got {name!r}")
+    for known in (_CDNA3, _CDNA4):
+        if short == known.name:
+            return known
+    for prefix, known in (("gfx11", _RDNA3), ("gfx12", _RDNA4)):
+        if short.startswith(prefix) and len(short) == len(known.name):
+            return replace(known, name=short)
+    raise NotImplementedError(
+        f"arch: of AMD, gfx942, gfx950, gfx11 and gfx12 are supported, got {short}"
+    )
+
+
+def _nvidia(name: str, major: int, minor: int) -> Arch:
+    if major == 9:
+        return replace(_HOPPER, name=name)
+    if major in (10, 11):
+        return replace(_BLACKWELL, name=name, grouped_products=major == 10)
+    if major == 8 and minor in (0, 7):
+        return replace(_AMPERE, name=name)
+    ada_or_later = major > 8 or (major == 8 and minor == 9)
+    return replace(_SMALL, name=name, widens_e4m3=ada_or_later, descriptors=major >= 12)

@@ -1,0 +1,163 @@
+"""Reads of a stored tensor what one rank has of the weight.
+
+Of quantized tensors whole blocks are read, those that hold a part of what the rank has, each with
+its scale; `Piece.of` then drops what was read too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.common.dequantize import FP4_GROUP, block_size
+
+from ..parallel.group import Group
+from ..parallel.shard import Cut, cut_of
+from .match import Source
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is read of one stored tensor and its scales, for one part of a weight.
+
+    Attributes:
+        value, scale: what is read of each; None = all of it.
+        cut: what the rank has of the dequantized part; None = all of it.
+        block: elements along the cut that share a scale, as far as that matters.
+        is_whole_blocks: whether nothing is read too much.
+    """
+
+    value: Cut | None = None
+    scale: Cut | None = None
+    cut: Cut | None = None
+    block: int = 1
+    is_whole_blocks: bool = True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the rank has nothing of the weight, but zeros in its place."""
+        return self.cut is not None and self.cut.start >= self.cut.stop
+
+    def of(self, read: Tensor) -> Tensor:
+        """The rank's part of what was read, dequantized."""
+        if self.cut is None:
+            return read
+        cut, first = self.cut, self.cut.start // self.block * self.block
+        return replace(cut, start=cut.start - first, stop=cut.stop - first).of(read)
+
+    def fill(self, place: Tensor, part: Tensor) -> None:
+        """As `Cut.fill`."""
+        if self.cut is None:
+            place.copy_(part)
+        else:
+            self.cut.fill(place, part)
+
+    def filled_up(
+        self, value: Tensor, scale: Tensor | None, shape: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """What was read of a weight that stays quantized, with zeros to the shape of its place.
+
+        Args:
+            shape: of the place, not quantized.
+        """
+        if self.cut is None:
+            return value, scale
+        length = shape[self.cut.axis]
+        blocks = -(-length // self.block)
+        value = _with_length(value, self.value, blocks if self.value is self.scale else length)
+        return value, scale if scale is None else _with_length(scale, self.scale, blocks)
+
+
+WHOLE = Piece()
+EVERYTHING = 2**62
+
+
+def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece:
+    """What a rank reads for a part of a weight.
+
+    Args:
+        source: what it is made from.
+        whole, part: the part of the weight in the whole model and on the rank; they may be on the
+            meta device.
+    """
+    cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
+    if cut is None:
+        return WHOLE
+    length, scale_axis, kind = whole.shape[cut.axis] // cut.runs, cut.axis, source.kind
+    if kind == "mxfp4":  # stored by output channel
+        scale_axis = 3 - cut.axis
+    packed = kind in ("fp4", "mxfp4") and scale_axis == whole.ndim - 1
+    scales = 0 if source.scale is None else _length(source.scale.shape, scale_axis)
+    if packed:
+        block = FP4_GROUP
+    elif cut.runs < scales < length * cut.runs:
+        block = block_size(length * cut.runs, scales)
+    else:
+        block = 1
+    if cut.runs > 1 and length % block:  # both runs have a part of some block
+        return Piece(cut=cut, block=EVERYTHING, is_whole_blocks=False)
+    start, stop = cut.start // block * block, min(length, -(-cut.stop // block) * block)
+    is_whole = (start, stop) == (cut.start, cut.stop)
+    if start >= stop:
+        start = stop = 0
+        is_whole = True
+    value = replace(cut, axis=scale_axis, start=start, stop=stop)
+    scale = None
+    if scales > 1 or packed:
+        scale = replace(value, start=start // block, stop=-(-stop // block))
+    if packed and kind == "fp4":
+        value = replace(value, start=start // 2, stop=stop // 2)
+    elif packed:
+        value = scale
+    return Piece(value, scale, cut, block, is_whole)
+
+
+def shared_columns(source: Source, whole: Tensor) -> int:
+    """Rows or columns of a part of a weight that share a scale: no width is cut between them."""
+    if source.kind == "mxfp4":
+        return FP4_GROUP
+    if source.kind != "fp8" or source.scale is None:
+        return 1
+    sizes = zip(whole.shape, source.scale.shape, strict=False)
+    return max([1, *(block_size(size, n) for size, n in sizes if 1 < n < size)])
+
+
+def read(tensors: Any, name: str, cut: Cut | None) -> Tensor:
+    """A stored tensor, or what a cut leaves of it, without reading the rest.
+
+    Args:
+        tensors: an open safetensors file.
+    """
+    if cut is None:
+        return tensors.get_tensor(name)
+    stored = tensors.get_slice(name)
+    length = stored.get_shape()[cut.axis] // cut.runs
+    parts = []
+    for run in range(cut.runs):
+        at = slice(run * length + cut.start, run * length + cut.stop)
+        parts.append(stored[(*[slice(None)] * cut.axis, at)])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cut.axis)
+
+
+def fill_up(place: Tensor, part: Tensor) -> None:
+    """Copies ``part`` to the first elements of each axis of ``place``, and zeros to the others."""
+    if place.shape != part.shape:
+        place.zero_()
+        place = place[tuple(slice(size) for size in part.shape)]
+    place.copy_(part)
+
+
+def _with_length(part: Tensor, cut: Cut | None, length: int) -> Tensor:
+    if cut is None or part.shape[cut.axis] == length:
+        return part
+    place = part.new_empty([length if i == cut.axis else n for i, n in enumerate(part.shape)])
+    fill_up(place, part)
+    return place
+
+
+def _length(shape: Sequence[int], axis: int) -> int:
+    return shape[axis] if axis < len(shape) else 1

@@ -1,0 +1,170 @@
+"""What each rank holds of a model.
+
+`shard_config` says how large a rank's layers are: heads, and the widths of MLPs and experts, by the
+number of ranks. All else follows from the shapes of the whole model and of the rank's (`cut_of`):
+the axis in which they differ is cut, rank after rank, and what does not differ every rank has::
+
+    q_proj, k_proj, v_proj, sinks, gate_proj, up_proj     rows
+    o_proj, down_proj                                     columns, products summed
+    experts: gate_up_proj, down_proj                      each expert's width, in both
+    embed_tokens, lm_head, embed_tokens_per_layer         ids
+    DeepSeek-V4: q_b_proj, o_a_proj by heads and groups   rows; o_b_proj columns
+    norms, routers, compressors, indexers, hyper-connections, MTP's projections    whole on each
+
+Keys and values of which there are fewer heads than ranks are whole heads on several ranks. A width
+that is no multiple is filled up with zeros, which add nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config.model import AttentionConfig, ModelConfig
+from ..deepseek_v4.config import DeepseekV4Config
+from .group import Group
+
+_KV = re.compile(r"\.[kv]_proj\.")
+MAX_SIZE = 1024
+
+
+def shard_config(config: Any, size: int, unit: int = 1, *, split_context: bool = False) -> Any:
+    """The shapes of one rank's layers; those of vocabulary and router stay the whole model's.
+
+    Args:
+        config: of the whole model.
+        size: ranks.
+        unit: widths of MLPs and experts are cut at multiples of it: of the columns that share a
+            scale.
+        split_context: ranks share the context of full attention, whose keys and values are then all
+            heads on each of them (`quire.models.parallel.context`).
+
+    Raises:
+        ValueError: heads that cannot be dealt to so many ranks, naming how many ranks can have them.
+    """
+    if size == 1:
+        return config
+    if not _fits(config, size):
+        sizes = [n for n in range(1, MAX_SIZE) if _fits(config, n)]
+        raise ValueError(
+            f"tensor_parallel_size: expected one of {sizes} for {config.name!r}, whose "
+            f"{_heads(config)}, got {size}"
+        )
+
+    def part(width: int) -> int:
+        return unit * -(-width // (unit * size))
+
+    if isinstance(config, DeepseekV4Config):
+        return replace(
+            config,
+            num_heads=config.num_heads // size,
+            o_groups=config.o_groups // size,
+            moe_intermediate_size=part(config.moe_intermediate_size),
+        )
+
+    def heads(shape: AttentionConfig | None, split: bool = False) -> AttentionConfig | None:
+        return shape and replace(
+            shape,
+            num_heads=shape.num_heads // size,
+            num_kv_heads=shape.num_kv_heads if split else max(1, shape.num_kv_heads // size),
+            context_size=size if split else 1,
+        )
+
+    moe = config.moe
+    return replace(
+        config,
+        full=heads(config.full, split_context),
+        sliding=heads(config.sliding),
+        intermediate_size=part(config.intermediate_size),
+        moe=moe and replace(moe, intermediate_size=part(moe.intermediate_size)),
+    )
+
+
+def _fits(config: ModelConfig | DeepseekV4Config, size: int) -> bool:
+    if isinstance(config, DeepseekV4Config):
+        return config.num_heads % size == 0 and config.o_groups % size == 0
+    shapes = [shape for shape in (config.sliding, config.full) if shape is not None]
+    return all(
+        s.num_heads % size == 0 and (s.num_kv_heads % size == 0 or size % s.num_kv_heads == 0)
+        for s in shapes
+    )
+
+
+def _heads(config: ModelConfig | DeepseekV4Config) -> str:
+    if isinstance(config, DeepseekV4Config):
+        return f"num_heads={config.num_heads} and o_groups={config.o_groups} are divided"
+    shapes = [shape for shape in (config.sliding, config.full) if shape is not None]
+    found = {f"num_heads={s.num_heads}, num_kv_heads={s.num_kv_heads}": None for s in shapes}
+    return f"{' and '.join(found)} are divided, or a KV head is on several ranks"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank has of one axis of a tensor.
+
+    Attributes:
+        axis: which.
+        start, stop: the elements of it, in each of ``runs`` parts of equal length.
+        runs: 2 where the rows of gates and those of ups lie one behind the other.
+    """
+
+    axis: int
+    start: int
+    stop: int
+    runs: int = 1
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The rank's part of a whole tensor."""
+        length = self.stop - self.start
+        runs = whole.chunk(self.runs, dim=self.axis)
+        return torch.cat([run.narrow(self.axis, self.start, length) for run in runs], self.axis)
+
+    def fill(self, place: Tensor, part: Tensor) -> None:
+        """Copies ``part`` to where it belongs on the rank, and zeros to what is more there."""
+        if place.shape == part.shape:
+            place.copy_(part)
+            return
+        place.zero_()
+        runs = part.chunk(self.runs, dim=self.axis)
+        for to, run in zip(place.chunk(self.runs, dim=self.axis), runs, strict=True):
+            to.narrow(self.axis, 0, run.shape[self.axis]).copy_(run)
+
+
+def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -> Cut | None:
+    """Which elements of a weight a rank has; None = all of them.
+
+    Args:
+        name: of the weight.
+        whole, part: its shape in the whole model, and on a rank.
+        group: of the rank.
+    """
+    axes = [
+        axis for axis, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]
+    ]
+    if not axes:
+        return None
+    [axis] = axes
+    runs = 2 if name.endswith(".gate_up_proj") and (len(whole), axis) == (3, 1) else 1
+    length, count = whole[axis] // runs, part[axis] // runs
+    # Of K and V there may be fewer heads than ranks.
+    start = length // count * group.rank // group.size if _KV.search(name) else group.rank
+    return Cut(axis, *(min(length, count * end) for end in (start, start + 1)), runs)
+
+
+def cuts_of(
+    whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group | None
+) -> dict[str, Cut]:
+    """The weights of which a rank has a part, by name.
+
+    Args:
+        whole, part: weights of the whole model and of the rank's, which may be on the meta device.
+    """
+    if group is None:
+        return {}
+    cuts = {name: cut_of(name, w.shape, part[name].shape, group) for name, w in whole.items()}
+    return {name: cut for name, cut in cuts.items() if cut is not None}

@@ -1,0 +1,171 @@
+"""e4m3 read and written by the helpers that kernels share, value by value, and what they compile to on AMD GPUs."""
+
+import json
+import os
+import subprocess
+import sys
+from bisect import bisect_left
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.attention.quantized_tile import halve, halve_pairs, widen
+from quire.kernels.common.tiles import halve_e4m3, rounded_to_e4m3, widen_e4m3
+from tests.support.helpers import DEVICE
+from tests.support.shared import once_a_run
+
+CODES = torch.arange(256, dtype=torch.uint8)
+NAN = CODES & 0x7F == 0x7F
+
+
+def value_of(code):
+    """What an e4m3fn code stands for, by the format's definition; the two NaN as the 480 that would come next."""
+    sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+VALUES = torch.tensor([value_of(code) for code in range(256)], dtype=torch.float64)
+
+
+@triton.jit
+def _halve_kernel(codes, out, SIZE: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, halve_e4m3(tl.load(codes + at), HARDWARE))
+
+
+@triton.jit
+def _halve_tile_kernel(codes, out, SIZE: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, halve(tl.load(codes + at), HARDWARE, False))
+
+
+@triton.jit
+def _pairs_kernel(codes, out, SIZE: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, SIZE // 2)
+    even, odd = halve_pairs(tl.load(codes.to(tl.pointer_type(tl.uint16)) + at), HARDWARE, False)
+    tl.store(out + 2 * at, even)
+    tl.store(out + 2 * at + 1, odd)
+
+
+@triton.jit
+def _widen_kernel(codes, out, SIZE: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, widen_e4m3(tl.load(codes + at), out.dtype.element_ty, HARDWARE))
+
+
+@triton.jit
+def _widen_tile_kernel(codes, out, SIZE: tl.constexpr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, widen(tl.load(codes + at), out.dtype.element_ty, HARDWARE, False))
+
+
+@triton.jit
+def _round_kernel(x, values, codes, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    value, code = rounded_to_e4m3(tl.load(x + at).to(tl.float32))
+    tl.store(values + at, value)
+    tl.store(codes + at, code.to(tl.uint8))
+
+
+HALVES = (_halve_kernel, _halve_tile_kernel, _pairs_kernel)
+WIDENS = (_widen_kernel, _widen_tile_kernel)
+# Those of paged attention, which need most.
+TILES = (_pairs_kernel, _widen_tile_kernel)
+
+
+def check_nan(got, hardware):
+    """480 without the instruction; Triton's interpreter, too, gives that for its own cast."""
+    if hardware and torch.device(DEVICE).type == "cuda":
+        assert got[NAN].isnan().all()
+    else:
+        assert got[NAN].equal(VALUES[NAN])
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+@pytest.mark.parametrize("kernel", HALVES, ids=lambda kernel: kernel.fn.__name__)
+def test_every_code_becomes_fp16(kernel, hardware):
+    """Exactly, without hardware over 2^8; -0 stays -0."""
+    out = torch.empty(256, dtype=torch.float16, device=DEVICE)
+    kernel[(1,)](CODES.to(DEVICE), out, 256, hardware)
+    got = out.cpu().double() * (1 if hardware else 256)
+    assert got[~NAN].equal(VALUES[~NAN]) and not got[0].signbit()
+    check_nan(got, hardware)
+    assert got[0x80].signbit()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hardware", [True, False])
+@pytest.mark.parametrize("kernel", WIDENS, ids=lambda kernel: kernel.fn.__name__)
+def test_every_code_is_widened_exactly(kernel, hardware, dtype):
+    out = torch.empty(256, dtype=dtype, device=DEVICE)
+    kernel[(1,)](CODES.to(DEVICE), out, 256, hardware)
+    got = out.cpu().double()
+    assert got[~NAN].equal(VALUES[~NAN])
+    check_nan(got, hardware)
+
+
+def nearest(x):
+    """Code of the e4m3 value nearest to a number, ties to the even code; beyond 448 that of 448."""
+    finite = VALUES[:127].tolist()  # of ascending codes, 0 to 448
+    size = min(abs(x), 448.0)
+    above = bisect_left(finite, size)
+    below = max(above - 1, 0)
+    gap = (finite[above] - size) - (size - finite[below])
+    code = above if gap < 0 or (gap == 0 and above % 2 == 0) else below
+    return code
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_two_bytes_is_rounded_to_the_nearest(dtype):
+    """To even codes where two are as near; infinities to +-448, NaN to NaN."""
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(DEVICE)
+    values = torch.empty(1 << 16, device=DEVICE)
+    codes = torch.empty(1 << 16, dtype=torch.uint8, device=DEVICE)
+    _round_kernel[(16,)](x, values, codes, 4096)
+    x, values, codes = x.cpu().double(), values.cpu().double(), codes.cpu()
+    nan = x.isnan()
+    assert values[nan].isnan().all() and (codes[nan] & 0x7F == 0x7F).all()
+    want = torch.tensor([nearest(number) for number in x[~nan].tolist()], dtype=torch.uint8)
+    want |= x[~nan].signbit().to(torch.uint8) << 7
+    assert codes[~nan].equal(want)
+    assert values[~nan].equal(VALUES[want.long()])
+
+
+COMPILE = """
+import json, re
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import triton
+from quire.kernels.common.arch import named
+from tests.kernels.common import test_e4m3
+found = []
+for name in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
+    arch = named(name)
+    for kernel in test_e4m3.TILES:
+        out = "*bf16" if kernel in test_e4m3.WIDENS else "*fp16"
+        signature = {"codes": "*u8", "out": out, "SIZE": "constexpr", "HARDWARE": "constexpr"}
+        source = ASTSource(kernel, signature, {(2,): 256, (3,): arch.widens_e4m3})
+        compiled = triton.compile(source, target=GPUTarget(*arch.target))
+        text = compiled.asm["llir"]
+        found.append([name, kernel.__name__, bool(re.search(r"\\basm\\b", text)), "v_cmp" in compiled.asm["amdgcn"]])
+print(json.dumps(found))
+"""
+
+
+def test_amd_targets_need_no_assembly(tmp_path_factory):
+    """They compile, and without the comparisons by which Triton's own cast tells subnormals and NaN apart where there is no instruction."""
+
+    def make(folder):
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        (folder / "found.json").write_text(done.stdout)
+
+    found = json.loads((once_a_run(tmp_path_factory, "e4m3_amd", make) / "found.json").read_text())
+    assert len(found) == 4 * len(TILES)
+    for name, kernel, assembly, compares in found:
+        assert not assembly and not (compares and kernel == "_pairs_kernel"), (name, kernel)

@@ -1,0 +1,170 @@
+"""What a full tier takes in, and that it values entries as the device does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from quire.kvcore import LRU, Adaptive
+from quire.kvcore.prefix.tree import ResumePoint
+from quire.kvcore.tier.watched import Watched, coming
+from tests.kvcore.tier.test_tiers import Setup
+
+
+@dataclass(eq=False)
+class Fake:
+    """An entry as a policy sees it."""
+
+    key: bytes
+    last_used: int = 0
+    num_uses: int = 0
+    depth: int = 1
+    gain: int = 1
+    num_pages: int = 1
+    freed: int = 1
+    shorter: Fake | None = None
+
+
+def key(*names) -> bytes:
+    return b"".join(str(name).encode().ljust(32, b".") for name in names)
+
+
+class Told(LRU):
+    """LRU that takes each entry's chance from the first token of its prompt."""
+
+    def __init__(self, index_of):
+        super().__init__()
+        self._index_of = index_of
+
+    def chance(self, entry) -> float:
+        return self._index_of(entry)
+
+
+def _setup(host: int, chances: dict[int, float]) -> Setup:
+    """Prompts are known by their first token, of which `chances` says how likely a return is."""
+    by_key: dict[bytes, int] = {}
+
+    def chance(entry) -> float:
+        run = entry.run
+        while run.start:
+            run = run.parent
+        return chances[by_key[run.segment_key(0)]]
+
+    s = Setup(
+        pages=200, host=host, policy=Told(chance), policy_of_host=Told(chance), prefill=1000.0
+    )
+    for first in chances:
+        by_key[s.e.kv.match([first, *PROMPT]).prompt.keys[:32]] = first
+    return s
+
+
+PROMPT = list(range(100, 200))
+
+
+def _kept(s: Setup, firsts) -> list[int]:
+    """Whose prompts the host has."""
+    return [i for i in firsts if s.tiers.tiers[0].index.find(
+        s.e.kv.match([i, *PROMPT, 1]).prompt.keys, 12)[1] == 12]  # fmt: skip
+
+
+def test_a_full_tier_takes_in_what_is_worth_more_than_what_has_to_go():
+    chances = {1: 0.5, 2: 0.4, 3: 0.1, 4: 0.9}
+    s = _setup(34, chances)  # room for two
+    for first in (1, 2):
+        s.serve([first, *PROMPT])
+    s.store()
+    assert _kept(s, chances) == [1, 2]
+    s.serve([3, *PROMPT])
+    assert s.store() == [] and _kept(s, chances) == [1, 2]
+    s.serve([4, *PROMPT])
+    s.store()
+    assert 4 in _kept(s, chances) and 3 not in _kept(s, chances)
+
+
+def test_what_was_refused_is_looked_at_again():
+    chances = {1: 0.5, 2: 0.4, 3: 0.1}
+    s = _setup(34, chances)
+    for first in chances:
+        s.serve([first, *PROMPT])
+        s.store()
+    assert _kept(s, chances) == [1, 2]
+    chances[3] = 0.9
+    assert s.tiers.stores(1 << 30) == []
+    for _ in range(40):
+        if s.store():
+            break
+    assert 3 in _kept(s, chances)
+
+
+def test_a_tier_of_adaptive_learns_with_the_cache():
+    """What prompts return to is known in both places, though only one of them is told."""
+    device = Adaptive()
+    host = device.behind(lambda entry: 1.0)
+    for turn in range(60):
+        for who in ("back", "gone"):
+            device.asked(key(who, turn), 0, (2, 2, 0, 0))
+            for policy in (device, host):
+                policy.add(Fake(key(turn), last_used=turn, depth=2))
+        device.asked(key("back", turn, "more"), 2)
+    entries = [Fake(key(i), last_used=i, depth=2) for i in (1, 2)]
+    for entry in entries:
+        host.add(entry)
+        device.add(entry)
+    assert [host.chance(e) for e in entries] == [device.chance(e) for e in entries]
+
+
+def test_an_entry_that_another_place_keeps_has_no_stand_in():
+    """Who returns to it is served by the copy, not by the next shorter one."""
+    found = []
+    for is_there in (False, True):
+        device = Adaptive()
+        host = device.behind(lambda entry: 1.0)
+        for i in range(50):  # ends are returned to, edited ends are not
+            device.asked(key(*range(9), f"new{i}"), 0, (10, 0, 9, 0))
+            device.add(Fake(key(f"new{i}"), last_used=i, depth=10))
+            device.asked(key(*range(9), f"new{i}", "on"), 10)
+        shorter = Fake(key("s"), last_used=99, depth=1, gain=64)
+        longer = Fake(key("l"), last_used=99, depth=2, shorter=shorter)
+        device.asked(key("s", "l"), 0, (2, 0, 1, 0))
+        for entry in (shorter, longer):
+            device.add(entry)
+        before = device.chance(shorter)
+        if is_there:
+            copy = Fake(key("l"), last_used=1, depth=2)
+            host.add(copy)
+            host.chance(copy)
+        while device.pop() is not longer:
+            pass
+        found.append(device.chance(shorter) > before)
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("policy", [Adaptive, LRU])
+def test_what_comes_next_is_known_before_it_was_looked_at(policy):
+    """`Adaptive` looks at entries late; what eviction takes was to be had by `coming`."""
+    s = Setup(pages=200, policy=policy())
+    for i in range(4):
+        s.serve([i, *PROMPT])
+    index = s.e.kv.index
+    assert isinstance(index.policy, Watched)
+    points = {p for run in index.runs() for p in run.points.values()}
+    found = coming(index, 100)
+    assert {e for e in found if isinstance(e, ResumePoint)} == points
+
+
+def test_a_spare_entry_is_still_filed():
+    """What is spare goes first, but once; what is spare no more is where it was."""
+    policy = Adaptive()
+    watched = Watched(policy, lambda entry: None)
+    entries = [Fake(key(i), last_used=i) for i in range(4)]
+    for entry in entries:
+        watched.add(entry)
+    for entry in entries[2:]:
+        watched.spare(entry)
+    assert watched.coming(9)[:2] == entries[2:] and len(watched.coming(9)) == 4
+    watched.needed(entries[2])
+    order = []
+    while (entry := watched.pop()) is not None:
+        order.append(entry)
+    assert order[0] is entries[3] and sorted(e.last_used for e in order) == [0, 1, 2, 3]
