@@ -26,8 +26,8 @@ LEAST_SECONDS = 15
 TAIL = 2000
 PEERS_TARGET = "peers"
 TEST_SECONDS = 60  # a test that takes longer hangs
-NO_TESTS_LEFT = 5  # exit status of pytest
-DEVICE_LOST = 70  # exit status: tests/support/lost_device.py
+# Exit statuses: two of pytest, one of tests/support/lost_device.py.
+INTERNAL_ERROR, NO_TESTS_LEFT, DEVICE_LOST = 3, 5, 70
 
 
 class Runner:
@@ -174,7 +174,8 @@ class Runner:
                 _kill(process)
             self.running.remove((part, process, start))
             outcomes = read_outcomes(self.outcomes(part)) if part.tests else {}
-            early = process.returncode == DEVICE_LOST or UNFINISHED in outcomes.values()
+            ended = process.returncode in (DEVICE_LOST, INTERNAL_ERROR)
+            early = ended or UNFINISHED in outcomes.values()
             if not part.tests or status is not None or not early or len(outcomes) == known:
                 break
             # A lost device, a crash or a hang cost one test; the others go on in another process.

@@ -311,6 +311,26 @@ def test_one(i):
     cuda.synchronize()
     assert i != 9
 """
+# A worker that ends before the controller of xdist knows: what is sent to it next is lost.
+ENDS = """
+import contextlib, os, signal
+from pathlib import Path
+from xdist.workermanage import WorkerController
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    Path(__file__).with_name(worker).write_text(str(os.getpid()))
+send = WorkerController.sendcommand
+ended = []
+
+def sendcommand(node, name, **arguments):
+    if name == "steal" and not ended:
+        ended.append(node)
+        os.kill(int(Path(__file__).with_name(node.gateway.id).read_text()), signal.SIGKILL)
+        with contextlib.suppress(EOFError):
+            node.channel.waitclose(30)
+    send(node, name, **arguments)
+
+WorkerController.sendcommand = sendcommand
+"""
 BAD = {f"test_fake.py::test_one[{i}]" for i in (7, 9, 11, 13)}
 
 
@@ -339,6 +359,26 @@ def test_an_illegal_access_a_crash_and_a_hang_cost_one_test_each(tmp_path, monke
     [record] = run(tmp_path, part)
     assert record["status"] == "ok" and record["tests"]["counts"] == {"passed": 40}
     assert re_run(tmp_path) == BAD
+
+
+def test_a_worker_that_ends_while_it_is_sent_tests_takes_no_other_with_it(tmp_path, monkeypatch):
+    pytest.importorskip("xdist")
+    (tmp_path / "conftest.py").write_text(FAKE + ENDS)
+    (tmp_path / "test_fake.py").write_text(
+        "import time, pytest\n\n"
+        "@pytest.mark.parametrize('i', range(40))\n"
+        "def test_one(i):\n    time.sleep(0.05 * (i < 20))\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    more = "-p xdist.plugin -n 2 --dist worksteal --max-worker-restart 99"
+    part = Part("tests", 60.0, "", ("-m", "pytest", "-p", "no:cacheprovider", *more.split(), str(tmp_path)), tests=True)  # fmt: skip
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    [record] = run(tmp_path, part)
+    assert record["status"] == "exit status 1"
+    log = (tmp_path / "tests.log").read_text()
+    assert "replacing crashed worker" in log and "INTERNALERROR" not in log
+    # The test that it was running is the only one that is bad.
+    assert len(record["tests"]["bad"]) == 1 and record["tests"]["counts"]["passed"] == 39
 
 
 def re_run(folder):

@@ -7,6 +7,7 @@ line of JSON when a test starts and when it ends; QUIRE_TESTS_DONE, a file of te
 out; QUIRE_TEST_SECONDS, after which a test hangs: where is printed, and its process ends.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -50,6 +51,20 @@ class LostDevice:
             done = set(Path(file).read_text(encoding="utf-8").splitlines())
             config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
             items[:] = [item for item in items if item.nodeid not in done]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node):
+        """Of pytest-xdist. A worker may end before it is known to have ended, and what is sent to
+        it meanwhile would raise and end all workers; what it was to run goes to another one as soon
+        as its end is known.
+        """
+        send = node.sendcommand
+
+        def sendcommand(name, **arguments):
+            with contextlib.suppress(OSError):
+                send(name, **arguments)
+
+        node.sendcommand = sendcommand
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item, call):
