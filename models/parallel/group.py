@@ -7,10 +7,10 @@ every expert, the rows of the vocabulary. So there are five kinds of messages, o
     gather     logits of the sampled rows, side by side             one a step
     exchange   parts of attention, of a context that is split       two a layer
     from_first sampled tokens and drafts of rank 0, on the device   one a step
-    say        what requests came and went, of rank 0, on the CPU   one a step
+    say        requests that came and went, plans, on the CPU       two a step
 
 All but the last are collectives of the device's group (NCCL on GPUs, where graphs capture them; gloo
-on CPUs), the last one and `agree` are of a group of CPUs, whose ranks may wait for work for days.
+on CPUs), the last one and `all_say` are of a group of CPUs, whose ranks may wait for work for days.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Group:
         )
         self.sent: Counter[str] = Counter()
         # All keys from the start: another thread adds them up.
-        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "say", "all_say"), 0))
+        kinds = ("sum", "gather", "exchange", "from_first", "say", "all_say")
+        self.calls = Counter(dict.fromkeys(kinds, 0))
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of what all ranks have, in place; the same bits on each of them.
