@@ -1,14 +1,18 @@
 """A context that ranks share, beside a run of the whole model without a cache. The ranks are threads here: pages that nobody owns are NaN on each of them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
+from quire.models.engine.memory import model_cache
+from quire.models.engine.room import longest_request
 from quire.models.layers.kv_cache import cache_groups
 from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import build_model
 from quire.models.parallel.context import SplitContext
 from quire.models.parallel.shard import shard_config
 from tests.models.deepseek_v4.test_engine import Knowing, V4Recorder
@@ -217,3 +221,23 @@ def test_a_context_takes_its_share_of_the_dense_bytes(name, size):
 
     sharded = shard_config(config, size, split_context=True)
     assert token_bytes(sharded, size) * size <= token_bytes(config, 1) / 0.9
+
+
+POOL_BYTES = 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "gemma-3-27b", "gemma-4-31b", "gpt-oss-120b", "deepseek-v4-flash"]
+)
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_pool_holds_so_many_times_the_context(name, size):
+    """The longest request for which the allocator has pages, windows and all, in pools of the same bytes."""
+    config = get_config(name)
+
+    def longest(group):
+        model = build_model(config, device="meta", dtype=torch.bfloat16, group=group)
+        cache = model_cache(model, max_requests=1)
+        return longest_request(cache.groups, POOL_BYTES // cache.page_bytes, 2**40, 0)
+
+    group = SimpleNamespace(rank=0, size=size, split_context=True)
+    assert longest(group) >= 0.9 * size * longest(None)

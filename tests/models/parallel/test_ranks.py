@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.bench.prefill_decode.ranks import bytes_sent
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
@@ -31,7 +30,13 @@ from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
 from tests.support import budgets
 from tests.support.models.few import few
-from tests.support.models.ranks import Processes, add_a_page_on, full_forward, on_ranks
+from tests.support.models.ranks import (
+    Processes,
+    add_a_page_on,
+    full_forward,
+    on_ranks,
+    sent_by_forward,
+)
 from tests.support.models.tolerance import tolerance
 
 FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
@@ -124,7 +129,7 @@ def test_one_model_on_several_ranks(processes, name, split):
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with processes.engine(config, drafter=draft, **settings) as engine:
         logits = engine.everywhere(full_forward, ids)
-        sent = engine.everywhere(bytes_sent, 8)
+        sent = engine.everywhere(sent_by_forward, 8)
         outputs = run(engine, params)
         totals, memory = engine.totals, engine.memory
         assert set(engine.group.calls) == kinds  # another thread reads them meanwhile
