@@ -1,6 +1,7 @@
 """Processes on gloo that run one model: logits, tokens and pages are those of one rank; a rank that dies or drifts ends all."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
@@ -25,6 +27,7 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model
+from quire.models.parallel.launch import launched
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine, expect_same
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
@@ -337,6 +340,40 @@ def test_shapes_that_one_rank_cannot_capture():
 
     with pytest.warns(RuntimeWarning, match="2 x 1"):
         assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not budgets.LONG, reason="`make test-long`")
+def test_two_launchers_as_of_two_machines():
+    """The first prints what was generated; where options differ, both end and say which."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]  # fmt: skip
+    program = ["-m", "quire.models.generate", "--model", "llama-tiny", "--device", "cpu"]
+    for others, status in ((["--seed", "0"], 0), (["--context-parallel-size", "2"], 1)):
+        nodes = [
+            subprocess.Popen(
+                [*launch, "--node-rank", str(node), *program, *options],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT.parent,
+            )
+            for node, options in enumerate((["--prompt", "Once", "--max-tokens", "8"], others))
+        ]  # fmt: skip
+        (first, one), (second, two) = (node.communicate(timeout=200) for node in nodes)
+        assert [node.returncode for node in nodes] == [status] * 2, one + two
+        assert bool(first.strip()) == (status == 0) and not second
+        if status:
+            assert "context_parallel_size: expected the same on all ranks, got 1 on rank 0 and 2" in one + two  # fmt: skip
+
+
+def test_machines_that_announce_addresses_of_nobody_else(monkeypatch):
+    def refused(backend, timeout):
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(RankError, match=r"do not reach each other.* GLOO_SOCKET_IFNAME: Gloo conn"):
+        launched()
 
 
 def test_what_ranks_refuse():
