@@ -67,7 +67,9 @@ def store(request, tmp_path):
         if (why := lacking(request.param)) is not None:
             pytest.skip(why)
         with running(request.param, gib=1 / 16) as started:
-            yield started.connect(timeout=10)
+            client = started.connect(timeout=10)
+            yield client
+            client.close()
 
 
 def pages_of(store, **more):
