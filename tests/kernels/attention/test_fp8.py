@@ -13,6 +13,7 @@ from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import e4m3, launch_cache
 from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
+from tests.support.budgets import ordinary
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -151,6 +152,7 @@ def tall_batch(phase, seq_lens, q_lens, kind):
     return batch, attention_reference(batch)
 
 
+@ordinary("rows")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("kind", KINDS)
