@@ -9,7 +9,7 @@ import torch
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.engine.memory import model_cache
-from quire.models.engine.room import longest_request
+from quire.models.engine.room import longest_request, pages_of_request
 from quire.models.layers.kv_cache import cache_groups
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model
@@ -18,6 +18,7 @@ from quire.models.parallel.shard import shard_config
 from tests.models.deepseek_v4.test_engine import Knowing, V4Recorder
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.models.engine.test_replays import LENGTH, without_points
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks
 from tests.support.models.tolerance import tolerance
@@ -129,6 +130,7 @@ def requests(model):
     return run, [first, *more]
 
 
+@ordinary("deepseek-v4-tiny", "gemma4-e-tiny", "gpt-oss-tiny")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_the_whole_model(name):
     run, outputs = run_split(2, few(name), requests)
@@ -140,19 +142,30 @@ def test_more_ranks_than_kv_heads():
     run_split(4, get_config("gemma4-tiny"), requests)
 
 
-def test_preemption():
-    """Of several long requests in a pool for two, some start over from what is cached."""
+@ordinary("gemma3-tiny")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preemption(name):
+    """Of several long requests in a pool that is too small, some start over from what is cached."""
+    config, size = few(name), 2
+    group = SimpleNamespace(rank=0, size=size, split_context=True)
+    part = build_model(config, device="meta", dtype=torch.float32, group=group)
+    groups = model_cache(part, max_requests=4).groups
+    # All prompts have room, what is generated has not.
+    prompts, longest = [20, 21, 22], 40
+    num_pages = 1 + sum(pages_of_request(groups, n) for n in prompts)
+    assert num_pages <= 3 * pages_of_request(groups, longest)
 
     def work(model):
-        run = recorder(model, num_pages=12)
-        ids = [run.add(prompt(20 + n, n), max_tokens=30) for n in range(3)]
+        run = recorder(model, num_pages=num_pages)
+        ids = [run.add(prompt(n, n), max_tokens=longest - n) for n in prompts]
         run.run()
         return run, ids
 
-    run, _ = run_split(2, few("gemma3-tiny"), work)
+    run, _ = run_split(size, config, work)
     assert run.engine.totals.num_preempted > 0
 
 
+@ordinary()
 def test_drafts_of_deepseek_v4():
     config = replace(few(V4), num_mtp_layers=get_config(V4).num_mtp_layers)
     plain = requests(random_model(config))[0].outputs

@@ -31,7 +31,7 @@ from quire.models.parallel.launch import launched
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine, expect_same
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
-from tests.support import budgets
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import (
     Processes,
@@ -45,7 +45,7 @@ from tests.support.models.tolerance import tolerance
 FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 # More of the same: 4 ranks, and how often each of so many is killed.
 SIZE = int(os.environ.get("QUIRE_RANKS", "2"))
-KILLS = int(os.environ.get("QUIRE_RANK_KILLS", budgets.size(0, long=2)))
+KILLS = int(os.environ.get("QUIRE_RANK_KILLS", "2"))
 SEED = int(os.environ.get("QUIRE_RANK_SEED", "0"))
 ROOT = Path(__file__).resolve().parents[3]
 MAX_TOKENS = 20
@@ -101,12 +101,11 @@ def processes():
 
 
 # Threads run all families with every ``make test`` (`test_context`), over the same parts of models.
-CASES = [("gemma4-e-tiny", False), ("deepseek-v4-tiny", True)]
-ALL_CASES = [(name, split) for name in FAMILIES for split in (False, True)]
+CASES = [(name, split) for name in FAMILIES for split in (False, True)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "split"), ALL_CASES if budgets.LONG else CASES)
+@ordinary("gemma4-e-tiny-False")
+@pytest.mark.parametrize(("name", "split"), CASES)
 def test_one_model_on_several_ranks(processes, name, split):
     """Logits up to the order of sums; tokens with hits, chunks, drafts and preemption, every plan and table compared."""
     config = config_of(name)
@@ -170,6 +169,7 @@ def test_a_process_has_one_model_at_a_time(processes):
         LLM("llama-tiny", engine=replace(config, tensor_parallel_size=4 if SIZE == 2 else 2))
 
 
+@ordinary()
 def test_a_rank_that_is_killed(processes):
     """The last test of this file that has the processes."""
     llm, victim = processes.llm, processes.llm.engine.ranks.processes[-1]
@@ -342,8 +342,7 @@ def test_shapes_that_one_rank_cannot_capture():
         assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not budgets.LONG, reason="`make test-long`")
+@ordinary()
 def test_two_launchers_as_of_two_machines():
     """The first prints what was generated; where options differ, both end and say which."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -396,8 +395,7 @@ def test_what_ranks_refuse():
             EngineConfig(**{field: value})
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not KILLS, reason="`make test-long`, or QUIRE_RANK_KILLS=50")
+@ordinary()
 @pytest.mark.parametrize("how", ["launched", "started"])
 def test_each_rank_is_killed_at_random_steps(how):
     """Who survives says who died, and ends."""
