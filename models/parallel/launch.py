@@ -6,6 +6,7 @@ Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.wo
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import signal
 import subprocess
@@ -28,12 +29,25 @@ LOCAL = "127.0.0.1"
 ONE_MODEL = "quire/models"  # in the store: how many models the processes have run
 STARTED = "quire/started"
 SECONDS_TO_END = 5.0
+MEETING = datetime.timedelta(seconds=300)  # of processes that torchrun has started
 
 
 def launched() -> tuple[int, int]:
-    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none."""
+    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none.
+
+    Raises:
+        RankError: ranks of ``torchrun`` that do not reach each other.
+    """
     if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo", timeout=MEETING)
+        except RuntimeError as error:
+            # Of Debian and Ubuntu machines the name is a loopback address, unless somebody changes it.
+            raise RankError(
+                "the ranks do not reach each other. Of several machines each announces the address "
+                "that its own name has, or that of the network interface in GLOO_SOCKET_IFNAME: "
+                f"{error}"
+            ) from error
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
