@@ -193,8 +193,7 @@ class Tiers(OpenJobs):
             ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
         """
         max_bytes = as_int("max_bytes", max_bytes, 0)
-        choose = self._stores.everything if everything else self._stores.due
-        made = choose(max_bytes // self.page_bytes)
+        made = self._stores.begin(max_bytes // self.page_bytes, everything)
         for job in made:
             parts = job.parts
             listener = parts.source_places[0].index.announcer

@@ -278,9 +278,10 @@ class TieredTraffic(Traffic):
             self._use(prompt, salt, match.device.max_tokens)
         if job.kind == "store" and not failed and not parts.is_void:
             assert keys <= now[target].segments
-            if parts.point is not None:
-                assert parts.keys[-32:] in now[target].points
+            for depth in parts.depths:
+                assert parts.keys[32 * (depth - 1) : 32 * depth] in now[target].points
                 self.checked["stored points"] += 1
+            self.checked["jobs of several points"] += len(parts.depths) > 1
 
     def _use(self, prompt, salt, max_tokens):
         """A request starts with what came, and every row that it sees is checked."""
