@@ -36,7 +36,9 @@ class Stores:
         self._watermark = watermark
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
-        self._busy: dict[Run | ResumePoint, Job] = {}
+        # Entries of open stores, whose place, and pages that their eviction would free without
+        # these.
+        self._busy: dict[Run | ResumePoint, tuple[Place, int]] = {}
         self._leaving: set[Run | ResumePoint] = set()  # of these, those that are to leave first
         # Failures in a row of an entry, by its key, and the call before which it is not tried
         # again.
@@ -95,11 +97,8 @@ class Stores:
 
     def _underway(self, source: Place) -> int:
         """Pages of `source` that are had without a loss once its open stores are done."""
-        return sum(
-            entry.freed
-            for entry, job in self._busy.items()
-            if job.parts.source_places[0] is source and is_there(entry)
-        )
+        busy = self._busy.items()
+        return sum(n for entry, (place, n) in busy if place is source and is_there(entry))
 
     def _low(self, place: Place) -> int:
         """Pages of a place that are to be free, or to be had without a loss."""
@@ -131,6 +130,7 @@ class Stores:
             return self._admission.admits(source, target, entry, num_pages, gain)
 
         policy = source.index.policy
+        freed = {e: (source, e.freed) for e in entries}  # before locks
         spare = {e for e in entries if isinstance(policy, Watched) and policy.is_spare(e)}
         job = self._transfers.store(source, chain, entries, max_pages, admits)
         if isinstance(job, Lack) and len(entries) > 1:
@@ -141,7 +141,7 @@ class Stores:
             self._failed(entries[0].key)
             return None
         if job is not None:
-            self._busy.update(dict.fromkeys(job.parts.entries, job))
+            self._busy.update((e, freed[e]) for e in job.parts.entries)
             self._leaving |= spare.intersection(job.parts.entries)
         return job
 

@@ -140,7 +140,9 @@ class TieredTraffic(Traffic):
         draw, intent = self.draw, self.draw.one(["retain", "prefetch", "demote", "release"])
         before, jobs = self._contents(), set(self.tiers.jobs)
         ttl, max_bytes = draw.one([1.0, 100.0]), draw.one([None, 3 * 4096])
-        answer = self.tiers.hint(match, intent, now=self.next_id, ttl=ttl, max_bytes=max_bytes)
+        answer = self.tiers.hint(
+            match, intent, now=self.next_id, ttl=ttl, priority=draw.one([0, 1]), max_bytes=max_bytes
+        )
         assert answer.reason and (
             answer.outcome in ("accepted", "clipped") or not answer.num_tokens
         )
