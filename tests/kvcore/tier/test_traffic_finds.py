@@ -59,8 +59,8 @@ def no_use(original):
 def other_order(original):
     """Sources do not go with their targets."""
 
-    def copies_of(groups, parts, made):
-        return original(groups, parts, replace(made, sources=made.sources[::-1]))
+    def copies_of(columns, source, target, sources, *others):
+        return original(columns, source, target, sources[::-1, ::-1], *others)
 
     return copies_of
 
@@ -68,8 +68,9 @@ def other_order(original):
 def other_parts(original):
     """Parts of pages are taken for each other."""
 
-    def copies_of(groups, parts, made):
-        return original(groups, parts[::-1], made)
+    def copies_of(*args):
+        made = original(*args)
+        return [replace(c, parts=c.parts[::-1]) for c in made]
 
     return copies_of
 
