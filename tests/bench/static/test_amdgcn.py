@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.bench.static import amdgcn, rules
+from quire.bench.static import amdgcn, limits, rules
 
 TEXT = """
 	.text
@@ -81,6 +81,8 @@ def test_a_kernel_of_rdna_is_read():
     assert code.loads() == "global 2, global 16" and code.load_bytes() == 2
     assert code.tile_instructions(24 * 32, 32) == 9
     assert code.tile_instructions(48 * 32, 32) is None  # half a tile
+    without = amdgcn.read(RDNA_TEXT.replace("global_load", "v_load"))
+    assert without.mma == code.mma and without.tile_instructions(2048, 32) is None
 
 
 def test_without_matrix_instructions():
@@ -104,7 +106,7 @@ def test_without_matrix_instructions():
     ],
 )
 def test_resident_workgroups(arguments, programs):
-    assert rules.resident_workgroups(*arguments) == programs
+    assert limits.resident_workgroups(*arguments) == programs
 
 
 def test_rules_on_amd():

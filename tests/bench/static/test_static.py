@@ -12,7 +12,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
-from quire.bench.static import compiling, report, rules, sass
+from quire.bench.static import cases as static_cases
+from quire.bench.static import compiling, limits, report, rules, sass
 from tests.support.forked import printed
 from tests.support.shared import once_a_run
 
@@ -38,7 +39,7 @@ def check_rows(rows, head_dim):
     for row in rows:
         assert row.keys() >= REQUIRED
         assert row["spill_bytes"] == row["stack_bytes"] == 0
-        if not row["kernel"].endswith(rules.PIPELINED):
+        if not row["kernel"].endswith(static_cases.PIPELINED):
             continue
         assert row["kv_copy_bytes"] == 16
         tile, _, stages, *parts = row["config"].split()
@@ -355,7 +356,7 @@ def test_no_descriptor_is_launched_within_a_tuple():
     ],
 )
 def test_resident_programs(arguments, programs):
-    assert rules.resident_programs(*arguments) == programs
+    assert limits.resident_programs(*arguments) == programs
 
 
 # Run one after another by one process, as each needs the cases built without the interpreter.
