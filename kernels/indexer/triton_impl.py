@@ -122,7 +122,7 @@ def _prepare_scores(
             "BLOCK_N": block_n,
             "HARDWARE_FP8": arch.widens_e4m3,
             "num_warps": num_warps,
-            "num_stages": num_stages,
+            "num_stages": arch.stages(num_stages),
             **arch.register_limit(MAX_REGISTERS),
         },
     )
