@@ -29,6 +29,7 @@ LOCAL = "127.0.0.1"
 ONE_MODEL = "quire/models"  # in the store: how many models the processes have run
 STARTED = "quire/started"
 SECONDS_TO_END = 5.0
+SECONDS_TO_SEE = 1.0  # until a process that was killed has ended
 MEETING = datetime.timedelta(seconds=300)  # of processes that torchrun has started
 
 
@@ -92,7 +93,11 @@ class Ranks:
                 self._start(size, timeout, work)
             self._meet(size, device, timeout, split_context)
         except BaseException as error:
+            # gloo tells of a connection, before the end of a process can be seen.
+            broken = type(error) is RuntimeError and self._ended(SECONDS_TO_SEE)
             self.close(f"{type(error).__name__}: {error}")
+            if broken:
+                raise RankError(f"{broken}: {error}") from error
             raise
 
     def _meet(
@@ -143,6 +148,18 @@ class Ranks:
             with suppress(Exception):
                 dist.destroy_process_group()
 
+    def _ended(self, seconds: float) -> str:
+        """Which of the processes that were started has ended, waiting a while for one to; "" = none."""
+        until = time.monotonic() + seconds
+        while self.processes:
+            for rank, process in enumerate(self.processes, start=1):
+                if process.poll() is not None:
+                    return f"rank {rank} ended at its start, with exit status {process.returncode}"
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        return ""
+
     def _give_up(self) -> None:
         for process in self.processes:  # one that is stopped would end nothing itself
             process.kill()
@@ -171,12 +188,11 @@ class Ranks:
             with suppress(BrokenPipeError):
                 process.stdin.write(spec)
                 process.stdin.close()
-        for rank, process in enumerate(self.processes, start=1):
+        for rank in range(1, size):
             while not store.check([f"{STARTED}/{rank}"]):
-                if process.poll() is not None:
-                    status = process.returncode
+                if ended := self._ended(0.0):
                     self.close("another rank ended")
-                    raise RankError(f"rank {rank} ended at its start, with exit status {status}")
+                    raise RankError(ended)
                 time.sleep(0.01)
         # However this process ends, the others do not stay: their connections break.
         weakref.finalize(self, _kill, self.processes)

@@ -27,7 +27,8 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model
-from quire.models.parallel.launch import launched
+from quire.models.parallel import launch
+from quire.models.parallel.launch import Ranks, launched
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine, expect_same
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
@@ -342,17 +343,44 @@ def test_shapes_that_one_rank_cannot_capture():
         assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
 
 
+def test_a_rank_that_dies_before_it_is_watched(monkeypatch):
+    polls = iter([None, None, -9, -9])
+
+    class Process:
+        returncode = -9
+
+        def poll(self):
+            return next(polls)
+
+        def kill(self):
+            pass
+
+        def wait(self, seconds=None):
+            return -9
+
+    def meet(ranks, *_):
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(Ranks, "_start", lambda ranks, *_: ranks.processes.append(Process()))
+    monkeypatch.setattr(Ranks, "_meet", meet)
+    monkeypatch.setattr(launch, "launched", lambda: (1, 0))
+    with pytest.raises(
+        RankError, match=r"^rank 1 ended at its start, with exit status -9: Connect"
+    ):
+        Ranks(2, "cpu", timeout=20, work={})
+
+
 @ordinary()
 def test_two_launchers_as_of_two_machines():
     """The first prints what was generated; where options differ, both end and say which."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]  # fmt: skip
     program = ["-m", "quire.models.generate", "--model", "llama-tiny", "--device", "cpu"]
     for others, status in ((["--seed", "0"], 0), (["--context-parallel-size", "2"], 1)):
         nodes = [
             subprocess.Popen(
-                [*launch, "--node-rank", str(node), *program, *options],
+                [*torchrun, "--node-rank", str(node), *program, *options],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT.parent,
             )
             for node, options in enumerate((["--prompt", "Once", "--max-tokens", "8"], others))
