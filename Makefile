@@ -13,10 +13,10 @@ BYTECODE := PYTHONDONTWRITEBYTECODE=
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
 
-test: $(STAMP)  ## all tests that need no GPU
+test: $(STAMP)  ## the tests that need no GPU, but for the longest
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-long: $(STAMP)  ## random runs at their full length; `make test` does a part of each
+test-long: $(STAMP)  ## what `make test` leaves out: random runs at their full length, more models, installs, kills
 	$(BYTECODE) QUIRE_LONG_TESTS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m long $(ARGS)
 
 # Tests that compare numbers, but for the longest, with the instructions of the oldest processors: their sums have another order.

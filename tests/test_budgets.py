@@ -17,6 +17,7 @@ from quire.bench.common.bounds import (
     gamma,
     rounded,
 )
+from tests.support.budgets import ordinary
 from tests.support.helpers import (
     AttentionCase,
     assert_within_budget,
@@ -256,6 +257,7 @@ def right(name, dtype):
     return batch, oracle, oracle(batch)
 
 
+@ordinary("paged", "long-mla")
 @pytest.mark.parametrize("case, mistake, dtype", [(*b, d) for b in BREAKS for d in (FP32, BF16)] + [(*b, FP32) for b in FINE_BREAKS], ids=lambda x: getattr(x, "name", None) or getattr(x, "__name__", None))  # fmt: skip
 def test_a_mistake_is_outside_of_the_budget(case, mistake, dtype):
     batch, oracle, (exact, _) = right(case.name, dtype)

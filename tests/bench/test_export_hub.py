@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench import export_hub
+from tests.support.budgets import ordinary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,6 +131,7 @@ def test_other_contents_have_another_id(tmp_path):
     assert len(ids) == 2
 
 
+@ordinary()
 def test_it_works_without_quire(repository, tmp_path):
     run(ALONE, str(repository[0] / "torch-ext"), tmp_path)
 

@@ -29,6 +29,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.report import PARTS
 from quire.models.layers import attention
 from tests.support import flashinfer_stand_in
+from tests.support.budgets import ordinary
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,6 +158,7 @@ def test_json_and_text(tmp_path, capsys):
         assert text in out
 
 
+@ordinary()
 def test_flashinfer_beside_ours(tmp_path, capsys, monkeypatch):
     """Its stand-in: both are printed, and what it generates is checked as well."""
     flashinfer_stand_in.install(monkeypatch, head_dims=(16, 32))
@@ -214,6 +216,7 @@ def test_steps_launched_ahead_are_told_of_once(built, run):
 FP8 = [(name, "fp8") for name in ("gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small")]  # fmt: skip
 
 
+@ordinary("deepseek-v4", "gemma4-tiny", "gemma4-e-tiny-fp8_per_tensor")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [*FP8, ("gemma4-e-tiny", "fp8_per_tensor")])
 def test_fp8_pages(name, dtype, tmp_path, capsys):
@@ -287,6 +290,7 @@ def examples():
     return [line for line in lines if line.startswith("python -m bench.prefill_decode")]
 
 
+@ordinary("python -m bench.prefill_decode]", "--host-cache", "--compare torch", "line7")
 @pytest.mark.slow
 @pytest.mark.parametrize("line", examples())
 def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
@@ -501,6 +505,7 @@ def test_floors_count_weights_and_live_keys(built):
     assert flops == 2 * 8 * matrices + 4 * 36 * (4 * 4 * 16 + 2 * 4 * 32)
 
 
+@ordinary("mtp")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mtp", "ngram"])
 def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):

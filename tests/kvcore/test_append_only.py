@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, AppendOnlyCache, GroupSpec, OutOfPages
+from tests.support.budgets import ordinary
 
 MIXES = {
     "dense": ((8, None),),
@@ -156,6 +157,7 @@ class Engine:
                     self.counts["rows"] += 1
 
 
+@ordinary("latest-hybrid", "dense-block sizes", "latest-windows")
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("retention", ["latest", "dense"])
 def test_every_row_that_a_query_sees_is_right(mix, retention):

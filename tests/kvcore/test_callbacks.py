@@ -18,7 +18,7 @@ from quire.kvcore import (
     StepPlan,
 )
 from tests.kvcore.test_faults import CASES, Fault, free_and_cached, picture
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 from tests.support.kvcore.engine import Engine, groups
 
 BASE = {"num_pages": 50, "max_requests": 3, "max_model_len": 300}
@@ -70,6 +70,7 @@ def test_a_policy_that_fails_when_asked_leaves_no_request(specs):
     e.check()
 
 
+@ordinary("[0-")
 @budget(16, long=40)
 @pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(

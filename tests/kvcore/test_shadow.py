@@ -15,7 +15,7 @@ from quire.kvcore.tables import groups as tables
 from quire.kvcore.tables import prefill as chunks
 from quire.kvcore.tables import state as states
 from tests.kvcore import shadow
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 
 
 @pytest.mark.slow
@@ -230,6 +230,7 @@ FOUND_BY = {
 }  # fmt: skip
 
 
+@ordinary("a page leaks", "a fork does not lock", "extra keys")
 @pytest.mark.parametrize("what", PLANTED)
 def test_the_shadow_notices(what, monkeypatch):
     """One fault planted in kvcore, and a life that must fail."""

@@ -15,6 +15,7 @@ from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Timing, Workload, replay
 from quire.kvcore import LRU, Adaptive, GroupSpec
+from tests.support.budgets import ordinary
 
 TRACE = Path(__file__).resolve().parents[3].parent / "shared/traces/mooncake_conversation.jsonl.xz"
 HYBRID = [GroupSpec("d", "dense", 32, 1), GroupSpec("w", "window", 16, 1, 64)]
@@ -286,6 +287,7 @@ def hit_rate(workload, groups, pool, policy):
     return outcome.hits.sum() / sum(r.input for r in workload.requests)
 
 
+@ordinary("200%")
 @pytest.mark.parametrize("pool", ["180%", "200%", "220%"])
 def test_chats_that_take_turns_keep_a_point_each(pool):
     """Gemma-4-31B: dense pages and one resume point a session take about 175 %; LRU keeps old turns' points as well."""
@@ -296,6 +298,7 @@ def test_chats_that_take_turns_keep_a_point_each(pool):
     assert hit_rate(workload, groups, pool, LRU()) < best - 0.02
 
 
+@ordinary("pr40676", "system-prompt")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "preset", "pool"),

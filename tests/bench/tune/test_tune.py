@@ -27,6 +27,7 @@ from quire.kernels.compressed.configs import CompressedConfig
 from quire.kernels.mla import configs as mla_configs
 from quire.kernels.mla import triton_impl as dense_triton
 from quire.kernels.mla.configs import MlaConfig
+from tests.support.budgets import ordinary
 
 ARCHS = [
     named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1201")
@@ -39,6 +40,7 @@ def case_of(phase):
     return case
 
 
+@ordinary()
 @pytest.mark.slow
 def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
     def time_calls(calls, device, seconds):
@@ -71,6 +73,7 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     assert taken[-1].split()[6:8] == ["1", "2"]
 
 
+@ordinary()
 @pytest.mark.slow
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     """And the kernels of each are launched with the tile shape in question."""

@@ -10,6 +10,7 @@ import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
 from quire.kvcore.policies.returns import hazard
+from tests.support.budgets import ordinary
 from tests.support.kvcore.engine import Engine, groups
 
 GEMMA = ((32, None), (16, 64), (16, 64))
@@ -440,6 +441,7 @@ class MostUsed(Ranked):
         return entry.num_uses
 
 
+@ordinary("hybrid-Adaptive", "hybrid-LRU", "dense-S3FIFO", "dense-CostAware", "dense-MostUsed")
 @pytest.mark.parametrize("make", [*POLICIES, MostUsed])
 @pytest.mark.parametrize("specs", [GEMMA, ((32, None),)], ids=["hybrid", "dense"])
 def test_every_policy_serves_only_real_hits_under_pressure(make, specs):

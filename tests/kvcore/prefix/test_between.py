@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, StepPlan
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 from tests.support.kvcore.engine import Engine, groups, row_ids
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -45,6 +45,7 @@ def held(e: Engine, prompt: list[int]) -> int:
     return 0
 
 
+@ordinary("5-latest", "-64-2")
 @budget(3, long=1)
 @pytest.mark.parametrize("retention", ["latest", 2])
 @pytest.mark.parametrize("chunk", [5, 64])

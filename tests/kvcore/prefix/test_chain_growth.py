@@ -11,6 +11,7 @@ import pytest
 
 import quire.kvcore
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EventLog, KVCache, StepPlan, snapshot
+from tests.support.budgets import ordinary
 from tests.support.kvcore.engine import groups
 
 HOME = os.path.dirname(quire.kvcore.__file__)
@@ -100,6 +101,7 @@ def life(specs, policy, segments: int, branches: bool) -> dict[str, int]:
     return counts
 
 
+@ordinary("Adaptive", "LRU")
 @pytest.mark.parametrize("branches", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("policy", [Adaptive, LRU, CostAware, S3FIFO])

@@ -15,6 +15,7 @@ from quire.kvcore.tier.match import Planner
 from quire.kvcore.tier.places import Columns, Found, Place, Tails
 from quire.kvcore.tier.transfers import Transfers
 from tests.kvcore.tier.traffic import live
+from tests.support.budgets import ordinary
 
 
 def all_came(original):
@@ -149,6 +150,7 @@ FAULTS = [
 FOUND_BY = {all_came: 2, swapped: 28, always: 5}
 
 
+@ordinary("no_lock", "no_use", "other_columns")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "fault"), FAULTS, ids=lambda v: getattr(v, "__name__", v)

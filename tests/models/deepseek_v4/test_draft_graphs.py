@@ -14,6 +14,7 @@ from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.models.engine.test_graphs import SAMPLING, Step
+from tests.support.budgets import ordinary
 from tests.support.models.captured import (
     KERNELS,
     ON_HOST,
@@ -93,6 +94,7 @@ def test_chains_that_cannot_be_captured_run_without(model):
     assert len(run(engine, (9, 5))) == 2 and engine.totals.num_drafts > 0
 
 
+@ordinary("drawn")
 @pytest.mark.parametrize(
     ("method", "sampling"),
     [("strict", {}), ("standard", SAMPLING | {"logprobs": 3})],

@@ -11,6 +11,7 @@ from quire.models.deepseek_v4 import hyper_connections, layer, moe, rope, unpage
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING
 from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
 from quire.models.loading.weights import load_model
+from tests.support.budgets import ordinary
 from tests.support.models.breaks import weights
 from tests.support.models.tolerance import tolerance
 
@@ -230,6 +231,7 @@ SENSITIVITIES = {
 }
 
 
+@ordinary("no clamp", "compressor norms", "index weights")
 @pytest.mark.parametrize("mutation", SENSITIVITIES)
 def test_each_rule_matters(monkeypatch, mutation, v4_oracles):
     """The comparison with transformers sees every single rule: breaking one moves logits far past the tolerance."""

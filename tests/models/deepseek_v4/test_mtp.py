@@ -16,6 +16,7 @@ from quire.models.deepseek_v4.unpaged_attention import UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.engine.test_engine import prompt
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 
 NUM_TOKENS = 40  # more than two windows of 16
@@ -265,6 +266,7 @@ def plain_drafts(model, tokens, num_drafts, num_layers):
     return torch.stack(logits)
 
 
+@ordinary("3-5")
 @pytest.mark.parametrize(("num_layers", "num_drafts"), [(1, 1), (2, 2), (3, 3), (3, 5)])
 def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
     """Prompts in odd chunks, drafts accepted and rejected: what is proposed is what an uncached run proposes."""
@@ -297,6 +299,7 @@ def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
         assert difference(logits, plain_drafts(many, tokens, num_drafts, num_layers)) < 1e-4
 
 
+@ordinary()
 @pytest.mark.slow
 def test_hits_do_not_depend_on_the_number_of_layers(many):
     hits = []

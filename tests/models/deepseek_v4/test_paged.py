@@ -11,6 +11,7 @@ from quire.models.deepseek_v4.config import CSA, HCA, MOE
 from quire.models.deepseek_v4.unpaged_attention import UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
+from tests.support.budgets import ordinary
 from tests.support.models.tolerance import tolerance
 from tests.support.models.v4_engine import SmallEngine
 
@@ -185,6 +186,7 @@ def draft_logits(model, tokens, logits):
         return model.draft_logits(0, model.draft_streams(0, streams, after, positions, attend))
 
 
+@ordinary("1")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_drafter_over_pages(model, greedy, depth):
     """Its rows live in a window group of their own lookahead; its drafts are those of an uncached run, whatever was rejected."""
@@ -325,6 +327,7 @@ BROKEN = {
 }  # fmt: skip
 
 
+@ordinary("no sinks", "topk indices")
 @pytest.mark.parametrize("mutation", BROKEN)
 def test_each_rule_matters_over_pages(oracle, model, monkeypatch, mutation):
     limit = 100 * tolerance(model)

@@ -20,6 +20,7 @@ from tests.models.engine import test_failures, test_isolation
 from tests.models.engine.test_engine import prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
+from tests.support.budgets import ordinary
 from tests.support.models.captured import ON_HOST, Captures, captured_engine
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
@@ -76,6 +77,7 @@ def test_many_requests_equal_each_alone(settings):
     assert engine.kv.num_free_pages == engine.kv.num_pages - 1
 
 
+@ordinary("written")
 @pytest.mark.parametrize("where", ["tensors", "written", "wait"])
 def test_steps_that_fail_are_done_again(where, monkeypatch):
     """At any place, with tokens of the step before on their way: both steps' requests wait again, and nothing is lost."""

@@ -16,6 +16,7 @@ from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
@@ -113,6 +114,7 @@ def build(name):
     return random_model(get_config(name), device=DEVICE)
 
 
+@ordinary("gemma4-small-latest", "gemma3-tiny", "gemma4-tiny-64")
 @pytest.mark.parametrize("retention", ["latest", "dense", 64])
 def test_ragged_requests_equal_each_alone(model, retention):
     run = Recorder(model, retention=retention)
@@ -126,6 +128,7 @@ def test_ragged_requests_equal_each_alone(model, retention):
     assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
 
 
+@ordinary("37-lengths0", "gpt-oss-tiny-131")
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "lengths"), [(37, (38, 107, 130)), (131, (1, 130))])
 def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):
@@ -185,6 +188,7 @@ def test_reports_tell_the_lengths_of_each_sequence():
     assert lengths == [([30, 10], [30, 10]), ([1, 39], [31, 49]), ([1], [50])]
 
 
+@ordinary("tiny")
 def test_next_turn_hits_what_was_generated(model):
     """Two conversations decode side by side; each continues on its own output."""
     run = Recorder(model)
@@ -209,6 +213,7 @@ def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
     assert torch.equal(run.logits[cold][0], run.logits[hit][0])
 
 
+@ordinary("gemma3-tiny", "gemma4-tiny")
 @pytest.mark.slow
 def test_preempted_and_resumed_equals_undisturbed(model):
     lengths = (60, 70, 80, 50)
@@ -229,6 +234,7 @@ def test_preempted_and_resumed_equals_undisturbed(model):
     assert [o.token_ids for o in disturbed] == [o.token_ids for o in undisturbed]
 
 
+@ordinary("tiny")
 def test_a_preempted_request_hits_its_own_output(model):
     """Prompt and output so far are found again, so a resumed request computes less than one segment."""
     run = Recorder(model)
@@ -245,6 +251,7 @@ def test_a_preempted_request_hits_its_own_output(model):
     run.check(request_id)
 
 
+@ordinary("gemma4-tiny", "gemma3-tiny-16")
 @pytest.mark.parametrize(
     ("name", "num_pages", "retention"),
     [

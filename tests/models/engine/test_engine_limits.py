@@ -17,6 +17,7 @@ from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import Scheduler, SchedulerPolicy
 from quire.models.loading.random_weights import random_model
+from tests.support.budgets import ordinary
 from tests.support.models.toy import ToyModel
 
 PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
@@ -38,6 +39,7 @@ def outputs(engine, prompts, params):
     return [found[i] for i in ids]
 
 
+@ordinary("gemma3-tiny", "fp8-gpt-oss-tiny")
 @pytest.mark.parametrize(
     ("head_dim", "num_heads", "num_kv_heads"),
     [(24, 4, 2), (6, 3, 1), (2, 5, 5), (96, 6, 2), (40, 7, 1), (100, 4, 4), (768, 1, 1)],

@@ -21,7 +21,7 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build, prompt
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 from tests.support.models.toy import VOCAB, ToyModel, plain_logits
 
 NUM_REAL = int(os.environ.get("QUIRE_MANY", "12"))
@@ -98,6 +98,7 @@ def alone(model, tokens, params):
     return tuple(out)
 
 
+@ordinary("speculation", "plain")
 @budget(180, long=333)
 @pytest.mark.parametrize(
     "settings",
@@ -146,6 +147,7 @@ def test_hundreds_of_requests_equal_each_alone(settings, budget):
     assert engine.kv.num_free_pages == engine.kv.num_pages - 1
 
 
+@ordinary()
 def test_requests_of_a_real_model_equal_each_alone():
     """Greedy tokens may only differ where two logits are as close as fp32 leaves them; sampled ones where a sum is."""
     model, rng = build("gemma4-tiny"), random.Random(6)

@@ -11,7 +11,7 @@ from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine_many import alone, workload
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -44,6 +44,7 @@ def run(engine):
     return outputs, failed
 
 
+@ordinary("tensors-drafts", "written-plain", "sample-drafts")
 @budget(30, long=60)
 @pytest.mark.parametrize("drafter", [None, NGramDrafter(3, min_ngram=1)], ids=["plain", "drafts"])
 @pytest.mark.parametrize("where", ["tensors", "model", "written", "sample"])

@@ -22,6 +22,7 @@ from quire.models.families import decoder
 from quire.models.layers import attention
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
+from tests.support.budgets import ordinary
 from tests.support.helpers import assert_within_budget, attention_reference
 from tests.support.models import captured
 from tests.support.models.captured import (
@@ -94,6 +95,7 @@ def model(request):
 LENGTHS = (40, 3, 17, 9, 31, 5, 22, 12, 64)
 
 
+@ordinary("gemma4-tiny", "gemma4-e-tiny", "gpt-oss-tiny")
 @pytest.mark.slow
 def test_replays_decode_as_eager_steps_do(model):
     """Batches of many sizes, padded and not; an abort, preemptions, prefix hits; and each size is captured once."""
@@ -133,6 +135,7 @@ class Knowing:
         ]  # fmt: skip
 
 
+@ordinary("deepseek-v4-tiny", "gemma4-tiny")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])
 def test_drafts_through_graphs(name, monkeypatch):
@@ -271,6 +274,7 @@ def test_an_engine_that_is_dropped_frees_its_pool(name, on):
         gc.enable()
 
 
+@ordinary("gemma4]", "gemma4-fp8", "deepseek-v4]")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype"),
@@ -451,6 +455,7 @@ class Step(TorchDispatchMode):
         return call
 
 
+@ordinary("sampled")
 @pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
 @pytest.mark.parametrize("sampling", [{}, SAMPLING | {"logprobs": 3, "min_p": 0.01, "top_k": 50}], ids=["greedy", "sampled"])  # fmt: skip
 def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):

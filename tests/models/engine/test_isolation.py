@@ -21,6 +21,7 @@ from quire.models.generate import main
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -135,6 +136,7 @@ def poisoned(name, **changes):
     return model
 
 
+@ordinary("gemma4-e-tiny", "deepseek-v4-tiny")
 @pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])  # fmt: skip
 def test_nan_of_a_model_reaches_no_other_request_and_no_cached_page(name):
     prompts = {
@@ -302,6 +304,7 @@ def run_faulty(monkeypatch, faults):
 PLACES = ("decode", "append", "text.append", "text.take", "admit", "match", "make_room", "propose", "draft ids")  # fmt: skip
 
 
+@ordinary("propose", "decode", "append", "match", "text.take")
 @pytest.mark.parametrize("name", PLACES)
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
     none = Faults()

@@ -23,7 +23,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_sampling import plain_probabilities
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 from tests.support.models.toy import ToyModel
 
 V = 4  # tokens of the chain
@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@ordinary("guess, good-")
 @budget(1500, long=4000)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_outputs_have_the_targets_distribution(kind, name, budget):
@@ -195,6 +196,7 @@ def test_broken_rejection_shows(rule, monkeypatch, budget):
     assert excess(outputs, expected) > Z * (budget // 1500)
 
 
+@ordinary("guess, good")
 @pytest.mark.slow
 @budget(1500, long=4000)
 @pytest.mark.parametrize("kind", ["good", "bad", "guess, good"])
@@ -250,6 +252,7 @@ def test_greedy_outputs_do_not_depend_on_the_method():
             assert got == plain and drafts > 0
 
 
+@ordinary()
 @pytest.mark.slow
 def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distribution():
     """Its own drafter, two drafts a step; greedy requests beside the sampled ones draft as ever."""

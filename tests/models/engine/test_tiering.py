@@ -24,6 +24,7 @@ from quire.models.tiers import ways
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel, ToyPool
 
@@ -109,6 +110,7 @@ class Faults:
         return call
 
 
+@ordinary("host-0.25-False-3", "host and disk-0.25-True", "disk-0.25-False-0")
 @pytest.mark.parametrize(
     "where, share, is_async, num_drafts",
     [
@@ -609,6 +611,7 @@ def test_hints():
         Engine(ToyModel(), EngineConfig(num_pages=40)).hint(LONG, "prefetch")
 
 
+@ordinary("deepseek-v4-tiny-4-mtp", "gemma3-tiny")
 @pytest.mark.parametrize(
     "name, num_users, drafter",
     [

@@ -14,6 +14,7 @@ from quire.models.layers import basic as layers
 from quire.models.layers import moe, rotary
 from quire.models.loading.weights import load_model
 from tests.models.conftest import ROPES, rope_config
+from tests.support.budgets import ordinary
 from tests.support.models.breaks import (
     PATHS,
     adjacent_pairs,
@@ -213,6 +214,7 @@ SENSITIVITIES = {
 }
 
 
+@ordinary("paged")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name, table in SENSITIVITIES.items() for rule in table]

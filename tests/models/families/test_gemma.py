@@ -14,6 +14,7 @@ from quire.models.layers import basic as layers
 from quire.models.layers import rotary
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
+from tests.support.budgets import ordinary
 from tests.support.models.breaks import (
     PATHS,
     adjacent_pairs,
@@ -159,6 +160,7 @@ SENSITIVITIES = {
 }
 
 
+@ordinary("paged")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("name", "mutation"),

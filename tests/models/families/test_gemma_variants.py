@@ -15,6 +15,7 @@ from quire.models.layers import basic as layers
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
+from tests.support.budgets import ordinary
 from tests.support.helpers import assert_within_budget
 from tests.support.models.breaks import PATHS, check_rule_matters, modules, patched, weights
 from tests.support.models.hand_paged import HandPaged, difference
@@ -142,6 +143,7 @@ SENSITIVITIES = {
 }
 
 
+@ordinary("paged")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("name", "rule"), [(name, rule) for name, table in SENSITIVITIES.items() for rule in table]

@@ -14,6 +14,7 @@ from quire.models.parallel.shard import shard_config
 from tests.models.deepseek_v4.test_engine import Knowing, V4Recorder
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.models.engine.test_replays import LENGTH, without_points
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks
 from tests.support.models.tolerance import tolerance
@@ -125,6 +126,7 @@ def requests(model):
     return run, [first, *more]
 
 
+@ordinary("deepseek-v4-tiny", "gemma4-e-tiny", "gpt-oss-tiny")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_the_whole_model(name):
     run, outputs = run_split(2, few(name), requests)
@@ -149,6 +151,7 @@ def test_preemption():
     assert run.engine.totals.num_preempted > 0
 
 
+@ordinary()
 def test_drafts_of_deepseek_v4():
     config = replace(few(V4), num_mtp_layers=get_config(V4).num_mtp_layers)
     plain = requests(random_model(config))[0].outputs

@@ -30,7 +30,7 @@ from quire.models.loading.weights import build_model
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
-from tests.support.budgets import LONG
+from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import Processes, add_a_page_on, full_forward, on_ranks
 from tests.support.models.tolerance import tolerance
@@ -92,12 +92,11 @@ def processes():
 
 
 # Threads run all families with every ``make test`` (`test_context`), over the same parts of models.
-CASES = [("gemma4-e-tiny", False), ("deepseek-v4-tiny", True)]
-ALL_CASES = [(name, split) for name in FAMILIES for split in (False, True)]
+CASES = [(name, split) for name in FAMILIES for split in (False, True)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "split"), ALL_CASES if LONG else CASES)
+@ordinary("gemma4-e-tiny-False")
+@pytest.mark.parametrize(("name", "split"), CASES)
 def test_one_model_on_several_ranks(processes, name, split):
     """Logits up to the order of sums; tokens with hits, chunks, drafts and preemption, every plan and table compared."""
     config = config_of(name)
@@ -159,6 +158,7 @@ def test_a_process_has_one_model_at_a_time(processes):
         LLM("llama-tiny", engine=replace(config, tensor_parallel_size=4 if SIZE == 2 else 2))
 
 
+@ordinary()
 def test_a_rank_that_is_killed(processes):
     """The last test of this file that has the processes."""
     llm, victim = processes.llm, processes.llm.engine.ranks.processes[-1]
