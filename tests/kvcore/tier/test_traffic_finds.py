@@ -119,8 +119,8 @@ def only_the_device(original):
 def no_pin(original):
     """What is pinned may be evicted."""
 
-    def pin(self, run, depth, expiry):
-        kept = original(self, run, depth, expiry)
+    def pin(self, run, depth, expiry, priority=0):
+        kept = original(self, run, depth, expiry, priority)
         for entry in list(self._index.pins):
             self._index.unpin(entry)
         return kept
