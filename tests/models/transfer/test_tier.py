@@ -215,13 +215,13 @@ def test_outputs_of_an_engine_are_those_without_tiers(where):
     faults = []
 
     def fails(name):
-        if dice.random() < 0.1:
+        if dice.random() < (0.5 if name == "get" else 0.1):
             faults.append(name)
             return dice.choice(WAYS)
         return None
 
     store = DictStore()
-    settings = {"host_cache_gib": 40 * GIB_OF_A_PAGE} if "host" in where else {}
+    settings = {"host_cache_gib": 12 * GIB_OF_A_PAGE} if "host" in where else {}
     model = tiered(ToyModel())
     config = EngineConfig(
         max_num_seqs=6,
@@ -247,7 +247,7 @@ def test_outputs_of_an_engine_are_those_without_tiers(where):
             expected = expected[: len(output.token_ids)]
         assert output.token_ids == expected
     stats = engine.kv.stats()
-    assert stats["tier_stored_pages/disk"] > 10 and stats["tier_loaded_pages/disk"] > 3, stats
+    assert stats["tier_stored_pages/disk"] > 10 and stats["tier_loaded_pages/disk"] > 0, stats
     assert stats["tier_load_failures/disk"] > 0 and len(faults) > 10
     dice.random = lambda: 1.0  # no more faults
     end(engine)
