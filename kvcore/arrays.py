@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 # Numpy computes with an array of no dimensions in half the time that it takes with an int.
@@ -18,10 +19,10 @@ ONE: Int64 = np.array(1)
 ZERO32: Int32 = np.array(0, dtype=np.int32)
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
-NO_FLAGS: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
 
 
-def count_true(flags: npt.NDArray[np.bool_]) -> int:
+def count_true(flags: Flags) -> int:
     """How many of `flags` are True: `np.count_nonzero`, in a third of its time where they are
     few."""
     return flags.tobytes().count(1)

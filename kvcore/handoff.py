@@ -117,7 +117,10 @@ class Incoming(HandOff):
             if kv._announcer is not None:
                 last = self.first + len(self.segments)
                 noted = kv._announcer.of_prompt(self._prompt, self.first, last)
-            adopt(index, self.keys, self.first, self.segments, self.point, noted)
+            points = [] if self.point is None else [self.point]
+            depths = [self.first + len(self.segments)] * len(points)
+            pages = np.array(points, dtype=np.int32)
+            adopt(index, self.keys, self.first, self.segments, depths, pages, noted)
         self.end()
         return not self.is_void
 

@@ -93,6 +93,8 @@ class PagePool:
     def use_held(self, pages: Int32) -> None:
         """Somebody needs `pages` that resume points hold, or will (repeats and the null page
         allowed)."""
+        if not len(pages):
+            return
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
         self.num_held_only -= len(self._once(pages[self.users[pages] == 0]))
         np.add.at(self.counts, pages, 1)

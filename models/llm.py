@@ -133,7 +133,7 @@ class LLM:
             split = settings.context_parallel_size > 1
             shard_config(config, settings.tensor_parallel_size, split_context=split)
             self.engine = engine_of_ranks(
-                build, settings, tokenizer=self.tokenizer, drafter=drafter,
+                build, settings, model=config, tokenizer=self.tokenizer, drafter=drafter,
                 device=given["device"], work=given,
             )  # fmt: skip
             # Others end with this object, or the process.

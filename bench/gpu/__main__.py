@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     gpus = num_gpus()
     parts = plan(args.dry_run, gpus)
-    most = SECONDS + (RANKS_SECONDS if gpus > 1 else 0)
+    most = SECONDS + (2 * RANKS_SECONDS if gpus > 1 else 0)
     seconds = args.seconds or most * (DRY_RUN_FACTOR if args.dry_run else 1)
     if args.parts:
         names = args.parts.split(",")

@@ -11,49 +11,65 @@ import numpy as np
 from quire.kvcore import LRU, KVCache
 from quire.kvcore.tier import Job, Tiers, TierSpec
 
-from .measure import SPECS, Row, pool_for, prefill, row, seconds
+from .measure import CHUNK, SPECS, Row, pool_for, prefill, row, seconds
 
-TOKENS = 8192  # of a prompt
+TOKENS = CHUNK  # of a prompt
+LONG = 16 * CHUNK
 CALLS = ("store", "store_done", "match", "load", "load_done")
 
 
 def entry_times(spec: str, prompts: int) -> list[Row]:
     """Seconds of each call of `quire.kvcore.tier.Tiers` by the entries of a prompt: its segments,
-    and the resume point at its end. Medians over prompts of 8,192 tokens that share nothing; all
-    of them leave the device for the host, and come back.
+    and its resume points. Medians over prompts that share nothing; each leaves the device for the
+    host alone, and comes back: those of 8,192 tokens have one resume point, those of 131,072
+    (``chain``) one every 8,192.
     """
-    size = pool_for(spec, prompts)
+    rows = _entry_times(spec, prompts, TOKENS, "tier")
+    return rows + _entry_times(spec, max(1, prompts // 4), LONG, "tier_chain")
+
+
+def _entry_times(spec: str, prompts: int, tokens: int, name: str) -> list[Row]:
+    size = pool_for(spec, prompts * tokens // CHUNK)
     cache = KVCache(
-        SPECS[spec], num_pages=size, max_requests=1, max_model_len=2 * TOKENS, policy=LRU()
-    )
+        SPECS[spec], num_pages=size, max_requests=1, max_model_len=tokens + CHUNK, policy=LRU(),
+        retention=CHUNK,
+    )  # fmt: skip
     tiers = Tiers(
         cache, host=TierSpec(size, 1e12, LRU()), prefill_tokens_per_second=1.0, watermark=size
     )
-    texts = [np.arange(TOKENS + 1, dtype=np.int32) + i * TOKENS for i in range(prompts)]
-    times: dict[str, list[float]] = {name: [] for name in CALLS}
+    texts = [np.arange(tokens + 1, dtype=np.int32) + i * tokens for i in range(prompts)]
+    times: dict[str, list[float]] = {call: [] for call in CALLS}
     found: list[Any] = []
 
-    def timed(name: str, call: Callable[..., object], *args: object) -> None:
-        times[name].append(seconds(lambda: found.append(call(*args))))
+    def timed(call: str, run: Callable[..., object], *args: object) -> None:
+        times[call].append(seconds(lambda: found.append(run(*args))))
 
     for text in texts:
         prefill(cache, cache.admit("a", cache.match(text)), text)
         cache.release("a")
         timed("store", tiers.stores, 1 << 62)
-        for job in found.pop():
-            timed("store_done", tiers.done, job)
-    cache.evict(size)
+        (job,) = found.pop()
+        timed("store_done", tiers.done, job)
+        assert not tiers.stores(1 << 62)
+        cache.evict(size)
+    stored = _counts(tiers, "stored")
     for text in texts:
         prompt = cache.match(text).prompt
         timed("match", tiers.match, prompt)
         match = found.pop()
-        assert match.num_tokens == TOKENS, match.explain()
+        assert match.num_tokens == tokens, match.explain()
         timed("load", tiers.load, match)
         job = found.pop()
         assert isinstance(job, Job)
         timed("load_done", tiers.done, job)
+    loaded = _counts(tiers, "loaded")  # of the resume points the last one alone
+    each = {call: stored if call.startswith("store") else loaded for call in CALLS}
+    return [
+        row(f"{name}_{call}", spec, statistics.median(times[call]) * prompts / each[call], "s")
+        for call in CALLS
+    ]
+
+
+def _counts(tiers: Tiers, what: str) -> int:
     stats = tiers.stats()
-    entries = stats["tier_stored_segments/host"] + stats["tier_stored_points/host"]
-    assert entries == stats["tier_loaded_segments/host"] + stats["tier_loaded_points/host"]
-    each = entries / prompts
-    return [row(f"tier_{name}", spec, statistics.median(times[name]) / each, "s") for name in CALLS]
+    return stats[f"tier_{what}_segments/host"] + stats[f"tier_{what}_points/host"]

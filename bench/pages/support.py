@@ -13,8 +13,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from quire.kernels.attention import configs as attention_configs
 from quire.kernels.common.arch import named
 from quire.kernels.common.checks import expect_head_dim
+from quire.kernels.compressed import configs as compressed_configs
+from quire.kernels.mla import configs as mla_configs
 
 from ..static import report, rules, sass
 from ..static.cases import ARCHS, all_cases, meta
@@ -138,6 +141,20 @@ def summary() -> str:
         "without overlap of wgmma",
     ]
     return table(header, lines)
+
+
+def refusals() -> str:
+    """What the tables of tile shapes refuse, by class of GPUs."""
+    lines = []
+    for tiles in (attention_configs.TILES, compressed_configs.TILES, mla_configs.TILES):
+        for entry in tiles.contents[1]:
+            if entry.refused is not None:
+                key, operator = entry.key, tiles.path.parent.name
+                what = [key.dtype, key.pages and f"{key.pages} pages", key.phase]
+                dim = "all" if key.head_dim is None else str(key.head_dim)
+                shown = ", ".join(filter(None, what))
+                lines.append([str(key.gpu), operator, dim, shown, entry.refused])
+    return table(["tiles", "operator", "head_dim, up to", "of", "why"], lines)
 
 
 def _table(keys: list[tuple[str, int, str]]) -> str:

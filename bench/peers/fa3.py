@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..cases.problem import Problem
-from .folder import file_in
+from .folder import expect_nvidia, file_in
 from .peer import Call, Peer, Unsupported
 
 
@@ -17,7 +17,9 @@ def fa3_peer(folder: Path | None) -> Peer:
 
     Raises:
         FileNotFoundError, OSError where its library cannot be loaded.
+        NotImplementedError: under ROCm.
     """
+    expect_nvidia("FlashAttention-3")
     library = file_in(folder, "_vllm_fa3_C.abi3.so")
     torch.ops.load_library(str(library))
     forward = torch.ops._vllm_fa3_C.fwd

@@ -26,7 +26,7 @@ from quire.models.flashinfer import wrappers
 
 from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
-from .folder import BUILT, file_in, installed
+from .folder import BUILT, expect_nvidia, file_in, installed
 from .peer import Call, Peer, Unsupported
 
 # (head_dim, whether there is a window) of the kernels that the named shapes and the main job use.
@@ -228,7 +228,9 @@ def import_flashinfer(folder: Path | None) -> Any:
 
     Raises:
         ImportError, FileNotFoundError.
+        NotImplementedError: under ROCm.
     """
+    expect_nvidia("FlashInfer")
     if installed("flashinfer-python") is None and "flashinfer" not in sys.modules:
         root = file_in(folder, "flashinfer/__init__.py").parent.parent
         sys.path.insert(0, str(root))

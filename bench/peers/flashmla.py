@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from quire.kernels import LatentPages
 
 from ..cases.latent_problem import AttentionProblem
-from .folder import file_in
+from .folder import expect_nvidia, file_in
 from .peer import Call, Peer, Unsupported
 
 LIBRARY = "_flashmla_C.abi3.so"
@@ -37,7 +37,9 @@ def flashmla_peer(folder: Path | None) -> Peer:
 
     Raises:
         FileNotFoundError, OSError where its library cannot be loaded.
+        NotImplementedError: under ROCm.
     """
+    expect_nvidia("FlashMLA")
     library = file_in(folder, LIBRARY)
     torch.ops.load_library(str(library))
     ops = torch.ops._flashmla_C

@@ -16,6 +16,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 BUILT = "flashinfer_built.json"  # which of FlashInfer's kernels were compiled
 
 
@@ -55,8 +57,27 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def expect_nvidia(name: str) -> None:
+    """Require a torch that is not for AMD GPUs.
+
+    Args:
+        name: of the peer that asks.
+
+    Raises:
+        NotImplementedError.
+    """
+    if torch.version.hip is not None:
+        raise NotImplementedError(
+            f"{name}: expected NVIDIA GPUs, got a torch for ROCm {torch.version.hip}"
+        )
+
+
 def why_no_flashinfer(folder: Path | None) -> str | None:
     """Why FlashInfer cannot run at once with what is installed or in a folder; None if it can."""
+    try:
+        expect_nvidia("FlashInfer")
+    except NotImplementedError as error:
+        return str(error)
     is_there = folder is not None and (folder / "flashinfer" / "__init__.py").is_file()
     if installed("flashinfer-python") is None and not is_there:
         return "FlashInfer is not installed, and no folder of peers has it"

@@ -6,13 +6,13 @@ import gc
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from quire.models.config.model import SLIDING
+from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.engine.config import EngineConfig
+from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.parallel.lockstep import LockstepEngine
 
@@ -30,18 +30,22 @@ def run_on_ranks(
     directory: Path | None,
     workload: Workload,
     settings: EngineConfig,
-    size: int,
     prompts: Mapping[Key, tuple[int, ...]],
+    *,
+    bytes_per_token: float,
 ) -> tuple[Run, dict[str, Any]]:
     """Runs a workload on several ranks of this machine.
 
     Args:
         directory: of the model's weights; None = they are written to a temporary one.
+        settings: with the number of ranks.
         prompts: of another run.
+        bytes_per_token: of the pool of one rank that has all of the model.
 
     Returns:
         (the run, {name: number} of what was sent: see `bench.prefill_decode.report`).
     """
+    size = settings.tensor_parallel_size
     with ExitStack() as stack:
         if directory is None:
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-"))
@@ -49,7 +53,7 @@ def run_on_ranks(
             directory = Path(made)
         llm = LLM(
             directory,
-            engine=replace(settings, tensor_parallel_size=size),
+            engine=settings,
             device=built.model.device.type,
             dtype=built.model.dtype,
         )
@@ -58,27 +62,62 @@ def run_on_ranks(
         run = run_workload(
             llm.engine, workload, concurrency=concurrency, prompts=prompts, label=f"{size} ranks"
         )
-        sent = llm.engine.everywhere(bytes_sent, COUNTED)
-        describe = llm.engine.memory.describe()
+        memory = llm.engine.memory
+        counted = min(COUNTED, memory.max_model_len - 1)
+        sent = bytes_sent(llm.engine, counted)
     gc.collect()
     config = built.model.config
     steps = [step.num_tokens for step in run.steps]
-    least = SUMS * config.hidden_size * built.model.dtype.itemsize
+    each = counted * config.num_layers
+    # Of what is summed, a ring sends all but one part twice: once to add it up, once the sum.
+    sent_share = 2 * (size - 1) / size
     return run, {
         "size": size,
-        "memory": describe,
+        "context_size": memory.context_size,
+        "memory": memory.describe(),
         "tokens_per_step": sum(steps) / len(steps),
-        "sum_bytes_per_layer_token": sent["sum"] / COUNTED / config.num_layers,
-        "least_bytes_per_layer_token": least,
-        "gather_bytes_per_row": sent["gather"] / COUNTED,
-        # Of what is summed, a ring sends all but one part twice: once to add it up, once the sum.
-        "sent_share": 2 * (size - 1) / size,
+        "sum_bytes_per_layer_token": sent["sum"] / each,
+        "least_bytes_per_layer_token": SUMS * config.hidden_size * built.model.dtype.itemsize,
+        "gather_bytes_per_row": sent["gather"] / counted,
+        "sent_share": sent_share,
+        "capacity": bytes_per_token / memory.bytes_per_token,
+        "context": None
+        if memory.context_size == 1
+        else {
+            # A part that all get goes to each of the others; of what is dealt, one part stays.
+            "queries_bytes_per_layer_token": (size - 1) * sent["queries"] / each,
+            "topk_bytes_per_layer_token": (size - 1) * sent["topk"] / each,
+            "parts_bytes_per_layer_token": (size - 1) / size * sent["exchange"] / each,
+            "least_bytes_per_layer_token": least_of_context(config, size)
+            * built.model.dtype.itemsize
+            / config.num_layers,
+        },
     }
 
 
 def bytes_sent(engine: LockstepEngine, num_tokens: int) -> dict[str, int]:
-    """Bytes of each kind of message in a forward pass that gives logits of all rows."""
-    before = engine.group.sent.copy()
-    ids = torch.zeros(num_tokens, dtype=torch.int64, device=engine.model.device)
-    engine.model.full_forward(ids)
-    return dict(engine.group.sent - before)
+    """Bytes of each kind of message in so many decode steps of one request."""
+    engine.everywhere(LockstepEngine.forget_graphs)
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    engine.add_request([engine.model.config.vocab_size - 1], params)
+    before, computed = engine.group.sent.copy(), 0
+    while engine.has_work:
+        report = engine.step()
+        assert report is not None
+        computed += report.num_tokens
+    assert computed == num_tokens, (computed, num_tokens)
+    return engine.group.sent - before
+
+
+def least_of_context(config: Any, size: int) -> float:
+    """Channels that a rank has to send for a token where ranks share a context, in all layers.
+
+    Keys and values stay where they are. So of each layer that sees the context, the queries of a
+    rank's heads go to all others, and what these find for them comes back.
+    """
+    if isinstance(config, DeepseekV4Config):
+        widths = [config.num_heads * config.head_dim for kind in config.layer_types if kind != SLIDING]  # fmt: skip
+    else:
+        shapes = [config.attention(layer) for layer in range(config.num_layers)]
+        widths = [s.num_heads * s.head_dim for s in shapes if s.sliding_window is None]
+    return 2 * (size - 1) / size * sum(widths)

@@ -28,7 +28,7 @@ from .experiment import (
     measured,
     pool_pages,
 )
-from .presets import PRESETS
+from .presets import PARTS, PRESETS
 from .simulate import Outcome, Workload, replay
 from .tiers import TierMemory
 from .vllm_host import VllmHost, available
@@ -115,6 +115,7 @@ def run_tier_grid(
                     return TierMemory(
                         cache, host=host_pages, disk=disk_pages, link=link, disk_link=disk_link,
                         policy=TIER_EVICTIONS[eviction], timing=timing,
+                        parts=PARTS[preset][disk_pages > 0] if preset in PARTS else None,
                     )  # fmt: skip
 
                 sized = pool, host, disk

@@ -20,28 +20,35 @@ class TierMemory:
 
     Args:
         cache: an empty one.
-        host, disk: pages of each; 0: there is none.
+        host, disk: pages of the pool that each has the bytes of; 0: there is none.
         link, disk_link: bytes a second of each direction between device and host, and of whatever
             the disk is an end of.
         policy: makes the eviction policy of a tier; None: its own default.
         timing: of the engine.
         watermark: of `Tiers`.
+        parts: (bytes of a part, parts of a page of each group), as of `Tiers`; None: whole pages.
     """
 
     def __init__(
         self, cache: KVCache, *, host: int, disk: int, link: float, disk_link: float,
         policy: Callable[[], EvictionPolicy] | None, timing: Timing, watermark: int | None = None,
+        parts: tuple[int, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         self._cache, self._timing = cache, timing
         sizes = {"host": (host, link), "disk": (disk, disk_link)}
+        pool_bytes = cache.layout.page_bytes
+        size, counts = parts or (pool_bytes, None)
         specs = {
-            name: TierSpec(pages + 1, rate, None if policy is None else policy())
+            name: TierSpec(
+                pages * pool_bytes // size + 1, rate, None if policy is None else policy()
+            )
             for name, (pages, rate) in sizes.items()
             if pages
         }
         self.tiers = Tiers(
-            cache, **specs, prefill_tokens_per_second=timing.prefill_rate, watermark=watermark
-        )
+            cache, **specs, prefill_tokens_per_second=timing.prefill_rate, watermark=watermark,
+            page_bytes=size, parts=counts,
+        )  # fmt: skip
         places = ("device", *specs)
         self.links = {
             f"{a}>{b}": Link(disk_link if "disk" in (a, b) else link)

@@ -7,7 +7,7 @@ By default every kernel is compiled for sm_90 once with each of its tile shapes,
 sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every case for the
 architectures named, of AMD too, and with ``--samples`` the sample of each; ``--all`` stands for
 sm_80, 86, 90, 100 and 120. The rules below apply to whatever is compiled; on AMD the first three,
-and what breaks them there is shown, but is no failure as long as `rules.NOT_GATED` says so.
+and on architectures that `--all` leaves out what breaks them is shown, but is no failure.
 
 The arguments are those of a real launch over tensors without storage, specialised as Triton's
 launcher does it, so what is compiled here is what runs there. What two cases share is compiled

@@ -13,8 +13,8 @@ from quire.kernels.common import launching
 from quire.kernels.common.arch import Arch, named
 
 from . import amdgcn, sass, ttgir
-from .cases import StaticCase, all_cases
-from .rules import PIPELINED, SIMDS, resident_programs, resident_workgroups
+from .cases import PIPELINED, StaticCase, all_cases, launches_of
+from .limits import SIMDS, resident_programs, resident_workgroups
 
 
 def specialise(
@@ -101,7 +101,7 @@ def distinct(
         for name, case in cases:
             if only not in name or (arch in samples and not case.sample):
                 continue
-            for index, launch in enumerate(case.launches(named(arch))):
+            for index, launch in enumerate(launches_of(case, named(arch))):
                 kernel, head_dim = launch.kernel.__name__, launch.values.get("HEAD_DIM")
                 keys = [(arch, kernel, repr(specialise(launch)))]
                 if arch in tiles:
@@ -129,21 +129,18 @@ def key(name: str, arch: str, index: int) -> str:
     sizes = (case.dtype, case.key_bytes, case.scale_bytes, case.min_copy_bytes)
     parts = (
         triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch),
-        named(arch), sizes, _readers(),
+        named(arch), sizes, _readers(named(arch).maker),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @cache
-def _readers() -> str:
-    """A hash of the modules that make a row of what Triton gives."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    sources = b"".join(
-        path.read_bytes()
-        for path in files
-        if path.stem in ("amdgcn", "compiling", "rules", "sass", "ttgir")
-    )
-    return hashlib.sha256(sources).hexdigest()
+def _readers(maker: str) -> str:
+    """A hash of the modules that make a row of what Triton gives, for the GPUs of a maker."""
+    own = {"nvidia": ("sass", "ttgir"), "amd": ("amdgcn",)}[maker]
+    folder = Path(__file__).parent
+    files = [folder / f"{name}.py" for name in ("compiling", "limits", *own)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def config(launch: Any) -> str:

@@ -5,6 +5,7 @@
     python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT    # unattended
     python -m bench.tune --write      # the tables of the installed package
     python -m bench.tune --dry-run    # on a CPU: two tile shapes of some entries, small cases
+    python -m bench.tune --dry-run --arch gfx942    # the same, of that architecture's entries
 
 The tables (`bench.tune.entries`) are the files ``tiles.json`` of attention, of ``mla_attention`` and
 of ``compressed_attention``; ``--write OUT`` writes ``OUT/<operator>/tiles.json`` after each entry.
@@ -45,7 +46,7 @@ from typing import Any
 import torch
 
 from quire.kernels.common import launching
-from quire.kernels.common.arch import Arch
+from quire.kernels.common.arch import Arch, named
 from quire.models.command import Parser, integer, number, output_file, program
 
 from ..common.machine import describe_machine
@@ -53,6 +54,7 @@ from ..common.table import aligned
 from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..kernels.families import family_of
+from ..static.cases import ARCHS
 from .entries import Case, TableEntry, rewritten, table_entries, tiny_cases, tuned_cases
 
 # A new shape has to be faster than the table's own by this much.
@@ -178,6 +180,8 @@ def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     arch = launching.INTERPRETER_ARCH
     if not args.dry_run:
         arch = launching.arch_of(device)
+    elif args.arch:
+        arch = named(args.arch)
     work = table_entries(tiny_cases() if args.dry_run else tuned_cases(), arch)
     work = {entry: cases for entry, cases in work.items() if args.only in entry.name}
     if not work:
@@ -241,6 +245,8 @@ def table(entry: TableEntry, rows: list[dict[str, Any]], taken: dict[str, Any]) 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
+    if args.arch and not args.dry_run:
+        raise ValueError("arch: expected --dry-run with it; a run on a GPU is for that GPU")
     if not args.dry_run and not torch.cuda.is_available():
         raise ValueError("device: expected a GPU, got none; --dry-run needs none")
     if args.dry_run and args.write is not None:
@@ -259,4 +265,5 @@ def _parser() -> Parser:
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each entry")
     add("--write", nargs="?", const="", metavar="DIR", help="write DIR/<operator>/tiles.json; without DIR, in place")  # fmt: skip
     add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")
+    add("--arch", choices=ARCHS, help="with --dry-run: whose entries, compiled for it; default: sm_90")  # fmt: skip
     return parser

@@ -57,6 +57,13 @@ class Arch:
             return "cuda", int(self.name.removeprefix("sm_")), self.lanes
         return "hip", self.name, self.lanes
 
+    def stages(self, wanted: int) -> int:
+        """Stages of a pipeline that is to have so many, where no table of tile shapes says.
+
+        On RDNA one: tiles on their way wait in registers there, and these are too few for two.
+        """
+        return 1 if self.matrix == "wmma" else wanted
+
     def register_limit(self, registers: int) -> dict[str, Any]:
         """The launch option that keeps a thread to so many registers; none on AMD.
 

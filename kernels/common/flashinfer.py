@@ -19,8 +19,10 @@ def import_flashinfer() -> Any:
     """The package.
 
     Raises:
-        NotImplementedError: it is not installed.
+        NotImplementedError: torch is for AMD GPUs, or the package is not installed.
     """
+    if torch.version.hip is not None:
+        refuse("NVIDIA GPUs", f"a torch for ROCm {torch.version.hip}")
     try:
         return importlib.import_module("flashinfer")
     except ModuleNotFoundError as error:

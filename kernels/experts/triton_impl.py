@@ -351,6 +351,6 @@ def _blocks(config: ExpertConfig, arch: Arch) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_stages": arch.stages(config.num_stages),
         **arch.register_limit(MAX_REGISTERS),
     }

@@ -296,7 +296,9 @@ def prepare_collapse(
     # The few rows of a head take the tile of a layer's: one kernel serves both.
     layer_rows, fn_rows = (2 + n) * n, len(fn)
     rows = max(16, next_power_of_2(layer_rows + 1))
-    block_t = FEW_TOKENS if num_tokens <= 8 * FEW_TOKENS else MANY_TOKENS
+    # RDNA multiplies fp32 without matrix instructions, from registers: those of 32 tokens spill.
+    few = num_tokens <= 8 * FEW_TOKENS or arch.matrix == "wmma"
+    block_t = FEW_TOKENS if few else MANY_TOKENS
     block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
     all_tiles = n * triton.cdiv(hidden_size, block_k)
     blocks = max(1, triton.cdiv(num_tokens, block_t))
@@ -330,7 +332,7 @@ def prepare_collapse(
                 "BLOCK_K": block_k,
                 "PRECISION": arch.fp32_products,
                 "num_warps": 4,
-                "num_stages": 3,
+                "num_stages": arch.stages(3),
                 **arch.register_limit(MAX_REGISTERS),
             },
         ),

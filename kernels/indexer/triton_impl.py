@@ -121,8 +121,9 @@ def _prepare_scores(
             "BLOCK_T": block_t,
             "BLOCK_N": block_n,
             "HARDWARE_FP8": arch.widens_e4m3,
-            "num_warps": num_warps,
-            "num_stages": num_stages,
+            # fp32 in as many threads as a program has on NVIDIA: more would halve their registers.
+            "num_warps": num_warps * 32 // arch.lanes if element_size == 4 else num_warps,
+            "num_stages": arch.stages(num_stages),
             **arch.register_limit(MAX_REGISTERS),
         },
     )

@@ -1,8 +1,8 @@
 """Eviction and pins: in which order cached entries go, and what goes with them.
 
 Order of eviction: first dense segments past the last resume point of their chain, which can serve
-no hit; then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a
-resume point or, in models without window and state groups, the end of a chain. A parent is never
+no hit; then entries as the policy ranks them; then pinned ones, the lowest priority
+and then the oldest pin first. An entry is a resume point or, in models without window and state groups, the end of a chain. A parent is never
 evicted before its children, and segments on the path of a running request are locked:
 
     segments        0   1   2   3   4   5   6        goes first: segments 5 and 6 (after the last
@@ -73,6 +73,7 @@ class EvictableTree:
         # Calls of the policy that raised, to be repeated: `add` (True) or `discard`.
         self._failed: dict[Run | ResumePoint, bool] = {}
         self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()
+        self._priorities: dict[Run | ResumePoint, int] = {}  # of pins, where it is not 0
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
         self.num_demoted_pins = 0
@@ -145,8 +146,9 @@ class EvictableTree:
         """Pages of pinned entries, with the dense pages below them."""
         return self.num_pinned_segments * self.pages_per_segment + self.num_pinned_point_pages
 
-    def pin(self, run: Run, expiry: float) -> None:
-        """Pin the entry at the end of `run`, or renew its pin as the newest."""
+    def pin(self, run: Run, expiry: float, priority: int = 0) -> None:
+        """Pin the entry at the end of `run`, or renew its pin as the newest; pins of a lower
+        `priority` end before it."""
         entry = run.points[run.depth] if self.hybrid else run
         if entry not in self.pins:
             for node in path_to(run):
@@ -158,10 +160,14 @@ class EvictableTree:
             self.withdraw(entry)
         self.pins[entry] = expiry
         self.pins.move_to_end(entry)
+        self._priorities.pop(entry, None)
+        if priority:
+            self._priorities[entry] = priority
 
     def unpin(self, entry: Run | ResumePoint) -> None:
         """Make a pinned entry an ordinary one."""
         del self.pins[entry]
+        self._priorities.pop(entry, None)
         run = entry.run if isinstance(entry, ResumePoint) else entry
         assert run is not None
         for node in path_to(run):
@@ -176,8 +182,11 @@ class EvictableTree:
         merge(run, self.hybrid)
 
     def demote_oldest(self) -> None:
-        """Unpin the entry that was pinned first."""
-        self.unpin(next(iter(self.pins)))
+        """Unpin the entry that was pinned first, of those of the lowest priority."""
+        first = next(iter(self.pins))
+        if self._priorities:
+            first = min(self.pins, key=lambda entry: self._priorities.get(entry, 0))
+        self.unpin(first)
         self.num_demoted_pins += 1
 
     # Eviction.

@@ -21,7 +21,7 @@ from ..announcer import Noted
 from ..arrays import NO_VALUES, Int32
 from .index import PrefixIndex
 from .keys import KEY_BYTES
-from .tree import Run
+from .tree import Run, run_of
 
 
 class Holding:
@@ -71,23 +71,25 @@ def adopt(
     keys: bytes,
     first: int,
     pages: Int32,
-    point: Int32 | None = None,
+    depths: Sequence[int] = (),
+    points: Int32 = NO_VALUES,
     noted: Sequence[Noted] | None = None,
-) -> tuple[int, bool]:
+) -> tuple[int, list[int]]:
     """Make entries of pages that nobody has: the caller's from now on, or free again.
 
     Segments [0, first) of the chain are there and locked. Of segments that are there already, and
-    of a resume point that is, the old pages stay, and the new ones are free again.
+    of resume points that are, the old pages stay, and the new ones are free again.
 
     Args:
         keys: of segments [0, first + n), 32 bytes each.
         pages: [n, pages_per_segment] taken pages of segments [first, first + n).
-        point: [pages_per_point] pages of the resume point at the end: pages that were taken, and
-            pages that other points of `index` hold and the caller keeps in use.
+        depths: boundaries of resume points, at most first + n.
+        points: [len(depths), pages_per_point] their pages: pages that were taken, and pages that
+            other points of `index` hold and the caller keeps in use.
         noted: [n] of the segments, for events; needed where the index has an announcer.
 
     Returns:
-        (segments that were not there, whether the resume point was not).
+        (segments that were not there, boundaries of the resume points that were not).
     """
     run, depth = index.find(keys, first)
     assert depth == first, "the chain before is locked"
@@ -104,13 +106,14 @@ def adopt(
         before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
         told = None if noted is None else noted[known:]
         index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
-    is_new = False
-    if point is not None:
-        is_new = index.add_point(end, end.depth, point)
-        index.pool.hold(point)
-        if not is_new:
-            index.pool.unhold(point)
-        elif index.announcer is not None:
-            index.announcer.point(end, end.depth)
+    are_new = [index.add_point(end, d, point) for d, point in zip(depths, points, strict=True)]
+    if are_new:
+        index.pool.hold(points.ravel())
+        if not all(are_new):
+            index.pool.unhold(points[~np.array(are_new)].ravel())
+    added = [d for d, is_new in zip(depths, are_new, strict=True) if is_new]
+    if index.announcer is not None:
+        for d in added:
+            index.announcer.point(run_of(end, d), d)
     index.unlock(end)
-    return len(pages) - known, is_new
+    return len(pages) - known, added

@@ -14,7 +14,8 @@ class Pins:
 
     Args:
         index: what is cached.
-        max_pages: pages of pinned entries; past it the oldest pins are demoted at once.
+        max_pages: pages of pinned entries; past it pins are demoted at once, those of the lowest
+            priority first, of these the oldest.
 
     Attributes:
         at_release: expiry of the pin that each slot's request gets when it is released.
@@ -24,7 +25,7 @@ class Pins:
         self._index, self._max_pages = index, max_pages
         self.at_release: dict[int, float] = {}
 
-    def pin(self, run: Run, depth: int, expiry: float) -> int:
+    def pin(self, run: Run, depth: int, expiry: float, priority: int = 0) -> int:
         """Pin the boundary `depth` on the path to `run`; returns the segments pinned."""
         index = self._index
         if not depth:
@@ -32,12 +33,11 @@ class Pins:
         run = index.end_at(run, depth)
         if index.hybrid and index.point_at(run) is None:
             return 0
-        index.pin(run, expiry)
+        entry = run.points[depth] if index.hybrid else run
+        index.pin(run, expiry, priority)
         while index.num_pinned_pages > self._max_pages:
-            if len(index.pins) == 1:
-                depth = 0
             index.demote_oldest()
-        return depth
+        return depth if entry in index.pins else 0
 
     def unpin(self, run: Run, depth: int) -> bool:
         """End the pin of the boundary `depth` on the path to `run`; False if it is not pinned."""

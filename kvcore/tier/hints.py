@@ -56,8 +56,8 @@ class Hints:
         self._tiers = tiers
         self._max_bytes = None if max_bytes is None else as_int("max_hint_bytes", max_bytes, 0)
         self._pins = [Pins(t.index, t.index.pool.num_pages // 2) for t in tiers.tiers]
-        # Bytes of each retained entry, by tenant.
-        self._retained: dict[bytes, dict[Run | ResumePoint, int]] = {}
+        # Priority and bytes of each retained entry, by tenant.
+        self._retained: dict[bytes, dict[Run | ResumePoint, tuple[int, int]]] = {}
 
     # Bring it up before it is asked for.
 
@@ -104,10 +104,11 @@ class Hints:
 
     # Keep it.
 
-    def retain(self, match: TierMatch, now: float, ttl: float) -> Answer:
-        """Keep a prefix where it is until everything else is gone, or `ttl` seconds have passed."""
-        expiry = expiry_of(now, ttl)
-        limit = self._limit(match)
+    def retain(self, match: TierMatch, now: float, ttl: float, priority: int) -> Answer:
+        """Keep a prefix where it is until everything else is gone, or `ttl` seconds have passed.
+        What is retained with a lower priority goes first, also for the tenant's budget."""
+        expiry, priority = expiry_of(now, ttl), as_int("priority", priority, -(2**31), 2**31 - 1)
+        limit = self._limit(match, priority)
         best: tuple[int, Found] | None = None
         for found in self._tiers.where(match.prompt, limit):
             place = found.place
@@ -121,14 +122,15 @@ class Hints:
             return Answer("refused", 0, 0, why)
         (depth, found), place = best, best[1].place
         pins = self._pins_of(place)
-        kept = pins.pin(found.run, depth, expiry)
+        kept = pins.pin(found.run, depth, expiry, priority)
         if not kept:
-            return Answer("refused", 0, 0, f"it alone is more than may be pinned on {place.name}")
+            why = f"it is more than may be pinned on {place.name} beside what has a higher priority"
+            return Answer("refused", 0, 0, why)
         size = self._size(depth)
         run, _ = place.index.find(match.prompt.keys, depth)
         run = place.index.end_at(run, depth)
         entry = run.points[depth] if place.index.hybrid else run
-        self._retained.setdefault(match.prompt.root, {})[entry] = size
+        self._retained.setdefault(match.prompt.root, {})[entry] = priority, size
         tokens = depth * self._tiers.alignment
         if tokens < match.num_tokens:
             return Answer("clipped", tokens, size, f"kept on {place.name}: that is what fits")
@@ -149,23 +151,38 @@ class Hints:
         pages = depth * layout.pages_per_segment + layout.pages_per_point
         return pages * self._tiers.page_bytes
 
-    def _limit(self, match: TierMatch) -> int:
-        """Segments that the tenant may retain of a prompt."""
+    def _limit(self, match: TierMatch, priority: int) -> int:
+        """Segments that the tenant may retain of a prompt, once what it retains with a lower
+        priority goes as far as it must."""
         segments = match.num_tokens // self._tiers.alignment
-        if self._max_bytes is None:
+        if self._max_bytes is None or not segments:
             return segments
+        self._forget_ended()
         mine = self._retained.get(match.prompt.root, {})
-        for entry in [e for e in mine if not self._is_pinned(e)]:
-            del mine[entry]
-        left = self._max_bytes - sum(mine.values())
-        while segments and self._size(segments) > left:
-            over = self._size(segments) - left
-            each = self._tiers.layout.pages_per_segment * self._tiers.page_bytes
-            segments = max(0, segments - max(1, over // each if each else segments))
-        return segments
+        left = self._max_bytes - sum(size for _, size in mine.values())
+        for entry, (other, size) in sorted(mine.items(), key=lambda item: item[1][0]):
+            if left >= self._size(segments) or other >= priority:
+                break
+            self._unpin(entry)
+            left += size
+        if left < self._size(1):
+            return 0
+        each = self._tiers.layout.pages_per_segment * self._tiers.page_bytes
+        over = max(0, self._size(segments) - left)
+        return segments - (-(-over // each) if each else 0)
 
     def _is_pinned(self, entry: Run | ResumePoint) -> bool:
         return any(entry in place.index.pins for place in self._tiers.places)
+
+    def _unpin(self, entry: Run | ResumePoint) -> None:
+        for place in self._tiers.places:
+            if entry in place.index.pins:
+                place.index.unpin(entry)
+
+    def _forget_ended(self) -> None:
+        for mine in self._retained.values():
+            for entry in [e for e in mine if not self._is_pinned(e)]:
+                del mine[entry]
 
     # Let it go.
 
@@ -199,9 +216,7 @@ class Hints:
                     ended += 1
                 elif entry is not None and place is self._device and isinstance(policy, Watched):
                     policy.needed(entry)
-        for mine in self._retained.values():
-            for entry in [e for e in mine if not self._is_pinned(e)]:
-                del mine[entry]
+        self._forget_ended()
         tokens = match.num_tokens
         return Answer("accepted", tokens, 0, f"{ended} pins ended; it is an ordinary prefix again")
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import Int32, Int64, as_ints
+from ..arrays import NO_ROWS, Flags, Int32, Int64, as_ints
 from ..prefix.holdings import Holding
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.tree import ResumePoint, Run
-from .places import Place
+from .places import Columns, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,15 @@ class JobParts:
         keys: of the chain up to its last segment.
         first: number of its first segment.
         segments: [n, its pages_per_segment] pages of the target.
-        point: [its pages_per_point] pages of the target of the resume point at the end, or None.
+        depths: boundaries of the resume points that it brings, ascending.
+        points: [m, its pages_per_point] pages of the target of each of them.
         holding: of the target. holdings: of the sources.
-        sources, places, targets, units: [num_pages] source page, number of its place in
-            `source_places`, target page, and segment (-1: of the resume point) of each copy; a page
+        sources, places, targets: [num_pages] source page, number of its place in `source_places`,
+            and target page of each copy, first those of the segments, one after the other; a page
             of the device is named by the copies of all its parts.
+        width: copies of a segment.
         source_places: the places.
-        entry: of the device or a tier, that is stored.
+        entries: of the device or a tier, that are stored; of the last one perhaps only segments.
         prompt: that a load is for.
         noted: of its segments, for events.
         is_void: what was cached before it was forgotten meanwhile: it brings nothing.
@@ -117,15 +119,16 @@ class JobParts:
     keys: bytes
     first: int
     segments: Int32
-    point: Int32 | None
+    depths: list[int]
+    points: Int32
     holding: Holding
     holdings: list[Holding]
     sources: Int32
     places: Int64
     targets: Int32
-    units: Int64
+    width: int
     source_places: list[Place]
-    entry: Run | ResumePoint | None = None
+    entries: Sequence[Run | ResumePoint] = ()
     prompt: Prompt | None = None
     noted: list[Noted] | None = None
     is_void: bool = False
@@ -142,9 +145,9 @@ class JobParts:
         Raises:
             ValueError: `failed` has pages that are no targets of the job.
         """
-        pages = np.unique(as_ints("failed", failed)).ravel()
-        if not len(pages):
-            return np.empty(0, dtype=np.int64)
+        pages = as_ints("failed", failed)
+        if not pages.size:
+            return NO_ROWS
         others = np.setdiff1d(pages, self.targets)
         if len(others):
             raise ValueError(
@@ -154,30 +157,29 @@ class JobParts:
         return rows
 
 
-def copies_of(groups: Int64, parts: Int32, made: JobParts) -> tuple[Copies, ...]:
-    """The copies of a job by group and place, in the order of groups.
+def copies_of(
+    columns: Columns,
+    source: Place,
+    target: Place,
+    sources: Int32,
+    targets: Int32,
+    wanted: Flags | None = None,
+) -> list[Copies]:
+    """Copies between two places, by group.
 
     Args:
-        groups, parts: [num_pages] of each page.
+        columns: whose `sources` and `targets` [n, columns] are.
+        wanted: [n, columns] which of them to copy; None: all.
     """
-    if not len(groups):
-        return ()
-    names = [place.name for place in made.source_places]
-    # Sorted by groups and then places; numbers of 16 bits are by far the quickest to sort.
-    keys = groups * len(names) + made.places
-    keys = keys.astype(np.min_scalar_type(int(keys.max())))
-    order = keys.argsort(kind="stable")
-    keys = keys[order]
-    sources, targets = made.sources[order], made.targets[order]
-    part_of = parts[order]
-    starts = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist()]
-    found = []
-    for i, end in zip(starts, [*starts[1:], len(keys)], strict=True):
-        group, place = divmod(int(keys[i]), len(names))
-        found.append(
-            Copies(
-                group, names[place], made.target.name,
-                sources[i:end], targets[i:end], part_of[i:end],
-            )
-        )  # fmt: skip
-    return tuple(found)
+    parts = columns.repeated(len(sources))
+    copies = []
+    for group, mine in columns.slices:
+        rows = [pages[:, mine] for pages in (sources, targets, parts)]
+        if wanted is None:
+            rows = [pages.ravel() for pages in rows]
+        else:
+            some = wanted[:, mine]
+            rows = [pages[some] for pages in rows]
+        if len(rows[0]):
+            copies.append(Copies(group, source.name, target.name, *rows))
+    return copies

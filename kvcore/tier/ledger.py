@@ -123,9 +123,9 @@ class Ledger:
             except Exception:
                 self._broke()
 
-    def added(self, parts: JobParts, came: int, new: int, point: bool) -> None:
-        """Of a job whose first `came` segments came, the last `new` are new, and the resume point
-        if `point`."""
+    def added(self, parts: JobParts, came: int, new: int, points: Sequence[int]) -> None:
+        """Of a job whose first `came` segments came, the last `new` are new, and the resume
+        `points` at these boundaries."""
         self.flush()
         if self._journal is None or self.is_broken:
             return
@@ -135,12 +135,11 @@ class Ledger:
             pages = tuple(parts.segments[depth - parts.first].tolist())
             parent = keys[depth - 1] if depth else b""
             records.append(Record("segment", keys[depth], parent, depth + 1, pages))
-        if point:
-            assert parts.point is not None
-            depth = len(keys)
-            parent = keys[depth - 2] if depth > 1 else b""
-            pages = tuple(parts.point.tolist())
-            records.append(Record("point", keys[-1], parent, depth, pages))
+        for depth, row in zip(parts.depths, parts.points, strict=True):
+            if depth in points:
+                parent = keys[depth - 2] if depth > 1 else b""
+                pages = tuple(row.tolist())
+                records.append(Record("point", keys[depth - 1], parent, depth, pages))
         if not records:
             return
         self.records.update({(r.kind, r.key): r for r in records})

@@ -22,7 +22,7 @@ from ..arrays import Int32, Int64
 from ..prefix.keys import Prompt
 from ..prefix.lookup import EXPLANATIONS, Match, Reason, limited_by
 from ..prefix.replays import replay_range
-from ..prefix.tree import ResumePoint, point_after, point_before, run_of
+from ..prefix.tree import point_after, run_of
 from .places import Found, Place, Tails, Tier
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Planner:
         limit = min(limit, max(f.depth for f in found))
         if not self._kv.hybrid or not limit:
             return limit
-        last = max(0 if p is None else p.depth for p in (_before(f, limit) for f in found))
+        last = max(0 if p is None else p.depth for p in (f.before(limit + 1) for f in found))
         return max(f.place.index.resumable(f.run, f.depth, limit, last) for f in found)
 
     def _way(self, found: list[Found], n: int, hit: int, with_point: bool) -> Way:
@@ -258,7 +258,7 @@ class Planner:
             assert point is not None
             pages = self._tails.points.of(found[exact].place, point.pages).copy()
             places = np.full(len(pages), exact, dtype=np.int64)
-        before = _before(found[0], depth)
+        before = found[0].before(depth + 1)
         if exact != 0 and before is not None:  # the device's own blocks need no copy
             later, earlier = self._tails.shared(depth - before.depth)
             own = self._tails.points.of(self._device, before.pages)
@@ -267,7 +267,7 @@ class Planner:
 
     def _tail_between(self, found: list[Found], depth: int) -> tuple[Int64, Int32]:
         """`tail` out of the points before and after `depth`."""
-        befores = [(p.depth, -i, p) for i, f in enumerate(found) if (p := _before(f, depth))]
+        befores = [(p.depth, -i, p) for i, f in enumerate(found) if (p := f.before(depth + 1))]
         last, minus, before = max(befores, default=(0, 0, None))
         most = last + self._device.index.span
         afters = (
@@ -315,9 +315,3 @@ class Planner:
         left = prompt.num_tokens - way.saved
         seconds = self._prefill_seconds(prompt, way)
         return (*shares, Share("compute", left, 0, 0, seconds))
-
-
-def _before(found: Found, depth: int) -> ResumePoint | None:
-    """The last resume point at or before boundary `depth` of the chain in a place."""
-    depth = min(depth, found.depth)
-    return point_before(run_of(found.run, depth), depth + 1) if depth else None

@@ -69,12 +69,12 @@ class OpenJobs:
             parts.holding.end()
             return ()
         parts.target.index.tick += 1
-        segments, is_new, came = self._transfers.adopt(parts, rows)
+        segments, points, came = self._transfers.adopt(parts, rows)
         if isinstance(parts.target, Tier):
-            parts.target.ledger.added(parts, came, segments, is_new)
+            parts.target.ledger.added(parts, came, segments, points)
         self._let_go(job)
         if job.kind == "store":
-            self._stores.ended(job, len(rows), segments, is_new, came)
+            self._stores.ended(job, len(rows), segments, len(points))
             return ()
         shares = self._loaded(job, rows, came, seconds)
         if not len(rows):
@@ -88,26 +88,26 @@ class OpenJobs:
             came: segments of the job, from the first on.
         """
         parts, shares = job.parts, []
-        has_come = np.ones(len(parts.units), dtype=np.bool_)
-        has_come[rows] = False
+        num_dense, n = len(parts.segments) * parts.width, len(parts.source_places)
+        bad = np.bincount(parts.places[rows], minlength=n).tolist()
+        pages = np.bincount(parts.places, minlength=n).tolist()
+        tails = np.bincount(parts.places[num_dense:], minlength=n).tolist()
+        of_segments = parts.places[: came * parts.width : parts.width or 1]
+        segments = np.bincount(of_segments, minlength=n).tolist()
         for i, place in enumerate(parts.source_places):
-            mine = parts.places == i
-            if not isinstance(place, Tier) or not mine.any():
+            if not isinstance(place, Tier) or not pages[i]:
                 continue
-            bad, count = mine[rows], place.counters
-            units = parts.units[mine & has_come]
-            num_segments = len(np.unique(units[(units >= 0) & (units < came)]))
-            count["load_failures"] += bool(bad.any())
-            count["loaded_pages"] += len(units)
-            count["loaded_segments"] += num_segments
-            count["loaded_points"] += bool((units < 0).any()) and not len(rows)
-            if bad.any():
-                place.drop(parts.sources[rows[bad]])
-            elif seconds is not None and mine.all():
+            count, num_pages = place.counters, pages[i] - bad[i]
+            count["load_failures"] += bool(bad[i])
+            count["loaded_pages"] += num_pages
+            count["loaded_segments"] += segments[i]
+            count["loaded_points"] += bool(tails[i]) and not len(rows)
+            if bad[i]:
+                place.drop(parts.sources[rows[parts.places[rows] == i]])
+            elif seconds is not None and pages[i] == job.num_pages:
                 place.measured(job.num_bytes, seconds)
-            size = len(units) * self.page_bytes
-            tokens = num_segments * self._kv.alignment
-            shares.append(Share(place.name, tokens, len(units), size, seconds or 0.0))
+            size, tokens = num_pages * self.page_bytes, segments[i] * self._kv.alignment
+            shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0))
         return tuple(shares)
 
     def _have_spares(self, parts: JobParts) -> None:
@@ -144,9 +144,11 @@ class OpenJobs:
         job.is_open = False
         self._end_waiting(job)
         if job.kind == "load":
-            for i, place in enumerate(job.parts.source_places):
+            places = job.parts.source_places
+            counts = np.bincount(job.parts.places, minlength=len(places)).tolist()
+            for place, pages in zip(places, counts, strict=True):
                 if isinstance(place, Tier):
-                    place.queued_bytes -= int((job.parts.places == i).sum()) * self.page_bytes
+                    place.queued_bytes -= pages * self.page_bytes
 
     def _let_go(self, job: Job) -> None:
         """End what an open job keeps; its own pages, but those adopted, are free again."""
@@ -159,7 +161,7 @@ class OpenJobs:
         for holding in job.parts.holdings:
             holding.end(used=job.kind == "load")
         job.parts.holdings = []
-        if job.parts.entry is not None:
+        if job.kind == "store":
             self._stores.unlocked(job)
 
     # What is forgotten.

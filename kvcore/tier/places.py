@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -188,12 +189,10 @@ class Found:
         """The resume point at boundary `depth` here."""
         return run_of(self.run, depth).points.get(depth) if 0 < depth <= self.depth else None
 
-    def resumable(self) -> int:
-        """Segments up to the last entry of the chain here."""
-        if not self.place.index.hybrid or not self.depth:
-            return self.depth
-        point = point_before(run_of(self.run, self.depth), self.depth + 1)
-        return 0 if point is None else point.depth
+    def before(self, depth: int) -> ResumePoint | None:
+        """The last resume point before boundary `depth` of the chain here."""
+        depth = min(depth, self.depth + 1)
+        return point_before(run_of(self.run, depth - 1), depth) if depth > 1 else None
 
     def hold(self, depth: int, used: Int32) -> Holding:
         """Keep the chain up to boundary `depth`, and the pages `used`."""
@@ -210,6 +209,7 @@ class Columns:
             is.
         pages: [n] column of that page in the pool.
         num_pages: columns there.
+        slices: the columns of each group.
     """
 
     def __init__(self, n: int, num_pages: int) -> None:
@@ -217,6 +217,8 @@ class Columns:
         self.groups: Int64 = np.zeros(n, dtype=np.int64)
         self.pages: Int64 = np.zeros(n, dtype=np.int64)
         self.parts: Int32 = np.zeros(n, dtype=np.int32)
+        self.slices: list[tuple[int, slice]] = []
+        self._repeated: Int32 = np.empty((0, n), dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -232,6 +234,9 @@ class Columns:
         groups, parts, tables = rows.repeat(width, axis=1)
         mine = slice(first, first + len(groups))
         self.groups[mine], self.parts[mine] = groups, parts
+        cuts = np.flatnonzero(np.diff(groups, prepend=-1, append=-1)).tolist()
+        for i, end in pairwise(cuts):
+            self.slices.append((int(groups[i]), slice(first + i, first + end)))
         within = np.tile(np.arange(width), rows.shape[1])
         self.pages[mine] = first_page + tables * width + within
 
@@ -242,6 +247,12 @@ class Columns:
             return pages
         repeated: Int32 = pages[..., self.pages]
         return repeated
+
+    def repeated(self, n: int) -> Int32:
+        """`parts` n times: [n, columns]."""
+        if n > len(self._repeated):
+            self._repeated = self.parts[None].repeat(2 * n, axis=0)
+        return self._repeated[:n]
 
 
 class Tails:

@@ -6,12 +6,13 @@ from collections import OrderedDict
 
 from ..policies.base import Entry
 from ..prefix.eviction import EvictableTree
-from ..prefix.tree import ResumePoint, Run
+from ..prefix.keys import KEY_BYTES
+from ..prefix.tree import ResumePoint, Run, path_to
 from .admission import Admission
 from .jobs import Job
 from .match import Planner
 from .places import Found, Place, Tier
-from .transfers import Lack, Transfers, chain_keys, end_of
+from .transfers import Chain, Lack, Transfers, end_of
 from .watched import Watched, coming, is_there
 
 LOOKED_AT = 64, 4096  # entries of a place in a call, at first and at most
@@ -35,7 +36,9 @@ class Stores:
         self._watermark = watermark
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
-        self._busy: dict[Run | ResumePoint, Job] = {}
+        # Entries of open stores, whose place, and pages that their eviction would free without
+        # these.
+        self._busy: dict[Run | ResumePoint, tuple[Place, int]] = {}
         self._leaving: set[Run | ResumePoint] = set()  # of these, those that are to leave first
         # Failures in a row of an entry, by its key, and the call before which it is not tried
         # again.
@@ -43,51 +46,59 @@ class Stores:
         self._calls = 0
         self._admission = Admission(planner, transfers.num_bytes)
 
-    def due(self, max_pages: int) -> list[Job]:
-        """The jobs to start now, of at most `max_pages` pages."""
+    def begin(self, max_pages: int, everything: bool) -> list[Job]:
+        """The jobs to start now, of at most `max_pages` pages: of what eviction would take next, or
+        of all that the next place lacks."""
         self._calls += 1
         self._admission.begin()
         jobs: list[Job] = []
         for source, target in zip(self._places, self._places[1:], strict=False):
             assert isinstance(target, Tier)
-            max_pages -= self._due_between(source, target, max_pages, jobs)
+            entries = every(source.index) if everything else self._due(source)
+            on_run: dict[Run, list[Run | ResumePoint]] | None = None
+            for entry in entries:
+                if not self._may_lack(entry):
+                    continue
+                if on_run is None:  # most calls find nothing to do
+                    on_run = _by_run(entries)
+                run, _ = end_of(entry)
+                if run not in on_run:
+                    continue  # it went with another
+                if max_pages <= 0 and jobs:
+                    return jobs
+                path = [e for node in path_to(run) for e in on_run.pop(node, ())]
+                least = 0 if jobs else self._transfers.least_pages
+                job = self._store(source, target, path, max(max_pages, least))
+                if job is not None:
+                    jobs.append(job)
+                    max_pages -= job.num_pages
         return jobs
 
-    def _due_between(self, source: Place, target: Tier, max_pages: int, jobs: list[Job]) -> int:
-        """Add to `jobs` those from `source` to `target`; returns their pages."""
-        pool, total = source.index.pool, 0
+    def _due(self, source: Place) -> list[Run | ResumePoint]:
+        """Entries of a place that are to have a copy, in the order in which they would go."""
         low = self._low(self._places[0])
         if source is not self._places[0]:  # what the device may send next must find a place
             low = max(low * self._transfers.most_parts, self._low(source))
-            low = min(low, pool.num_pages - 1)
+            low = min(low, source.index.pool.num_pages - 1)
         needed = low - source.num_free - self._underway(source)
+        if needed <= 0:
+            return []
         looked, seen = LOOKED_AT[0], 0
-        while needed > 0:
+        while True:
             entries = coming(source.index, looked)
-            for entry in entries[seen:]:
+            for i, entry in enumerate(entries[seen:], seen):
                 needed -= entry.freed
-                if entry not in self._busy and self.copy_of(source, target, entry) is None:
-                    if max_pages <= total and jobs:
-                        return total
-                    job = self._store(source, target, entry, max_pages - total, not jobs)
-                    if job is not None:
-                        jobs.append(job)
-                        total += job.num_pages
                 if needed <= 0:
-                    return total
+                    return entries[: i + 1]
             seen = len(entries)
             if seen < looked or looked >= LOOKED_AT[1]:
-                return total
+                return entries
             looked *= 4
-        return total
 
     def _underway(self, source: Place) -> int:
         """Pages of `source` that are had without a loss once its open stores are done."""
-        return sum(
-            entry.freed
-            for entry, job in self._busy.items()
-            if job.parts.source_places[0] is source and is_there(entry)
-        )
+        busy = self._busy.items()
+        return sum(n for entry, (place, n) in busy if place is source and is_there(entry))
 
     def _low(self, place: Place) -> int:
         """Pages of a place that are to be free, or to be had without a loss."""
@@ -95,48 +106,43 @@ class Stores:
             return self._watermark
         return place.index.pool.num_pages // 8
 
-    def everything(self, max_pages: int) -> list[Job]:
-        """The jobs, of at most `max_pages` pages, that bring what a place holds to the next one."""
-        self._calls += 1
-        jobs: list[Job] = []
-        total = 0
-        for source, target in zip(self._places, self._places[1:], strict=False):
-            assert isinstance(target, Tier)
-            for entry in every(source.index):
-                if entry not in self._busy and self.copy_of(source, target, entry) is None:
-                    if max_pages <= total and jobs:
-                        return jobs
-                    job = self._store(source, target, entry, max_pages - total, not jobs)
-                    if job is not None:
-                        jobs.append(job)
-                        total += job.num_pages
-        return jobs
+    def _may_lack(self, entry: Run | ResumePoint) -> bool:
+        """Whether a job may have to bring `entry` to the next place now."""
+        copy = self._copies.get(entry) if isinstance(entry, ResumePoint) else None
+        if (copy is not None and copy.run is not None) or entry in self._busy:
+            return False
+        if self._failures and self._calls < self._failures.get(entry.key, (0, 0))[1]:
+            return False
+        return not self._admission.is_refused(entry)
 
     def _store(
-        self, source: Place, target: Tier, entry: Run | ResumePoint, max_pages: int, is_first: bool
+        self, source: Place, target: Tier, entries: list[Run | ResumePoint], max_pages: int
     ) -> Job | None:
-        """The job that stores `entry`, or its first segments; the first one of a call has at least
-        a segment or a point."""
-        if self._admission.is_refused(entry):
+        """The job that stores those of `entries`, of one path, that the target lacks, or the first
+        of them. Where it has no room for all, the first one goes alone."""
+        entries = sorted(filter(self._may_lack, entries), key=lambda entry: entry.depth)
+        chain = Chain.of(target, entries[-1])
+        entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
+        if not entries:
             return None
-        key = entry.key
-        if self._calls < self._failures.get(key, (0, 0))[1]:
-            return None
-        if is_first:
-            max_pages = max(max_pages, self._transfers.least_pages)
-        is_spare = isinstance(source.index.policy, Watched) and source.index.policy.is_spare(entry)
-        job = self._transfers.store(
-            source, target, entry, max_pages,
-            lambda n, gain: self._admission.admits(source, target, entry, n, gain),
-        )  # fmt: skip
+
+        def admits(entry: Run | ResumePoint, num_pages: int, gain: int) -> bool:
+            return self._admission.admits(source, target, entry, num_pages, gain)
+
+        policy = source.index.policy
+        freed = {e: (source, e.freed) for e in entries}  # before locks
+        spare = {e for e in entries if isinstance(policy, Watched) and policy.is_spare(e)}
+        job = self._transfers.store(source, chain, entries, max_pages, admits)
+        if isinstance(job, Lack) and len(entries) > 1:
+            entries = entries[:1]
+            job = self._transfers.store(source, chain, entries, max_pages, admits)
         if isinstance(job, Lack):
             target.counters["refused_stores"] += 1
-            self._failed(key)
+            self._failed(entries[0].key)
             return None
         if job is not None:
-            self._busy[entry] = job
-            if is_spare:
-                self._leaving.add(entry)
+            self._busy.update((e, freed[e]) for e in job.parts.entries)
+            self._leaving |= spare.intersection(job.parts.entries)
         return job
 
     def copy_of(
@@ -145,18 +151,21 @@ class Stores:
         """What `target` has of what `entry` of `source` is; of a chain, the run that it ends in."""
         if isinstance(entry, ResumePoint):
             copy = self._copies.get(entry)
-            if copy is not None:
-                if copy.run is not None:
-                    return copy
-                del self._copies[entry]
-        run, depth = end_of(entry)
-        found = Found(target, *target.index.find(chain_keys(run, depth), depth))
+            if copy is not None and copy.run is not None:
+                return copy
+        return self._copy_in(Chain.of(target, entry).there, source, entry)
+
+    def _copy_in(
+        self, there: Found, source: Place, entry: Run | ResumePoint
+    ) -> Run | ResumePoint | None:
+        """As `copy_of`, where the chain of `entry`, or a longer one, is known to end in the
+        target."""
         if isinstance(entry, ResumePoint):
-            copy = found.point(depth)
+            copy = there.point(entry.depth)
             if copy is not None:
                 self._remember(source, entry, copy)
             return copy
-        return found.run if found.depth == depth else None
+        return there.run if there.depth == entry.depth else None
 
     def _remember(self, source: Place, entry: ResumePoint, copy: ResumePoint) -> None:
         self._copies[entry] = copy
@@ -180,46 +189,42 @@ class Stores:
     # The end of a job.
 
     def unlocked(self, job: Job) -> None:
-        """A job of a store ends: its entry may be evicted."""
-        entry = job.parts.entry
-        assert entry is not None
-        self._busy.pop(entry, None)
+        """A job of a store ends: its entries may be evicted."""
         self._transfers.is_over(job.parts)
         index = job.parts.source_places[0].index
-        is_leaving = entry in self._leaving
-        self._leaving.discard(entry)
-        if entry in index.pins:
-            return
-        if isinstance(entry, ResumePoint):
-            if entry.run is None:
-                return
-            index.offer(entry)
-        elif entry.locks or entry.children or entry.parent is None:
-            return
-        if is_leaving and isinstance(index.policy, Watched):
-            index.policy.spare(entry)
+        for entry in job.parts.entries:
+            self._busy.pop(entry, None)
+            is_leaving = entry in self._leaving
+            self._leaving.discard(entry)
+            if entry in index.pins or not is_there(entry):
+                continue
+            if isinstance(entry, ResumePoint):
+                index.offer(entry)
+            elif entry.locks or entry.children:
+                continue
+            if is_leaving and isinstance(index.policy, Watched):
+                index.policy.spare(entry)
 
-    def ended(self, job: Job, num_failed: int, segments: int, is_new: bool, came: int) -> None:
+    def ended(self, job: Job, num_failed: int, segments: int, points: int) -> None:
         """A store is done.
 
         Args:
-            num_failed: copies that failed. segments, is_new, came: what `Transfers.adopt` says.
+            num_failed: copies that failed. segments, points: that are new in the target.
         """
         parts, target = job.parts, job.parts.target
-        entry = parts.entry
-        assert isinstance(target, Tier) and entry is not None
+        assert isinstance(target, Tier)
         count = target.counters
         count["stored_segments"] += segments
-        count["stored_points"] += is_new
+        count["stored_points"] += points
         count["stored_pages"] += job.num_pages - num_failed
-        if not is_there(entry):
-            return
-        if num_failed:
-            count["store_failures"] += 1
-            self._failed(entry.key)
-        else:
-            self._failures.pop(entry.key, None)
-            self.copy_of(parts.source_places[0], target, entry)
+        count["store_failures"] += bool(num_failed)
+        source, depth = parts.source_places[0], len(parts.keys) // KEY_BYTES
+        there = Found(target, *target.index.find(parts.keys, depth))
+        for entry in filter(is_there, parts.entries):
+            if self._copy_in(there, source, entry) is None and num_failed:
+                self._failed(entry.key)
+            elif self._failures:
+                self._failures.pop(entry.key, None)
 
     def _failed(self, key: bytes) -> None:
         """Try `key` again later, and later each time."""
@@ -228,6 +233,14 @@ class Stores:
         self._failures.move_to_end(key)
         if len(self._failures) > REMEMBERED:
             self._failures.popitem(last=False)
+
+
+def _by_run(entries: list[Run | ResumePoint]) -> dict[Run, list[Run | ResumePoint]]:
+    """Entries by the run in which they end."""
+    found: dict[Run, list[Run | ResumePoint]] = {}
+    for entry in entries:
+        found.setdefault(end_of(entry)[0], []).append(entry)
+    return found
 
 
 def every(index: EvictableTree) -> list[Run | ResumePoint]:

@@ -193,8 +193,7 @@ class Tiers(OpenJobs):
             ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
         """
         max_bytes = as_int("max_bytes", max_bytes, 0)
-        choose = self._stores.everything if everything else self._stores.due
-        made = choose(max_bytes // self.page_bytes)
+        made = self._stores.begin(max_bytes // self.page_bytes, everything)
         for job in made:
             parts = job.parts
             listener = parts.source_places[0].index.announcer
@@ -284,6 +283,7 @@ class Tiers(OpenJobs):
         *,
         now: float | None = None,
         ttl: float | None = None,
+        priority: int = 0,
         max_bytes: int | None = None,
     ) -> Answer:
         """What the caller intends with a prefix. It never changes what a request reads, evicts
@@ -292,9 +292,10 @@ class Tiers(OpenJobs):
         Args:
             match: from `match`.
             intent: ``"retain"``: keep it where it is until everything else is gone, for `ttl`
-                seconds from `now` on (`KVCache.expire_pins` ends it). ``"prefetch"``: bring it to
-                the device, at most `max_bytes` of it. ``"demote"``: it leaves the device first.
-                ``"release"``: it is an ordinary prefix again.
+                seconds from `now` on (`KVCache.expire_pins` ends it); what has a lower `priority`
+                goes before it. ``"prefetch"``: bring it to the device, at most `max_bytes` of it.
+                ``"demote"``: it leaves the device first. ``"release"``: it is an ordinary prefix
+                again.
 
         Raises:
             ValueError: another intent, or an argument that it needs is missing or out of range.
@@ -307,7 +308,7 @@ class Tiers(OpenJobs):
         if intent == "retain":
             if now is None or ttl is None:
                 raise ValueError(f"now, ttl: expected seconds to retain, got {now!r} and {ttl!r}")
-            return self._hints.retain(match, now, ttl)
+            return self._hints.retain(match, now, ttl, priority)
         if intent == "demote":
             return self._hints.demote(match)
         if intent == "release":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..arrays import NO_VALUES, Int32, Int64
+from ..arrays import NO_FLAGS, NO_ROWS, NO_VALUES, ZERO32, Flags, Int32, Int64
 from ..policies.base import Entry
 from ..prefix.holdings import Holding, adopt
 from ..prefix.keys import KEY_BYTES, Prompt
-from ..prefix.tree import ResumePoint, Run, path_to, point_before, run_of
-from .jobs import Job, JobParts, copies_of
+from ..prefix.tree import ResumePoint, Run, path_to
+from .jobs import Copies, Job, JobParts, copies_of
 from .places import Found, Place, Tails
 
 if TYPE_CHECKING:
@@ -48,6 +49,88 @@ def chain_keys(run: Run, depth: int) -> bytes:
     return b"".join(bytes(node.keys) for node in path_to(run))[: depth * KEY_BYTES]
 
 
+IsAdmitted = Callable[["Run | ResumePoint", int, int], bool]
+NO_POINTS: Int32 = np.empty((0, 0), dtype=np.int32)
+
+
+class _Chosen:
+    """What a store takes.
+
+    Args:
+        end: segments of the chain that the target has.
+        sources: [n, columns] pages of resume points.
+
+    Attributes:
+        entries: that are taken. end: segments of the chain that the target has then.
+        depths: of the resume points among them, a row each.
+        targets: [n, columns] pages of the target; 0 where it has none yet.
+        is_new: [n, columns] those to copy.
+    """
+
+    def __init__(self, end: int, sources: Int32) -> None:
+        self.end, self.sources = end, sources
+        self.targets, self.is_new = np.zeros_like(sources), sources != 0
+        self.entries: list[Run | ResumePoint] = []
+        self.depths: list[int] = []
+        self._rows: list[int] = []
+        # Columns of a row that have the same pages as others of the row before it.
+        self._links: dict[int, tuple[Int64, Int64]] = {}
+
+    def build_on(
+        self, i: int, later: Int64, earlier: Int64, before: ResumePoint | None
+    ) -> tuple[Int64, Int64] | None:
+        """Columns `later` of row `i` are columns `earlier` of a point of the target, or of the last
+        row that was taken; returns these then."""
+        if before is not None:
+            self.targets[i, later] = before.pages[earlier]
+            self.is_new[i] &= self.targets[i] == 0
+            return None
+        has = self.sources[self._rows[-1], earlier] != 0
+        self.is_new[i, later[has]] = False
+        return later[has], earlier[has]
+
+    def add(self, i: int, depth: int, link: tuple[Int64, Int64] | None) -> None:
+        """Row `i`, the point at `depth`, is taken."""
+        if link is not None:
+            self._links[len(self._rows)] = link
+        self._rows.append(i)
+        self.depths.append(depth)
+
+    def only_chosen(self) -> None:
+        """Forget the rows that were not taken."""
+        if len(self._rows) < len(self.sources):
+            rows = self._rows
+            self.sources, self.targets = self.sources[rows], self.targets[rows]
+            self.is_new = self.is_new[rows]
+
+    def fill(self, pages: Int32) -> Int32:
+        """`targets`, once there are pages for those that are new."""
+        self.targets[self.is_new] = pages
+        for i, (later, earlier) in self._links.items():
+            self.targets[i, later] = self.targets[i - 1, earlier]
+        return self.targets
+
+
+@dataclass(slots=True)
+class Chain:
+    """The chain of an entry, and what a place has of it.
+
+    Attributes:
+        keys: of its segments.
+        there: where it ends in the place.
+    """
+
+    keys: bytes
+    there: Found
+
+    @classmethod
+    def of(cls, place: Place, entry: Run | ResumePoint) -> Chain:
+        """That of `entry`, of any place, in `place`."""
+        run, depth = end_of(entry)
+        keys = chain_keys(run, depth)
+        return cls(keys, Found(place, *place.index.find(keys, depth)))
+
+
 class Transfers:
     """Makes jobs and ends them.
 
@@ -76,61 +159,91 @@ class Transfers:
     # Made.
 
     def store(
-        self, source: Place, target: Place, entry: Run | ResumePoint, max_pages: int,
-        is_admitted: Callable[[int, int], bool],
+        self, source: Place, chain: Chain, entries: Sequence[Run | ResumePoint], max_pages: int,
+        is_admitted: IsAdmitted,
     ) -> Job | Lack | None:  # fmt: skip
-        """The job that stores `entry` of `source` in `target`, or the first segments of it.
+        """The job that stores `entries` of `source` in a target, or the first of them.
+
+        Args:
+            chain: of the longest of them, or a longer one.
+            entries: the shortest first; the target has none of them.
+            is_admitted: asked of each, with the pages and segments that those before it lack.
 
         Returns:
             Job; None where not even one segment is within `max_pages`, or where a job is open that
             brings the same segments; Lack where the target has no room.
         """
-        run, depth = end_of(entry)
-        keys = chain_keys(run, depth)
-        there = Found(target, *target.index.find(keys, depth))
-        first, known = there.depth, there.point(depth)
-        next_key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
-        if (target.name, next_key) in self._underway:
+        run, depth = end_of(entries[-1])
+        keys, there, target = chain.keys, chain.there, chain.there.place
+        first = there.depth = min(there.depth, depth)
+        if (target.name, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]) in self._underway:
             return None
-        columns = self._tails.points
-        pages = self._tails.segments.of(source, source.index.pages_between(run, first, depth))
-        point = None
-        if isinstance(entry, ResumePoint) and known is None:
-            point = columns.of(source, entry.pages)
-        targets, used = self._shared(there, depth, point)
-        new: Int64 = np.empty(0, dtype=np.int64)
-        if point is not None:
-            new = ((point != 0) & (targets == 0)).nonzero()[0]
-        if not is_admitted(pages.size + len(new), depth - there.resumable()):
+        chosen = self._choose(source, there, entries, max_pages, is_admitted)
+        if not chosen.entries:
             return None
-        if pages.size + len(new) > max_pages:
-            n = min(len(pages), max_pages // self._width) if self._width else 0
-            if not n:
-                return None
-            pages, point, new, used = pages[:n], None, new[:0], NO_VALUES
-        holding = there.hold(first, used)
-        taken = _take(target, holding, pages.size + len(new))
+        # Everything is looked up before locks split runs.
+        end, width = chosen.end, self._width
+        dense = self._tails.segments.of(source, source.index.pages_between(run, first, end))
+        sources = np.concatenate([dense.ravel(), chosen.sources[chosen.is_new]])
+        holding = there.hold(first, chosen.targets[chosen.targets != 0])
+        taken = _take(target, holding, len(sources))
         if isinstance(taken, Lack):
             return taken
-        segments = taken[: pages.size].reshape(pages.shape)
-        sources = pages.ravel()
-        if point is not None:
-            targets[new] = taken[pages.size :]
-            sources = np.concatenate([sources, point[new]])
-        whole = entry.pages if isinstance(entry, ResumePoint) else NO_VALUES
-        reading = Found(source, run, depth).hold(depth, whole)
-        if isinstance(entry, ResumePoint):  # to evict it now would free nothing
-            source.index.withdraw(entry)
-        end = first + len(pages)
-        places = np.zeros(len(sources), dtype=np.int64)
+        segments = taken[: dense.size].reshape(dense.shape)
+        points = chosen.fill(taken[dense.size :])
+        run, depth = end_of(chosen.entries[-1])
+        used = [entry.pages for entry in chosen.entries if isinstance(entry, ResumePoint)]
+        reading = Found(source, run, depth).hold(depth, np.concatenate([NO_VALUES, *used]))
+        for entry in chosen.entries:
+            if isinstance(entry, ResumePoint):  # to evict it now would free nothing
+                source.index.withdraw(entry)
+        copies = copies_of(self._tails.segments, source, target, dense, segments)
+        copies += copies_of(
+            self._tails.points, source, target, chosen.sources, points, chosen.is_new
+        )
         parts = JobParts(
-            target, keys[: end * KEY_BYTES], first, segments, None if point is None else targets,
-            holding, [reading], sources, places, taken, self._units(len(pages), new), [source],
-            entry,
+            target, keys[: end * KEY_BYTES], first, segments, chosen.depths, points, holding,
+            [reading], sources, np.zeros(len(sources), dtype=np.int64), taken, width, [source],
+            chosen.entries,
         )  # fmt: skip
-        if len(pages):
+        if len(segments):
             self._underway.add(parts.first_key)
-        return self._job("store", parts, new, end)
+        return self._job("store", parts, copies, end)
+
+    def _choose(
+        self, source: Place, there: Found, entries: Sequence[Run | ResumePoint], max_pages: int,
+        is_admitted: IsAdmitted,
+    ) -> _Chosen:  # fmt: skip
+        """Those of `entries` that are admitted, up to `max_pages`; see `store`."""
+        tails, points = self._tails, [e.pages for e in entries if isinstance(e, ResumePoint)]
+        pages = tails.points.of(source, np.array(points)) if points else NO_POINTS
+        made = _Chosen(there.depth, pages)
+        last = 0  # boundary of the last point that is chosen
+        for i, entry in enumerate(entries):
+            known, link = there.depth, None
+            if points:
+                before = there.before(entry.depth)
+                known = 0 if before is None else before.depth
+                later, earlier = tails.shared(entry.depth - max(known, last))
+                if len(later) and max(known, last):
+                    link = made.build_on(i, later, earlier, before if known > last else None)
+            segments = max(0, entry.depth - made.end)
+            n = segments * self._width
+            n += int(np.count_nonzero(made.is_new[i])) if points else 0
+            if not is_admitted(entry, n, entry.depth - max(known, last)):
+                continue
+            if n > max_pages:
+                segments = min(segments, max_pages // self._width) if self._width else 0
+                made.end += segments
+                made.entries += [entry] * (segments > 0)  # its first segments alone
+                break
+            made.end, max_pages = made.end + segments, max_pages - n
+            made.entries.append(entry)
+            if points:
+                made.add(i, entry.depth, link)
+                last = entry.depth
+        made.only_chosen()
+        return made
 
     def is_over(self, parts: JobParts) -> None:
         """A store ends."""
@@ -140,116 +253,112 @@ class Transfers:
     def load(self, device: Place, way: Way, prompt: Prompt) -> Job | Lack:
         """The job of a way."""
         found, first = way.found, way.found[0].depth
-        columns, width = self._tails.points, self._tails.segments.num_pages
-        point, used, new = None, NO_VALUES, np.empty(0, dtype=np.int64)
-        places = lacking = np.empty(0, dtype=np.int64)
+        columns = self._tails.points
+        point, used, places, pages = None, NO_VALUES, NO_ROWS, NO_VALUES
+        new, lacking = NO_FLAGS, NO_ROWS
         if way.tail is not None:
             places, pages = way.tail
-            new = ((places != 0) & (pages != 0)).nonzero()[0]
+            new = (places != 0) & (pages != 0)
             point = np.zeros(columns.num_pages, dtype=np.int32)
-            point[columns.pages] = np.where(places == 0, pages, 0)
-            lacking = np.unique(columns.pages[new])
+            point[columns.pages] = np.where(places == 0, pages, ZERO32)
+            is_lacking = np.zeros(columns.num_pages, dtype=np.bool_)
+            is_lacking[columns.pages[new]] = True
+            lacking = is_lacking.nonzero()[0]
             used = point[point != 0]
         depth = way.hit if way.tail is not None else way.dense
-        end = max([first, *(stop for _, _, stop in way.ranges)])
         # A point within what the device has needs the chain before it alone.
         first = min(first, depth)
-        num_segments = max(0, end - first) if way.ranges else 0
+        n = way.ranges[-1][2] - first if way.ranges else 0
         # Everything is looked up before locks split runs.
-        parts = [
-            found[i].place.index.pages_between(found[i].run, a, b).ravel() for i, a, b in way.ranges
-        ]
-        numbers = [np.full(len(p), i) for (i, _, _), p in zip(way.ranges, parts, strict=True)]
-        units = self._units(num_segments, new)
-        if len(new):
-            parts.append(pages[new])
-            numbers.append(places[new])
-        sources = np.concatenate([NO_VALUES, *parts])
-        source_of = np.concatenate([np.empty(0, np.int64), *numbers])
+        dense = [found[i].place.index.pages_between(found[i].run, a, b) for i, a, b in way.ranges]
+        sources = np.concatenate([*(x.ravel() for x in dense), pages[new]])
+        numbers = [i for i, _, _ in way.ranges]
+        source_of = np.concatenate(
+            [np.array(numbers, dtype=np.int64).repeat([x.size for x in dense]), places[new]]
+        )
         holding = found[0].hold(first, used)
-        taken = _take(device, holding, num_segments * width + len(lacking))
+        per_segment = self._tails.segments.num_pages
+        num_dense = n * per_segment
+        taken = _take(device, holding, num_dense + len(lacking))
         if isinstance(taken, Lack):
-            groups, part_of = self._groups_and_parts(num_segments, new)
-            taken.per_group = np.bincount(groups[part_of == 0]).tolist()
+            taken.per_group = self._per_group(n, new)
             return taken
-        segments = taken[: num_segments * width].reshape(num_segments, width)
-        targets = self._tails.segments.of(device, segments).ravel()
+        segments = taken[:num_dense].reshape(n, per_segment)
+        into = self._tails.segments.of(device, segments)
+        targets, copies, at = [into.ravel()], list[Copies](), 0
+        for i, rows in zip(numbers, dense, strict=True):
+            place, rest = found[i].place, into[at : at + len(rows)]
+            copies += copies_of(self._tails.segments, place, device, rows, rest)
+            at += len(rows)
         if point is not None:
-            point[lacking] = taken[num_segments * width :]
-            targets = np.concatenate([targets, columns.of(device, point)[new]])
+            point[lacking] = taken[num_dense:]
+            own = columns.of(device, point)
+            targets.append(own[new])
+            for i in sorted({*places[new].tolist()}):
+                mine = (new & (places == i))[None]
+                copies += copies_of(columns, found[i].place, device, pages[None], own[None], mine)
         holdings = []
         for i, f in enumerate(found[1:], 1):
-            mine = sources[(source_of == i) & (units == -1)]
+            mine = pages[new & (places == i)]
             ends = [stop for j, _, stop in way.ranges if j == i]
             if ends or len(mine):
                 upto = max([*ends, min(depth, f.depth)])
                 holdings.append(f.hold(upto, mine))
-        made = JobParts(
-            device, prompt.keys[: (first + num_segments) * KEY_BYTES], first, segments, point,
-            holding, holdings, sources, source_of, targets, units, [f.place for f in found],
-            prompt=prompt,
+        parts = JobParts(
+            device, prompt.keys[: (first + n) * KEY_BYTES], first, segments,
+            [] if point is None else [depth], NO_POINTS if point is None else point[None],
+            holding, holdings, sources, source_of, np.concatenate(targets), self._width,
+            [f.place for f in found], prompt=prompt,
         )  # fmt: skip
-        return self._job("load", made, new, depth)
+        return self._job("load", parts, copies, depth)
 
-    def _units(self, num_segments: int, new: Int64) -> Int64:
-        """Segments of the copies of so many, and of columns `new` of a resume point."""
-        segments = np.arange(num_segments).repeat(self._width)
-        return np.concatenate([segments, np.full(len(new), -1)])
-
-    def _groups_and_parts(self, num_segments: int, new: Int64) -> tuple[Int64, Int32]:
-        """Groups and parts of the same copies."""
+    def _per_group(self, num_segments: int, new: Flags) -> list[int]:
+        """Pages of the pool that so many segments and columns `new` of a point take, by group."""
         segments, points = self._tails.segments, self._tails.points
-        return (
-            np.concatenate([np.tile(segments.groups, num_segments), points.groups[new]]),
-            np.concatenate([np.tile(segments.parts, num_segments), points.parts[new]]),
-        )
+        dense = segments.groups[segments.parts == 0]
+        tail = points.groups[new][points.parts[new] == 0] if len(new) else NO_ROWS
+        n = 1 + int(max([*segments.groups.tolist(), *points.groups.tolist()]))
+        counts = np.bincount(dense, minlength=n) * num_segments + np.bincount(tail, minlength=n)
+        return [int(count) for count in counts]
 
-    def _shared(self, found: Found, depth: int, point: Int32 | None) -> tuple[Int32, Int32]:
-        """Pages of a point at `depth` that the one before it has there, and these alone."""
-        if point is None:
-            return NO_VALUES, NO_VALUES
-        targets = np.zeros(len(point), dtype=np.int32)
-        before = None
-        if found.depth:
-            before = point_before(run_of(found.run, found.depth), min(depth, found.depth + 1))
-        if before is None:
-            return targets, NO_VALUES
-        later, earlier = self._tails.shared(depth - before.depth)
-        targets[later] = before.pages[earlier]
-        return targets, targets[targets != 0]
-
-    def _job(self, kind: str, parts: JobParts, new: Int64, depth: int) -> Job:
-        copies = copies_of(*self._groups_and_parts(len(parts.segments), new), parts)
+    def _job(
+        self, kind: Literal["store", "load"], parts: JobParts, copies: list[Copies], depth: int
+    ) -> Job:
+        copies.sort(key=attrgetter("group"))
         size = len(parts.sources)
         return Job(
-            "load" if kind == "load" else "store", copies, size, size * self.page_bytes,
-            depth * self._alignment,
-            parts=parts,
-        )  # fmt: skip
+            kind, tuple(copies), size, size * self.page_bytes, depth * self._alignment, parts=parts
+        )
 
     # Ended.
 
-    def adopt(self, parts: JobParts, failed: Int64) -> tuple[int, bool, int]:
-        """Make entries of what came, up to the first segment of which a page failed.
+    def adopt(self, parts: JobParts, failed: Int64) -> tuple[int, list[int], int]:
+        """Make entries of what came: segments up to the first of which a page failed, and resume
+        points after these.
 
         Returns:
-            (new segments, whether the resume point is new, segments that came).
+            (new segments, boundaries of new resume points, segments that came).
         """
-        holding, index = parts.holding, parts.target.index
-        bad = parts.units[failed]
-        n = int(min(bad[bad >= 0], default=len(parts.segments)))
-        whole = not len(failed) and parts.point is not None
-        point = parts.point if whole else None
-        given_back = [parts.segments[n:].ravel()]
-        if not whole and parts.point is not None:
-            given_back.append(np.unique(parts.targets[parts.units == -1]))
-        holding.taken = np.concatenate(given_back)
+        holding, n, depths, points = parts.holding, len(parts.segments), parts.depths, parts.points
+        back = NO_VALUES
+        if len(failed):
+            if failed[0] < n * parts.width:
+                n = int(failed[0]) // parts.width
+            whole = ~np.isin(points, parts.targets[failed]).any(axis=1)
+            whole &= np.array(depths, dtype=np.int64) <= parts.first + n
+            depths = [depth for depth, is_whole in zip(depths, whole, strict=True) if is_whole]
+            points = points[whole]
+            taken = holding.taken
+            back = taken[
+                ~np.isin(taken, np.concatenate([parts.segments[:n].ravel(), points.ravel()]))
+            ]
+        holding.taken = back
         noted = None if parts.noted is None else parts.noted[:n]
-        segments, is_new = adopt(
-            index, parts.keys[: (parts.first + n) * KEY_BYTES], parts.first, parts.segments[:n],
-            point, noted,
+        segments, are_new = adopt(
+            parts.target.index, parts.keys[: (parts.first + n) * KEY_BYTES], parts.first,
+            parts.segments[:n], depths, points, noted,
         )  # fmt: skip
-        return segments, is_new, n
+        return segments, are_new, n
 
 
 def _take(place: Place, holding: Holding, num_pages: int) -> Int32 | Lack:

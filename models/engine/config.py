@@ -8,6 +8,7 @@ from numbers import Real
 
 from quire.kvcore.spec import as_int
 
+from ..transfer.store import STORE_METHODS, Store
 from .scheduler import SchedulerPolicy
 
 MEMORY_SETTINGS = (
@@ -49,7 +50,8 @@ class EngineConfig:
             (`quire.models.engine.tiering`). None = none.
         disk_cache: a folder behind these, for one engine at a time, which outlives the process
             (`Engine.close` writes what is not there yet); None = none. It goes with one model: with
-            other weights or settings it is refused.
+            other weights or settings it is refused. Or a store (`quire.models.transfer.store`),
+            which has pages while the engine lives (`quire.models.transfer.tier`).
         disk_cache_gib: GiB that it may take.
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
@@ -94,7 +96,7 @@ class EngineConfig:
     hash_seed: bytes = b""
     replay: bool = False
     host_cache_gib: float | None = None
-    disk_cache: str | os.PathLike[str] | None = None
+    disk_cache: str | os.PathLike[str] | Store | None = None
     disk_cache_gib: float = 16.0
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
@@ -144,8 +146,10 @@ class EngineConfig:
         limit = self.rank_timeout
         if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 < limit < 2**31:
             raise ValueError(f"rank_timeout: expected a number of seconds > 0, got {limit!r}")
-        if self.disk_cache is not None and not isinstance(self.disk_cache, str | os.PathLike):
-            raise ValueError(f"disk_cache: expected a path or None, got {self.disk_cache!r}")
+        place = self.disk_cache
+        is_store = all(callable(getattr(place, name, None)) for name in STORE_METHODS)
+        if not (place is None or isinstance(place, str | os.PathLike) or is_store):
+            raise ValueError(f"disk_cache: expected a path, a store or None, got {place!r}")
         if self.has_tiers and not self.enable_caching:
             raise ValueError(
                 "enable_caching: expected True with host_cache_gib or disk_cache, got False"

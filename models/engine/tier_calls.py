@@ -46,6 +46,7 @@ class TierCalls:
         *,
         salt: bytes = b"",
         ttl: float | None = None,
+        priority: int = 0,
         max_bytes: int | None = None,
     ) -> Answer:
         """Says what the caller intends with a prefix. It waits for a step that runs; outputs never
@@ -57,7 +58,7 @@ class TierCalls:
                 begins: it leaves the pool first; "retain" = it is kept for ``ttl`` seconds;
                 "release" = none of that any more. See `quire.kvcore.tier.Tiers.hint`.
             salt: of its requests.
-            ttl: for "retain".
+            ttl, priority: for "retain"; what has a lower priority goes before it.
             max_bytes: for "prefetch".
 
         Raises:
@@ -68,8 +69,9 @@ class TierCalls:
             raise ValueError("hint: expected an engine with host_cache_gib or disk_cache")
         prompt = self.inputs.check(prompt_token_ids, SamplingParams())
         with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+            now = time.monotonic()
             return tiers.hint(
-                prompt, intent, salt=salt, now=time.monotonic(), ttl=ttl, max_bytes=max_bytes
+                prompt, intent, salt=salt, now=now, ttl=ttl, priority=priority, max_bytes=max_bytes
             )
 
     def _drop_step(self, step: ScheduledStep) -> StepReport:

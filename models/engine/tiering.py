@@ -24,6 +24,7 @@ these (`layout`).
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -43,6 +44,7 @@ from ..tiers.copier import FinishedJob, PageCopier
 from ..tiers.host_pages import HostPages, row_stride
 from ..tiers.parts import PageParts, page_parts
 from ..tiers.streams import CopyStreams
+from ..transfer.tier import StoredPages
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -83,7 +85,7 @@ class EngineTiers:
         copier: PageCopier,
         parts: PageParts,
         sizes: dict[str, int],
-        disk: DiskStore | None = None,
+        disk: DiskStore | StoredPages | None = None,
     ) -> None:
         self._kv, self.tiers, self.copier, self._disk = kv, tiers, copier, disk
         self._parts, self._sizes = parts, sizes
@@ -207,8 +209,10 @@ class EngineTiers:
     def close(self) -> None:
         """Waits for copies; has the disk hold what was cached, and closes it."""
         self._loading.clear()
-        if self._disk is not None:
+        self.settle()
+        if isinstance(self._disk, DiskStore):  # which outlives the process
             self.store_everything()
+        if self._disk is not None:
             self._disk.close()
         self.copier.close()
 
@@ -317,13 +321,14 @@ def make_tiers(
         host = HostPages(num_pages, pages.num_bytes, device)
         specs["host"] = TierSpec(num_pages, LINK[device.type])
     if memory.disk_bytes:
-        disk = DiskStore(
+        is_folder = isinstance(config.disk_cache, str | os.PathLike)
+        disk = (DiskStore if is_folder else StoredPages)(
             config.disk_cache,
             page_bytes=pages.num_bytes,
             capacity=memory.disk_bytes,
             layout=layout(model, memory, config) | {"parts": repr(parts.shape)},
         )
-        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk)
+        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk if is_folder else None)
         sizes["disk"] = disk.stride
     # What a step may take is to be had without a loss.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)

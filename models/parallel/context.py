@@ -81,7 +81,7 @@ class SplitContext:
         Returns:
             [num_tokens, size * num_heads, head_dim], those of rank 0 first.
         """
-        return self.group.gather(q.flatten(1)).unflatten(1, (-1, q.shape[2]))
+        return self.group.gather(q.flatten(1), "queries").unflatten(1, (-1, q.shape[2]))
 
     def merge(
         self, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor] | None,
@@ -123,8 +123,8 @@ class SplitContext:
         beyond = torch.iinfo(torch.int32).max
         found = torch.where(entries < 0, beyond, entries * self.size + self.rank)
         order = torch.where(entries < 0, -torch.inf, scores.nan_to_num(torch.inf, torch.inf))
-        found, by_id = self.group.gather(found).sort(1)
-        order = self.group.gather(order).gather(1, by_id)
+        found, by_id = self.group.gather(found, "topk").sort(1)
+        order = self.group.gather(order, "topk").gather(1, by_id)
         best = order.sort(dim=1, descending=True, stable=True).indices[:, :topk]
         best = found.gather(1, best)
         mine = (best < beyond) & (best % self.size == self.rank)

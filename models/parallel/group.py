@@ -5,12 +5,13 @@ every expert, the rows of the vocabulary. So there are five kinds of messages, o
 
     sum        a row-parallel product's parts, added up             two a layer
     gather     logits of the sampled rows, side by side             one a step
+               queries and best entries, of a context that is split one to three a layer
     exchange   parts of attention, of a context that is split       two a layer
     from_first sampled tokens and drafts of rank 0, on the device   one a step
-    say        what requests came and went, of rank 0, on the CPU   one a step
+    say        requests that came and went, plans, on the CPU       two a step
 
 All but the last are collectives of the device's group (NCCL on GPUs, where graphs capture them; gloo
-on CPUs), the last one and `agree` are of a group of CPUs, whose ranks may wait for work for days.
+on CPUs), the last one and `all_say` are of a group of CPUs, whose ranks may wait for work for days.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 FOREVER = datetime.timedelta(days=3650)
 # Of torch 2.13; before, it has another name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+KINDS = ("sum", "gather", "queries", "topk", "exchange", "from_first", "say", "all_say")
 HEADER = 4096  # bytes of a message that comes with its length, in one broadcast
 
 
@@ -43,7 +45,8 @@ class Group:
     Attributes:
         rank, size: this one, and how many there are.
         split_context: as given.
-        sent: bytes that this rank's messages hold, by method, since `Counter.clear`.
+        sent: bytes that this rank's messages hold, by method and by what `gather` is told, since
+            `Counter.clear`; without those of graphs that are replayed.
         calls: how often each method was called; what a stuck rank lacks.
     """
 
@@ -61,7 +64,7 @@ class Group:
         )
         self.sent: Counter[str] = Counter()
         # All keys from the start: another thread adds them up.
-        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "say", "all_say"), 0))
+        self.calls = Counter(dict.fromkeys(KINDS, 0))
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of what all ranks have, in place; the same bits on each of them.
@@ -74,16 +77,17 @@ class Group:
             dist.all_reduce(part, group=self._on_device)
         return part
 
-    def gather(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor, kind: str = "gather") -> Tensor:
         """The columns of all ranks side by side, those of rank 0 first.
 
         Args:
             part: [num_rows, n].
+            kind: what it is counted as; "gather" = logits.
 
         Returns:
             [num_rows, size * n].
         """
-        self._count("gather", part)
+        self._count(kind, part)
         out = part.new_empty(self.size, *part.shape)
         if part.numel():
             _gather(out.flatten(0, 1), part.contiguous(), group=self._on_device)

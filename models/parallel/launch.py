@@ -6,6 +6,7 @@ Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.wo
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import signal
 import subprocess
@@ -28,12 +29,26 @@ LOCAL = "127.0.0.1"
 ONE_MODEL = "quire/models"  # in the store: how many models the processes have run
 STARTED = "quire/started"
 SECONDS_TO_END = 5.0
+SECONDS_TO_SEE = 1.0  # until a process that was killed has ended
+MEETING = datetime.timedelta(seconds=300)  # of processes that torchrun has started
 
 
 def launched() -> tuple[int, int]:
-    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none."""
+    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none.
+
+    Raises:
+        RankError: ranks of ``torchrun`` that do not reach each other.
+    """
     if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo", timeout=MEETING)
+        except RuntimeError as error:
+            # Of Debian and Ubuntu machines the name is a loopback address, unless somebody changes it.
+            raise RankError(
+                "the ranks do not reach each other. Of several machines each announces the address "
+                "that its own name has, or that of the network interface in GLOO_SOCKET_IFNAME: "
+                f"{error}"
+            ) from error
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
@@ -78,7 +93,11 @@ class Ranks:
                 self._start(size, timeout, work)
             self._meet(size, device, timeout, split_context)
         except BaseException as error:
+            # gloo tells of a connection, before the end of a process can be seen.
+            broken = type(error) is RuntimeError and self._ended(SECONDS_TO_SEE)
             self.close(f"{type(error).__name__}: {error}")
+            if broken:
+                raise RankError(f"{broken}: {error}") from error
             raise
 
     def _meet(
@@ -129,6 +148,18 @@ class Ranks:
             with suppress(Exception):
                 dist.destroy_process_group()
 
+    def _ended(self, seconds: float) -> str:
+        """Which of the processes that were started has ended, waiting a while for one to; "" = none."""
+        until = time.monotonic() + seconds
+        while self.processes:
+            for rank, process in enumerate(self.processes, start=1):
+                if process.poll() is not None:
+                    return f"rank {rank} ended at its start, with exit status {process.returncode}"
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
+        return ""
+
     def _give_up(self) -> None:
         for process in self.processes:  # one that is stopped would end nothing itself
             process.kill()
@@ -157,12 +188,11 @@ class Ranks:
             with suppress(BrokenPipeError):
                 process.stdin.write(spec)
                 process.stdin.close()
-        for rank, process in enumerate(self.processes, start=1):
+        for rank in range(1, size):
             while not store.check([f"{STARTED}/{rank}"]):
-                if process.poll() is not None:
-                    status = process.returncode
+                if ended := self._ended(0.0):
                     self.close("another rank ended")
-                    raise RankError(f"rank {rank} ended at its start, with exit status {status}")
+                    raise RankError(ended)
                 time.sleep(0.01)
         # However this process ends, the others do not stay: their connections break.
         weakref.finalize(self, _kill, self.processes)

@@ -3,8 +3,9 @@
 Rank 0 has the requests. Before each step it says which of them came and went since the last one,
 in the order in which it took them itself; then all ranks run the same scheduler over the same
 allocator, and so plan the same pages. What is sampled, rank 0 says (`quire.models.engine.sampler`).
-A digest of all plans so far, and of the tables that a step reads, is compared every few
-steps, before the model runs.
+With each plan rank 0 says a digest of all plans so far, every few steps also of the tables that the
+step reads. A rank that has another one stops before it runs the model: it would send tensors of
+other sizes, for which gloo ends a process and NCCL waits.
 
 What comes while a step runs waits for its end. So all ranks change their requests between the same
 two steps.
@@ -41,7 +42,7 @@ from .launch import Ranks
 from .watch import FAILED, RankError
 
 SECONDS_TO_KNOW = 3.0  # until it is known why a call failed
-STEP, CALL, CLOSE = "step", "call", "close"
+STEP, PLAN, CALL, CLOSE = "step", "plan", "call", "close"
 
 
 class LockstepEngine(Engine):
@@ -55,7 +56,7 @@ class LockstepEngine(Engine):
         ranks: of the model.
 
     Attributes:
-        check_steps: steps from one comparison of digests to the next.
+        check_steps: steps from one comparison of tables to the next.
 
     Raises:
         ValueError: settings that make ranks differ, and as `Engine`.
@@ -125,12 +126,18 @@ class LockstepEngine(Engine):
             self.group.say((CALL, function, arguments))
             return function(self, *arguments)
 
+    def forget_graphs(self) -> None:
+        """No step of this rank is replayed any more: what is sent is then counted. For `everywhere`."""
+        self._graphs = None
+
     def follow(self) -> None:
         """Does what rank 0 says, until it is done."""
         while (said := self.group.say())[0] != CLOSE:
             if said[0] == CALL:
                 said[1](self, *said[2])
                 continue
+            if said[0] == PLAN:
+                raise RankError(self._drift(said[1]))
             for name, *arguments in said[1]:
                 self._take(name, arguments)
             self.step()
@@ -192,11 +199,12 @@ class LockstepEngine(Engine):
                 self.group.say((STEP, calls))
             report = super()._step()
         except BaseException as error:
-            self._failed = watch.verdict(SECONDS_TO_KNOW if isinstance(error, Exception) else 0.0)
+            waits = isinstance(error, Exception) and not isinstance(error, RankError)
+            self._failed = watch.verdict(SECONDS_TO_KNOW if waits else 0.0)
             if self._failed:
                 raise RankError(self._failed) from error
-            self._failed = f"rank {self.group.rank}: {type(error).__name__}: {error}"
-            watch.fail(f"{type(error).__name__}: {error}")
+            self._failed = f"rank {self.group.rank}: {_described(error)}"
+            watch.fail(_described(error))
             raise
         finally:
             watch.is_busy = False
@@ -206,26 +214,23 @@ class LockstepEngine(Engine):
         return report
 
     def _forward(self, step: ScheduledStep) -> LaunchedStep:
-        self._note(step.plan)
-        if self._num_steps % self.check_steps == 0:
-            self._compare(step.plan)
+        self._agree(step.plan)
         return super()._forward(step)
 
-    def _note(self, plan: StepPlan) -> None:
+    def _agree(self, plan: StepPlan) -> None:
+        """Raises `RankError` on a rank that has planned another step than rank 0, which does not wait."""
         self._num_steps += 1
         for part in (plan.slots, plan.seq_lens, plan.num_new_tokens, plan.slot_mapping):
             self._digest = zlib.crc32(np.ascontiguousarray(part), self._digest)
+        tables = 0
+        if self._num_steps % self.check_steps == 0:
+            tables = zlib.crc32(self.kv.tables[plan.slots])
+        mine = PLAN, self._num_steps, self._digest, tables
+        if self.group.say(mine) != mine:
+            raise RankError(self._drift(self._num_steps))
 
-    def _compare(self, plan: StepPlan) -> None:
-        """Raises `RankError` on all ranks where one has planned another step than rank 0."""
-        tables = self.kv.tables[plan.slots]
-        digests = self.group.all_say((self._num_steps, self._digest, zlib.crc32(tables)))
-        others = [str(rank) for rank, one in enumerate(digests) if one != digests[0]]
-        if others:
-            raise RankError(
-                f"step {self._num_steps}: rank {', '.join(others)} planned other steps or pages "
-                f"than rank 0 in the last {self.check_steps} steps"
-            )
+    def _drift(self, step: int) -> str:
+        return f"step {step}: rank {self.group.rank} planned other steps or pages than rank 0"
 
 
 def expect_lockstep(config: EngineConfig) -> None:
@@ -241,6 +246,7 @@ def engine_of_ranks(
     build: Callable[[Group], nn.Module],
     config: EngineConfig,
     *,
+    model: Any,
     tokenizer: Tokenizer | None,
     drafter: Drafter | Callable[[Any], Drafter] | None,
     device: torch.device | str | None,
@@ -251,10 +257,12 @@ def engine_of_ranks(
     Args:
         build: makes the model of this rank.
         config, tokenizer: as of `Engine`.
+        model: configuration of the whole model.
         drafter: as of `quire.models.llm.LLM`.
         device, work: as of `Ranks`.
 
     Raises:
+        ValueError: settings that are others on some ranks.
         ValueError, RankError: as `Ranks` and `Engine`.
         SystemExit: on other ranks.
     """
@@ -267,9 +275,20 @@ def engine_of_ranks(
     )
     first = ranks.group.rank == 0
     try:
-        model = build(ranks.group)
-        made = drafter(model) if callable(drafter) else drafter
-        engine = LockstepEngine(model, config, ranks=ranks, tokenizer=tokenizer, drafter=made)
+        expect_same(
+            ranks.group,
+            {
+                **{f"model.{name}": value for name, value in vars(model).items()},
+                "device": ranks.group.device.type,
+                "dtype": work["dtype"],
+                "seed": work["seed"],
+                "drafter": getattr(drafter, "__qualname__", type(drafter).__qualname__),
+                **vars(config),
+            },
+        )
+        part = build(ranks.group)
+        made = drafter(part) if callable(drafter) else drafter
+        engine = LockstepEngine(part, config, ranks=ranks, tokenizer=tokenizer, drafter=made)
         if not first:
             engine.follow()
     except BaseException as error:
@@ -285,6 +304,22 @@ def engine_of_ranks(
         ranks.close()
         raise SystemExit(0)
     return engine
+
+
+def expect_same(group: Group, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError, on all ranks, for a setting that is another one on some of them."""
+    told = group.all_say({name: str(value) for name, value in settings.items()})
+    for name, first in told[0].items():
+        for rank, theirs in enumerate(told):
+            if theirs.get(name) != first:
+                raise ValueError(
+                    f"{name}: expected the same on all ranks, got {first} on rank 0 and "
+                    f"{theirs.get(name)} on rank {rank}"
+                )
+
+
+def _described(error: BaseException) -> str:
+    return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
 
 
 def is_broken(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 TIMEOUT = 30.0  # seconds
+STORE_METHODS = ("exists", "put", "get", "poll", "remove")
 Buffers = Sequence[np.ndarray]
 
 
@@ -27,8 +28,10 @@ class StoreKey(NamedTuple):
 
     Attributes:
         segment: 32 bytes, the key of a segment (`quire.kvcore.prefix.keys`): of it, or of the
-            prefix that ends with it; of ``"layout"`` a digest of a whole prompt.
-        kind: ``"segment"``, ``"point"`` (a resume point), ``"manifest"`` or ``"layout"``.
+            prefix that ends with it; of ``"layout"`` a digest of a whole prompt; of ``"page"``
+            of a number and of who put it.
+        kind: ``"segment"``, ``"point"`` (a resume point), ``"manifest"``, ``"layout"`` or
+            ``"page"`` (of a tier, `tier`).
         layout: digest of the layout (`quire.kvcore.page_layout`); empty for ``"layout"``, which
             tells of one.
         rank: of the engine's process whose pages these are; 0 where there is one.

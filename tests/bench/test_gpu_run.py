@@ -118,9 +118,12 @@ def test_the_limits_add_up_to_less_than_nine_minutes():
 
 def test_several_gpus_run_one_model():
     for count, size in ((2, "2"), (3, "2"), (4, "4"), (8, "8"), (16, "8")):
-        assert [p.name for p in plan(False, count)[:-1]] == [p.name for p in plan(False)]
-        arguments = plan(False, count)[-1].arguments
-        assert arguments[arguments.index("--tensor-parallel-size") + 1] == size
+        *parts, alone, shared = plan(False, count)
+        assert [p.name for p in parts] == [p.name for p in plan(False)]
+        for part, options in ((alone, ["tensor"]), (shared, ["tensor", "context"])):
+            given = [a for a in part.arguments if a.endswith("-parallel-size")]
+            assert given == [f"--{name}-parallel-size" for name in options]
+            assert all(part.arguments[part.arguments.index(a) + 1] == size for a in given)
 
 
 def test_the_tests_of_every_part_are_there():

@@ -26,6 +26,8 @@ ARCHS = tuple(NUM_SMS)
 DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100")
 # Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
 ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+# Kernels that walk tiles of keys, by how their names end.
+PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,16 @@ def all_cases() -> dict[str, StaticCase]:
                 raise ValueError(f"name: expected one case of each name, got two of {case.name!r}")
             found[case.name] = case
     return found
+
+
+def launches_of(case: StaticCase, arch: Arch) -> list[Any]:
+    """The launches of a case; none on an architecture for which a tile table refuses its shape."""
+    from quire.kernels.common.tile_tables import RefusedShape
+
+    try:
+        return case.launches(arch)
+    except RefusedShape:
+        return []
 
 
 def meta(*shape: int, dtype: str = "bfloat16") -> Any:

@@ -23,6 +23,8 @@ from quire.bench.kernels import __main__ as kernels
 from quire.bench.kernels import prediction, prediction_latent
 from quire.bench.kernels.families import family_of
 from quire.bench.peers import flashmla
+from quire.bench.peers.attention import find_peers
+from quire.bench.peers.folder import why_no_flashinfer
 from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels import flash_mla_with_kvcache, mla_attention
@@ -281,6 +283,20 @@ def test_missing_peers_are_listed():
     found, missing = find_latent_peers(None)
     assert [peer.name for peer in found if peer.ours] == ["quire", "quire-in-step"]
     assert {"flashmla", "flashinfer-mla"} == set(missing) | {p.name for p in found if not p.ours}
+
+
+def test_peers_for_nvidia_say_so_under_rocm(tmp_path, monkeypatch):
+    """Whatever is in the folder: nothing of it is loaded."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name in ("_flashmla_C.abi3.so", "_vllm_fa3_C.abi3.so", "flashinfer/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    missing = find_latent_peers(tmp_path)[1] | find_peers(tmp_path)[1]
+    reason = "NotImplementedError: {}: expected NVIDIA GPUs, got a torch for ROCm 7.0"
+    assert missing["flashmla"] == reason.format("FlashMLA")
+    assert missing["fa3"] == reason.format("FlashAttention-3")
+    assert missing["flashinfer"] == missing["flashinfer-mla"] == reason.format("FlashInfer")
+    assert why_no_flashinfer(tmp_path) == reason.format("FlashInfer").split(": ", 1)[1]
 
 
 def test_the_command_runs_every_tiny_case_and_writes_json(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.bench.static import amdgcn, rules
+from quire.bench.static import amdgcn, limits, rules
 
 TEXT = """
 	.text
@@ -36,6 +36,22 @@ amdhsa.kernels:
     .vgpr_count:     272
     .vgpr_spill_count: 3
 """
+# As RDNA names its instructions; behind the loop is a block that nothing jumps to.
+RDNA_TEXT = """
+.LBB0_1:                                ; =>This Inner Loop Header: Depth=1
+	global_load_b128 v[4:7], v[2:3], off
+	global_load_u16 v8, v[2:3], off
+	global_load_u16 v9, v[2:3], off
+	global_load_u16 v10, v[2:3], off
+	global_load_u16 v11, v[2:3], off
+	v_wmma_f32_16x16x16_bf16 v[0:7], v[8:15], v[16:23], v[0:7]
+	v_wmma_f32_16x16x16_bf16 v[0:7], v[8:15], v[16:23], v[0:7]
+	v_wmma_f32_16x16x32_fp8 v[0:7], v[8:15], v[16:23], v[0:7]
+	s_cbranch_scc1 .LBB0_1
+; %bb.2:
+	global_load_b128 v[4:7], v[2:3], off
+	s_endpgm
+"""
 
 
 def test_a_kernel_is_read():
@@ -57,11 +73,30 @@ def test_loads_of_page_ids_are_no_copies_of_keys():
     assert narrow.load_bytes() == 2
 
 
+def test_a_kernel_of_rdna_is_read():
+    code = amdgcn.read(RDNA_TEXT)
+    assert code.mma == "wmma 16x16x16"  # the one used most
+    assert [len(loop) for loop in code.loops] == [9]
+    # 8 bytes of 24 in fours of two.
+    assert code.loads() == "global 2, global 16" and code.load_bytes() == 2
+    assert code.tile_instructions(24 * 32, 32) == 9
+    assert code.tile_instructions(48 * 32, 32) is None  # half a tile
+    without = amdgcn.read(RDNA_TEXT.replace("global_load", "v_load"))
+    assert without.mma == code.mma and without.tile_instructions(2048, 32) is None
+
+
+def test_without_matrix_instructions():
+    fma = "\n\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[0:1]\n"
+    assert amdgcn.read(fma).mma == "fma" and amdgcn.read("\n\ts_endpgm\n").mma == "-"
+
+
 @pytest.mark.parametrize(
     ("arguments", "programs"),
     [
         (("gfx942", 128, 16384, 4), 4),  # 4 waves a SIMD, and 64 KiB of LDS hold 4
         (("gfx942", 129, 0, 4), 3),
+        (("gfx942", 72, 0, 4), 7),  # registers come by 8
+        (("gfx942", 64, 32768, 4), 2),
         (("gfx942", 512, 65536, 4), 1),
         (("gfx942", 300, 0, 8), 0),  # two waves a SIMD would need 600
         (("gfx950", 64, 65536, 4), 2),
@@ -71,7 +106,7 @@ def test_loads_of_page_ids_are_no_copies_of_keys():
     ],
 )
 def test_resident_workgroups(arguments, programs):
-    assert rules.resident_workgroups(*arguments) == programs
+    assert limits.resident_workgroups(*arguments) == programs
 
 
 def test_rules_on_amd():

@@ -12,7 +12,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
-from quire.bench.static import compiling, report, rules, sass
+from quire.bench.static import cases as static_cases
+from quire.bench.static import compiling, limits, report, rules, sass
 from tests.support.forked import printed
 from tests.support.shared import once_a_run
 
@@ -38,7 +39,7 @@ def check_rows(rows, head_dim):
     for row in rows:
         assert row.keys() >= REQUIRED
         assert row["spill_bytes"] == row["stack_bytes"] == 0
-        if not row["kernel"].endswith(rules.PIPELINED):
+        if not row["kernel"].endswith(static_cases.PIPELINED):
             continue
         assert row["kv_copy_bytes"] == 16
         tile, _, stages, *parts = row["config"].split()
@@ -355,7 +356,7 @@ def test_no_descriptor_is_launched_within_a_tuple():
     ],
 )
 def test_resident_programs(arguments, programs):
-    assert rules.resident_programs(*arguments) == programs
+    assert limits.resident_programs(*arguments) == programs
 
 
 # Run one after another by one process, as each needs the cases built without the interpreter.
@@ -378,8 +379,8 @@ assert len(shapes) == len(set(shapes)) < 180
 every, sample = set(), set()
 for name, case in cases.items():
     for arch in static_cases.ARCHS:
-        kernels = {(launch.kernel.__name__, arch) for launch in case.launches(arch_of(arch))}
-        assert kernels, (name, arch)
+        kernels = {(launch.kernel.__name__, arch) for launch in static_cases.launches_of(case, arch_of(arch))}
+        assert kernels or arch.startswith('gfx1'), (name, arch)  # RDNA's tables refuse some
         every |= kernels
         sample |= kernels if case.sample else set()
 missing = [k for k in every - sample if k[1] in static_cases.SAMPLE_ARCHS]

@@ -73,6 +73,23 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     assert taken[-1].split()[6:8] == ["1", "2"]
 
 
+@pytest.mark.parametrize("name", ["gfx942", "gfx1201"])
+def test_a_dry_run_for_another_architecture(name, monkeypatch):
+    """Its entries' own shapes are compiled for it, and run in the interpreter."""
+    asked = []
+
+    def compile_all(entry, candidates, arch, pool, deadline):
+        assert candidates[0] == entry.current(named(name))
+        asked.append((entry.name, arch))
+        return [None] * len(candidates)
+
+    monkeypatch.setattr(tune, "compile_all", compile_all)
+    monkeypatch.setattr(tune, "time_calls", lambda *a, **k: Timing(1.0, 1.0, 1.0, 1, 1))
+    monkeypatch.setattr(tune, "tiny_cases", lambda: [case_of("decode")])
+    assert tune.main(["--dry-run", "--arch", name, "--jobs", "1"]) == 0
+    assert ("decode 32 x16", named(name)) in asked and {arch for _, arch in asked} == {named(name)}
+
+
 @ordinary()
 @pytest.mark.slow
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
@@ -313,6 +330,8 @@ def test_no_entry_is_begun_after_its_time(capsys, monkeypatch):
 def test_bad_arguments_are_named(capsys):
     assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
     assert "only: expected part of an entry's name, got 'decode 7'" in capsys.readouterr().err
+    assert tune.main(["--arch", "gfx942"]) == 2
+    assert "arch: expected --dry-run with it" in capsys.readouterr().err
     assert tune.main(["--dry-run", "--write"]) == 2
     if not torch.cuda.is_available():
         assert tune.main([]) == 2

@@ -12,6 +12,7 @@ from quire.bench.common.bounds import bounding
 from quire.kernels import gated_product, residual_norm
 from quire.kernels.gating import reference as gating
 from quire.kernels.norms import reference as norms
+from quire.models.flashinfer import planner
 from tests.support import flashinfer_stand_in
 from tests.support.helpers import assert_within_budget
 
@@ -172,3 +173,17 @@ def test_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr("quire.kernels.common.flashinfer.DEVICES", ("cuda",))
     with pytest.raises(NotImplementedError, match=r"x on \['cuda'\], got a tensor on 'cpu'"):
         residual_norm(**arguments(), impl="flashinfer")
+
+
+def test_under_rocm_it_says_so(package, monkeypatch):
+    """Even where a package of that name is there."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    message = r"^impl: 'flashinfer' is supported with NVIDIA GPUs, got a torch for ROCm 7.0$"
+    with pytest.raises(NotImplementedError, match=message):
+        residual_norm(**arguments(), impl="flashinfer")
+    gate, up = rows(5, 48, BF16).chunk(2, dim=1)
+    with pytest.raises(NotImplementedError, match=message):
+        gated_product(gate, up, activation="silu", impl="flashinfer")
+    monkeypatch.setattr(planner, "expect_supported", lambda model, config: None)
+    with pytest.raises(NotImplementedError, match=message):
+        planner.FlashInfer(None, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,23 +11,10 @@ from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
 from quire.kvcore.policies.returns import hazard
 from tests.support.budgets import ordinary
 from tests.support.kvcore.engine import Engine, groups
+from tests.support.kvcore.entries import Fake, key
 
 GEMMA = ((32, None), (16, 64), (16, 64))
 POLICIES = [LRU, CostAware, S3FIFO, Adaptive]
-
-
-@dataclass(eq=False)
-class Fake:
-    """An entry as a policy sees it."""
-
-    key: bytes
-    last_used: int = 0
-    num_uses: int = 0
-    depth: int = 1
-    gain: int = 1
-    num_pages: int = 1
-    freed: int = 1
-    shorter: Fake | None = None
 
 
 def popped(policy) -> list[bytes]:
@@ -55,8 +41,8 @@ def test_a_policy_gives_back_each_entry_once(make):
 
 def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
     policy = LRU()
-    for key, tick, depth in ((b"a", 1, 1), (b"b", 1, 5), (b"c", 0, 1), (b"d", 2, 1)):
-        policy.add(Fake(key, last_used=tick, depth=depth))
+    for name, tick, depth in ((b"a", 1, 1), (b"b", 1, 5), (b"c", 0, 1), (b"d", 2, 1)):
+        policy.add(Fake(name, last_used=tick, depth=depth))
     assert popped(policy) == [b"c", b"b", b"a", b"d"]
 
 
@@ -116,11 +102,6 @@ def test_s3fifo_lets_a_ghost_into_the_main_queue():
         policy.add(Fake(b"%d" % i))
     order = popped(policy)
     assert order.index(b"0") > order.index(b"9")
-
-
-def key(*names: object) -> bytes:
-    """Segment keys, 32 bytes each."""
-    return b"".join(str(name).encode().rjust(32) for name in names)
 
 
 def edited_chats(policy, turns, first=0):

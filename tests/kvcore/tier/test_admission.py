@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from quire.kvcore import LRU, Adaptive
 from quire.kvcore.prefix.tree import ResumePoint
 from quire.kvcore.tier.watched import Watched, coming
 from tests.kvcore.tier.test_tiers import Setup
-
-
-@dataclass(eq=False)
-class Fake:
-    """An entry as a policy sees it."""
-
-    key: bytes
-    last_used: int = 0
-    num_uses: int = 0
-    depth: int = 1
-    gain: int = 1
-    num_pages: int = 1
-    freed: int = 1
-    shorter: Fake | None = None
-
-
-def key(*names) -> bytes:
-    return b"".join(str(name).encode().ljust(32, b".") for name in names)
+from tests.support.kvcore.entries import Fake, key
 
 
 class Told(LRU):

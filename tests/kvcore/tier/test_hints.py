@@ -153,6 +153,41 @@ def test_a_tenant_keeps_to_its_budget():
     s.check()
 
 
+def test_a_lower_priority_goes_first(stored):
+    """Though it was retained later; among equals the oldest."""
+    s, host = stored, stored.tiers.tiers[0].index
+    for i, priority in ((1, 1), (2, 0)):
+        s.tiers.hint(match_of(s, i), "retain", now=0.0, ttl=10.0, priority=priority)
+    while match_of(s, 1).num_tokens == match_of(s, 2).num_tokens == 96:
+        host.evict(1)
+    assert match_of(s, 1).num_tokens == 96
+    s.tiers.hint(match_of(s, 1), "release")
+    assert not host._priorities
+    s.check()
+
+
+def test_a_tenant_gives_up_a_lower_priority_for_a_higher_one():
+    size = (13 + 3) * 4096
+    s = Setup(pages=300, retention=32, max_hint_bytes=2 * size)
+    for salt in (b"one", b"two"):
+        for i in range(4):
+            s.serve([i, *PROMPT], salt=salt)
+
+    def retain(i, priority, salt=b"one"):
+        match = s.tiers.match([i, *PROMPT, 1], salt=salt)
+        return s.tiers.hint(match, "retain", now=0.0, ttl=5.0, priority=priority).outcome
+
+    assert [retain(0, 1), retain(1, 0), retain(0, -1, b"two")] == ["accepted"] * 3
+    assert retain(2, 0) in ("clipped", "refused")
+    s.e.kv.expire_pins(6.0)
+    assert [retain(0, 1), retain(1, 0), retain(0, -1, b"two")] == ["accepted"] * 3
+    assert retain(2, 2) == "accepted"  # in the place of 1
+    assert sorted(s.e.kv.index._priorities.get(e, 0) for e in s.e.kv.index.pins) == [-1, 1, 2]
+    assert retain(3, 0) in ("clipped", "refused")
+    assert len(s.e.kv.index.pins) == 3
+    s.check()
+
+
 def test_what_hints_refuse(stored):
     s = stored
     match = match_of(s, 1)
@@ -162,6 +197,8 @@ def test_what_hints_refuse(stored):
         s.tiers.hint(match, "retain")
     with pytest.raises(ValueError, match="ttl: expected seconds > 0"):
         s.tiers.hint(match, "retain", now=0.0, ttl=0)
+    with pytest.raises(ValueError, match="priority: expected"):
+        s.tiers.hint(match, "retain", now=0.0, ttl=1.0, priority=0.5)
     with pytest.raises(ValueError, match="match: expected what"):
         s.tiers.hint(3, "prefetch")
     with pytest.raises(ValueError, match="max_bytes: expected an int >= 0"):

@@ -145,13 +145,14 @@ def test_one_part_of_a_store_that_fails_takes_its_point_alone():
     (job, *others) = s.tiers.stores(1 << 30)
     for other in others:
         s.tiers.cancel(other)
-    assert job.parts.point is not None
+    assert job.parts.depths == [4, 8, 12]
     states = next(c for c in job.copies if c.group == 2)
     s.memory.copy(job)
     s.tiers.done(job, states.targets[-1:])
     host = s.tiers.tiers[0]
-    assert host.index.num_points == 0 and host.index.num_segments == len(job.parts.segments)
-    assert taken(host) == SEGMENT * host.index.num_segments
+    assert {d for r in host.index.runs() for d in r.points} == {4, 8}
+    assert host.index.num_segments == len(job.parts.segments) == 12
+    assert taken(host) == SEGMENT * 12 + 2 * POINT
     s.check()
 
 

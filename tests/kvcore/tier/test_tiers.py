@@ -135,6 +135,27 @@ def test_nothing_is_stored_while_there_is_room():
     assert s.tiers.stores(1 << 30) == []
 
 
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_stores_under_way_count(specs):
+    """What will be had without a loss once they are done needs no other store meanwhile."""
+    s = Setup(specs, pages=200, watermark=5)
+    for i in range(4):
+        s.serve([i, *PROMPT])
+    left = s.e.kv.num_free_pages
+    s.tiers._stores._watermark = left + 5  # the first chain is enough for that
+    (job,) = s.tiers.stores(1 << 30)
+    for _ in range(3):
+        assert s.tiers.stores(1 << 30) == []
+    s.tiers.cancel(job)
+    (job,) = s.tiers.stores(1 << 30)
+    s.memory.copy(job)
+    s.tiers.done(job)
+    assert s.tiers.stores(1 << 30) == []
+    s.tiers._stores._watermark = left + 30
+    assert s.tiers.stores(1 << 30)
+    s.check()
+
+
 def test_what_is_evicted_before_it_is_stored_is_lost_and_counted():
     s = Setup()
     s.serve(PROMPT)
@@ -429,6 +450,75 @@ def test_a_store_that_fails_is_tried_again_but_not_at_once():
     s.forget()
     s.load([*PROMPT, 1])
     assert s.serve([*PROMPT, 1]).num_tokens == 96
+
+
+def several_points(**options) -> tuple[Setup, Job]:
+    """A store of one chain with the resume points at 4, 8 and 12 segments."""
+    s = Setup(pages=200, retention=32, **options)
+    s.serve(PROMPT)
+    (job,) = s.tiers.stores(1 << 30)
+    assert job.parts.depths == [4, 8, 12] and len(job.parts.segments) == 12
+    return s, job
+
+
+@pytest.mark.parametrize(
+    ("segment", "point", "segments", "points"),
+    [(8, None, 8, {4, 8}), (3, None, 3, set()), (None, 1, 12, {4, 12}), (9, 0, 9, {8})],
+)
+def test_a_store_of_several_points_fails_in_part(segment, point, segments, points):
+    """A segment takes all that comes after it; a window page takes the points that hold it."""
+    s, job = several_points()
+    parts = job.parts
+    failed = [] if segment is None else [parts.segments[segment, 0]]
+    if point is not None:
+        pages = parts.points[point][parts.points[point] != 0]
+        others = np.delete(parts.points, point, axis=0)
+        assert not np.isin(pages, others).any()  # 32 tokens are farther than windows reach
+        failed.append(pages[0])
+    s.memory.copy(job)
+    s.tiers.done(job, failed)
+    s.check()
+    host, stats = s.tiers.tiers[0], s.tiers.stats()
+    assert host.index.num_segments == segments == stats["tier_stored_segments/host"]
+    assert {d for r in host.index.runs() for d in r.points} == points
+    assert stats["tier_stored_points/host"] == len(points)
+    for _ in range(4):
+        s.store()  # what failed is tried again, though not at once
+    assert {d for r in host.index.runs() for d in r.points} == {4, 8, 12}
+
+
+def test_a_budget_ends_within_a_chain():
+    """As many entries as it allows go, parents first; the rest goes another time."""
+    s, job = several_points()
+    total = job.num_pages
+    s.tiers.cancel(job)
+    seen = set()
+    for pages in range(1, total + 1):
+        (job, *_) = s.tiers.stores(pages * PAGE)
+        parts = job.parts
+        assert job.num_pages <= max(pages, s.tiers._transfers.least_pages)
+        depths = [d for d in parts.depths if d <= len(parts.segments)]
+        assert depths == parts.depths == [4, 8, 12][: len(depths)]
+        seen.add((len(parts.segments), len(depths)))
+        s.tiers.cancel(job)
+    assert {(12, 3), (4, 1)} <= seen and len(seen) > 8
+    s.check()
+
+
+def test_windows_that_points_share_are_copied_once():
+    """Several points of one job hold the same window pages."""
+    s = Setup(specs=[HYBRID[0], GroupSpec("local", "window", 4, PAGE, 36)], pages=200, retention=32)
+    s.serve(PROMPT)
+    (job,) = s.tiers.stores(1 << 30)
+    points = job.parts.points
+    assert len(points) == 3 and set(points[0]) & set(points[1]) - {0}
+    assert job.num_pages == 12 + len(set(points.ravel().tolist()) - {0})
+    shared = sorted(set(points[0].tolist()) & set(points[1].tolist()) - {0})[0]
+    s.memory.copy(job)
+    s.tiers.done(job, [shared])  # takes both
+    s.check()
+    host = s.tiers.tiers[0]
+    assert {d for r in host.index.runs() for d in r.points} == {12}
 
 
 def test_a_job_ends_once_and_with_pages_of_its_own():

@@ -19,6 +19,7 @@ def test_lives():
         "failed",
         "kept promises",
         "stored points",
+        "jobs of several points",
         "used",
         "held",
         "prefetch accepted",

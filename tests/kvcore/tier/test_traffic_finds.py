@@ -59,8 +59,8 @@ def no_use(original):
 def other_order(original):
     """Sources do not go with their targets."""
 
-    def copies_of(groups, parts, made):
-        return original(groups, parts, replace(made, sources=made.sources[::-1]))
+    def copies_of(columns, source, target, sources, *others):
+        return original(columns, source, target, sources[::-1, ::-1], *others)
 
     return copies_of
 
@@ -68,8 +68,9 @@ def other_order(original):
 def other_parts(original):
     """Parts of pages are taken for each other."""
 
-    def copies_of(groups, parts, made):
-        return original(groups, parts[::-1], made)
+    def copies_of(*args):
+        made = original(*args)
+        return [replace(c, parts=c.parts[::-1]) for c in made]
 
     return copies_of
 
@@ -118,8 +119,8 @@ def only_the_device(original):
 def no_pin(original):
     """What is pinned may be evicted."""
 
-    def pin(self, run, depth, expiry):
-        kept = original(self, run, depth, expiry)
+    def pin(self, run, depth, expiry, priority=0):
+        kept = original(self, run, depth, expiry, priority)
         for entry in list(self._index.pins):
             self._index.unpin(entry)
         return kept

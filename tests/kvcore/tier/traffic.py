@@ -140,7 +140,9 @@ class TieredTraffic(Traffic):
         draw, intent = self.draw, self.draw.one(["retain", "prefetch", "demote", "release"])
         before, jobs = self._contents(), set(self.tiers.jobs)
         ttl, max_bytes = draw.one([1.0, 100.0]), draw.one([None, 3 * 4096])
-        answer = self.tiers.hint(match, intent, now=self.next_id, ttl=ttl, max_bytes=max_bytes)
+        answer = self.tiers.hint(
+            match, intent, now=self.next_id, ttl=ttl, priority=draw.one([0, 1]), max_bytes=max_bytes
+        )
         assert answer.reason and (
             answer.outcome in ("accepted", "clipped") or not answer.num_tokens
         )
@@ -278,9 +280,10 @@ class TieredTraffic(Traffic):
             self._use(prompt, salt, match.device.max_tokens)
         if job.kind == "store" and not failed and not parts.is_void:
             assert keys <= now[target].segments
-            if parts.point is not None:
-                assert parts.keys[-32:] in now[target].points
+            for depth in parts.depths:
+                assert parts.keys[32 * (depth - 1) : 32 * depth] in now[target].points
                 self.checked["stored points"] += 1
+            self.checked["jobs of several points"] += len(parts.depths) > 1
 
     def _use(self, prompt, salt, max_tokens):
         """A request starts with what came, and every row that it sees is checked."""

@@ -1,14 +1,18 @@
 """A context that ranks share, beside a run of the whole model without a cache. The ranks are threads here: pages that nobody owns are NaN on each of them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
+from quire.models.engine.memory import model_cache
+from quire.models.engine.room import longest_request, pages_of_request
 from quire.models.layers.kv_cache import cache_groups
 from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import build_model
 from quire.models.parallel.context import SplitContext
 from quire.models.parallel.shard import shard_config
 from tests.models.deepseek_v4.test_engine import Knowing, V4Recorder
@@ -138,16 +142,26 @@ def test_more_ranks_than_kv_heads():
     run_split(4, get_config("gemma4-tiny"), requests)
 
 
-def test_preemption():
-    """Of several long requests in a pool for two, some start over from what is cached."""
+@ordinary("gemma3-tiny")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preemption(name):
+    """Of several long requests in a pool that is too small, some start over from what is cached."""
+    config, size = few(name), 2
+    group = SimpleNamespace(rank=0, size=size, split_context=True)
+    part = build_model(config, device="meta", dtype=torch.float32, group=group)
+    groups = model_cache(part, max_requests=4).groups
+    # All prompts have room, what is generated has not.
+    prompts, longest = [20, 21, 22], 40
+    num_pages = 1 + sum(pages_of_request(groups, n) for n in prompts)
+    assert num_pages <= 3 * pages_of_request(groups, longest)
 
     def work(model):
-        run = recorder(model, num_pages=12)
-        ids = [run.add(prompt(20 + n, n), max_tokens=30) for n in range(3)]
+        run = recorder(model, num_pages=num_pages)
+        ids = [run.add(prompt(n, n), max_tokens=longest - n) for n in prompts]
         run.run()
         return run, ids
 
-    run, _ = run_split(2, few("gemma3-tiny"), work)
+    run, _ = run_split(size, config, work)
     assert run.engine.totals.num_preempted > 0
 
 
@@ -220,3 +234,23 @@ def test_a_context_takes_its_share_of_the_dense_bytes(name, size):
 
     sharded = shard_config(config, size, split_context=True)
     assert token_bytes(sharded, size) * size <= token_bytes(config, 1) / 0.9
+
+
+POOL_BYTES = 8 * 2**30
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "gemma-3-27b", "gemma-4-31b", "gpt-oss-120b", "deepseek-v4-flash"]
+)
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_pool_holds_so_many_times_the_context(name, size):
+    """The longest request for which the allocator has pages, windows and all, in pools of the same bytes."""
+    config = get_config(name)
+
+    def longest(group):
+        model = build_model(config, device="meta", dtype=torch.bfloat16, group=group)
+        cache = model_cache(model, max_requests=1)
+        return longest_request(cache.groups, POOL_BYTES // cache.page_bytes, 2**40, 0)
+
+    group = SimpleNamespace(rank=0, size=size, split_context=True)
+    assert longest(group) >= 0.9 * size * longest(None)

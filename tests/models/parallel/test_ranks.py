@@ -1,20 +1,20 @@
 """Processes on gloo that run one model: logits, tokens and pages are those of one rank; a rank that dies or drifts ends all."""
 
 import os
-import random
-import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from quire.bench.prefill_decode.ranks import bytes_sent
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
@@ -27,18 +27,28 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model
-from quire.models.parallel.lockstep import CLOSE, LockstepEngine
+from quire.models.parallel import launch
+from quire.models.parallel.launch import Ranks, launched
+from quire.models.parallel.lockstep import CLOSE, LockstepEngine, expect_same
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
 from tests.support.budgets import ordinary
 from tests.support.models.few import few
-from tests.support.models.ranks import Processes, add_a_page_on, full_forward, on_ranks
+from tests.support.models.ranks import (
+    Processes,
+    add_a_page_on,
+    full_forward,
+    on_ranks,
+    sent_by_forward,
+)
 from tests.support.models.tolerance import tolerance
 
 FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
-# More of the same: 4 ranks, and how often a process of so many is killed.
+# More of the same: 4 ranks, and how often each of so many is killed.
 SIZE = int(os.environ.get("QUIRE_RANKS", "2"))
-KILLS = int(os.environ.get("QUIRE_RANK_KILLS", "0"))
+KILLS = int(os.environ.get("QUIRE_RANK_KILLS", "2"))
+SEED = int(os.environ.get("QUIRE_RANK_SEED", "0"))
+ROOT = Path(__file__).resolve().parents[3]
 MAX_TOKENS = 20
 PREFIX = torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -102,7 +112,8 @@ def test_one_model_on_several_ranks(processes, name, split):
     config = config_of(name)
     one, ids = random_model(config, seed=5), torch.tensor(prompts()[0])
     allowed = tolerance(one)
-    size = processes.llm.engine.group.size
+    group = processes.llm.engine.group
+    size, kinds = group.size, set(group.calls)
     draft = partial(MTPDrafter if name == "deepseek-v4-tiny" else _ngram, max_draft_tokens=2)
     group = SimpleNamespace(size=size, rank=0, split_context=split)
     part = build_model(config, device="meta", dtype=torch.float32, group=group)
@@ -121,9 +132,10 @@ def test_one_model_on_several_ranks(processes, name, split):
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with processes.engine(config, drafter=draft, **settings) as engine:
         logits = engine.everywhere(full_forward, ids)
-        sent = engine.everywhere(bytes_sent, 8)
+        sent = engine.everywhere(sent_by_forward, 8)
         outputs = run(engine, params)
         totals, memory = engine.totals, engine.memory
+        assert set(engine.group.calls) == kinds  # another thread reads them meanwhile
     # Of each token: the embedding, and two parts of a layer, or three; of E models inputs of all layers. Of each row: logits.
     layers = len(config.layer_types)
     sums = 1 + layers * (3 if name == "gemma4-moe-tiny" else 2)
@@ -185,7 +197,7 @@ class Quiet:
         self.error = error
 
 
-def in_threads(lead, **settings):
+def in_threads(lead, check_steps=10**6, **settings):
     """``lead(engine)`` on rank 0 of two, which the other follows; what went wrong on either is raised."""
     config = few("gemma3-tiny")
     settings = EngineConfig(num_pages=400, max_num_seqs=4, tensor_parallel_size=2, **settings)
@@ -193,7 +205,7 @@ def in_threads(lead, **settings):
     def work(group):
         ranks = SimpleNamespace(group=group, watch=Quiet())
         engine = LockstepEngine(random_model(config, group=group), settings, ranks=ranks)
-        engine.check_steps = 1
+        engine.check_steps = check_steps
         if group.rank:
             engine.follow()
         else:
@@ -214,10 +226,64 @@ def test_a_rank_that_drifts():
         engine.add_request([*range(3, 60), 7, 8], SamplingParams(max_tokens=4))
         engine.step()
 
-    with pytest.raises(
-        RankError, match=r"^step 3: rank 1 planned other steps or pages than rank 0"
-    ):
+    with pytest.raises(RankError, match=f"^{drifted(3)}$"):
         in_threads(lead)
+
+
+def drifted(step):
+    return f"step {step}: rank 1 planned other steps or pages than rank 0"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_no_step(rank):
+    """Its requests are gone: it sends nothing, or another message comes than it waits for."""
+
+    def lead(engine):
+        engine.add_request(PREFIX, SamplingParams(max_tokens=4))
+        engine.step()
+        engine.everywhere(end_all_on, rank)
+        engine.step()
+
+    with pytest.raises(RankError, match=f"^{drifted(2)}$"):
+        in_threads(lead)
+
+
+def end_all_on(engine, rank):
+    if engine.group.rank == rank:
+        for request_id in engine.unfinished:
+            Engine.abort(engine, request_id)
+
+
+def test_tables_that_drift():
+    """Plans are the same; what the tables say of pages that are full is not."""
+
+    def lead(engine):
+        engine.add_request(PREFIX, SamplingParams(max_tokens=4))
+        engine.step()
+        engine.everywhere(swap_pages_on, 1)
+        engine.step()
+
+    with pytest.raises(RankError, match=f"^{drifted(2)}$"):
+        in_threads(lead, check_steps=2)
+
+
+def swap_pages_on(engine, rank):
+    if engine.group.rank == rank:
+        row = engine.kv.tables.reshape(-1)
+        used = row.nonzero()[0][:2]
+        row[used] = row[used[::-1]]
+
+
+def test_ranks_with_other_settings():
+    """All of them say which, and who has what."""
+
+    def work(group):
+        with pytest.raises(ValueError, match=r"^seed: expected the same on all ranks, got 3 on rank 0 and None on rank 1$"):  # fmt: skip
+            expect_same(group, {"device": "cpu", "seed": None if group.rank == 1 else 3})
+        expect_same(group, {"device": "cpu", "seed": 3})
+        return True
+
+    assert on_ranks(3, work) == [True] * 3
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -277,6 +343,66 @@ def test_shapes_that_one_rank_cannot_capture():
         assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
 
 
+def test_a_rank_that_dies_before_it_is_watched(monkeypatch):
+    polls = iter([None, None, -9, -9])
+
+    class Process:
+        returncode = -9
+
+        def poll(self):
+            return next(polls)
+
+        def kill(self):
+            pass
+
+        def wait(self, seconds=None):
+            return -9
+
+    def meet(ranks, *_):
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(Ranks, "_start", lambda ranks, *_: ranks.processes.append(Process()))
+    monkeypatch.setattr(Ranks, "_meet", meet)
+    monkeypatch.setattr(launch, "launched", lambda: (1, 0))
+    with pytest.raises(
+        RankError, match=r"^rank 1 ended at its start, with exit status -9: Connect"
+    ):
+        Ranks(2, "cpu", timeout=20, work={})
+
+
+@ordinary()
+def test_two_launchers_as_of_two_machines():
+    """The first prints what was generated; where options differ, both end and say which."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]  # fmt: skip
+    program = ["-m", "quire.models.generate", "--model", "llama-tiny", "--device", "cpu"]
+    for others, status in ((["--seed", "0"], 0), (["--context-parallel-size", "2"], 1)):
+        nodes = [
+            subprocess.Popen(
+                [*torchrun, "--node-rank", str(node), *program, *options],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT.parent,
+            )
+            for node, options in enumerate((["--prompt", "Once", "--max-tokens", "8"], others))
+        ]  # fmt: skip
+        (first, one), (second, two) = (node.communicate(timeout=200) for node in nodes)
+        assert [node.returncode for node in nodes] == [status] * 2, one + two
+        assert bool(first.strip()) == (status == 0) and not second
+        if status:
+            assert "context_parallel_size: expected the same on all ranks, got 1 on rank 0 and 2" in one + two  # fmt: skip
+
+
+def test_machines_that_announce_addresses_of_nobody_else(monkeypatch):
+    def refused(backend, timeout):
+        raise RuntimeError("Gloo connectFullMesh failed")
+
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(RankError, match=r"do not reach each other.* GLOO_SOCKET_IFNAME: Gloo conn"):
+        launched()
+
+
 def test_what_ranks_refuse():
     config = EngineConfig(num_pages=10, tensor_parallel_size=2)
     model = random_model(get_config("llama-tiny"))
@@ -297,42 +423,12 @@ def test_what_ranks_refuse():
             EngineConfig(**{field: value})
 
 
-PROGRAM = """
-import sys
-from quire.models import LLM, EngineConfig, SamplingParams
-
-config = EngineConfig(num_pages=400, tensor_parallel_size=int(sys.argv[1]), rank_timeout=20)
-llm = LLM("llama-tiny", engine=config)
-print(*(p.pid for p in llm.engine.ranks.processes), flush=True)
-try:
-    while True:
-        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
-except RuntimeError as error:
-    print(error, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not KILLS, reason="set QUIRE_RANK_KILLS, 50 for each rank at least")
-def test_each_rank_is_killed_at_random_steps():
-    dice = random.Random(0)
-    for i in range(KILLS):
-        command = [sys.executable, "-c", PROGRAM, str(SIZE)]
-        with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as first:
-            pids = [first.pid, *map(int, first.stdout.readline().split())]
-            time.sleep(dice.random())
-            os.kill(pids[i % SIZE], signal.SIGKILL)
-            out, err = first.communicate(timeout=40)
-        assert f"rank {i % SIZE} died: its process has ended" in (out if i % SIZE else err)
-        end = time.monotonic() + 20
-        while any(map(is_running, pids)):
-            assert time.monotonic() < end, "a process stays"
-            time.sleep(0.05)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+@ordinary()
+@pytest.mark.parametrize("how", ["launched", "started"])
+def test_each_rank_is_killed_at_random_steps(how):
+    """Who survives says who died, and ends."""
+    command = [sys.executable, "-m", "tests.support.models.rank_kills", how, str(SIZE), str(KILLS)]
+    done = subprocess.run([*command, str(SEED)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.stdout.count("killed") == SIZE
+    print(done.stdout)

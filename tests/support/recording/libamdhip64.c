@@ -5,37 +5,7 @@
    uint32, behind their number. Results are those of a runtime on which all goes well. */
 #define __HIP_PLATFORM_AMD__
 #include <hip/hip_runtime_api.h>
-#include <stdarg.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-struct kernel {
-  char *name;
-  uint32_t *sizes; /* of the parameters, behind their number */
-};
-
-static char *record;
-static size_t used, room;
-static int recording = 1;
-
-const char *recorded(void) { return used ? record : ""; }
-void forget(int record_from_now) {
-  used = 0;
-  recording = record_from_now;
-}
-
-static void note(const char *format, ...) {
-  if (used + 1024 > room) {
-    room = 2 * room + 4096;
-    record = realloc(record, room);
-  }
-  va_list values;
-  va_start(values, format);
-  used += vsnprintf(record + used, 1024, format, values);
-  va_end(values);
-}
+#include "record.h"
 
 hipError_t hipDriverGetVersion(int *version) { return *version = 70000000, hipSuccess; }
 static const char *last_error(void) { return "none"; }
