@@ -3,11 +3,12 @@
     python -m bench.static [--all | --arch sm_90 gfx942] [--samples] [--only TEXT] [--jobs 2]
                            [--json FILE] [--baseline FILE] [--update] [--fresh]
 
-By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and
-sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every case for the
-architectures named, of AMD too, and with ``--samples`` the sample of each; ``--all`` stands for
-sm_80, 86, 90, 100 and 120. The rules below apply to whatever is compiled; on AMD the first three,
-and on architectures that `--all` leaves out what breaks them is shown, but is no failure.
+By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80,
+sm_100, gfx942 and gfx950 a sample that holds every kernel once or twice. ``--arch`` compiles every
+case for the architectures named, and with ``--samples`` the sample of each; ``--all`` stands for
+sm_80, 86, 90, 100 and 120, gfx942 and gfx950. The rules below apply to whatever is compiled; on AMD
+the first three, and on architectures that `--all` leaves out what breaks them is shown, but is no
+failure.
 
 The arguments are those of a real launch over tensors without storage, specialised as Triton's
 launcher does it, so what is compiled here is what runs there. What two cases share is compiled
@@ -147,7 +148,7 @@ def _parser() -> Parser:
     parser = Parser(
         "bench.static",
         __doc__.split("\n")[0],
-        epilog="By default: every tile shape for sm_90, and a sample with each kernel for sm_80 and sm_100.",
+        epilog=f"By default: every tile shape for {DEFAULT_ARCH}, and a sample with each kernel for {', '.join(SAMPLE_ARCHS)}.",  # fmt: skip
     )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the rows as a JSON list"
