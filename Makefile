@@ -25,7 +25,7 @@ PORTABLE := tests/test_budgets.py tests/kernels/attention/test_attention.py test
 	tests/models/deepseek_v4/test_model.py tests/bench/kernels/test_mla.py
 
 test-portable: $(STAMP)  ## numerical tests with SSE alone
-	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \
+	QUIRE_LONG_TESTS=1 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \
 		$(PY) -m pytest -n 2 --dist worksteal $(PORTABLE) -k "not million and not triton_kernels" $(ARGS)
 
 test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/python imports; a CPU is enough

@@ -1,9 +1,10 @@
 """Eviction and pins: in which order cached entries go, and what goes with them.
 
 Order of eviction: first dense segments past the last resume point of their chain, which can serve
-no hit; then entries as the policy ranks them; then pinned ones, the lowest priority
-and then the oldest pin first. An entry is a resume point or, in models without window and state groups, the end of a chain. A parent is never
-evicted before its children, and segments on the path of a running request are locked:
+no hit; then entries as the policy ranks them; then pinned ones, the lowest priority and then the
+oldest pin first. An entry is a resume point or, in models without window and state groups, the end
+of a chain. A parent is never evicted before its children, and segments on the path of a running
+request are locked:
 
     segments        0   1   2   3   4   5   6        goes first: segments 5 and 6 (after the last
     resume points           2           5            point, no request there); then the point at 5

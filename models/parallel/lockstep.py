@@ -19,6 +19,7 @@ import copy
 import sys
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -278,12 +279,12 @@ def engine_of_ranks(
         expect_same(
             ranks.group,
             {
-                **{f"model.{name}": value for name, value in vars(model).items()},
+                **{f"model.{name}": value for name, value in declared(model).items()},
                 "device": ranks.group.device.type,
                 "dtype": work["dtype"],
                 "seed": work["seed"],
                 "drafter": getattr(drafter, "__qualname__", type(drafter).__qualname__),
-                **vars(config),
+                **declared(config),
             },
         )
         part = build(ranks.group)
@@ -304,6 +305,11 @@ def engine_of_ranks(
         ranks.close()
         raise SystemExit(0)
     return engine
+
+
+def declared(settings: Any) -> dict[str, Any]:
+    """The fields of a dataclass, without what it has worked out of them meanwhile."""
+    return {each.name: getattr(settings, each.name) for each in fields(settings)}
 
 
 def expect_same(group: Group, settings: Mapping[str, Any]) -> None:

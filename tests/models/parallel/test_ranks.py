@@ -29,7 +29,7 @@ from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model
 from quire.models.parallel import launch
 from quire.models.parallel.launch import Ranks, launched
-from quire.models.parallel.lockstep import CLOSE, LockstepEngine, expect_same
+from quire.models.parallel.lockstep import CLOSE, LockstepEngine, declared, expect_same
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
 from tests.support.budgets import ordinary
@@ -284,6 +284,13 @@ def test_ranks_with_other_settings():
         return True
 
     assert on_ranks(3, work) == [True] * 3
+
+
+def test_what_a_configuration_has_worked_out_is_no_setting():
+    """An engine of before asked one rank's configuration, that of the others is new."""
+    asked, new = (replace(get_config("gemma4-e-tiny")) for _ in range(2))
+    assert asked.kv_donor(0) == 0 and vars(asked) != vars(new)
+    assert declared(asked) == declared(new)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
