@@ -49,7 +49,7 @@ format: $(STAMP)  ## apply the formatter and safe fixes
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-static: $(STAMP)  ## compile each tile shape for sm_90 and a sample for sm_80, sm_100, gfx942 and gfx950, without a GPU; fails on spills
+static: $(STAMP)  ## compile each tile shape for sm_90 and a sample for sm_80, sm_100 and AMD, without a GPU; fails on spills
 	$(PY) -m bench.static $(ARGS)
 
 gpu: $(STAMP)  ## the tests of kernels and engine on a GPU

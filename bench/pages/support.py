@@ -54,8 +54,8 @@ arguments). The other columns have the page sizes, in rows, or "yes" where there
   architecture; nothing spills, and shared memory suffices (`python -m bench.static --all`). Nothing
   ran.
 - *Refused*: the operator raises an error before it launches anything.
-- {NONE}: taken, but no test and no compiled case has this. Page sizes that are not listed are taken
-  as well."""
+- {NONE}: taken, but no test and no compiled case has this; or refused on an RDNA GPU alone, see
+  AMD GPUs below. Page sizes that are not listed are taken as well."""
 
 Sizes = dict[tuple[str, int, str], set[int]]
 """Page sizes by (operator, head_dim, dtype of pages); empty for an operator without pages."""

@@ -4,9 +4,9 @@
                            [--json FILE] [--baseline FILE] [--update] [--fresh]
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80,
-sm_100, gfx942 and gfx950 a sample that holds every kernel once or twice. ``--arch`` compiles every
-case for the architectures named, and with ``--samples`` the sample of each; ``--all`` stands for
-sm_80, 86, 90, 100 and 120, gfx942 and gfx950. The rules below apply to whatever is compiled; on AMD
+sm_100 and AMD's architectures a sample that holds every kernel once or twice. ``--arch`` compiles
+every case for the architectures named, and with ``--samples`` the sample of each; ``--all`` stands
+for sm_80, 86, 90, 100 and 120, and gfx942, gfx950, gfx1100 and gfx1201. The rules below apply to whatever is compiled; on AMD
 the first three, and on architectures that `--all` leaves out what breaks them is shown, but is no
 failure.
 
@@ -148,7 +148,7 @@ def _parser() -> Parser:
     parser = Parser(
         "bench.static",
         __doc__.split("\n")[0],
-        epilog=f"By default: every tile shape for {DEFAULT_ARCH}, and a sample with each kernel for {', '.join(SAMPLE_ARCHS)}.",  # fmt: skip
+        epilog=f"By default: every tile shape for {DEFAULT_ARCH}, and a sample with each kernel for {', '.join(SAMPLE_ARCHS)}.",
     )
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the rows as a JSON list"

@@ -111,7 +111,8 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
         HARDWARE_E4M3=arch.widens_e4m3,
         SWAP=config.swap,
         DIVIDE=config.divide,
-        HOIST=hoists(config.swap, config.divide, arch),
+        # On RDNA what leaves the loop costs registers that are not there.
+        HOIST=arch.matrix != "wmma" and hoists(config.swap, config.divide, arch),
         ALIGNED=launch_cache.rows_at_16_bytes(window, call.kv, entries),
     )
     window_table = strided.table(call.window_table)

@@ -346,11 +346,16 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(config: ExpertConfig, arch: Arch) -> dict[str, Any]:
+    block_k, num_warps = config.block_k, config.num_warps
+    if arch.matrix == "wmma":
+        # RDNA's 256 registers of a thread: half of the columns at once, and many rows in more warps.
+        block_k = max(32, block_k // 2)
+        num_warps = max(8, num_warps) if config.block_m >= 64 else num_warps
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "num_warps": config.num_warps,
+        "BLOCK_K": block_k,
+        "num_warps": num_warps,
         "num_stages": arch.stages(config.num_stages),
         **arch.register_limit(MAX_REGISTERS),
     }

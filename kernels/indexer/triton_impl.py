@@ -84,6 +84,8 @@ def _prepare_scores(
     num_heads, element_size = call.q.shape[1], call.q.element_size()
     config = FP8_CONFIG if pages.fp8 else PLAIN_CONFIG
     block_n, num_warps, num_stages = FP32_CONFIG if element_size == 4 else config
+    if arch.matrix == "wmma":  # a thread of RDNA has few registers: twice the threads have a tile
+        block_n, num_warps = 16 if element_size == 4 else block_n, 2 * num_warps
     block_heads = max(16, next_power_of_2(num_heads))
     most = max(1, MAX_COLUMNS[element_size] // block_heads)
     # One token, or as many as fit: what lies between would be a kernel for each number of drafts.

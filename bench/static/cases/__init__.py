@@ -23,9 +23,9 @@ NUM_SMS = {
 }  # fmt: skip
 ARCHS = tuple(NUM_SMS)
 # What is compiled unless asked otherwise: every tile shape for the first, the samples for the others.
-DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950")
+DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950", "gfx1100", "gfx1201")
 # Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
-ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")  # fmt: skip
 # Kernels that walk tiles of keys, by how their names end.
 PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
 
