@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
 from quire.kvcore import plan as manager_module
-from tests.support.budgets import budget, size
+from tests.support.budgets import budget, ordinary, size
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -77,6 +77,7 @@ def points_of_failure(e: Engine) -> list[tuple[object, str]]:
 CASES = {"dense": DENSE, "hybrid": HYBRID, "state": STATEFUL}
 
 
+@ordinary("after")
 @pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_failure_in_a_plan_leaves_no_trace(specs, after, monkeypatch):

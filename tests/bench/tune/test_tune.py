@@ -327,6 +327,7 @@ def test_no_entry_is_begun_after_its_time(capsys, monkeypatch):
     assert "out of time: decode " in capsys.readouterr().out
 
 
+@ordinary()
 def test_bad_arguments_are_named(capsys):
     assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
     assert "only: expected part of an entry's name, got 'decode 7'" in capsys.readouterr().err

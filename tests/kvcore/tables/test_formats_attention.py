@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, linear_table, paged_rows
+from tests.support.budgets import ordinary
 
 DIM = 3
 # (block size, W or None, drafts)
@@ -147,6 +148,7 @@ class Paged:
         assert self.window is None or ((blocks + 1) * self.size > n - self.window).all()
 
 
+@ordinary("1-linear")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("prompt", "form"), [(1, "linear"), (77, "rows")])
 def test_a_decoded_token_sees_all_of_its_keys(case, form, prompt):

@@ -66,6 +66,7 @@ def run(engine, lengths, max_tokens=9):
     return done
 
 
+@ordinary()
 def test_chains_through_graphs_are_those_of_eager_passes(model):
     """Padded batches, accepted and rejected drafts, several layers; a chain that has no room runs eagerly."""
     lengths = (31, 5, 22, 50)

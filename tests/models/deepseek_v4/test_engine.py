@@ -116,6 +116,7 @@ def work(model, drafter, **settings):
     return run, ids
 
 
+@ordinary("n-gram", "right now and then")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_outputs_do_not_depend_on_drafts(model, plain, name):
     """Greedy, sampled and penalized requests beside each other."""

@@ -154,6 +154,7 @@ def greedy(model, oracle):
     return tokens, logits
 
 
+@ordinary()
 def test_drafts_accepted_and_rejected(model, greedy):
     """Up to three drafts a step, some right and some wrong: tokens and logits are those of decoding one by one."""
     tokens, logits = greedy

@@ -39,6 +39,7 @@ def counting(engine):
     return ahead
 
 
+@ordinary("prefill-first")
 @pytest.mark.parametrize(
     "settings",
     [

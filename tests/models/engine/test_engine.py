@@ -129,7 +129,7 @@ def test_ragged_requests_equal_each_alone(model, retention):
     assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
 
 
-@ordinary("37-lengths0", "gpt-oss-tiny-131")
+@ordinary("37-lengths0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "lengths"), [(37, (38, 107, 130)), (131, (1, 130))])
 def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):

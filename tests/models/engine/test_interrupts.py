@@ -11,7 +11,7 @@ from quire.models.engine.interrupts import interrupts_wait
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
-from tests.support.budgets import budget
+from tests.support.budgets import budget, ordinary
 from tests.support.models.few import few
 
 PARAMS = SamplingParams(4, ignore_eos=True, n=2)
@@ -51,6 +51,7 @@ def interrupted_at(moment, work):
         sys.settrace(before)
 
 
+@ordinary("generate")
 @pytest.mark.slow
 @budget(20, long=60)
 @pytest.mark.parametrize("way", ["stream", "generate"])

@@ -304,7 +304,7 @@ def run_faulty(monkeypatch, faults):
 PLACES = ("decode", "append", "text.append", "text.take", "admit", "match", "make_room", "propose", "draft ids")  # fmt: skip
 
 
-@ordinary("propose", "decode", "append", "match", "text.take")
+@ordinary("propose", "append]", "match")
 @pytest.mark.parametrize("name", PLACES)
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
     none = Faults()
