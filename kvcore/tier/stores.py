@@ -191,7 +191,7 @@ class Stores:
     def unlocked(self, job: Job) -> None:
         """A job of a store ends: its entries may be evicted."""
         self._transfers.is_over(job.parts)
-        index = job.parts.source_places[0].index
+        index = job.parts.sources[0].index
         for entry in job.parts.entries:
             self._busy.pop(entry, None)
             is_leaving = entry in self._leaving
@@ -218,7 +218,7 @@ class Stores:
         count["stored_points"] += points
         count["stored_pages"] += job.num_pages - num_failed
         count["store_failures"] += bool(num_failed)
-        source, depth = parts.source_places[0], len(parts.keys) // KEY_BYTES
+        source, depth = parts.sources[0], len(parts.keys) // KEY_BYTES
         there = Found(target, *target.index.find(parts.keys, depth))
         for entry in filter(is_there, parts.entries):
             if self._copy_in(there, source, entry) is None and num_failed:
