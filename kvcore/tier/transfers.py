@@ -331,7 +331,7 @@ class Transfers:
         holding, n, depths, points = parts.holding, len(parts.segments), parts.depths, parts.points
         back = NO_VALUES
         if len(failed):
-            wrong = np.isin(parts.segments, failed).any(axis=1).nonzero()[0]
+            wrong = np.flatnonzero(np.isin(parts.segments, failed).any(axis=1))
             n = int(wrong[0]) if len(wrong) else n
             whole = ~np.isin(points, failed).any(axis=1)
             whole &= np.array(depths, dtype=np.int64) <= parts.first + n
