@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Int32, Int64
+from .arrays import Flags, Int32, Int64, count_true
 from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
@@ -90,14 +90,15 @@ class PagePool:
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
-    def use_held(self, pages: Int32) -> None:
+    def use_held(self, pages: Int32 | Int64) -> None:
         """Somebody needs `pages` that resume points hold, or will (repeats and the null page
         allowed)."""
+        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
         if not len(pages):
             return
-        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
-        self.num_held_only -= len(self._once(pages[self.users[pages] == 0]))
+        fresh = pages[self.users[pages] == 0]
         np.add.at(self.counts, pages, 1)
+        self.num_held_only -= self._num_different(fresh, self.users[fresh] == 1)
 
     def use_new(self, pages: Int32) -> int:
         """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns
@@ -142,6 +143,12 @@ class PagePool:
         once: Int64 = pages[self._mark[pages] == order]
         return once
 
+    def _num_different(self, pages: Int64, are_once: Flags) -> int:
+        """How many different `pages` there are, where some are known to be named once."""
+        if count_true(are_once) == len(pages):
+            return len(pages)
+        return len(self._once(pages))
+
     def hold(self, pages: Int32) -> None:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
         if len(pages) > MANY:
@@ -153,9 +160,9 @@ class PagePool:
                 self.counts[low:high] += times * ONE_HOLD
                 return
         pages = pages.astype(np.int64, copy=False)
-        idle = pages[self.counts[pages] == 0]
-        self.num_held_only += len(self._once(idle))
+        idle = pages[self.counts[pages] == NULL]
         np.add.at(self.counts, pages, ONE_HOLD)
+        self.num_held_only += self._num_different(idle, self.counts[idle] == ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:
         """Resume points let go of `pages` (repeats allowed)."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import NO_VALUES, Int32
+from ..arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .index import PrefixIndex
 from .keys import KEY_BYTES
 from .tree import Run, run_of
@@ -37,8 +37,8 @@ class Holding:
     """
 
     def __init__(self, index: PrefixIndex, run: Run, used: Int32 = NO_VALUES) -> None:
-        self.index, self.run, self.used = index, run, used[used.nonzero()]
-        self.taken: Int32 = NO_VALUES
+        self.index, self.run, self.taken = index, run, NO_VALUES
+        self.used: Int64 = used[used.nonzero()].astype(np.int64)
         index.lock(run)
         index.pool.use_held(self.used)
         index.holdings[self] = None
@@ -54,7 +54,7 @@ class Holding:
         """Keep the pages that were taken alone."""
         index = self.index
         index.pool.unuse(self.used)
-        run, self.run, self.used = self.run, index.root, NO_VALUES
+        run, self.run, self.used = self.run, index.root, NO_ROWS
         index.unlock(run, used=False)
 
     def end(self, *, used: bool = False) -> None:

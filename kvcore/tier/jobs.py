@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import Flags, Int32, Int64, as_ints, count_true
+from ..arrays import NO_ROWS, Flags, Int32, Int64, as_ints, count_true
 from ..prefix.holdings import Holding
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
@@ -49,7 +49,7 @@ class Copies:
         )  # fmt: skip
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """Pages to copy. Tell `Tiers.done` when all of them are, or which of them could not be.
 
@@ -78,7 +78,9 @@ class Job:
             ValueError: some are no targets of the job.
         """
         pages = as_ints("failed", failed)
-        others = np.setdiff1d(pages, self.parts.holding.taken) if pages.size else pages
+        if not pages.size:
+            return NO_ROWS
+        others = np.setdiff1d(pages, self.parts.holding.taken)
         if len(others):
             raise ValueError(
                 f"failed: expected pages that are targets of the job, got {others.tolist()}"

@@ -139,8 +139,8 @@ class OpenJobs:
         self._changed()
         del self.jobs[job]
         job.is_open = False
-        self._end_waiting(job)
         if job.parts.way is not None:
+            self._end_waiting(job)
             self._queue(job.parts.way, -self.page_bytes)
 
     def _queue(self, way: Way, page_bytes: int) -> None:
@@ -196,10 +196,11 @@ class OpenJobs:
         only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
         for job in list(self.jobs):
             parts = job.parts
-            own = [h.used for h in (parts.holding, *parts.holdings) if h.index is self._kv.index]
+            holdings = (parts.holding, *parts.holdings)
+            is_hit = any(is_wanted[h.used].any() for h in holdings if h.index is self._kv.index)
             if parts.sources[0] is self._device and job.kind == "store":
-                own += [c.sources for c in job.copies]
-            if not parts.is_void and any(is_wanted[pages].any() for pages in own):
+                is_hit = is_hit or any(is_wanted[c.sources].any() for c in job.copies)
+            if is_hit and not parts.is_void:
                 self._void(job)
         for run in self._kv.index.runs():
             ends = [d for d in run.depths if is_wanted[run.points[d].pages].any()]

@@ -51,6 +51,7 @@ def chain_keys(run: Run, depth: int) -> bytes:
 
 IsAdmitted = Callable[["Run | ResumePoint", int, int], bool]
 NO_POINTS: Int32 = np.empty((0, 0), dtype=np.int32)
+BY_GROUP = attrgetter("group")
 
 
 class _Chosen:
@@ -191,11 +192,11 @@ class Transfers:
         segments = taken[: dense.size].reshape(dense.shape)
         points = chosen.fill(taken[dense.size :])
         run, depth = end_of(chosen.entries[-1])
-        used = [entry.pages for entry in chosen.entries if isinstance(entry, ResumePoint)]
-        reading = Found(source, run, depth).hold(depth, np.concatenate([NO_VALUES, *used]))
-        for entry in chosen.entries:
-            if isinstance(entry, ResumePoint):  # to evict it now would free nothing
-                source.index.withdraw(entry)
+        stored = [entry for entry in chosen.entries if isinstance(entry, ResumePoint)]
+        used = np.concatenate([NO_VALUES, *(point.pages for point in stored)])
+        reading = Found(source, run, depth).hold(depth, used)
+        for point in stored:  # to evict it now would free nothing
+            source.index.withdraw(point)
         copies = copies_of(self._tails.segments, source, target, dense, segments)
         copies += copies_of(
             self._tails.points, source, target, chosen.sources, points, chosen.is_new
@@ -222,9 +223,10 @@ class Transfers:
             if points:
                 before = there.before(entry.depth)
                 known = 0 if before is None else before.depth
-                later, earlier = tails.shared(entry.depth - max(known, last))
-                if len(later) and max(known, last):
-                    link = made.build_on(i, later, earlier, before if known > last else None)
+                if known or last:
+                    later, earlier = tails.shared(entry.depth - max(known, last))
+                    if len(later):
+                        link = made.build_on(i, later, earlier, before if known > last else None)
             segments = max(0, entry.depth - made.end)
             n = segments * self._width
             n += count_true(made.is_new[i]) if points else 0
@@ -311,7 +313,7 @@ class Transfers:
         self, kind: Literal["store", "load"], parts: JobParts, copies: list[Copies], size: int,
         depth: int,
     ) -> Job:  # fmt: skip
-        copies.sort(key=attrgetter("group"))
+        copies.sort(key=BY_GROUP)
         return Job(
             kind, tuple(copies), size, size * self.page_bytes, depth * self._alignment, parts=parts
         )
