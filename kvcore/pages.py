@@ -90,12 +90,12 @@ class PagePool:
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
-    def use_held(self, pages: Int32 | Int64) -> None:
+    def use_held(self, pages: Int32) -> None:
         """Somebody needs `pages` that resume points hold, or will (repeats and the null page
         allowed)."""
-        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
         if not len(pages):
             return
+        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
         fresh = pages[self.users[pages] == 0]
         np.add.at(self.counts, pages, 1)
         self.num_held_only -= self._num_different(fresh, self.users[fresh] == 1)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import NO_ROWS, NO_VALUES, Int32, Int64
+from ..arrays import NO_VALUES, Int32
 from .index import PrefixIndex
 from .keys import KEY_BYTES
 from .tree import Run, run_of
@@ -37,10 +37,10 @@ class Holding:
     """
 
     def __init__(self, index: PrefixIndex, run: Run, used: Int32 = NO_VALUES) -> None:
-        self.index, self.run, self.taken = index, run, NO_VALUES
-        self.used: Int64 = used[used.nonzero()].astype(np.int64)
+        self.index, self.run, self.used = index, run, used
+        self.taken: Int32 = NO_VALUES
         index.lock(run)
-        index.pool.use_held(self.used)
+        index.pool.use_held(used)
         index.holdings[self] = None
 
     def take(self, num_pages: int) -> Int32:
@@ -54,7 +54,7 @@ class Holding:
         """Keep the pages that were taken alone."""
         index = self.index
         index.pool.unuse(self.used)
-        run, self.run, self.used = self.run, index.root, NO_ROWS
+        run, self.run, self.used = self.run, index.root, NO_VALUES
         index.unlock(run, used=False)
 
     def end(self, *, used: bool = False) -> None:

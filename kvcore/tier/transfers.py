@@ -178,14 +178,15 @@ class Transfers:
         run, depth = end_of(entries[-1])
         keys, there, target = chain.keys, chain.there, chain.there.place
         first = there.depth = min(there.depth, depth)
-        if (target.name, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]) in self._underway:
+        first_key = target.name, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        if first_key in self._underway:
             return None
         chosen = self._choose(source, there, entries, max_pages, is_admitted)
         if not chosen.entries:
             return None
         # Everything is looked up before locks split runs.
         dense = self._tails.segments.of(source, source.index.pages_between(run, first, chosen.end))
-        holding = there.hold(first, chosen.targets.ravel())
+        holding = there.hold(first, chosen.targets[chosen.targets.nonzero()])
         taken = _take(target, holding, chosen.num_pages)
         if isinstance(taken, Lack):
             return taken
@@ -206,7 +207,7 @@ class Transfers:
             points, holding, [reading], chosen.entries,
         )  # fmt: skip
         if len(segments):
-            self._underway.add(parts.first_key)
+            self._underway.add(first_key)
         return self._job("store", parts, copies, len(taken), chosen.end)
 
     def _choose(
@@ -270,7 +271,7 @@ class Transfers:
                 lacking[columns.pages[pages.nonzero()]] = True
             else:
                 point[columns.pages] = pages
-        holding = found[0].hold(first, point)
+        holding = found[0].hold(first, point[point.nonzero()])
         num_dense = n * self._tails.segments.num_pages
         taken = _take(device, holding, num_dense + count_true(lacking))
         if isinstance(taken, Lack):
