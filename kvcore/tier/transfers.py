@@ -63,10 +63,11 @@ class _Chosen:
 
     Attributes:
         entries: that are taken. end: segments of the chain that the target has then.
-        depths: of the resume points among them, a row each.
+        depths: of the resume points among them, a row each. rows: which of all rows these are.
         num_pages: to copy.
         targets: [n, columns] pages of the target; 0 where it has none yet.
         is_new: [n, columns] those to copy.
+        links: columns of a row that have the pages of other columns of the row before it.
     """
 
     def __init__(self, end: int, sources: Int32) -> None:
@@ -74,9 +75,8 @@ class _Chosen:
         self.targets, self.is_new = np.zeros(sources.shape, dtype=np.int32), sources != ZERO32
         self.entries: list[Run | ResumePoint] = []
         self.depths: list[int] = []
-        self._rows: list[int] = []
-        # Columns of a row that have the same pages as others of the row before it.
-        self._links: dict[int, tuple[Int64, Int64]] = {}
+        self.rows: list[int] = []
+        self.links: dict[int, tuple[Int64, Int64]] = {}
 
     def build_on(
         self, i: int, later: Int64, earlier: Int64, before: ResumePoint | None
@@ -87,28 +87,19 @@ class _Chosen:
             self.targets[i, later] = before.pages[earlier]
             self.is_new[i] &= self.targets[i] == 0
             return None
-        has = self.sources[self._rows[-1], earlier] != 0
+        has = self.sources[self.rows[-1], earlier] != 0
         self.is_new[i, later[has]] = False
         return later[has], earlier[has]
 
-    def add(self, i: int, depth: int, link: tuple[Int64, Int64] | None) -> None:
-        """Row `i`, the point at `depth`, is taken."""
-        if link is not None:
-            self._links[len(self._rows)] = link
-        self._rows.append(i)
-        self.depths.append(depth)
-
     def only_chosen(self) -> None:
         """Forget the rows that were not taken."""
-        if len(self._rows) < len(self.sources):
-            rows = self._rows
-            self.sources, self.targets = self.sources[rows], self.targets[rows]
-            self.is_new = self.is_new[rows]
+        self.sources, self.targets = self.sources[self.rows], self.targets[self.rows]
+        self.is_new = self.is_new[self.rows]
 
     def fill(self, pages: Int32) -> Int32:
         """`targets`, once there are pages for those that are new."""
         self.targets[self.is_new] = pages
-        for i, (later, earlier) in self._links.items():
+        for i, (later, earlier) in self.links.items():
             self.targets[i, later] = self.targets[i - 1, earlier]
         return self.targets
 
@@ -195,7 +186,7 @@ class Transfers:
         run, depth = end_of(chosen.entries[-1])
         stored = [entry for entry in chosen.entries if isinstance(entry, ResumePoint)]
         used = np.concatenate([NO_VALUES, *(point.pages for point in stored)])
-        reading = Found(source, run, depth).hold(depth, used)
+        reading = Holding(source.index, source.index.end_at(run, depth), used)
         for point in stored:  # to evict it now would free nothing
             source.index.withdraw(point)
         copies = copies_of(self._tails.segments, source, target, dense, segments)
@@ -244,10 +235,13 @@ class Transfers:
             made.entries.append(entry)
             if is_part:
                 break
+            if link is not None:
+                made.links[len(made.rows)] = link
             if points:
-                made.add(i, entry.depth, link)
-                last = entry.depth
-        made.only_chosen()
+                made.rows.append(i)
+                made.depths.append(last := entry.depth)
+        if len(made.rows) < len(made.sources):
+            made.only_chosen()
         return made
 
     def is_over(self, parts: JobParts) -> None:
