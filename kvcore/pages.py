@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Flags, Int32, Int64, count_true
+from .arrays import Int32, Int64
 from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
@@ -17,7 +17,7 @@ ONE_HOLD = 1 << 32
 NULL: Int64 = np.array(NULL_BLOCK)
 # `PagePool.counts` of a page that one request reads and no resume point holds.
 UNSHARED: Int64 = np.array(1)
-MANY = 256  # pages of resume points that may be worth counting in one go
+FEW, MANY = 64, 256  # pages of resume points that may be worth counting otherwise
 
 
 class PagePool:
@@ -96,9 +96,8 @@ class PagePool:
         if not len(pages):
             return
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
-        fresh = pages[self.users[pages] == 0]
+        self.num_held_only -= self._num_different(pages[self.users[pages] == 0])
         np.add.at(self.counts, pages, 1)
-        self.num_held_only -= self._num_different(fresh, self.users[fresh] == 1)
 
     def use_new(self, pages: Int32) -> int:
         """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns
@@ -143,11 +142,9 @@ class PagePool:
         once: Int64 = pages[self._mark[pages] == order]
         return once
 
-    def _num_different(self, pages: Int64, are_once: Flags) -> int:
-        """How many different `pages` there are, where some are known to be named once."""
-        if count_true(are_once) == len(pages):
-            return len(pages)
-        return len(self._once(pages))
+    def _num_different(self, pages: Int64) -> int:
+        """How many different `pages` there are."""
+        return len({*pages.tolist()} if len(pages) < FEW else self._once(pages))
 
     def hold(self, pages: Int32) -> None:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
@@ -160,9 +157,8 @@ class PagePool:
                 self.counts[low:high] += times * ONE_HOLD
                 return
         pages = pages.astype(np.int64, copy=False)
-        idle = pages[self.counts[pages] == NULL]
+        self.num_held_only += self._num_different(pages[self.counts[pages] == NULL])
         np.add.at(self.counts, pages, ONE_HOLD)
-        self.num_held_only += self._num_different(idle, self.counts[idle] == ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:
         """Resume points let go of `pages` (repeats allowed)."""

@@ -130,7 +130,7 @@ class Stores:
             return None
         admits, policy = partial(self._admission.admits, source, target), source.index.policy
         freed = {e: (source, e.freed) for e in entries}  # before locks
-        spare = {e for e in entries if isinstance(policy, Watched) and policy.is_spare(e)}
+        spare = {*filter(policy.is_spare, entries)} if isinstance(policy, Watched) else set()
         job = self._transfers.store(source, chain, entries, max_pages, admits)
         if isinstance(job, Lack) and len(entries) > 1:
             entries = entries[:1]

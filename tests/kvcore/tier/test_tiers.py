@@ -14,6 +14,7 @@ from tests.support.kvcore.tiers import Contents, DictJournal, Memory
 HYBRID = groups((8, None), (4, 10))
 DENSE = groups((8, None))
 STATE = groups((4, None), GroupSpec("state", "state", 4, 4096))
+WINDOWS = groups((4, 10), (4, 20))
 PAGE = 4096
 
 
@@ -53,12 +54,13 @@ class Setup:
         return done
 
     def load(self, tokens, **options):
-        """Load what a prompt needs; returns the match before."""
+        """Load what a prompt needs, which is what the match said; returns the match before."""
         match = self.tiers.match(tokens, **options)
         job = self.tiers.load(match)
         assert isinstance(job, Job)
         self.memory.copy(job)
-        self.tiers.done(job)
+        came = [(s.place, s.num_tokens, s.num_pages) for s in self.tiers.done(job)]
+        assert came == [(s.place, s.num_tokens, s.num_pages) for s in match.shares if s.num_pages]
         self.check()
         return match
 
@@ -90,6 +92,19 @@ def test_a_prefix_comes_back_as_it_left(specs, place):
     match = s.load([*PROMPT, 1])
     assert match.num_tokens == match.num_saved_tokens == before > 0
     assert s.serve([*PROMPT, 1]).num_tokens == before  # and every row that it reads is right
+
+
+def test_segments_without_pages_come_back_too():
+    """Where all groups are windows a segment is its key alone; it counts as any other."""
+    s = Setup(WINDOWS)
+    for prompt in (PROMPT, PROMPT[::-1]):  # of the last one only its point is evicted
+        s.serve(prompt)
+    s.store()
+    s.forget()
+    match = s.load([*PROMPT, 1])
+    assert match.num_tokens == match.shares[1].num_tokens == 100
+    assert s.tiers.stats()["tier_loaded_segments/host"] == 25
+    assert s.serve([*PROMPT, 1]).num_tokens == 100
 
 
 def test_host_to_disk_and_back():
