@@ -122,8 +122,9 @@ class Way:
         hit: boundary of the resume point, or the end where none is needed. dense: boundary up to
             which dense segments are then there. Both in segments.
         ranges: (number of the place, first, end) of the segments to load.
-        tail: [pages_per_point] pages of the resume point to load that are in a place, in the
-            columns of a tier and 0 in those of others, by the number of the place.
+        tail: what each place gives to the resume point, by its number: [pages_per_point] pages
+            there, in the columns of a tier, and 0 where another place has the column. Empty where
+            no resume point is loaded.
         saved: tokens that are not computed then.
         pages: of each place, to copy.
         seconds: of the loads and the prefill.

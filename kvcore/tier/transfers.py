@@ -281,9 +281,9 @@ class Transfers:
             at += len(rows)
         holdings = []
         for i, f in enumerate(found[1:], 1):
-            if way.pages[i]:
+            ends = [stop for j, _, stop in way.ranges if j == i]
+            if ends or way.pages[i]:
                 pages = way.tail.get(i, NO_VALUES)
-                ends = [stop for j, _, stop in way.ranges if j == i]
                 holdings.append(f.hold(max([*ends, min(depth, f.depth)]), pages))
                 if len(pages):
                     row = pages[None]
