@@ -235,6 +235,20 @@ def test_deep_dense_on_the_device_and_the_resume_point_on_the_host():
     assert s.serve([*PROMPT, 1]).num_tokens == match.num_tokens
 
 
+def test_windows_that_the_device_has_are_not_loaded():
+    """A point at 104 reads tokens 94 to 103; the device has the block from 92 on, for its own at 96."""
+    s = Setup(pages=100)
+    longer = [*PROMPT, *range(9)]
+    s.serve(longer)
+    s.store()
+    s.forget()
+    s.serve(PROMPT)
+    match = s.load(longer)
+    assert (match.device.num_tokens, match.num_tokens) == (96, 104)
+    assert match.shares[1].num_pages == 1 + 2  # a dense block, the windows' blocks from 96 on
+    assert s.serve(longer).num_tokens == 104
+
+
 def test_dense_on_the_host_and_the_resume_point_on_the_disk():
     s = Setup(host=60, disk=300)
     s.serve(PROMPT)
