@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from .arrays import NO_VALUES, Int32
 from .plan import OutOfPages
-from .prefix.holdings import Holding, adopt
+from .prefix.holdings import Holding
 from .prefix.keys import KEY_BYTES, Prompt
 from .prefix.lookup import Match
 from .spec import Layout, as_int
@@ -109,7 +109,7 @@ class Incoming(HandOff):
         """
         if not self.is_open:
             raise ValueError("adopt: expected one that is open, got one that has ended")
-        kv, index = self._kv, self._kv.index
+        kv = self._kv
         if not self.is_void:
             kv._steps.changed()
             self._holding.taken = NO_VALUES
@@ -120,7 +120,7 @@ class Incoming(HandOff):
             points = [] if self.point is None else [self.point]
             depths = [self.first + len(self.segments)] * len(points)
             pages = np.array(points, dtype=np.int32)
-            adopt(index, self.keys, self.first, self.segments, depths, pages, noted)
+            self._holding.adopt(self.keys, self.first, self.segments, depths, pages, noted)
         self.end()
         return not self.is_void
 

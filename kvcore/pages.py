@@ -17,7 +17,7 @@ ONE_HOLD = 1 << 32
 NULL: Int64 = np.array(NULL_BLOCK)
 # `PagePool.counts` of a page that one request reads and no resume point holds.
 UNSHARED: Int64 = np.array(1)
-MANY = 256  # pages of resume points that may be worth counting in one go
+FEW, MANY = 64, 256  # pages of resume points that may be worth counting otherwise
 
 
 class PagePool:
@@ -96,7 +96,7 @@ class PagePool:
         if not len(pages):
             return
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
-        self.num_held_only -= len(self._once(pages[self.users[pages] == 0]))
+        self.num_held_only -= self._num_different(pages[self.users[pages] == 0])
         np.add.at(self.counts, pages, 1)
 
     def use_new(self, pages: Int32) -> int:
@@ -142,6 +142,10 @@ class PagePool:
         once: Int64 = pages[self._mark[pages] == order]
         return once
 
+    def _num_different(self, pages: Int64) -> int:
+        """How many different `pages` there are."""
+        return len({*pages.tolist()} if len(pages) < FEW else self._once(pages))
+
     def hold(self, pages: Int32) -> None:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
         if len(pages) > MANY:
@@ -153,8 +157,7 @@ class PagePool:
                 self.counts[low:high] += times * ONE_HOLD
                 return
         pages = pages.astype(np.int64, copy=False)
-        idle = pages[self.counts[pages] == 0]
-        self.num_held_only += len(self._once(idle))
+        self.num_held_only += self._num_different(pages[self.counts[pages] == NULL])
         np.add.at(self.counts, pages, ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:

@@ -15,6 +15,7 @@ from .measure import CHUNK, SPECS, Row, pool_for, prefill, row, seconds
 
 TOKENS = CHUNK  # of a prompt
 LONG = 16 * CHUNK
+TOGETHER = 8  # prompts
 CALLS = ("store", "store_done", "match", "load", "load_done")
 
 
@@ -22,13 +23,16 @@ def entry_times(spec: str, prompts: int) -> list[Row]:
     """Seconds of each call of `quire.kvcore.tier.Tiers` by the entries of a prompt: its segments,
     and its resume points. Medians over prompts that share nothing; each leaves the device for the
     host alone, and comes back: those of 8,192 tokens have one resume point, those of 131,072
-    (``chain``) one every 8,192.
+    (``chain``) one every 8,192. Each prompt is stored, loaded and ended by calls of its own, which
+    other work comes between; of eight of 8,192 tokens together (``batch``) one call makes the jobs
+    of all, and nothing comes between the others.
     """
-    rows = _entry_times(spec, prompts, TOKENS, "tier")
-    return rows + _entry_times(spec, max(1, prompts // 4), LONG, "tier_chain")
+    rows = _entry_times(spec, prompts, TOKENS, "tier", 1)
+    rows += _entry_times(spec, prompts, TOKENS, "tier_batch", TOGETHER)
+    return rows + _entry_times(spec, max(1, prompts // 4), LONG, "tier_chain", 1)
 
 
-def _entry_times(spec: str, prompts: int, tokens: int, name: str) -> list[Row]:
+def _entry_times(spec: str, prompts: int, tokens: int, name: str, together: int) -> list[Row]:
     size = pool_for(spec, prompts * tokens // CHUNK)
     cache = KVCache(
         SPECS[spec], num_pages=size, max_requests=1, max_model_len=tokens + CHUNK, policy=LRU(),
@@ -38,30 +42,31 @@ def _entry_times(spec: str, prompts: int, tokens: int, name: str) -> list[Row]:
         cache, host=TierSpec(size, 1e12, LRU()), prefill_tokens_per_second=1.0, watermark=size
     )
     texts = [np.arange(tokens + 1, dtype=np.int32) + i * tokens for i in range(prompts)]
+    batches = [texts[i : i + together] for i in range(0, prompts, together)]
     times: dict[str, list[float]] = {call: [] for call in CALLS}
-    found: list[Any] = []
 
-    def timed(call: str, run: Callable[..., object], *args: object) -> None:
-        times[call].append(seconds(lambda: found.append(run(*args))))
+    def timed(call: str, run: Callable[[Any], object], *arguments: Any) -> list[Any]:
+        """What `run` returns of each of `arguments`; notes the seconds of a prompt."""
+        found: list[Any] = []
+        times[call].append(seconds(lambda: found.extend(map(run, arguments))) / len(batch))
+        return found
 
-    for text in texts:
-        prefill(cache, cache.admit("a", cache.match(text)), text)
-        cache.release("a")
-        timed("store", tiers.stores, 1 << 62)
-        (job,) = found.pop()
-        timed("store_done", tiers.done, job)
+    for batch in batches:
+        for text in batch:
+            prefill(cache, cache.admit("a", cache.match(text)), text)
+            cache.release("a")
+        (jobs,) = timed("store", tiers.stores, 1 << 62)
+        assert len(jobs) == len(batch)
+        timed("store_done", tiers.done, *jobs)
         assert not tiers.stores(1 << 62)
         cache.evict(size)
     stored = _counts(tiers, "stored")
-    for text in texts:
-        prompt = cache.match(text).prompt
-        timed("match", tiers.match, prompt)
-        match = found.pop()
-        assert match.num_tokens == tokens, match.explain()
-        timed("load", tiers.load, match)
-        job = found.pop()
-        assert isinstance(job, Job)
-        timed("load_done", tiers.done, job)
+    for batch in batches:
+        matches = timed("match", tiers.match, *(cache.match(text).prompt for text in batch))
+        assert all(m.num_tokens == tokens for m in matches), matches[0].explain()
+        jobs = timed("load", tiers.load, *matches)
+        assert all(isinstance(job, Job) for job in jobs)
+        timed("load_done", tiers.done, *jobs)
     loaded = _counts(tiers, "loaded")  # of the resume points the last one alone
     each = {call: stored if call.startswith("store") else loaded for call in CALLS}
     return [

@@ -3,7 +3,7 @@ entries.
 
 A job is no request: it has no slot and no tables. It locks a path, so that nothing on it is
 evicted; it reads pages of resume points; and it has pages of its own, which it fills. When these
-are filled, `adopt` makes entries of them:
+are filled, `Holding.adopt` makes entries of them:
 
     segments        0   1   2 | 3   4   5        a job that brings segments 3 to 5 and the resume
     resume points           2             5      point at 6 locks the path to the end of segment 2
@@ -65,55 +65,54 @@ class Holding:
         pool.put(self.taken)
         self.index.unlock(self.run, used=used)
 
+    def adopt(
+        self,
+        keys: bytes,
+        first: int,
+        pages: Int32,
+        depths: Sequence[int] = (),
+        points: Int32 = NO_VALUES,
+        noted: Sequence[Noted] | None = None,
+    ) -> tuple[int, list[int]]:
+        """Make entries of pages that nobody has: the caller's from now on, or free again.
 
-def adopt(
-    index: PrefixIndex,
-    keys: bytes,
-    first: int,
-    pages: Int32,
-    depths: Sequence[int] = (),
-    points: Int32 = NO_VALUES,
-    noted: Sequence[Noted] | None = None,
-) -> tuple[int, list[int]]:
-    """Make entries of pages that nobody has: the caller's from now on, or free again.
+        Segments [0, first) of the chain are there: the locked path. Of segments that are there
+        already, and of resume points that are, the old pages stay, and the new ones are free again.
 
-    Segments [0, first) of the chain are there and locked. Of segments that are there already, and
-    of resume points that are, the old pages stay, and the new ones are free again.
+        Args:
+            keys: of segments [0, first + n), 32 bytes each.
+            pages: [n, pages_per_segment] taken pages of segments [first, first + n).
+            depths: boundaries of resume points, at most first + n.
+            points: [len(depths), pages_per_point] their pages: pages that were taken, and pages
+                that other points of the index hold and the caller keeps in use.
+            noted: [n] of the segments, for events; needed where the index has an announcer.
 
-    Args:
-        keys: of segments [0, first + n), 32 bytes each.
-        pages: [n, pages_per_segment] taken pages of segments [first, first + n).
-        depths: boundaries of resume points, at most first + n.
-        points: [len(depths), pages_per_point] their pages: pages that were taken, and pages that
-            other points of `index` hold and the caller keeps in use.
-        noted: [n] of the segments, for events; needed where the index has an announcer.
+        Returns:
+            (segments that were not there, boundaries of the resume points that were not).
+        """
+        index = self.index
+        assert self.run.depth == first
+        index.lock(self.run)
+        new = keys[first * KEY_BYTES :]
 
-    Returns:
-        (segments that were not there, boundaries of the resume points that were not).
-    """
-    run, depth = index.find(keys, first)
-    assert depth == first, "the chain before is locked"
-    run = index.end_at(run, first)
-    index.lock(run)
-    new = keys[first * KEY_BYTES :]
+        def source(begin: int, end: int) -> Int32:
+            return pages[begin - first : end - first]
 
-    def source(begin: int, end: int) -> Int32:
-        return pages[begin - first : end - first]
-
-    end, known = index.insert(run, new, source)
-    index.pool.put(pages[:known].ravel())
-    if index.announcer is not None and known < len(pages):
-        before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
-        told = None if noted is None else noted[known:]
-        index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
-    are_new = [index.add_point(end, d, point) for d, point in zip(depths, points, strict=True)]
-    if are_new:
-        index.pool.hold(points.ravel())
-        if not all(are_new):
-            index.pool.unhold(points[~np.array(are_new)].ravel())
-    added = [d for d, is_new in zip(depths, are_new, strict=True) if is_new]
-    if index.announcer is not None:
-        for d in added:
-            index.announcer.point(run_of(end, d), d)
-    index.unlock(end)
-    return len(pages) - known, added
+        end, known = index.insert(self.run, new, source)
+        if known:
+            index.pool.put(pages[:known].ravel())
+        if index.announcer is not None and known < len(pages):
+            before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
+            told = None if noted is None else noted[known:]
+            index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
+        are_new = [index.add_point(end, d, point) for d, point in zip(depths, points, strict=True)]
+        added = [d for d, is_new in zip(depths, are_new, strict=True) if is_new]
+        if are_new:
+            index.pool.hold(points.ravel())
+            if len(added) < len(depths):
+                index.pool.unhold(points[~np.array(are_new)].ravel())
+        if index.announcer is not None:
+            for d in added:
+                index.announcer.point(run_of(end, d), d)
+        index.unlock(end)
+        return len(pages) - known, added

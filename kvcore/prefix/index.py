@@ -88,7 +88,8 @@ class PrefixIndex(EvictableTree):
         return last
 
     def pages_between(self, run: Run, first: int, end: int) -> Int32:
-        """Pages of segments [first, end) on the path to `run`: [end - first, pages_per_segment]."""
+        """Pages of segments [first, end) on the path to `run`: [end - first, pages_per_segment],
+        not to be changed."""
         parts = []
         node: Run | None = run
         while node is not None and node.depth > first:
@@ -96,7 +97,7 @@ class PrefixIndex(EvictableTree):
             node = node.parent
         if not parts:
             return np.empty((0, self.pages_per_segment), dtype=np.int32)
-        return np.concatenate(parts[::-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
 
     # Locks: the path of a running request.
 
@@ -115,7 +116,8 @@ class PrefixIndex(EvictableTree):
     def _lock_one(self, run: Run) -> None:
         if run.locks == 0:
             self.num_locked_segments += run.length
-            self.withdraw(run)
+            if not self.hybrid:  # else its points alone are what the policy ranks
+                self.withdraw(run)
         run.locks += 1
 
     def unlock(self, run: Run, *, used: bool = True) -> Run:

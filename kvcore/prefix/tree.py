@@ -174,13 +174,14 @@ class Run:
         """How many segments of this run equal `keys` from segment `offset` on; the first one
         does."""
         low, high = 1, min(self.length, limit - offset)
+        mid = high  # most often all of them do
         while low < high:
-            mid = (low + high + 1) // 2
             a, b = (mid - 1) * KEY_BYTES, (offset + mid - 1) * KEY_BYTES
             if self.keys[a : a + KEY_BYTES] == keys[b : b + KEY_BYTES]:
                 low = mid
             else:
                 high = mid - 1
+            mid = (low + high + 1) // 2
         return low
 
     def cut(self, length: int) -> None:

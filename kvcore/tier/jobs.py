@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import NO_ROWS, Flags, Int32, Int64, as_ints
+from ..arrays import NO_ROWS, Flags, Int32, Int64, as_ints, count_true
 from ..prefix.holdings import Holding
-from ..prefix.keys import KEY_BYTES, Prompt
+from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
 from .places import Columns, Place
 
+if TYPE_CHECKING:
+    from .match import Way
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(eq=False, slots=True)
 class Copies:
     """Pages of one group that go from one place to another.
 
@@ -46,7 +49,7 @@ class Copies:
         )  # fmt: skip
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """Pages to copy. Tell `Tiers.done` when all of them are, or which of them could not be.
 
@@ -67,6 +70,30 @@ class Job:
     num_tokens: int
     is_open: bool = True
     parts: JobParts = field(repr=False, kw_only=True)
+
+    def failed_pages(self, failed: Any) -> Int64:
+        """`failed` as target pages.
+
+        Raises:
+            ValueError: some are no targets of the job.
+        """
+        pages = as_ints("failed", failed)
+        if not pages.size:
+            return NO_ROWS
+        others = np.setdiff1d(pages, self.parts.holding.taken)
+        if len(others):
+            raise ValueError(
+                f"failed: expected pages that are targets of the job, got {others.tolist()}"
+            )
+        return pages
+
+    def sources_of(self, targets: Int64) -> dict[str, Int32]:
+        """Source pages of the copies to `targets`, by the name of their place."""
+        found: dict[str, Int32] = {}
+        for c in self.copies if len(targets) else ():
+            mine = c.sources[np.isin(c.targets, targets)]
+            found[c.source] = np.concatenate([found.get(c.source, mine[:0]), mine])
+        return found
 
     def cut(self, max_pages: int) -> Iterator[tuple[Copies, ...]]:
         """The copies in portions of at most `max_pages` pages of a tier, in their order.
@@ -97,24 +124,20 @@ class JobParts:
     """What a job brings, and what it keeps meanwhile.
 
     Attributes:
-        target: where it goes.
+        sources: places that it reads. target: where it goes.
         keys: of the chain up to its last segment.
         first: number of its first segment.
         segments: [n, its pages_per_segment] pages of the target.
         depths: boundaries of the resume points that it brings, ascending.
         points: [m, its pages_per_point] pages of the target of each of them.
         holding: of the target. holdings: of the sources.
-        sources, places, targets: [num_pages] source page, number of its place in `source_places`,
-            and target page of each copy, first those of the segments, one after the other; a page
-            of the device is named by the copies of all its parts.
-        width: copies of a segment.
-        source_places: the places.
         entries: of the device or a tier, that are stored; of the last one perhaps only segments.
-        prompt: that a load is for.
+        way: of a load.
         noted: of its segments, for events.
         is_void: what was cached before it was forgotten meanwhile: it brings nothing.
     """
 
+    sources: list[Place]
     target: Place
     keys: bytes
     first: int
@@ -123,13 +146,8 @@ class JobParts:
     points: Int32
     holding: Holding
     holdings: list[Holding]
-    sources: Int32
-    places: Int64
-    targets: Int32
-    width: int
-    source_places: list[Place]
     entries: Sequence[Run | ResumePoint] = ()
-    prompt: Prompt | None = None
+    way: Way | None = None
     noted: list[Noted] | None = None
     is_void: bool = False
 
@@ -138,23 +156,6 @@ class JobParts:
         """The target and the key of the first segment; that is empty where there is none."""
         start = self.first * KEY_BYTES
         return self.target.name, self.keys[start : start + KEY_BYTES]
-
-    def failed_rows(self, failed: Any) -> Int64:
-        """Copies whose target is in `failed`.
-
-        Raises:
-            ValueError: `failed` has pages that are no targets of the job.
-        """
-        pages = as_ints("failed", failed)
-        if not pages.size:
-            return NO_ROWS
-        others = np.setdiff1d(pages, self.targets)
-        if len(others):
-            raise ValueError(
-                f"failed: expected pages that are targets of the job, got {others.tolist()}"
-            )
-        rows: Int64 = np.isin(self.targets, pages).nonzero()[0]
-        return rows
 
 
 def copies_of(
@@ -172,14 +173,16 @@ def copies_of(
         wanted: [n, columns] which of them to copy; None: all.
     """
     parts = columns.repeated(len(sources))
+    if wanted is not None and count_true(wanted) == wanted.size:
+        wanted = None  # views are quicker
     copies = []
-    for group, mine in columns.slices:
-        rows = [pages[:, mine] for pages in (sources, targets, parts)]
+    for group, mine in columns.slices if len(sources) else ():
+        rows = sources[:, mine], targets[:, mine], parts[:, mine]
         if wanted is None:
-            rows = [pages.ravel() for pages in rows]
+            rows = rows[0].ravel(), rows[1].ravel(), rows[2].ravel()
         else:
             some = wanted[:, mine]
-            rows = [pages[some] for pages in rows]
+            rows = rows[0][some], rows[1][some], rows[2][some]
         if len(rows[0]):
             copies.append(Copies(group, source.name, target.name, *rows))
     return copies

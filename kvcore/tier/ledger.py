@@ -116,8 +116,10 @@ class Ledger:
 
     def flush(self) -> None:
         """What went is gone from the journal too, before its pages are used again."""
+        if not self._removed:
+            return
         removed, self._removed = self._removed, []
-        if removed and self._journal is not None and not self.is_broken:
+        if self._journal is not None and not self.is_broken:
             try:
                 self._journal.removed(removed)
             except Exception:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..arrays import Int32, Int64
+from ..arrays import ZERO32, Int32
 from ..prefix.keys import Prompt
 from ..prefix.lookup import EXPLANATIONS, Match, Reason, limited_by
 from ..prefix.replays import replay_range
@@ -122,8 +122,9 @@ class Way:
         hit: boundary of the resume point, or the end where none is needed. dense: boundary up to
             which dense segments are then there. Both in segments.
         ranges: (number of the place, first, end) of the segments to load.
-        tail: ([pages_per_point] number of the place, and page there) of the resume point to load,
-            in the columns of a tier.
+        tail: what each place gives to the resume point, by its number: [pages_per_point] pages
+            there, in the columns of a tier, and 0 where another place has the column. Empty where
+            no resume point is loaded.
         saved: tokens that are not computed then.
         pages: of each place, to copy.
         seconds: of the loads and the prefill.
@@ -133,7 +134,7 @@ class Way:
     hit: int
     dense: int
     ranges: list[tuple[int, int, int]]
-    tail: tuple[Int64, Int32] | None
+    tail: dict[int, Int32]
     saved: int
     pages: list[int]
     seconds: float = 0.0
@@ -159,52 +160,63 @@ class Planner:
         self._page_bytes = page_bytes
         self.prefill_tokens_per_second = prefill_tokens_per_second
 
-    def match(
-        self, prompt: Prompt, max_tokens: int | None, pending: Job | None
-    ) -> tuple[TierMatch, Way]:
-        """What is where of `prompt`, and the cheapest way."""
+    def match(self, prompt: Prompt, max_tokens: int | None, pending: Job | None) -> TierMatch:
+        """What is where of `prompt`."""
         kv, a = self._kv, self._kv.alignment
-        match, run = kv._lookup.find(prompt, max_tokens)
-        limit = prompt.num_segments if kv.enable_caching else 0
-        found = [Found(self._device, run, match.dense_tokens // a)]
-        found += self.behind(prompt, limit)
-        usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
-        most = usable if match.max_tokens is None else min(usable, match.max_tokens // a)
-        ways = [self._as_is(match, found), *self._ways(match, found, most)]
-        for way in ways:
-            way.seconds = self._seconds(prompt, way)
-        best = min(ways, key=lambda way: (way.seconds, -way.saved, sum(way.pages)))
-        dense = max(f.depth for f in found)
+        match, ways = self.ways(prompt, max_tokens)
+        best = cheapest(ways)
+        usable, most = self._limits(match)
+        dense = max([f.depth for f in best.found])
         why: Limit = limited_by(kv.enable_caching, usable, most, dense, best.hit)
-        if best.saved < max(way.saved for way in ways):
+        if best.saved < max([way.saved for way in ways]):
             why = "slower"
-        made = TierMatch(
+        return TierMatch(
             best.hit * a, best.saved, match, self._shares(prompt, best), best.seconds, why,
             dense * a, pending,
         )  # fmt: skip
-        return made, best
+
+    def ways(self, prompt: Prompt, max_tokens: int | None) -> tuple[Match, list[Way]]:
+        """What the device has of `prompt`, and the ways to have more: first that without a load."""
+        kv, a = self._kv, self._kv.alignment
+        match, run = kv._lookup.find(prompt, max_tokens)
+        limit = prompt.num_segments if kv.enable_caching else 0
+        found = [Found(self._device, run, match.dense_tokens // a), *self.behind(prompt, limit)]
+        hit = (match.replay_to or match.num_tokens) // a
+        as_is = Way(found, hit, found[0].depth, [], {}, match.num_saved_tokens, [0] * len(found))
+        ways = [as_is, *self._with_loads(match, found)]
+        for way in ways:
+            way.seconds = self._prefill_seconds(prompt, way)
+            if way.ranges or way.tail:
+                loads = zip(self._tiers, way.pages[1:], strict=True)
+                way.seconds += max([t.load_seconds(n * self._page_bytes) for t, n in loads])
+        return match, ways
 
     def behind(self, prompt: Prompt, limit: int) -> list[Found]:
         """Where the first `limit` segments of a prompt end in each tier."""
         return [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
 
-    def _as_is(self, match: Match, found: list[Found]) -> Way:
-        """The way without any load."""
-        hit = (match.replay_to or match.num_tokens) // self._kv.alignment
-        return Way(found, hit, found[0].depth, [], None, match.num_saved_tokens, [0] * len(found))
+    def _limits(self, match: Match) -> tuple[int, int]:
+        """Segments of the prompt before its last token, and of them those that a hit may have."""
+        prompt, a = match.prompt, self._kv.alignment
+        usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
+        return usable, usable if match.max_tokens is None else min(usable, match.max_tokens // a)
 
-    def _ways(self, match: Match, found: list[Found], most: int) -> list[Way]:
-        """Ways with loads. Seconds grow and shrink evenly between the ends of the chains, so these
-        are where to look."""
+    def _with_loads(self, match: Match, found: list[Found]) -> list[Way]:
+        """Ways with loads that save more than the device alone. Seconds grow and shrink evenly
+        between the ends of the chains, so these are where to look."""
         kv, a = self._kv, self._kv.alignment
+        _, most = self._limits(match)
+        replays = kv.replay_tokens is not None and kv.hybrid
+        shortest = match.num_tokens // a
         ways: dict[tuple[int, int, bool], Way] = {}
         for n in range(2, len(found) + 1):
             some = found[:n]
             for limit in {min(f.depth, most) for f in some}:
+                if limit <= shortest:
+                    continue
                 hit = self.boundary(some, limit)
-                if hit * a > match.num_tokens and (n, hit, True) not in ways:
+                if hit > shortest and (n, hit, True) not in ways:
                     ways[n, hit, True] = self._way(found, n, hit, True)
-                replays = kv.replay_tokens is not None and kv.hybrid
                 if replays and limit > found[0].depth and (n, limit, False) not in ways:
                     ways[n, limit, False] = self._way(found, n, limit, False)
         for way in ways.values():
@@ -214,7 +226,7 @@ class Planner:
     def _save(self, way: Way, match: Match, most: int) -> None:
         """What the request does not compute, as `Lookup.find` will see it."""
         kv, a = self._kv, self._kv.alignment
-        hit = way.hit if way.tail is not None or not kv.hybrid else match.num_tokens // a
+        hit = way.hit if way.tail or not kv.hybrid else match.num_tokens // a
         way.saved = hit * a
         if kv.replay_tokens is not None and kv.hybrid:
             replay = replay_range(min(way.dense, most) * a, hit * a, kv.replay_tokens, a)
@@ -223,8 +235,8 @@ class Planner:
 
     def boundary(self, found: list[Found], limit: int) -> int:
         """Longest boundary <= `limit` that a request could resume at with what `found` holds."""
-        limit = min(limit, max(f.depth for f in found))
-        if not self._kv.hybrid or not limit:
+        limit = min(limit, max([f.depth for f in found]))
+        if not self._kv.hybrid or not limit or any(f.point(limit) is not None for f in found):
             return limit
         last = max(0 if p is None else p.depth for p in (f.before(limit + 1) for f in found))
         return max(f.place.index.resumable(f.run, f.depth, limit, last) for f in found)
@@ -232,40 +244,38 @@ class Planner:
     def _way(self, found: list[Found], n: int, hit: int, with_point: bool) -> Way:
         """The way to `hit` by what the first `n` of `found` hold."""
         at, ranges = found[0].depth, list[tuple[int, int, int]]()
-        for i, f in enumerate(found[:n]):
-            if i and at < (end := min(f.depth, hit)):
-                ranges.append((i, at, end))
-                at = end
         pages = [0] * len(found)
-        for i, first, end in ranges:
-            pages[i] += (end - first) * self._tails.layout.pages_per_segment
-        tail = None
-        if with_point and self._kv.hybrid:
-            tail = self.tail(found[:n], hit)
-            counts = np.bincount(tail[0][tail[1] != 0], minlength=len(found))
-            pages = [p + int(c) for p, c in zip(pages, counts, strict=True)]
-            pages[0] = 0
-        return Way(found, hit, max(at, found[0].depth), ranges, tail, 0, pages)
+        for i in range(1, n):
+            end = min(found[i].depth, hit)
+            if at < end:
+                ranges.append((i, at, end))
+                pages[i] = (end - at) * self._tails.layout.pages_per_segment
+                at = end
+        tail = self.tail(found[:n], hit) if with_point and self._kv.hybrid else {}
+        for i, row in tail.items():
+            if i:
+                pages[i] += len(row.nonzero()[0])
+        return Way(found, hit, at, ranges, tail, 0, pages)
 
-    def tail(self, found: list[Found], depth: int) -> tuple[Int64, Int32]:
-        """Where the pages of the resume point at `depth` are: number of the place, and page
-        there."""
-        exact = next((i for i, f in enumerate(found) if f.point(depth) is not None), None)
-        if exact is None:
-            places, pages = self._tail_between(found, depth)
+    def tail(self, found: list[Found], depth: int) -> dict[int, Int32]:
+        """Where the pages of the resume point at `depth` are, as `Way.tail`."""
+        columns = self._tails.points
+        exact = [(i, point) for i, f in enumerate(found) if (point := f.point(depth))]
+        if exact:
+            tail = {i: columns.of(found[i].place, point.pages) for i, point in exact[:1]}
         else:
-            point = found[exact].point(depth)
-            assert point is not None
-            pages = self._tails.points.of(found[exact].place, point.pages).copy()
-            places = np.full(len(pages), exact, dtype=np.int64)
+            tail = self._tail_between(found, depth)
         before = found[0].before(depth + 1)
-        if exact != 0 and before is not None:  # the device's own blocks need no copy
+        if before is not None:  # the device's own blocks need no copy
             later, earlier = self._tails.shared(depth - before.depth)
-            own = self._tails.points.of(self._device, before.pages)
-            places[later], pages[later] = 0, own[earlier]
-        return places, pages
+            tail = {i: row.copy() for i, row in tail.items()}
+            for row in tail.values():
+                row[later] = 0
+            own = tail.setdefault(0, np.zeros(len(columns), dtype=np.int32))
+            own[later] = columns.of(self._device, before.pages)[earlier]
+        return tail
 
-    def _tail_between(self, found: list[Found], depth: int) -> tuple[Int64, Int32]:
+    def _tail_between(self, found: list[Found], depth: int) -> dict[int, Int32]:
         """`tail` out of the points before and after `depth`."""
         befores = [(p.depth, -i, p) for i, f in enumerate(found) if (p := f.before(depth + 1))]
         last, minus, before = max(befores, default=(0, 0, None))
@@ -287,20 +297,13 @@ class Planner:
         if before is not None:
             first_pages = columns.of(found[-minus].place, before.pages)
         last_pages = columns.of(found[number].place, after.pages)
-        pages = np.concatenate([none[:1], first_pages, last_pages])
-        places = np.repeat([0, -minus, number], [1, n, n])
-        return places[code], pages[code]
+        pages = np.concatenate([none[:1], first_pages, last_pages])[code]
+        places = np.repeat([0, -minus, number], [1, n, n])[code]
+        return {i: np.where(places == i, pages, ZERO32) for i in {-minus, number}}
 
     def compute_seconds(self, num_segments: int) -> float:
         """Seconds that the prefill of so many segments takes."""
         return num_segments * self._kv.alignment / self.prefill_tokens_per_second
-
-    def _seconds(self, prompt: Prompt, way: Way) -> float:
-        return self._load_seconds(way) + self._prefill_seconds(prompt, way)
-
-    def _load_seconds(self, way: Way) -> float:
-        loads = zip(self._tiers, way.pages[1:], strict=True)
-        return max((t.load_seconds(n * self._page_bytes) for t, n in loads), default=0.0)
 
     def _prefill_seconds(self, prompt: Prompt, way: Way) -> float:
         return (prompt.num_tokens - way.saved) / self.prefill_tokens_per_second
@@ -309,9 +312,14 @@ class Planner:
         a = self._kv.alignment
         shares = [Share("device", min(way.found[0].depth, way.hit) * a, 0, 0, 0.0)]
         for i, tier in enumerate(self._tiers, 1):
-            tokens = sum(end - first for j, first, end in way.ranges if j == i) * a
+            tokens = sum([end - first for j, first, end in way.ranges if j == i]) * a
             size = way.pages[i] * self._page_bytes
             shares.append(Share(tier.name, tokens, way.pages[i], size, tier.load_seconds(size)))
         left = prompt.num_tokens - way.saved
         seconds = self._prefill_seconds(prompt, way)
         return (*shares, Share("compute", left, 0, 0, seconds))
+
+
+def cheapest(ways: list[Way]) -> Way:
+    """The way that takes least time."""
+    return min(ways, key=lambda way: (way.seconds, -way.saved, sum(way.pages)))

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Int64
+from ..arrays import NO_VALUES, Int32
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
 from .jobs import Job, JobParts
-from .match import Share
+from .match import Share, Way
 from .places import Found, Place, Tier, as_rate
 from .stores import Stores
 from .transfers import Transfers, chain_keys
@@ -61,7 +61,7 @@ class OpenJobs:
             ValueError: the job is not open, or has no such pages. Nothing changed.
         """
         parts = self._open(job)
-        rows = parts.failed_rows(failed)
+        pages = job.failed_pages(failed)
         if seconds is not None:
             seconds = as_rate("seconds", seconds)
         self._close(job)
@@ -69,51 +69,48 @@ class OpenJobs:
             parts.holding.end()
             return ()
         parts.target.index.tick += 1
-        segments, points, came = self._transfers.adopt(parts, rows)
+        segments, points, came = self._transfers.adopt(parts, pages)
         if isinstance(parts.target, Tier):
             parts.target.ledger.added(parts, came, segments, points)
         self._let_go(job)
+        bad = job.sources_of(pages)
         if job.kind == "store":
-            self._stores.ended(job, len(rows), segments, len(points))
+            self._stores.ended(job, sum(map(len, bad.values())), segments, len(points))
             return ()
-        shares = self._loaded(job, rows, came, seconds)
-        if not len(rows):
+        shares = self._loaded(job, bad, parts.first + came, seconds)
+        if not bad:
             self._have_spares(parts)
         return shares
 
-    def _loaded(self, job: Job, rows: Int64, came: int, seconds: float | None) -> tuple[Share, ...]:
-        """Counts what a load brought, but the copies `rows`, which failed; drops their sources.
-
-        Args:
-            came: segments of the job, from the first on.
-        """
-        parts, shares = job.parts, []
-        num_dense, n = len(parts.segments) * parts.width, len(parts.source_places)
-        bad = np.bincount(parts.places[rows], minlength=n).tolist()
-        pages = np.bincount(parts.places, minlength=n).tolist()
-        tails = np.bincount(parts.places[num_dense:], minlength=n).tolist()
-        of_segments = parts.places[: came * parts.width : parts.width or 1]
-        segments = np.bincount(of_segments, minlength=n).tolist()
-        for i, place in enumerate(parts.source_places):
-            if not isinstance(place, Tier) or not pages[i]:
+    def _loaded(
+        self, job: Job, bad: dict[str, Int32], end: int, seconds: float | None
+    ) -> tuple[Share, ...]:
+        """Counts what a load brought, segments up to `end`; drops the sources `bad` of the copies
+        that failed, by the name of their place."""
+        way, shares = job.parts.way, []
+        assert way is not None
+        for i, (place, pages) in enumerate(zip(self.tiers, way.pages[1:], strict=True), 1):
+            if not pages:
                 continue
-            count, num_pages = place.counters, pages[i] - bad[i]
-            count["load_failures"] += bool(bad[i])
+            wrong = bad.get(place.name, NO_VALUES)
+            count, num_pages = place.counters, pages - len(wrong)
+            segments = sum([max(0, min(stop, end) - at) for j, at, stop in way.ranges if j == i])
+            count["load_failures"] += len(wrong) > 0
             count["loaded_pages"] += num_pages
-            count["loaded_segments"] += segments[i]
-            count["loaded_points"] += bool(tails[i]) and not len(rows)
-            if bad[i]:
-                place.drop(parts.sources[rows[parts.places[rows] == i]])
-            elif seconds is not None and pages[i] == job.num_pages:
+            count["loaded_segments"] += segments
+            count["loaded_points"] += i in way.tail and not bad
+            if len(wrong):
+                place.drop(wrong)
+            elif seconds is not None and pages == job.num_pages:
                 place.measured(job.num_bytes, seconds)
-            size, tokens = num_pages * self.page_bytes, segments[i] * self._kv.alignment
+            size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
             shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0))
         return tuple(shares)
 
     def _have_spares(self, parts: JobParts) -> None:
         """What a load brought is on the device and in the tiers that it came from."""
         depth = len(parts.keys) // KEY_BYTES
-        for place in parts.source_places:
+        for place in parts.sources:
             index, policy = place.index, place.index.policy
             if isinstance(place, Tier) and isinstance(policy, Watched):
                 found = Found(place, *index.find(parts.keys, depth))
@@ -142,13 +139,15 @@ class OpenJobs:
         self._changed()
         del self.jobs[job]
         job.is_open = False
-        self._end_waiting(job)
-        if job.kind == "load":
-            places = job.parts.source_places
-            counts = np.bincount(job.parts.places, minlength=len(places)).tolist()
-            for place, pages in zip(places, counts, strict=True):
-                if isinstance(place, Tier):
-                    place.queued_bytes -= pages * self.page_bytes
+        if job.parts.way is not None:
+            self._end_waiting(job)
+            self._queue(job.parts.way, -self.page_bytes)
+
+    def _queue(self, way: Way, page_bytes: int) -> None:
+        """The pages of a way are loaded from now on, or, where `page_bytes` is negative, no
+        more."""
+        for tier, pages in zip(self.tiers, way.pages[1:], strict=True):
+            tier.queued_bytes += pages * page_bytes
 
     def _let_go(self, job: Job) -> None:
         """End what an open job keeps; its own pages, but those adopted, are free again."""
@@ -197,10 +196,11 @@ class OpenJobs:
         only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
         for job in list(self.jobs):
             parts = job.parts
-            own = [h.used for h in (parts.holding, *parts.holdings) if h.index is self._kv.index]
-            if parts.source_places[0] is self._device and job.kind == "store":
-                own.append(parts.sources)
-            if not parts.is_void and any(is_wanted[pages].any() for pages in own):
+            holdings = (parts.holding, *parts.holdings)
+            is_hit = any(is_wanted[h.used].any() for h in holdings if h.index is self._kv.index)
+            if parts.sources[0] is self._device and job.kind == "store":
+                is_hit = is_hit or any(is_wanted[c.sources].any() for c in job.copies)
+            if is_hit and not parts.is_void:
                 self._void(job)
         for run in self._kv.index.runs():
             ends = [d for d in run.depths if is_wanted[run.points[d].pages].any()]

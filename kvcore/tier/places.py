@@ -89,10 +89,11 @@ class Place:
         """Evict until `num_pages` are free; False, and nothing changed, where that is not
         enough."""
         lacks = num_pages - self.num_free
+        if lacks <= 0:
+            return True
         if lacks > self.index.num_evictable:
             return False
-        if lacks > 0:
-            self.index.evict(lacks)
+        self.index.evict(lacks)
         return True
 
     def drop(self, pages: Int32) -> None:
@@ -209,11 +210,12 @@ class Columns:
             is.
         pages: [n] column of that page in the pool.
         num_pages: columns there.
+        is_whole: whether a page of the pool is one page of a tier.
         slices: the columns of each group.
     """
 
     def __init__(self, n: int, num_pages: int) -> None:
-        self.num_pages = num_pages
+        self.num_pages, self.is_whole = num_pages, n == num_pages
         self.groups: Int64 = np.zeros(n, dtype=np.int64)
         self.pages: Int64 = np.zeros(n, dtype=np.int64)
         self.parts: Int32 = np.zeros(n, dtype=np.int32)
@@ -243,10 +245,9 @@ class Columns:
     def of(self, place: Place, pages: Int32) -> Int32:
         """Pages [..., columns there] of an entry of a place as those of a tier: a page of the pool
         is repeated for each of its parts."""
-        if isinstance(place, Tier) or len(self.pages) == self.num_pages:
+        if self.is_whole or isinstance(place, Tier):
             return pages
-        repeated: Int32 = pages[..., self.pages]
-        return repeated
+        return pages.take(self.pages, axis=-1)
 
     def repeated(self, n: int) -> Int32:
         """`parts` n times: [n, columns]."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
+from operator import attrgetter
 
 from ..policies.base import Entry
 from ..prefix.eviction import EvictableTree
@@ -17,6 +19,7 @@ from .watched import Watched, coming, is_there
 
 LOOKED_AT = 64, 4096  # entries of a place in a call, at first and at most
 REMEMBERED = 1024  # failures
+DEPTH = attrgetter("depth")
 
 
 class Stores:
@@ -98,7 +101,7 @@ class Stores:
     def _underway(self, source: Place) -> int:
         """Pages of `source` that are had without a loss once its open stores are done."""
         busy = self._busy.items()
-        return sum(n for entry, (place, n) in busy if place is source and is_there(entry))
+        return sum([n for entry, (place, n) in busy if place is source and is_there(entry)])
 
     def _low(self, place: Place) -> int:
         """Pages of a place that are to be free, or to be had without a loss."""
@@ -120,18 +123,14 @@ class Stores:
     ) -> Job | None:
         """The job that stores those of `entries`, of one path, that the target lacks, or the first
         of them. Where it has no room for all, the first one goes alone."""
-        entries = sorted(filter(self._may_lack, entries), key=lambda entry: entry.depth)
+        entries = sorted(filter(self._may_lack, entries), key=DEPTH)
         chain = Chain.of(target, entries[-1])
         entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
         if not entries:
             return None
-
-        def admits(entry: Run | ResumePoint, num_pages: int, gain: int) -> bool:
-            return self._admission.admits(source, target, entry, num_pages, gain)
-
-        policy = source.index.policy
+        admits, policy = partial(self._admission.admits, source, target), source.index.policy
         freed = {e: (source, e.freed) for e in entries}  # before locks
-        spare = {e for e in entries if isinstance(policy, Watched) and policy.is_spare(e)}
+        spare = {*filter(policy.is_spare, entries)} if isinstance(policy, Watched) else set()
         job = self._transfers.store(source, chain, entries, max_pages, admits)
         if isinstance(job, Lack) and len(entries) > 1:
             entries = entries[:1]
@@ -141,7 +140,7 @@ class Stores:
             self._failed(entries[0].key)
             return None
         if job is not None:
-            self._busy.update((e, freed[e]) for e in job.parts.entries)
+            self._busy |= {e: freed[e] for e in job.parts.entries}
             self._leaving |= spare.intersection(job.parts.entries)
         return job
 
@@ -191,7 +190,7 @@ class Stores:
     def unlocked(self, job: Job) -> None:
         """A job of a store ends: its entries may be evicted."""
         self._transfers.is_over(job.parts)
-        index = job.parts.source_places[0].index
+        index = job.parts.sources[0].index
         for entry in job.parts.entries:
             self._busy.pop(entry, None)
             is_leaving = entry in self._leaving
@@ -218,7 +217,7 @@ class Stores:
         count["stored_points"] += points
         count["stored_pages"] += job.num_pages - num_failed
         count["store_failures"] += bool(num_failed)
-        source, depth = parts.source_places[0], len(parts.keys) // KEY_BYTES
+        source, depth = parts.sources[0], len(parts.keys) // KEY_BYTES
         there = Found(target, *target.index.find(parts.keys, depth))
         for entry in filter(is_there, parts.entries):
             if self._copy_in(there, source, entry) is None and num_failed:

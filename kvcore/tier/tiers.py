@@ -17,7 +17,7 @@ from ..spec import MOST_PARTS, Layout, as_int
 from .hints import Answer, Hints, Intent
 from .jobs import Job
 from .ledger import TierAnnouncer, noted_of
-from .match import Planner, TierMatch
+from .match import Planner, TierMatch, cheapest
 from .open_jobs import OpenJobs
 from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate, averaged
 from .stores import Stores
@@ -164,7 +164,7 @@ class Tiers(OpenJobs):
             ValueError: as `KVCache.match`.
         """
         prompt = self._kv._lookup.prompt(token_ids, salt, extra_keys)
-        return self._planner.match(prompt, max_tokens, self.pending(prompt))[0]
+        return self._planner.match(prompt, max_tokens, self.pending(prompt))
 
     def pending(self, prompt: Prompt) -> Job | None:
         """The open load that brings most of a prompt, if there is one."""
@@ -196,7 +196,7 @@ class Tiers(OpenJobs):
         made = self._stores.begin(max_bytes // self.page_bytes, everything)
         for job in made:
             parts = job.parts
-            listener = parts.source_places[0].index.announcer
+            listener = parts.sources[0].index.announcer
             if listener is not None:
                 parts.noted = noted_of(listener, parts.keys[parts.first * KEY_BYTES :])
             self.jobs[job] = None
@@ -226,15 +226,15 @@ class Tiers(OpenJobs):
             prompt, max_tokens = match.prompt, match.device.max_tokens
         else:
             prompt, max_tokens = match, None
-        now, way = self._planner.match(prompt, max_tokens, None)
-        if now.num_saved_tokens == now.device.num_saved_tokens:
+        now, ways = self._planner.ways(prompt, max_tokens)
+        way = cheapest(ways)
+        if way.saved == now.num_saved_tokens:
             return None
         self._changed()
         job = self._transfers.load(self._device, way, prompt)
         if isinstance(job, Lack):
             return self._out_of_pages(job)
-        for place, pages in zip(self.tiers, way.pages[1:], strict=True):
-            place.queued_bytes += pages * self.page_bytes
+        self._queue(way, self.page_bytes)
         if self._kv._announcer is not None:
             parts = job.parts
             last = parts.first + len(parts.segments)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ..arrays import NO_FLAGS, NO_ROWS, NO_VALUES, ZERO32, Flags, Int32, Int64
+from ..arrays import NO_VALUES, ZERO32, Flags, Int32, Int64, count_true
 from ..policies.base import Entry
-from ..prefix.holdings import Holding, adopt
+from ..prefix.holdings import Holding
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.tree import ResumePoint, Run, path_to
 from .jobs import Copies, Job, JobParts, copies_of
@@ -46,11 +46,12 @@ def end_of(entry: Run | ResumePoint) -> tuple[Run, int]:
 
 def chain_keys(run: Run, depth: int) -> bytes:
     """Keys of the first `depth` segments on the path to `run`."""
-    return b"".join(bytes(node.keys) for node in path_to(run))[: depth * KEY_BYTES]
+    return b"".join([node.keys for node in path_to(run)])[: depth * KEY_BYTES]
 
 
 IsAdmitted = Callable[["Run | ResumePoint", int, int], bool]
 NO_POINTS: Int32 = np.empty((0, 0), dtype=np.int32)
+BY_GROUP = attrgetter("group")
 
 
 class _Chosen:
@@ -62,19 +63,20 @@ class _Chosen:
 
     Attributes:
         entries: that are taken. end: segments of the chain that the target has then.
-        depths: of the resume points among them, a row each.
+        depths: of the resume points among them, a row each. rows: which of all rows these are.
+        num_pages: to copy.
         targets: [n, columns] pages of the target; 0 where it has none yet.
         is_new: [n, columns] those to copy.
+        links: columns of a row that have the pages of other columns of the row before it.
     """
 
     def __init__(self, end: int, sources: Int32) -> None:
-        self.end, self.sources = end, sources
-        self.targets, self.is_new = np.zeros_like(sources), sources != 0
+        self.end, self.sources, self.num_pages = end, sources, 0
+        self.targets, self.is_new = np.zeros(sources.shape, dtype=np.int32), sources != ZERO32
         self.entries: list[Run | ResumePoint] = []
         self.depths: list[int] = []
-        self._rows: list[int] = []
-        # Columns of a row that have the same pages as others of the row before it.
-        self._links: dict[int, tuple[Int64, Int64]] = {}
+        self.rows: list[int] = []
+        self.links: dict[int, tuple[Int64, Int64]] = {}
 
     def build_on(
         self, i: int, later: Int64, earlier: Int64, before: ResumePoint | None
@@ -85,28 +87,19 @@ class _Chosen:
             self.targets[i, later] = before.pages[earlier]
             self.is_new[i] &= self.targets[i] == 0
             return None
-        has = self.sources[self._rows[-1], earlier] != 0
+        has = self.sources[self.rows[-1], earlier] != 0
         self.is_new[i, later[has]] = False
         return later[has], earlier[has]
 
-    def add(self, i: int, depth: int, link: tuple[Int64, Int64] | None) -> None:
-        """Row `i`, the point at `depth`, is taken."""
-        if link is not None:
-            self._links[len(self._rows)] = link
-        self._rows.append(i)
-        self.depths.append(depth)
-
     def only_chosen(self) -> None:
         """Forget the rows that were not taken."""
-        if len(self._rows) < len(self.sources):
-            rows = self._rows
-            self.sources, self.targets = self.sources[rows], self.targets[rows]
-            self.is_new = self.is_new[rows]
+        self.sources, self.targets = self.sources[self.rows], self.targets[self.rows]
+        self.is_new = self.is_new[self.rows]
 
     def fill(self, pages: Int32) -> Int32:
         """`targets`, once there are pages for those that are new."""
         self.targets[self.is_new] = pages
-        for i, (later, earlier) in self._links.items():
+        for i, (later, earlier) in self.links.items():
             self.targets[i, later] = self.targets[i - 1, earlier]
         return self.targets
 
@@ -176,39 +169,37 @@ class Transfers:
         run, depth = end_of(entries[-1])
         keys, there, target = chain.keys, chain.there, chain.there.place
         first = there.depth = min(there.depth, depth)
-        if (target.name, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]) in self._underway:
+        first_key = target.name, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        if first_key in self._underway:
             return None
         chosen = self._choose(source, there, entries, max_pages, is_admitted)
         if not chosen.entries:
             return None
         # Everything is looked up before locks split runs.
-        end, width = chosen.end, self._width
-        dense = self._tails.segments.of(source, source.index.pages_between(run, first, end))
-        sources = np.concatenate([dense.ravel(), chosen.sources[chosen.is_new]])
-        holding = there.hold(first, chosen.targets[chosen.targets != 0])
-        taken = _take(target, holding, len(sources))
+        dense = self._tails.segments.of(source, source.index.pages_between(run, first, chosen.end))
+        holding = there.hold(first, chosen.targets[chosen.targets.nonzero()])
+        taken = _take(target, holding, chosen.num_pages)
         if isinstance(taken, Lack):
             return taken
         segments = taken[: dense.size].reshape(dense.shape)
         points = chosen.fill(taken[dense.size :])
         run, depth = end_of(chosen.entries[-1])
-        used = [entry.pages for entry in chosen.entries if isinstance(entry, ResumePoint)]
-        reading = Found(source, run, depth).hold(depth, np.concatenate([NO_VALUES, *used]))
-        for entry in chosen.entries:
-            if isinstance(entry, ResumePoint):  # to evict it now would free nothing
-                source.index.withdraw(entry)
+        stored = [entry for entry in chosen.entries if isinstance(entry, ResumePoint)]
+        used = np.concatenate([NO_VALUES, *(point.pages for point in stored)])
+        reading = Holding(source.index, source.index.end_at(run, depth), used)
+        for point in stored:  # to evict it now would free nothing
+            source.index.withdraw(point)
         copies = copies_of(self._tails.segments, source, target, dense, segments)
         copies += copies_of(
             self._tails.points, source, target, chosen.sources, points, chosen.is_new
         )
         parts = JobParts(
-            target, keys[: end * KEY_BYTES], first, segments, chosen.depths, points, holding,
-            [reading], sources, np.zeros(len(sources), dtype=np.int64), taken, width, [source],
-            chosen.entries,
+            [source], target, keys[: chosen.end * KEY_BYTES], first, segments, chosen.depths,
+            points, holding, [reading], chosen.entries,
         )  # fmt: skip
         if len(segments):
-            self._underway.add(parts.first_key)
-        return self._job("store", parts, copies, end)
+            self._underway.add(first_key)
+        return self._job("store", parts, copies, len(taken), chosen.end)
 
     def _choose(
         self, source: Place, there: Found, entries: Sequence[Run | ResumePoint], max_pages: int,
@@ -224,25 +215,33 @@ class Transfers:
             if points:
                 before = there.before(entry.depth)
                 known = 0 if before is None else before.depth
-                later, earlier = tails.shared(entry.depth - max(known, last))
-                if len(later) and max(known, last):
-                    link = made.build_on(i, later, earlier, before if known > last else None)
+                if known or last:
+                    later, earlier = tails.shared(entry.depth - max(known, last))
+                    if len(later):
+                        link = made.build_on(i, later, earlier, before if known > last else None)
             segments = max(0, entry.depth - made.end)
             n = segments * self._width
-            n += int(np.count_nonzero(made.is_new[i])) if points else 0
+            n += count_true(made.is_new[i]) if points else 0
             if not is_admitted(entry, n, entry.depth - max(known, last)):
                 continue
-            if n > max_pages:
-                segments = min(segments, max_pages // self._width) if self._width else 0
-                made.end += segments
-                made.entries += [entry] * (segments > 0)  # its first segments alone
-                break
-            made.end, max_pages = made.end + segments, max_pages - n
+            is_part = n > max_pages - made.num_pages
+            if is_part:  # its first segments alone
+                room = max_pages - made.num_pages
+                segments = min(segments, room // self._width) if self._width else 0
+                if not segments:
+                    break
+                n = segments * self._width
+            made.end, made.num_pages = made.end + segments, made.num_pages + n
             made.entries.append(entry)
+            if is_part:
+                break
+            if link is not None:
+                made.links[len(made.rows)] = link
             if points:
-                made.add(i, entry.depth, link)
-                last = entry.depth
-        made.only_chosen()
+                made.rows.append(i)
+                made.depths.append(last := entry.depth)
+        if len(made.rows) < len(made.sources):
+            made.only_chosen()
         return made
 
     def is_over(self, parts: JobParts) -> None:
@@ -252,80 +251,64 @@ class Transfers:
 
     def load(self, device: Place, way: Way, prompt: Prompt) -> Job | Lack:
         """The job of a way."""
-        found, first = way.found, way.found[0].depth
-        columns = self._tails.points
-        point, used, places, pages = None, NO_VALUES, NO_ROWS, NO_VALUES
-        new, lacking = NO_FLAGS, NO_ROWS
-        if way.tail is not None:
-            places, pages = way.tail
-            new = (places != 0) & (pages != 0)
-            point = np.zeros(columns.num_pages, dtype=np.int32)
-            point[columns.pages] = np.where(places == 0, pages, ZERO32)
-            is_lacking = np.zeros(columns.num_pages, dtype=np.bool_)
-            is_lacking[columns.pages[new]] = True
-            lacking = is_lacking.nonzero()[0]
-            used = point[point != 0]
-        depth = way.hit if way.tail is not None else way.dense
+        found, columns = way.found, self._tails.points
+        depth = way.hit if way.tail else way.dense
         # A point within what the device has needs the chain before it alone.
-        first = min(first, depth)
+        first = min(found[0].depth, depth)
         n = way.ranges[-1][2] - first if way.ranges else 0
         # Everything is looked up before locks split runs.
         dense = [found[i].place.index.pages_between(found[i].run, a, b) for i, a, b in way.ranges]
-        sources = np.concatenate([*(x.ravel() for x in dense), pages[new]])
-        numbers = [i for i, _, _ in way.ranges]
-        source_of = np.concatenate(
-            [np.array(numbers, dtype=np.int64).repeat([x.size for x in dense]), places[new]]
-        )
-        holding = found[0].hold(first, used)
-        per_segment = self._tails.segments.num_pages
-        num_dense = n * per_segment
-        taken = _take(device, holding, num_dense + len(lacking))
+        point = np.zeros(columns.num_pages, dtype=np.int32)
+        lacking = np.zeros(columns.num_pages, dtype=np.bool_)
+        for i, pages in way.tail.items():
+            if i:
+                lacking[columns.pages[pages.nonzero()]] = True
+            else:
+                point[columns.pages] = pages
+        holding = found[0].hold(first, point[point.nonzero()])
+        num_dense = n * self._tails.segments.num_pages
+        taken = _take(device, holding, num_dense + count_true(lacking))
         if isinstance(taken, Lack):
-            taken.per_group = self._per_group(n, new)
+            taken.per_group = self._per_group(n, lacking[columns.pages])
             return taken
-        segments = taken[:num_dense].reshape(n, per_segment)
-        into = self._tails.segments.of(device, segments)
-        targets, copies, at = [into.ravel()], list[Copies](), 0
-        for i, rows in zip(numbers, dense, strict=True):
-            place, rest = found[i].place, into[at : at + len(rows)]
-            copies += copies_of(self._tails.segments, place, device, rows, rest)
+        segments = taken[:num_dense].reshape(n, self._tails.segments.num_pages)
+        point[lacking] = taken[num_dense:]
+        copies, at = list[Copies](), 0
+        into, own = self._tails.segments.of(device, segments), columns.of(device, point)[None]
+        for (i, _, _), rows in zip(way.ranges, dense, strict=True):
+            rest = into[at : at + len(rows)]
+            copies += copies_of(self._tails.segments, found[i].place, device, rows, rest)
             at += len(rows)
-        if point is not None:
-            point[lacking] = taken[num_dense:]
-            own = columns.of(device, point)
-            targets.append(own[new])
-            for i in sorted({*places[new].tolist()}):
-                mine = (new & (places == i))[None]
-                copies += copies_of(columns, found[i].place, device, pages[None], own[None], mine)
         holdings = []
         for i, f in enumerate(found[1:], 1):
-            mine = pages[new & (places == i)]
             ends = [stop for j, _, stop in way.ranges if j == i]
-            if ends or len(mine):
-                upto = max([*ends, min(depth, f.depth)])
-                holdings.append(f.hold(upto, mine))
+            if ends or way.pages[i]:
+                pages = way.tail.get(i, NO_VALUES)
+                holdings.append(f.hold(max([*ends, min(depth, f.depth)]), pages))
+                if len(pages):
+                    row = pages[None]
+                    copies += copies_of(columns, f.place, device, row, own, row != ZERO32)
         parts = JobParts(
-            device, prompt.keys[: (first + n) * KEY_BYTES], first, segments,
-            [] if point is None else [depth], NO_POINTS if point is None else point[None],
-            holding, holdings, sources, source_of, np.concatenate(targets), self._width,
-            [f.place for f in found], prompt=prompt,
+            [f.place for f in found], device, prompt.keys[: (first + n) * KEY_BYTES], first,
+            segments, [depth] if way.tail else [], point[None] if way.tail else NO_POINTS,
+            holding, holdings, way=way,
         )  # fmt: skip
-        return self._job("load", parts, copies, depth)
+        return self._job("load", parts, copies, sum(way.pages), depth)
 
     def _per_group(self, num_segments: int, new: Flags) -> list[int]:
         """Pages of the pool that so many segments and columns `new` of a point take, by group."""
         segments, points = self._tails.segments, self._tails.points
         dense = segments.groups[segments.parts == 0]
-        tail = points.groups[new][points.parts[new] == 0] if len(new) else NO_ROWS
+        tail = points.groups[new][points.parts[new] == 0]
         n = 1 + int(max([*segments.groups.tolist(), *points.groups.tolist()]))
         counts = np.bincount(dense, minlength=n) * num_segments + np.bincount(tail, minlength=n)
         return [int(count) for count in counts]
 
     def _job(
-        self, kind: Literal["store", "load"], parts: JobParts, copies: list[Copies], depth: int
-    ) -> Job:
-        copies.sort(key=attrgetter("group"))
-        size = len(parts.sources)
+        self, kind: Literal["store", "load"], parts: JobParts, copies: list[Copies], size: int,
+        depth: int,
+    ) -> Job:  # fmt: skip
+        copies.sort(key=BY_GROUP)
         return Job(
             kind, tuple(copies), size, size * self.page_bytes, depth * self._alignment, parts=parts
         )
@@ -336,15 +319,18 @@ class Transfers:
         """Make entries of what came: segments up to the first of which a page failed, and resume
         points after these.
 
+        Args:
+            failed: target pages.
+
         Returns:
             (new segments, boundaries of new resume points, segments that came).
         """
         holding, n, depths, points = parts.holding, len(parts.segments), parts.depths, parts.points
         back = NO_VALUES
         if len(failed):
-            if failed[0] < n * parts.width:
-                n = int(failed[0]) // parts.width
-            whole = ~np.isin(points, parts.targets[failed]).any(axis=1)
+            wrong = np.flatnonzero(np.isin(parts.segments, failed).any(axis=1))
+            n = int(wrong[0]) if len(wrong) else n
+            whole = ~np.isin(points, failed).any(axis=1)
             whole &= np.array(depths, dtype=np.int64) <= parts.first + n
             depths = [depth for depth, is_whole in zip(depths, whole, strict=True) if is_whole]
             points = points[whole]
@@ -354,9 +340,9 @@ class Transfers:
             ]
         holding.taken = back
         noted = None if parts.noted is None else parts.noted[:n]
-        segments, are_new = adopt(
-            parts.target.index, parts.keys[: (parts.first + n) * KEY_BYTES], parts.first,
-            parts.segments[:n], depths, points, noted,
+        segments, are_new = holding.adopt(
+            parts.keys[: (parts.first + n) * KEY_BYTES], parts.first, parts.segments[:n], depths,
+            points, noted,
         )  # fmt: skip
         return segments, are_new, n
 

@@ -89,7 +89,8 @@ class Watched:
         first = list(islice(self._spare, n))
         if len(first) == n:
             return first
-        return [*first, *(entry for entry in tell(n) if entry not in self._spare)]
+        others: list[Entry] = tell(n)
+        return [*first, *(e for e in others if e not in self._spare)] if first else others
 
 
 def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:

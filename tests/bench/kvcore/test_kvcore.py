@@ -62,7 +62,8 @@ def test_more_groups_are_windows_like_the_first():
 def test_entries_of_tiers_go_to_the_host_and_come_back(spec, monkeypatch):
     monkeypatch.setattr(measure, "MILLION", 1 << 14)
     rows = tiers.entry_times(spec, 2)
-    names = [f"{tier}_{name}" for tier in ("tier", "tier_chain") for name in tiers.CALLS]
+    which = ("tier", "tier_batch", "tier_chain")
+    names = [f"{tier}_{name}" for tier in which for name in tiers.CALLS]
     assert [r["name"] for r in rows] == names
     assert all(0 < r["value"] < 1 and (r["spec"], r["unit"]) == (spec, "s") for r in rows)
 

@@ -14,6 +14,7 @@ from tests.support.kvcore.tiers import Contents, DictJournal, Memory
 HYBRID = groups((8, None), (4, 10))
 DENSE = groups((8, None))
 STATE = groups((4, None), GroupSpec("state", "state", 4, 4096))
+WINDOWS = groups((4, 10), (4, 20))
 PAGE = 4096
 
 
@@ -53,12 +54,13 @@ class Setup:
         return done
 
     def load(self, tokens, **options):
-        """Load what a prompt needs; returns the match before."""
+        """Load what a prompt needs, which is what the match said; returns the match before."""
         match = self.tiers.match(tokens, **options)
         job = self.tiers.load(match)
         assert isinstance(job, Job)
         self.memory.copy(job)
-        self.tiers.done(job)
+        came = [(s.place, s.num_tokens, s.num_pages) for s in self.tiers.done(job)]
+        assert came == [(s.place, s.num_tokens, s.num_pages) for s in match.shares if s.num_pages]
         self.check()
         return match
 
@@ -90,6 +92,19 @@ def test_a_prefix_comes_back_as_it_left(specs, place):
     match = s.load([*PROMPT, 1])
     assert match.num_tokens == match.num_saved_tokens == before > 0
     assert s.serve([*PROMPT, 1]).num_tokens == before  # and every row that it reads is right
+
+
+def test_segments_without_pages_come_back_too():
+    """Where all groups are windows a segment is its key alone; it counts as any other."""
+    s = Setup(WINDOWS)
+    for prompt in (PROMPT, PROMPT[::-1]):  # of the last one only its point is evicted
+        s.serve(prompt)
+    s.store()
+    s.forget()
+    match = s.load([*PROMPT, 1])
+    assert match.num_tokens == match.shares[1].num_tokens == 100
+    assert s.tiers.stats()["tier_loaded_segments/host"] == 25
+    assert s.serve([*PROMPT, 1]).num_tokens == 100
 
 
 def test_host_to_disk_and_back():
@@ -220,6 +235,20 @@ def test_deep_dense_on_the_device_and_the_resume_point_on_the_host():
     assert s.serve([*PROMPT, 1]).num_tokens == match.num_tokens
 
 
+def test_windows_that_the_device_has_are_not_loaded():
+    """A point at 104 reads tokens 94 to 103; the device has the block from 92 on, for its own at 96."""
+    s = Setup(pages=100)
+    longer = [*PROMPT, *range(9)]
+    s.serve(longer)
+    s.store()
+    s.forget()
+    s.serve(PROMPT)
+    match = s.load(longer)
+    assert (match.device.num_tokens, match.num_tokens) == (96, 104)
+    assert match.shares[1].num_pages == 1 + 2  # a dense block, the windows' blocks from 96 on
+    assert s.serve(longer).num_tokens == 104
+
+
 def test_dense_on_the_host_and_the_resume_point_on_the_disk():
     s = Setup(host=60, disk=300)
     s.serve(PROMPT)
@@ -284,7 +313,7 @@ def test_a_prompt_is_loaded_without_a_match():
     s.store()
     s.forget()
     found = []
-    look, s.tiers._planner.match = s.tiers._planner.match, lambda *a: found.append(a) or look(*a)
+    look, s.tiers._planner.ways = s.tiers._planner.ways, lambda *a: found.append(a) or look(*a)
     job = s.tiers.load(s.e.kv.match([*PROMPT, 1]).prompt)
     assert len(found) == 1 and job.num_tokens == 96
     s.memory.copy(job)
