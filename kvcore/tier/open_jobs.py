@@ -72,6 +72,8 @@ class OpenJobs:
         segments, points, came = self._transfers.adopt(parts, rows)
         if isinstance(parts.target, Tier):
             parts.target.ledger.added(parts, came, segments, points)
+        if job.kind == "load":
+            self._mark_lossy(parts)
         self._let_go(job)
         if job.kind == "store":
             self._stores.ended(job, len(rows), segments, len(points))
@@ -107,8 +109,24 @@ class OpenJobs:
             elif seconds is not None and pages[i] == job.num_pages:
                 place.measured(job.num_bytes, seconds)
             size, tokens = num_pages * self.page_bytes, segments[i] * self._kv.alignment
-            shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0))
+            shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0, place.lossy))
         return tuple(shares)
+
+    def _mark_lossy(self, parts: JobParts) -> None:
+        """Segments that a load brought from a lossy tier count as lossy, and so do those of whose
+        tokens it brought rows of windows, or a state."""
+        is_lossy = np.array([isinstance(p, Tier) and p.lossy for p in parts.source_places])
+        rows, num_dense = is_lossy[parts.places], len(parts.segments) * parts.width
+        if not rows.any():
+            return
+        index, depth = self._kv.index, len(parts.keys) // KEY_BYTES
+        came = rows[:num_dense].reshape(len(parts.segments), -1).any(axis=1)
+        pages = parts.segments[came].ravel()
+        if rows[num_dense:].any():
+            run, end = index.find(parts.keys, depth)
+            seen = index.pages_between(run, max(0, depth - self._kv.layout.reach), end)
+            pages = np.concatenate([pages, seen.ravel()])
+        index.pool.mark_lossy(pages)
 
     def _have_spares(self, parts: JobParts) -> None:
         """What a load brought is on the device and in the tiers that it came from."""
