@@ -120,7 +120,7 @@ class OpenJobs:
         if not rows.any():
             return
         index, depth = self._kv.index, len(parts.keys) // KEY_BYTES
-        came = rows[:num_dense].reshape(len(parts.segments), -1).any(axis=1)
+        came = rows[:num_dense].reshape(-1, parts.width).any(axis=1)
         pages = parts.segments[came].ravel()
         if rows[num_dense:].any():
             run, end = index.find(parts.keys, depth)

@@ -33,8 +33,8 @@ class TierSpec:
         policy: eviction policy, of this tier alone. None: `Adaptive`, with the seconds that an
             entry saves for each of its bytes.
         journal: keeps the tier past the end of the process; None keeps nothing.
-        lossy: whether the engine keeps its pages in a form that does not come back bit for bit, in
-            e4m3 say. Hits on what came from here say so (`Match.lossy_tokens`).
+        lossy: whether the engine keeps pages in a form that does not come back bit for bit, in e4m3
+            say, the same in all tiers. Hits on what came from here say so (`Match.lossy_tokens`).
 
     Raises:
         ValueError: a field is out of range.
