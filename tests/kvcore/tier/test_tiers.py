@@ -22,14 +22,14 @@ class Setup:
 
     def __init__(self, specs=HYBRID, pages=60, host=200, disk=None, journal=None, **options):
         cache = {"retention": "latest", "policy": LRU(), "max_requests": 4, "max_model_len": 300}
-        names = {"prefill", "watermark", "rate", "policy_of_host", "max_hint_bytes"}
+        names = {"prefill", "watermark", "rate", "policy_of_host", "max_hint_bytes", "lossy"}
         mine = {n: options.pop(n) for n in names & options.keys()}
         self.e = Engine(specs, num_pages=pages, **cache | options)
-        rate = mine.get("rate", 1e9)
+        rate, lossy = mine.get("rate", 1e9), mine.get("lossy", False)
         policy = mine.get("policy_of_host", LRU())
         self.tiers = Tiers(
-            self.e.kv, host=None if host is None else TierSpec(host, rate, policy),
-            disk=None if disk is None else TierSpec(disk, rate / 10, LRU(), journal),
+            self.e.kv, host=None if host is None else TierSpec(host, rate, policy, lossy=lossy),
+            disk=None if disk is None else TierSpec(disk, rate / 10, LRU(), journal, lossy),
             prefill_tokens_per_second=mine.get("prefill", 1.0), watermark=mine.get("watermark", pages),
             max_hint_bytes=mine.get("max_hint_bytes"),
         )  # fmt: skip
