@@ -202,27 +202,43 @@ def test_parts_of_one_row_that_overlap(impl):
     assert not x[[0, 2]].any()
 
 
+@FUNCTIONS
+def test_pools_that_look_alike(function):
+    """Of the same bytes in rows of another dtype: each has a launch of its own."""
+    for dtype in (BF16, F16, BF16):
+        calls = [make_call("bf16") for _ in range(2)]
+        for call, impl in zip(calls, ("triton", "torch"), strict=True):
+            call["pages"] = replace(call["pages"], e4m3_rows=E4m3Rows(dtype, 128))
+            function(**call, impl=impl)
+        assert all(a.equal(b) for a, b in zip(*map(bits, calls), strict=True))
+
+
 @pytest.mark.skipif(
     DEVICE != "cpu" or sys.platform != "linux",
     reason="memory that is never touched is free on Linux",
 )
 @FUNCTIONS
-def test_offsets_within_a_pool_have_64_bits(function):
-    """Only the pages of a pool of 8 GiB are touched."""
-    stride = 2**32
-    memory = mmap.mmap(-1, 2 * stride + 64, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)  # fmt: skip
-    data = torch.frombuffer(memory, dtype=torch.uint8).as_strided((3, 64), (stride, 1))
+def test_offsets_within_pool_and_buffer_have_64_bits(function):
+    """Only the pages of a pool of 8 GiB are touched, and two rows of as large a buffer."""
+
+    def far(size, stride=2**32):
+        memory = mmap.mmap(-1, 2 * stride + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)  # fmt: skip
+        return torch.frombuffer(memory, dtype=torch.uint8).as_strided((3, size), (stride, 1))
+
+    data, buffer = far(64), far(36)
     x = torch.linspace(-3, 3, 96).bfloat16().view(3, 32)
     data[:] = x.view(torch.uint8)
     pages = PoolPages([data], 1, E4m3Rows(BF16, 32))
-    want, buffer = around(x[2:], "torch")
+    ids = torch.tensor([2, 0, 1])
+    want = [around(x[i : i + 1], "torch") for i in ids.tolist()]
+    kept = torch.cat([made for _, made in want])
     if function is gather_pages:
-        got = torch.zeros_like(buffer)
-        gather_pages(pages, torch.tensor([2]), got, impl="triton")
-        assert got.equal(buffer) and data.equal(x.view(torch.uint8))
+        gather_pages(pages, ids, buffer, impl="triton")
+        assert buffer.equal(kept) and data.equal(x.view(torch.uint8))
     else:
-        scatter_pages(pages, torch.tensor([2]), buffer, impl="triton")
-        assert data[2].equal(want.view(torch.uint8)[0]) and data[:2].equal(x[:2].view(torch.uint8))
+        buffer[:] = kept
+        scatter_pages(pages, ids, buffer, impl="triton")
+        assert data[ids].equal(torch.cat([back for back, _ in want]).view(torch.uint8))
 
 
 REFUSED = [
