@@ -688,6 +688,40 @@ def test_a_restart_finds_what_the_journal_kept():
     new.check()
 
 
+@pytest.mark.parametrize("specs", [HYBRID, DENSE, STATE], ids=["hybrid", "dense", "state"])
+@pytest.mark.parametrize("lossy", [False, True], ids=["exact", "lossy"])
+def test_a_disk_and_a_snapshot_survive_a_restart_together(specs, lossy):
+    """The device has one prompt, the disk two; every row that the new process reads is checked."""
+    journal = DictJournal()
+    s = Setup(specs, host=None, disk=300, journal=journal, lossy=lossy)
+    for i in range(2):
+        s.serve([i, *PROMPT])
+        s.store()
+        s.forget()
+    s.load([1, *PROMPT, 1])
+    s.serve([2, *PROMPT[:60]])
+    data = snapshot.dumps(s.e.kv)
+    known = [s.e.kv.match([i, *PROMPT, 1]) for i in range(3)]
+    assert known[0].num_tokens == 0 < known[2].num_tokens < known[1].num_tokens
+    new = Setup(specs, host=None, disk=300, journal=journal, lossy=lossy)
+    snapshot.loads(new.e.kv, data)
+    new.memory.rows["disk"] = s.memory.rows["disk"]
+    pages = snapshot.page_ids(new.e.kv)
+    for rows, old in zip(new.e.rows, s.e.rows, strict=True):
+        rows[pages] = old[pages]
+    new.e._poisoned[pages] = False
+    new.check()
+    assert [new.e.kv.match(match.prompt) for match in known] == known
+    assert (known[1].lossy_tokens > 0) == lossy
+    assert new.tiers.match([1, *PROMPT, 1]).num_bytes == 0
+    new.load([0, *PROMPT, 1])
+    for i in (0, 2, 1, *range(5, 9)):
+        new.serve([i, *PROMPT, 1])
+        new.store()
+    assert new.tiers.match([2, *PROMPT, 1]).num_tokens == known[1].num_tokens
+    new.check()
+
+
 def test_records_that_fit_nowhere_are_removed():
     journal = DictJournal()
     s = Setup(host=None, disk=100, journal=journal)
