@@ -22,8 +22,9 @@ import triton.language as tl
 from ..common import launch_cache, strided
 from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import Launch
+from ..common.row_scales import row_scales
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import rounded_to_e4m3, row_scales
+from ..common.tiles import rounded_to_e4m3
 from .call import check_write
 
 # Elements of K that one program holds; V the same.

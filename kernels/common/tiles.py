@@ -7,17 +7,12 @@ Source: OCP 8-bit floating point specification for e4m3.
 import triton
 import triton.language as tl
 
-from . import e4m3
 from .arch import Arch
 
-# Bit patterns of fp32: infinity, the largest finite number, 448, and the smallest normal e4m3
-# value 2^-6.
+# Bit patterns of fp32: infinity, 448, and the smallest normal e4m3 value 2^-6.
 INF_BITS = tl.constexpr(0x7F800000)
-MAX_BITS = tl.constexpr(0x7F7FFFFF)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
-E4M3_MAX = tl.constexpr(e4m3.E4M3_MAX)
-MIN_SCALE = tl.constexpr(e4m3.MIN_SCALE)
 # Sequences whose lengths a program looks at together.
 CHUNK = tl.constexpr(128)
 
@@ -213,13 +208,3 @@ def rounded_to_e4m3(x):
     byte = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
     value = tl.where(is_nan, float("nan"), tl.where(bits < 0, -value, value))
     return value, tl.where(is_nan, 0x7F, byte) | tl.where(bits < 0, 0x80, 0)
-
-
-@triton.jit
-def row_scales(rows):
-    """Scales [ROWS] of rows [ROWS, DIM] fp32 of their own, as ``e4m3.quantize`` has them."""
-    # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
-    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)
-    scales = tl.math.div_rn(largest, tl.full(largest.shape, E4M3_MAX, tl.float32))
-    return tl.where(scales < MIN_SCALE, MIN_SCALE, scales)

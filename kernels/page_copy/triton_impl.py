@@ -22,8 +22,9 @@ from ..common import launch_cache
 from ..common.arch import Arch
 from ..common.checks import expect_tensor
 from ..common.launching import Launch, arch_and_sms
+from ..common.row_scales import row_scales
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import rounded_to_e4m3, row_scales, widen_e4m3
+from ..common.tiles import rounded_to_e4m3, widen_e4m3
 from .call import check_copy, is_reachable
 from .pool_pages import ALIGNMENT, FASTEST, SCALE_BYTES, E4m3Rows, PoolPages
 
