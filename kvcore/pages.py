@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Int32, Int64
+from .arrays import Flags, Int32, Int64
 from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
@@ -32,6 +32,8 @@ class PagePool:
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
         withheld: pages that are not handed out, though nobody has them.
         num_reserved: free pages that a step which is being built will take.
+        lossy: [num_pages] bool, pages of `mark_lossy` that nobody else took since; None: it never
+            was called.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -49,6 +51,7 @@ class PagePool:
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.withheld: set[int] = set()
         self.num_held_only = 0  # window pages that only resume points hold
+        self.lossy: Flags | None = None
 
     @property
     def num_available(self) -> int:
@@ -64,6 +67,8 @@ class PagePool:
         """Remove from the stack the n pages that `peek(n)` showed."""
         assert n <= self.num_free
         self.num_free -= n
+        if self.lossy is not None:
+            self.lossy[self._stack[self.num_free : self.num_free + n]] = False
 
     def claim(self, pages: Int32) -> None:
         """Remove `pages` (distinct, free) from wherever in the stack they are."""
@@ -72,6 +77,14 @@ class PagePool:
         assert len(rest) == len(free) - len(pages)
         self._stack[: len(rest)] = rest
         self.num_free = len(rest)
+        if self.lossy is not None:
+            self.lossy[pages] = False
+
+    def mark_lossy(self, pages: Int32) -> None:
+        """What `pages` hold is not bit for bit what a request would compute."""
+        if self.lossy is None:
+            self.lossy = np.zeros(self.num_pages, dtype=np.bool_)
+        self.lossy[pages] = True
 
     def withhold(self, pages: Int64) -> None:
         """Hand out those of `pages` (distinct) that are free no more."""

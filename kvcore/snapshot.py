@@ -34,10 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from . import identities
-from .arrays import Int32, Int64
+from .arrays import Int32
 from .events import split_keys
 from .prefix.keys import KEY_BYTES, root_key
 from .prefix.tree import ResumePoint, Run
+from .snapshot_checks import MAX_COUNT, check_contents
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 MAGIC, VERSION = b"quire-kv", 1
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
-_MAX_COUNT = 1 << 48  # ticks and uses: far more than any cache counts, and exact as a float
 _Array = npt.NDArray[Any]
 
 
@@ -71,6 +71,8 @@ def dumps(kv: KVCache, *, key: bytes | None = None) -> bytes:
         ),
         "point_pages": np.array([p.pages for p in points], np.int32).reshape(len(points), tail),
     }
+    if kv.pool.lossy is not None:
+        arrays["lossy"] = (pages := page_ids(kv))[kv.pool.lossy[pages]]
     if kv._announcer is not None:
         keys = [key for r in runs for key in split_keys(bytes(r.keys))]
         known = [kv._announcer.tokens[key] for key in keys]
@@ -109,7 +111,7 @@ def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
     if kv.handoffs:
         raise ValueError("kv: expected no open hand-offs: call `end` of each")
     tick, arrays = _parse(kv, data, key)
-    _check(kv, tick, arrays)
+    check_contents(kv, tick, arrays)
     keys, told = split_keys(arrays["keys"].tobytes()), {}
     if kv._announcer is not None and kv._announcer.log.identities:
         told = identities.loads(arrays["identities"].tobytes(), keys)
@@ -194,14 +196,15 @@ def _digest(data: bytes, key: bytes | None) -> bytes:
 
 
 def _columns(kv: KVCache) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and columns of each array; rows follow from its contents. Tokens are there if the cache
-    had events, and identities if these named them."""
+    """Dtype and columns of each array; rows follow from its contents. The last three are there if
+    tiers were lossy, if there were events, and if these named identities."""
     return {
         "runs": ("int64", [4]),
         "keys": ("uint8", []),
         "run_pages": ("int32", [kv.layout.pages_per_segment]),
         "points": ("int64", [4]),
         "point_pages": ("int32", [kv.layout.pages_per_point]),
+        "lossy": ("int32", []),
         "tokens": ("int32", [kv.alignment]),
         "identities": ("uint8", []),
     }
@@ -236,9 +239,11 @@ def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, 
         if header.get(name) != expected:
             raise ValueError(f"snapshot: expected {name} {expected}, got {header.get(name)!r:.999}")
     tick = header.get("tick")
-    if type(tick) is not int or not 0 <= tick <= _MAX_COUNT:
-        raise ValueError(f"snapshot: tick: expected an int in 0..{_MAX_COUNT}, got {tick!r:.60}")
+    if type(tick) is not int or not 0 <= tick <= MAX_COUNT:
+        raise ValueError(f"snapshot: tick: expected an int in 0..{MAX_COUNT}, got {tick!r:.60}")
     columns, described = _columns(kv), header.get("arrays")
+    if not isinstance(described, dict) or "lossy" not in described:
+        del columns["lossy"]
     names = list(columns)
     known = names, names[:-1], names[:-2]
     if not isinstance(described, dict) or list(described) not in known:
@@ -283,78 +288,6 @@ def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, 
     return tick, arrays
 
 
-def _check(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
-    """Refuse contents that make no index, before anything changes."""
-    runs, points, dense = arrays["runs"], arrays["points"], arrays["run_pages"]
-    total = len(dense)
-    _within("parents of runs", runs[:, 0], -1, np.arange(len(runs)) - 1)
-    _within("segments of runs", runs[:, 1], 1, total)
-    _equal("run_pages", total, sum(runs[:, 1].tolist()))
-    _equal("keys", len(arrays["keys"]), total * KEY_BYTES)
-    keys = split_keys(arrays["keys"].tobytes())
-    _equal("distinct keys", len(set(keys)), total)
-    _within("run_pages", dense, 1, kv.num_pages - 1)
-    _equal("distinct run_pages", len(np.unique(dense)), dense.size)
-    if "tokens" in arrays:
-        _equal("tokens", len(arrays["tokens"]), total)
-        _within("tokens", arrays["tokens"], 0, 2**31 - 1)
-    _equal("point_pages", len(arrays["point_pages"]), len(points))
-    if not kv.hybrid:
-        _equal("points of a cache without windows and states", len(points), 0)
-    _within("runs of points", points[:, 0], 0, len(runs) - 1)
-    for name, table in (("runs", runs), ("points", points)):
-        _within(f"last use of {name}", table[:, 2], 0, tick)
-        _within(f"uses of {name}", table[:, 3], 0, _MAX_COUNT)
-    start = np.zeros(len(runs) + 1, dtype=np.int64)  # the last one is the root's end, for parent -1
-    depth = start.copy()
-    for i, (parent, length) in enumerate(runs[:, :2].tolist()):
-        start[i] = depth[parent]
-        depth[i] = start[i] + length
-    number, boundary = points[:, 0], points[:, 1]
-    _within("boundaries of points", boundary, start[number] + 1, depth[number])
-    _equal("distinct points", len(np.unique(points[:, :2], axis=0)), len(points))
-    _check_tails(kv, boundary * kv.alignment, arrays["point_pages"], dense)
-
-
-def _check_tails(kv: KVCache, boundaries: Int64, tails: _Array, dense: _Array) -> None:
-    """A resume point has a page for every block that its boundary needs, and a page is one block of
-    one table.
-
-    Args:
-        boundaries: [n] tokens. tails: [n, pages_per_point] its pages.
-    """
-    classes = kv.layout.classes
-    size = np.repeat([c.block_size for c in classes], [c.num_tables * c.tail for c in classes])
-    back = np.concatenate([np.tile(np.arange(c.tail, 0, -1), c.num_tables) for c in classes])
-    tables = np.concatenate(
-        [np.repeat(c.tail_offset + np.arange(c.num_tables), c.tail) for c in classes]
-    )
-    blocks = boundaries[:, None] // size - back  # [n, pages_per_point]
-    there = (blocks >= 0).astype(np.int64)
-    _within("point_pages", tails, there, there * (kv.num_pages - 1))
-    held = np.stack([tails, np.broadcast_to(tables, tails.shape), blocks], axis=-1)[tails != 0]
-    held = np.unique(held, axis=0)
-    _equal("distinct point_pages", len(np.unique(held[:, 0])), len(held))
-    _equal("point_pages that are run_pages", int(np.isin(held[:, 0], dense).sum()), 0)
-
-
-def _within(field: str, values: _Array, low: int | _Array, high: int | _Array) -> None:
-    """Refuse values outside low..high, which are the same for all or [rows] or of the shape of
-    `values`."""
-    wrong = np.flatnonzero((values < low) | (values > high))
-    if len(wrong):
-        at = wrong[0]
-        least, most = (np.broadcast_to(bound, values.shape).ravel()[at] for bound in (low, high))
-        raise ValueError(
-            f"snapshot: {field}: expected {least}..{most}, got {values.ravel()[at]} at {at}"
-        )
-
-
-def _equal(field: str, got: int, expected: int) -> None:
-    if got != expected:
-        raise ValueError(f"snapshot: {field}: expected {expected}, got {got}")
-
-
 def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
     """Make the index of what was checked. The policy, which may raise, hears of all entries before
     anything else changes."""
@@ -397,4 +330,6 @@ def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
     pool.claim(np.unique(np.concatenate([dense.ravel(), tails[tails != 0]])))
     for point in points:
         pool.hold(point.pages)
+    if "lossy" in arrays:
+        pool.mark_lossy(arrays["lossy"])
     index.num_segments, index.num_points, index.tick = first, len(points), tick

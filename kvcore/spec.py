@@ -265,6 +265,14 @@ class Layout:
         ]
         return min(reach, default=1 << 62) // self.alignment
 
+    @property
+    def reach(self) -> int:
+        """Segments before a boundary of which its resume point has rows; a state has all."""
+        tails = [c for c in self.classes if c.tail]
+        if any(c.spec.kind == "state" for c in tails):
+            return 1 << 62
+        return max((-(-c.tail // c.per_segment) for c in tails), default=0)
+
     def tail_between(
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:

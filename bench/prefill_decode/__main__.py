@@ -36,7 +36,8 @@ matter of how its weights were drawn (`bench.prefill_decode.build`), not of a tr
 
 With --host-cache, --disk-cache or both, what leaves the pool is kept there
 (`quire.models.engine.tiering`), and the prompts run once more without them, which outputs of the
-first run are compared with. Another run with the same folder starts with what was in it.
+first run are compared with. Another run with the same folder starts with what was in it. With
+--tier-dtype fp8 pages are rounded there, and outputs checked as those of a cache of e4m3 are.
 
 With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
 part of the model. What they generate is checked by the passes of one rank, which has to hold the
@@ -81,7 +82,7 @@ from quire.models.command import (
     threads,
 )
 from quire.models.device import find_device
-from quire.models.engine.config import FLASHINFER, IMPLS
+from quire.models.engine.config import FLASHINFER, IMPLS, TIER_DTYPES
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
@@ -136,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         has_tiers = args.host_cache is not None or args.disk_cache is not None
         if args.disk_cache_gib is not None and args.disk_cache is None:
             raise ValueError("disk_cache_gib: expected --disk-cache with it, got none")
+        if args.tier_dtype != "auto" and not has_tiers:
+            raise ValueError("tier_dtype: expected --host-cache or --disk-cache with it, got none")
         if has_tiers and (args.compare or args.speculate or (args.split or 1) > 1):
             raise ValueError(
                 "host_cache, disk_cache: expected no --compare, --speculate or --split with them"
@@ -158,8 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         name = args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small")
         built = build_model(
-            name, device=device, dtype=dtype, kv_cache_dtype=args.kv_cache_dtype, seed=args.seed
-        )
+            name, device=device, dtype=dtype, seed=args.seed,
+            kv_cache_dtype=_rounding(args.kv_cache_dtype, args.tier_dtype),
+        )  # fmt: skip
         if args.tensor_parallel_size is not None:
             split = args.context_parallel_size is not None
             # Says what does not fit.
@@ -237,7 +241,7 @@ def measure(
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     # One size for all engines: what is free is not quite the same for each.
-    without = replace(settings, host_cache_gib=None, disk_cache=None)
+    without = replace(settings, host_cache_gib=None, disk_cache=None, tier_dtype="auto")
     warmed = _run(built, warm, without, "warm-up", drafter=drafter())
     settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
     others = replace(settings, impl=compare)
@@ -246,8 +250,9 @@ def measure(
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
     outputs = cached.run.outputs
     dtype, sampled = settings.kv_cache_dtype, sample(outputs, num_checks)
-    check = _checked(built, {key: outputs[key] for key in sampled}, dtype)
-    among = outputs if dtype == "auto" else sampled
+    rounding = _rounding(dtype, settings.tier_dtype)
+    check = _checked(built, {key: outputs[key] for key in sampled}, rounding)
+    among = outputs if rounding == "auto" else sampled
     with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
         rates = measure_rates(model)
     uncached = plain = other = untiered = parallel = None
@@ -309,22 +314,22 @@ def measure(
         keep(known())
         prompts = cached.run.prompts
         untiered = _run(built, workload, without, "without tiers", prompts=prompts)
-        _check_differing(built, cached.run, untiered.run, among, dtype)
+        _check_differing(built, cached.run, untiered.run, among, rounding)
     if baseline:
         keep(known())
         off = replace(without, enable_caching=False)
         prompts = cached.run.prompts
         uncached = _run(built, workload, off, "caching off", prompts=prompts, drafter=drafter())
-        _check_differing(built, cached.run, uncached.run, among, dtype)
+        _check_differing(built, cached.run, uncached.run, among, rounding)
     if speculate:
         keep(known())
         plain = _run(built, workload, settings, "no drafts", prompts=cached.run.prompts)
-        _check_differing(built, cached.run, plain.run, among, dtype)
+        _check_differing(built, cached.run, plain.run, among, rounding)
     if compare:
         keep(known())
         prompts = cached.run.prompts
         other = _run(built, workload, others, compare, prompts=prompts, drafter=drafter())
-        _checked(built, {key: other.run.outputs[key] for key in sampled}, dtype)
+        _checked(built, {key: other.run.outputs[key] for key in sampled}, rounding)
     if num_ranks:
         keep(known())
         prompts = cached.run.prompts
@@ -337,7 +342,7 @@ def measure(
             prompts,
             bytes_per_token=cached.bytes_per_token,
         )
-        _checked(built, {key: parallel[0].outputs[key] for key in sampled}, dtype)
+        _checked(built, {key: parallel[0].outputs[key] for key in sampled}, rounding)
     for _ in range(split_runs - 1):
         keep(known())
         prompts = cached.run.prompts
@@ -435,7 +440,13 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         host_cache_gib=args.host_cache,
         disk_cache=args.disk_cache,
         disk_cache_gib=args.disk_cache_gib or EngineConfig.disk_cache_gib,
+        tier_dtype=args.tier_dtype,
     )
+
+
+def _rounding(kv_cache_dtype: str, tier_dtype: str) -> str:
+    """What rounds rows that outputs depend on: of a cache with tiers that may be these."""
+    return kv_cache_dtype if tier_dtype == "auto" else tier_dtype
 
 
 def _retention(text: str) -> str | int:
@@ -529,6 +540,12 @@ def _parser() -> Parser:
         type=number(above=True),
         metavar="GIB",
         help="what it may take; default: 16",
+    )
+    add(
+        "--tier-dtype",
+        default="auto",
+        choices=TIER_DTYPES,
+        help="what pages hold there: fp8 = e4m3, and hits on these are counted; default: auto",
     )
     add(
         "--max-num-seqs",

@@ -26,7 +26,7 @@ dictionary::
     speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
-    tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib; counters {tier: {name: count}}; moved {way: bytes, those of
+    tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib, dtype, lossy_tokens; counters {tier: {name: count}}; moved {way: bytes, those of
                            the end included}; space {tier: held, taken: bytes of its entries before that, those that hold rows and all}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
     ranks                  with --tensor-parallel-size: size; context_size, ranks that share a context; memory of a rank, in words;
                            capacity, tokens of a rank's pool by those of one that has all of the model, in as many bytes; context, null or
@@ -223,6 +223,8 @@ def tiers(
         "host_gib": settings.host_cache_gib,
         "disk": str(settings.disk_cache) if has_disk else None,
         "disk_gib": settings.disk_cache_gib if has_disk else None,
+        "dtype": settings.tier_dtype,
+        "lossy_tokens": sum(o.lossy_tokens for o in run.outputs.values()),
         "counters": counters,
         "moved": moved,
         "space": {tier: {"held": held, "taken": taken} for tier, (held, taken) in space.items()},

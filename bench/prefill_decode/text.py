@@ -116,6 +116,13 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
             if space["taken"]
         ),
         f"moved: {moved or 'nothing'}",
+        *(
+            [
+                f"hits: {behind['lossy_tokens']} of {result['cached']['hit']['tokens']} cached tokens rest on rows that were kept in e4m3"
+            ]
+            if behind["dtype"] != "auto"
+            else []
+        ),
         f"with tiers against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
         f"identical output: {same['identical_requests']} of {result['workload']['requests']} requests, "
         f"{same['identical_tokens']} of {same['output_tokens']} tokens",

@@ -19,19 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import e4m3, launch_cache, strided
+from ..common import launch_cache, strided
 from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import Launch
+from ..common.row_scales import row_scales
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import INF_BITS, rounded_to_e4m3
+from ..common.tiles import rounded_to_e4m3
 from .call import check_write
 
 # Elements of K that one program holds; V the same.
 ELEMENTS_PER_PROGRAM = 2048
-
-MAX_BITS = tl.constexpr(0x7F7FFFFF)  # of the largest finite fp32 number
-E4M3_MAX = tl.constexpr(e4m3.E4M3_MAX)
-MIN_SCALE = tl.constexpr(e4m3.MIN_SCALE)
 
 
 @triton.jit
@@ -60,16 +57,6 @@ def _write_kv_kernel(
 
 
 @triton.jit
-def _row_scales(rows):
-    """Scales [HEADS] of rows [HEADS, HEAD_DIM] fp32."""
-    # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
-    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)
-    scales = tl.math.div_rn(largest, tl.full(largest.shape, E4M3_MAX, tl.float32))
-    return tl.where(scales < MIN_SCALE, MIN_SCALE, scales)
-
-
-@triton.jit
 def _write_rows(rows, scale, cells, scale_cells, live, SCALES: tl.constexpr):
     """Quantize and store rows [HEADS, HEAD_DIM], and scales of their own.
 
@@ -77,7 +64,7 @@ def _write_rows(rows, scale, cells, scale_cells, live, SCALES: tl.constexpr):
     """
     rows = rows.to(tl.float32)
     if SCALES == "rows":
-        scales = _row_scales(rows)
+        scales = row_scales(rows)
         tl.store(scale_cells, scales, mask=live)
         divisor = scales[:, None] + tl.zeros_like(rows)
     elif SCALES == "tensor":

@@ -26,6 +26,8 @@ def gather_pages(
 
     A row of the buffer has what all tensors have behind a page id, one after the other. With
     ``scatter_pages`` a page comes back as it was. Of a pool whose pages have parts, ids name these.
+    A pool with ``e4m3_rows`` is quantized on the way, and so takes half or a quarter of the bytes;
+    its pages come back within the error that ``common.e4m3`` says, rounded once more to their dtype.
 
     Args:
         pages: the page tensors.
@@ -35,7 +37,8 @@ def gather_pages(
         rows: [num_copies] int64 in [0, num_rows), each at most once; None = 0, 1, ...
         impl: "triton" (default for CUDA tensors) = one launch, whose ids are on the device of the
             pages; "torch" (default for CPU tensors) = a copy for each page of each tensor, on a GPU
-            by its copy engines, which nothing on the host waits for unless the ids are on the GPU.
+            by its copy engines, which nothing on the host waits for unless the ids are on the GPU,
+            or the pool has ``e4m3_rows``.
 
     Raises:
         ValueError: a shape, dtype, stride, alignment or device is not as above.

@@ -5,16 +5,61 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..common.checks import expect_apart, expect_int, expect_tensor
+from ..common.checks import MODEL_DTYPES, expect_apart, expect_int, expect_tensor
 
 # Bytes that addresses, strides and sizes of rows are multiples of; copies are fastest at 16.
 ALIGNMENT = 4
 FASTEST = 16
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class E4m3Rows:
+    """Rows that a buffer has in e4m3, each with a scale of its own, as ``common.e4m3`` says.
+
+    Bytes that a page begins with are rows of ``row_dim`` elements, one after the other. A buffer
+    has their values, [rows, row_dim] e4m3, and then their scales, [rows] fp32. Rows of bf16 and
+    fp16 that came back are bit equal when they come back again; of fp32, scales may differ by an
+    ulp.
+
+    Args:
+        dtype: of the pages: bf16, fp16 or fp32.
+        row_dim: elements of a row, a power of two in MIN_DIM..MAX_DIM.
+
+    Raises:
+        ValueError: the arguments are not as above.
+    """
+
+    dtype: torch.dtype
+    row_dim: int
+
+    MIN_DIM: ClassVar[int] = 16
+    MAX_DIM: ClassVar[int] = 512
+
+    def __post_init__(self) -> None:
+        if self.dtype not in MODEL_DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in MODEL_DTYPES)
+            raise ValueError(f"dtype: expected one of {names}, got {self.dtype}")
+        expect_int("row_dim", self.row_dim, self.MIN_DIM)
+        if self.row_dim > self.MAX_DIM or self.row_dim & (self.row_dim - 1):
+            raise ValueError(
+                f"row_dim: expected a power of two in {self.MIN_DIM}..{self.MAX_DIM}, got "
+                f"{self.row_dim}"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a page."""
+        return self.row_dim * self.dtype.itemsize
+
+    def kept_bytes(self, num_bytes: int) -> int:
+        """Bytes that a buffer has for so many bytes of a page, a multiple of ``row_bytes``."""
+        return num_bytes // self.row_bytes * (self.row_dim + SCALE_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +74,8 @@ class PoolPages:
             page_bytes, the other stride and all addresses are multiples of 4 bytes. (Copies move 16
             bytes at a time where they are multiples of 16.) They may be views of one memory.
         num_parts: parts of a page; each has ``len(tensors) / num_parts`` tensors.
+        e4m3_rows: what a buffer has of each page; None = its bytes as they are. page_bytes is then
+            a multiple of ``e4m3_rows.row_bytes``.
 
     Attributes:
         addresses: [num_tensors] int64 on their device, where each of them begins.
@@ -40,6 +87,7 @@ class PoolPages:
 
     tensors: Sequence[Tensor]
     num_parts: int = 1
+    e4m3_rows: E4m3Rows | None = None
     addresses: Tensor = field(init=False)
     is_aligned: bool = field(init=False)
 
@@ -66,6 +114,12 @@ class PoolPages:
                     f"{name}: expected {list(same[0])} with strides {same[1]} as tensors[0], got "
                     f"{list(tensor.shape)} with strides {tensor.stride()}"
                 )
+        rows = self.e4m3_rows
+        if rows is not None and same[0][1] % rows.row_bytes:
+            raise ValueError(
+                f"tensors: expected pages of a multiple of {rows.row_bytes} bytes, whole rows of "
+                f"{rows.row_dim} {str(rows.dtype).removeprefix('torch.')}, got {same[0][1]}"
+            )
         found = [tensor.data_ptr() for tensor in tensors]
         addresses = torch.tensor(found, dtype=torch.int64, device=tensors[0].device)
         object.__setattr__(self, "tensors", tuple(tensors))
@@ -98,9 +152,15 @@ class PoolPages:
         return self.tensors[0].shape[1]
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that a buffer has of a row of one tensor."""
+        rows = self.e4m3_rows
+        return self.page_bytes if rows is None else rows.kept_bytes(self.page_bytes)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes behind one page id, of all its tensors: those of a row of a buffer."""
-        return self.num_tensors * self.page_bytes
+        """Bytes that a row of a buffer has for one page id, of all its tensors."""
+        return self.num_tensors * self.kept_bytes
 
 
 def expect_alignment(name: str, tensor: Tensor) -> None:

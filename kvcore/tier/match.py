@@ -48,6 +48,7 @@ class Share:
         num_tokens: whose dense blocks come from here, or which are computed.
         num_pages, num_bytes: to copy, window pages included.
         seconds: until they are there, or computed.
+        lossy: whether the place has them in a lossy form.
     """
 
     place: str
@@ -55,6 +56,7 @@ class Share:
     num_pages: int
     num_bytes: int
     seconds: float
+    lossy: bool = False
 
     def __str__(self) -> str:
         if self.place == "device":
@@ -62,7 +64,8 @@ class Share:
         if self.place == "compute":
             return f"{self.num_tokens} to compute ({_time(self.seconds)})"
         size = f"{self.num_bytes / 2**20:.3g} MiB"
-        return f"{self.num_tokens} from {self.place} ({size}, {_time(self.seconds)})"
+        lossy = ", lossy" if self.lossy else ""
+        return f"{self.num_tokens} from {self.place} ({size}, {_time(self.seconds)}{lossy})"
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,8 @@ class Planner:
         for i, tier in enumerate(self._tiers, 1):
             tokens = sum([end - first for j, first, end in way.ranges if j == i]) * a
             size = way.pages[i] * self._page_bytes
-            shares.append(Share(tier.name, tokens, way.pages[i], size, tier.load_seconds(size)))
+            seconds = tier.load_seconds(size)
+            shares.append(Share(tier.name, tokens, way.pages[i], size, seconds, tier.lossy))
         left = prompt.num_tokens - way.saved
         seconds = self._prefill_seconds(prompt, way)
         return (*shares, Share("compute", left, 0, 0, seconds))

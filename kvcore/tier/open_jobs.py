@@ -72,6 +72,8 @@ class OpenJobs:
         segments, points, came = self._transfers.adopt(parts, pages)
         if isinstance(parts.target, Tier):
             parts.target.ledger.added(parts, came, segments, points)
+        if job.kind == "load":
+            self._mark_lossy(parts)
         self._let_go(job)
         bad = job.sources_of(pages)
         if job.kind == "store":
@@ -104,8 +106,25 @@ class OpenJobs:
             elif seconds is not None and pages == job.num_pages:
                 place.measured(job.num_bytes, seconds)
             size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
-            shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0))
+            shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0, place.lossy))
         return tuple(shares)
+
+    def _mark_lossy(self, parts: JobParts) -> None:
+        """Segments that a load brought from a lossy tier count as lossy, and so do those of whose
+        tokens it brought rows of windows, or a state."""
+        way, index, depth = parts.way, self._kv.index, len(parts.keys) // KEY_BYTES
+        assert way is not None
+        lossy = {i for i, tier in enumerate(self.tiers, 1) if tier.lossy}
+        pages = [
+            parts.segments[at - parts.first : end - parts.first].ravel()
+            for i, at, end in way.ranges
+            if i in lossy
+        ]
+        if any(way.tail[i].any() for i in lossy & way.tail.keys()):
+            run, end = index.find(parts.keys, depth)
+            pages.append(index.pages_between(run, max(0, depth - self._kv.layout.reach), end).ravel())
+        if pages:
+            index.pool.mark_lossy(np.concatenate(pages))
 
     def _have_spares(self, parts: JobParts) -> None:
         """What a load brought is on the device and in the tiers that it came from."""

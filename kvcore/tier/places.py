@@ -33,6 +33,8 @@ class TierSpec:
         policy: eviction policy, of this tier alone. None: `Adaptive`, with the seconds that an
             entry saves for each of its bytes.
         journal: keeps the tier past the end of the process; None keeps nothing.
+        lossy: whether the engine keeps pages in a form that does not come back bit for bit, in e4m3
+            say, the same in all tiers. Hits on what came from here say so (`Match.lossy_tokens`).
 
     Raises:
         ValueError: a field is out of range.
@@ -42,10 +44,13 @@ class TierSpec:
     bytes_per_second: float
     policy: EvictionPolicy | None = None
     journal: Journal | None = None
+    lossy: bool = False
 
     def __post_init__(self) -> None:
         as_int("num_pages", self.num_pages, 2, 2**31 - 1)
         as_rate("bytes_per_second", self.bytes_per_second)
+        if not isinstance(self.lossy, bool):
+            raise ValueError(f"lossy: expected True or False, got {self.lossy!r}")
         if self.policy is not None:
             check_policy(self.policy)
 
@@ -118,6 +123,7 @@ class Tier(Place):
     Attributes:
         ledger: hears of what comes and goes.
         bytes_per_second: of its link, as measured.
+        lossy: as of `TierSpec`.
         queued_bytes: of loads that are not done.
         counters: since the start; see `Tiers.stats`.
     """
@@ -136,7 +142,9 @@ class Tier(Place):
             pool, layout.pages_per_segment, layout.hybrid, policy, span, layout.tail_between
         )
         super().__init__(name, index)
-        self.bytes_per_second = float(spec.bytes_per_second)
+        if spec.lossy and not layout.pages_per_segment:
+            raise ValueError("lossy: expected a cache with a dense group, whose segments say so")
+        self.bytes_per_second, self.lossy = float(spec.bytes_per_second), spec.lossy
         self.queued_bytes = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.ledger = index.announcer = Ledger(spec.journal, announcer)

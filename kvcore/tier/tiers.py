@@ -87,6 +87,8 @@ class Tiers(OpenJobs):
         for name, spec in specs.items():
             if not isinstance(spec, TierSpec):
                 raise ValueError(f"{name}: expected a TierSpec, got {spec!r}")
+        if len({spec.lossy for spec in specs.values()}) > 1:
+            raise ValueError("lossy: expected the same of host and disk, got True and False")
         rate = as_rate("prefill_tokens_per_second", prefill_tokens_per_second)
         size = kv.layout.page_bytes if page_bytes is None else as_int("page_bytes", page_bytes, 1)
         if watermark is not None:

@@ -19,6 +19,7 @@ MEMORY_SETTINGS = (
 REQUIRED = ("max_num_seqs", "max_num_batched_tokens")
 FLASHINFER = "flashinfer"
 IMPLS = ("triton", "torch", FLASHINFER)
+TIER_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class EngineConfig:
             other weights or settings it is refused. Or a store (`quire.models.transfer.store`),
             which has pages while the engine lives (`quire.models.transfer.tier`).
         disk_cache_gib: GiB that it may take.
+        tier_dtype: what pages hold in host memory and on a disk: "auto" = the same bytes; "fp8" =
+            e4m3 with a scale for each row of a head, of keys and values in bf16, fp16 or fp32: half
+            or a quarter of the bytes, on the link too. Hits on what came back so are marked
+            (`RequestOutput.lossy_tokens`), as they are not what a request computes without a cache.
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
         impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
@@ -98,6 +103,7 @@ class EngineConfig:
     host_cache_gib: float | None = None
     disk_cache: str | os.PathLike[str] | Store | None = None
     disk_cache_gib: float = 16.0
+    tier_dtype: str = "auto"
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
     impl: str | None = None
@@ -153,6 +159,14 @@ class EngineConfig:
         if self.has_tiers and not self.enable_caching:
             raise ValueError(
                 "enable_caching: expected True with host_cache_gib or disk_cache, got False"
+            )
+        if self.tier_dtype not in TIER_DTYPES:
+            names = " or ".join(map(repr, TIER_DTYPES))
+            raise ValueError(f"tier_dtype: expected {names}, got {self.tier_dtype!r}")
+        if self.tier_dtype != "auto" and not self.has_tiers:
+            raise ValueError(
+                f"tier_dtype: expected 'auto' without host_cache_gib and disk_cache, got "
+                f"{self.tier_dtype!r}"
             )
         if not isinstance(self.policy, SchedulerPolicy):
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")

@@ -64,9 +64,15 @@ class HandOffCalls:
             What was sent; ``num_tokens`` is of the prefix, 0 where nothing is cached.
 
         Raises:
-            ValueError: arguments out of range, or an engine without caching or of several ranks.
+            ValueError: arguments out of range, or an engine without caching, of several ranks, or
+                with another ``tier_dtype`` than "auto".
             quire.models.transfer.store.TransferError: it failed; the other engine finds nothing.
         """
+        if (dtype := self._config.tier_dtype) != "auto":
+            raise ValueError(
+                f"tier_dtype: expected 'auto' to hand a prefix off, got {dtype!r}: the other "
+                "engine could not say which of its hits are lossy"
+            )
         prompt = self.inputs.check(prompt_token_ids, SamplingParams())
         return self._transfer.send(
             prompt, store, salt=salt, skip_tokens=skip_tokens, timeout=timeout

@@ -50,6 +50,8 @@ class RequestOutput:
         limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was
             admitted.
         dense_tokens: prompt tokens whose full-attention rows were cached then.
+        lossy_tokens: tokens of its longest hit that rest on rows which tiers had in a lossy form
+            (`EngineConfig.tier_dtype`, `quire.kvcore.Match.lossy_tokens`).
         loads: what was loaded behind the pool while it waited: by load and place tokens, bytes, and
             seconds of the copies of that load (0.0 where the request ended before these were
             known). Requests that waited for one load have it each.
@@ -79,11 +81,14 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: RequestError | None = None
     dense_tokens: int = 0
+    lossy_tokens: int = 0
     loads: tuple[Share, ...] = ()
 
     def explain(self) -> str:
         """One sentence: what of the prompt was cached, what was loaded for it, and why not more."""
         cached = f"{self.num_cached_tokens} of {len(self.prompt_token_ids)} tokens"
+        if self.lossy_tokens:
+            cached += f" ({self.lossy_tokens} rest on rows that were kept in a lossy form)"
         loads = "".join(f", {share}" for share in self.loads)
         why = "it was never admitted"
         if self.limited_by:

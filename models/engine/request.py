@@ -151,6 +151,7 @@ class Request:
     num_cached_tokens: int = -1
     limited_by: str = ""
     dense_tokens: int = 0
+    lossy_tokens: int = 0
     loads: list[Share] = field(default_factory=list)
     num_preemptions: int = 0
     num_drafts: int = 0
@@ -254,6 +255,7 @@ class Request:
             num_cached_tokens=max(self.num_cached_tokens, 0),
             limited_by=self.limited_by,
             dense_tokens=self.dense_tokens,
+            lossy_tokens=self.lossy_tokens,
             loads=tuple(self.loads),
             num_preemptions=self.num_preemptions,
             arrival=self.arrival,

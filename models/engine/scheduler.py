@@ -350,6 +350,7 @@ class Scheduler:
             request.num_cached_tokens = int(self.kv.num_computed[request.slot])
             request.limited_by = request.match.limited_by
             request.dense_tokens = request.match.dense_tokens
+        request.lossy_tokens = max(request.lossy_tokens, request.match.lossy_tokens)
         return True
 
     def _next(self) -> Request | None:

@@ -305,12 +305,20 @@ def make_tiers(
             of them (`quire.models.tiers.parts`).
 
     Raises:
+        NotImplementedError: ``config.tier_dtype`` of pages that have no rows for it.
         MemoryError: there is not so much host memory.
         OSError: the folder is of no use; of another layout, or in use
             (`quire.kvcore.tier.disk`).
     """
     on_disk = bool(memory.disk_bytes)
-    parts = page_parts(memory.groups, pool.tensors, pool.filled, on_disk=on_disk)
+    rows, lossy = None, config.tier_dtype != "auto"
+    if lossy and (rows := getattr(pool, "e4m3_rows", None)) is None:
+        raise NotImplementedError(
+            f"tier_dtype: {config.tier_dtype!r} is supported with full and sliding attention whose "
+            f"keys and values are in bf16, fp16 or fp32, got {type(model).__name__} with "
+            f"kv_cache_dtype={config.kv_cache_dtype!r}"
+        )
+    parts = page_parts(memory.groups, pool.tensors, pool.filled, on_disk=on_disk, e4m3_rows=rows)
     pages, device = parts.pages, model.device
     host = disk = None
     specs: dict[str, TierSpec] = {}
@@ -319,16 +327,18 @@ def make_tiers(
         sizes["host"] = row_stride(pages.num_bytes)
         num_pages = max(2, memory.host_bytes // sizes["host"])
         host = HostPages(num_pages, pages.num_bytes, device)
-        specs["host"] = TierSpec(num_pages, LINK[device.type])
+        specs["host"] = TierSpec(num_pages, LINK[device.type], lossy=lossy)
     if memory.disk_bytes:
         is_folder = isinstance(config.disk_cache, str | os.PathLike)
         disk = (DiskStore if is_folder else StoredPages)(
             config.disk_cache,
             page_bytes=pages.num_bytes,
             capacity=memory.disk_bytes,
-            layout=layout(model, memory, config) | {"parts": repr(parts.shape)},
+            layout=layout(model, memory, config)
+            | {"tier_dtype": config.tier_dtype, "parts": repr(parts.shape)},
         )
-        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk if is_folder else None)
+        journal = disk if is_folder else None
+        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=journal, lossy=lossy)
         sizes["disk"] = disk.stride
     # What a step may take is to be had without a loss.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)

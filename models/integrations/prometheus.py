@@ -30,6 +30,11 @@ COUNTERS = {
         None,
     ),
     "replayed_tokens": ("replayed_tokens", "Tokens that these requests computed again.", None),
+    "lossy_tokens": (
+        "lossy_tokens",
+        "Tokens of hits that rest on rows which a tier had in a lossy form.",
+        None,
+    ),
     "forks": ("forks", "Requests that went on as two.", None),
     "resumed_requests": ("resumed_requests", "Requests admitted again after preemption.", None),
     "resumed_prompt_tokens": ("resumed_prompt_tokens", "Tokens of their prompts.", None),

@@ -12,12 +12,14 @@ with the page, and are shared with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from quire.kernels import E4m3Rows
 from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
@@ -156,6 +158,9 @@ class PageTensors:
         tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
         filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
             first ones.
+        e4m3_rows: what all pages begin with, as tiers may have it in e4m3: rows of a head, or equal
+            shares of them where heads differ; None of pages that are e4m3, and of heads that no
+            power of two from 16 on divides.
         arrive: what a layer calls with the number of its tensor before it reads or writes pages,
             where some may be on their way (`quire.models.tiers.streams.CopyStreams.arrive`).
 
@@ -182,6 +187,7 @@ class PageTensors:
             empty_pages(num_pages, groups[0].page_bytes, device)
             for _ in range(num_tensors(placement))
         ]
+        self.e4m3_rows = _e4m3_rows(config, dtype)
         self.layers = []
         self.filled = [(0, 0)] * len(groups)
         for layer, place in enumerate(placement):
@@ -205,6 +211,12 @@ class PageTensors:
                 scales = each[:, 0], each[:, 1]
             cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales, place.tensor)
             self.layers.append(cache)
+
+
+def _e4m3_rows(config: ModelConfig, dtype: torch.dtype) -> E4m3Rows | None:
+    dims = (config.attention(layer).head_dim for layer in range(config.num_kv_owners))
+    common = math.gcd(E4m3Rows.MAX_DIM, *dims)
+    return None if dtype == E4M3 or common < E4m3Rows.MIN_DIM else E4m3Rows(dtype, common)
 
 
 def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:

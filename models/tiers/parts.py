@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quire.kernels import PoolPages
+from quire.kernels import E4m3Rows, PoolPages
 from quire.kvcore import GroupSpec
 from quire.kvcore.tier.pagefile import DIRECT_BLOCKS, stride_of
 
@@ -35,7 +35,7 @@ class PageParts:
     Attributes:
         pages: of the pool, in parts.
         counts: [num_groups] parts that a page of each group has in a tier, the first ones.
-        filled: [num_groups] bytes of such a page that hold rows.
+        filled: [num_groups] bytes that a tier has of the rows of such a page.
         unused: of the bytes that a segment, and a resume point, take there, over those that hold
             rows; less 1.
     """
@@ -49,7 +49,7 @@ class PageParts:
     def shape(self) -> tuple[int, ...]:
         """What has to be the same for pages of tiers to be of use later."""
         pages = self.pages
-        return pages.num_parts, pages.num_tensors, pages.page_bytes, *self.counts
+        return pages.num_parts, pages.num_tensors, pages.kept_bytes, *self.counts
 
 
 def page_parts(
@@ -58,6 +58,7 @@ def page_parts(
     filled: Sequence[tuple[int, int]],
     *,
     on_disk: bool,
+    e4m3_rows: E4m3Rows | None = None,
 ) -> PageParts:
     """The fewest parts with which neither segments nor resume points leave over 4 % unused.
 
@@ -69,18 +70,23 @@ def page_parts(
         filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
             first ones.
         on_disk: whether one of the tiers is a disk, whose blocks parts are rounded up to.
+        e4m3_rows: that tiers have of pages; None = their bytes. All pages begin with rows.
     """
-    num_tensors, page_bytes = len(tensors), tensors[0].shape[1]
+    unit, kept = PART_ALIGNMENT, int
+    if e4m3_rows is not None:
+        unit, kept = e4m3_rows.row_bytes, e4m3_rows.kept_bytes
+    num_tensors, page_bytes = len(tensors), tensors[0].shape[1] // unit * unit
     # Tensors and bytes of each of a part.
     sizes = [(n, page_bytes) for n in range(num_tensors, 0, -1) if num_tensors % n == 0]
-    sizes += [(num_tensors, size) for size in _slices(filled, page_bytes)]
+    sizes += [(num_tensors, size) for size in _slices(filled, page_bytes, unit)]
+    rows = [(t, kept(b)) for t, b in filled]
     best: tuple[tuple[float, ...], int, int, list[int]] | None = None
     for n, size in sizes:
         counts = [max(1, -(-t // n) * -(-b // size)) for t, b in filled]
-        stored = row_stride(n * size)
+        stored = row_stride(n * kept(size))
         if on_disk:
-            stored = max(stored, stride_of(n * size, DIRECT_BLOCKS[0]))
-        unused = _unused(groups, [count * stored for count in counts], filled)
+            stored = max(stored, stride_of(n * kept(size), DIRECT_BLOCKS[0]))
+        unused = _unused(groups, [count * stored for count in counts], rows)
         excess = max(0.0, max(unused) - MOST_UNUSED)
         rank = (excess, float(max(counts)), *unused)
         if max(counts) <= MOST_PARTS and (best is None or rank < best[0]):
@@ -93,18 +99,18 @@ def page_parts(
         for first in _starts(page_bytes, size)
         for tensor in tensors[j : j + n]
     ]
-    pages = PoolPages(views, len(views) // n)
-    return PageParts(pages, tuple(counts), tuple(t * b for t, b in filled), (segment, point))
+    pages = PoolPages(views, len(views) // n, e4m3_rows)
+    return PageParts(pages, tuple(counts), tuple(t * b for t, b in rows), (segment, point))
 
 
-def _slices(filled: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:
-    """Bytes of parts that some group's pages divide into."""
+def _slices(filled: Sequence[tuple[int, int]], page_bytes: int, unit: int) -> list[int]:
+    """Bytes of parts that some group's pages divide into, multiples of ``unit``."""
     found = set()
     for _, size in filled:
         for n in range(1, MOST_PARTS + 1):
-            part = -(-size // (n * PART_ALIGNMENT)) * PART_ALIGNMENT
+            part = -(-size // (n * unit)) * unit
             found |= {part, -(-part // SYSTEM_PAGE) * SYSTEM_PAGE}
-    return sorted((part for part in found if part < page_bytes), reverse=True)
+    return sorted((x for x in found if x < page_bytes and x % unit == 0), reverse=True)
 
 
 def _starts(page_bytes: int, size: int) -> list[int]:

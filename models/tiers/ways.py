@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -29,7 +30,8 @@ class PageWays:
 
     Attributes:
         kernel_from: by direction, pages of one copy from which on the kernel takes it; before
-            `probe`, and on a CPU, it never does.
+            `probe`, and on a CPU, it never does. Of a pool with ``e4m3_rows`` it takes all, as a
+            copy engine converts nothing.
     """
 
     def __init__(self, pool: PoolPages, num_tensors: int | None = None) -> None:
@@ -66,8 +68,8 @@ class PageWays:
         part alone."""
         pool = self._pool
         if self._has_all:
-            return PoolPages(pool.tensors[tensor :: pool.num_tensors], pool.num_parts)
-        return PoolPages([pool.tensors[tensor]])
+            return replace(pool, tensors=pool.tensors[tensor :: pool.num_tensors])
+        return replace(pool, tensors=[pool.tensors[tensor]], num_parts=1)
 
     def _of_tensor(
         self, tensor: int, ids: np.ndarray, rows: np.ndarray, buffer: Tensor
@@ -77,7 +79,7 @@ class PageWays:
         if not self._has_all:
             own = ids % self._pool.num_parts == part
             ids, rows = ids[own] // self._pool.num_parts, rows[own]
-        size = self._pool.page_bytes
+        size = self._pool.kept_bytes
         return ids, rows, buffer[:, column * size : (column + 1) * size]
 
     def _by(
@@ -113,8 +115,9 @@ class PageWays:
         most = min(self._pool.num_ids - 1, len(buffer))
         counts = [n for n in PROBED if n <= most]
         for direction in DIRECTIONS:
-            self.kernel_from[direction] = math.inf
-            for n in reversed(counts):
+            converts = self._pool.e4m3_rows is not None
+            self.kernel_from[direction] = 0 if converts else math.inf
+            for n in () if converts else reversed(counts):
                 pages, rows = np.arange(1, n + 1), np.arange(n)
                 seconds = {"triton": math.inf, "torch": math.inf}
                 for _ in range(REPEATS):  # by turns; the first compiles

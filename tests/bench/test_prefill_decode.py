@@ -622,11 +622,32 @@ def test_tiers_against_none(tmp_path, capsys):
     assert moved["host to disk"] and moved["disk to device"]
     assert rates[0] == rates[2] and rates[3] > rates[1]
     assert tiers["counters"]["disk"]["loaded_pages"] and tiers["disk_gib"] == 0.02
+    assert (tiers["dtype"], tiers["lossy_tokens"]) == ("auto", 0) and "e4m3" not in text
+
+
+@ordinary()
+def test_tiers_in_e4m3(tmp_path, capsys):
+    """Outputs are those of a cache of e4m3, which the check allows; the report says how many tokens of hits are lossy."""
+    small = [*TINY, "--scale", "0.2", "--num-pages", "80", "--no-baseline", "--check", "2"]
+    small += ["--disk-cache", str(tmp_path / "cache"), "--disk-cache-gib", "0.02"]
+    small += ["--tier-dtype", "fp8", "--json", str(tmp_path / "out.json")]
+    for _ in range(2):
+        assert prefill_decode.main(small) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    tiers, hit = result["tiers"], result["cached"]["hit"]["tokens"]
+    assert tiers["dtype"] == "fp8" and 0 < tiers["lossy_tokens"] <= hit
+    said = (
+        f"hits: {tiers['lossy_tokens']} of {hit} cached tokens rest on rows that were kept in e4m3"
+    )
+    assert said in capsys.readouterr().out
+    # A page has 64 rows of 16 numbers: of each a byte, and of each row a scale.
+    assert tiers["moved"]["disk to device"] % (64 * (16 + 4)) == 0
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (["--tier-dtype", "fp8"], "tier_dtype: expected --host-cache or --disk-cache with it"),
         (["--disk-cache-gib", "1"], "disk_cache_gib: expected --disk-cache with it, got none"),
         (
             ["--host-cache", "1", "--speculate", "ngram"],

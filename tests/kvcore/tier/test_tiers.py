@@ -23,14 +23,14 @@ class Setup:
 
     def __init__(self, specs=HYBRID, pages=60, host=200, disk=None, journal=None, **options):
         cache = {"retention": "latest", "policy": LRU(), "max_requests": 4, "max_model_len": 300}
-        names = {"prefill", "watermark", "rate", "policy_of_host", "max_hint_bytes"}
+        names = {"prefill", "watermark", "rate", "policy_of_host", "max_hint_bytes", "lossy"}
         mine = {n: options.pop(n) for n in names & options.keys()}
         self.e = Engine(specs, num_pages=pages, **cache | options)
-        rate = mine.get("rate", 1e9)
+        rate, lossy = mine.get("rate", 1e9), mine.get("lossy", False)
         policy = mine.get("policy_of_host", LRU())
         self.tiers = Tiers(
-            self.e.kv, host=None if host is None else TierSpec(host, rate, policy),
-            disk=None if disk is None else TierSpec(disk, rate / 10, LRU(), journal),
+            self.e.kv, host=None if host is None else TierSpec(host, rate, policy, lossy=lossy),
+            disk=None if disk is None else TierSpec(disk, rate / 10, LRU(), journal, lossy),
             prefill_tokens_per_second=mine.get("prefill", 1.0), watermark=mine.get("watermark", pages),
             max_hint_bytes=mine.get("max_hint_bytes"),
         )  # fmt: skip
@@ -714,6 +714,40 @@ def test_a_restart_finds_what_the_journal_kept():
     for i in range(5, 12):  # and it evicts what it found
         new.serve([i, *PROMPT])
         new.store()
+    new.check()
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE, STATE], ids=["hybrid", "dense", "state"])
+@pytest.mark.parametrize("lossy", [False, True], ids=["exact", "lossy"])
+def test_a_disk_and_a_snapshot_survive_a_restart_together(specs, lossy):
+    """The device has one prompt, the disk two; every row that the new process reads is checked."""
+    journal = DictJournal()
+    s = Setup(specs, host=None, disk=300, journal=journal, lossy=lossy)
+    for i in range(2):
+        s.serve([i, *PROMPT])
+        s.store()
+        s.forget()
+    s.load([1, *PROMPT, 1])
+    s.serve([2, *PROMPT[:60]])
+    data = snapshot.dumps(s.e.kv)
+    known = [s.e.kv.match([i, *PROMPT, 1]) for i in range(3)]
+    assert known[0].num_tokens == 0 < known[2].num_tokens < known[1].num_tokens
+    new = Setup(specs, host=None, disk=300, journal=journal, lossy=lossy)
+    snapshot.loads(new.e.kv, data)
+    new.memory.rows["disk"] = s.memory.rows["disk"]
+    pages = snapshot.page_ids(new.e.kv)
+    for rows, old in zip(new.e.rows, s.e.rows, strict=True):
+        rows[pages] = old[pages]
+    new.e._poisoned[pages] = False
+    new.check()
+    assert [new.e.kv.match(match.prompt) for match in known] == known
+    assert (known[1].lossy_tokens > 0) == lossy
+    assert new.tiers.match([1, *PROMPT, 1]).num_bytes == 0
+    new.load([0, *PROMPT, 1])
+    for i in (0, 2, 1, *range(5, 9)):
+        new.serve([i, *PROMPT, 1])
+        new.store()
+    assert new.tiers.match([2, *PROMPT, 1]).num_tokens == known[1].num_tokens
     new.check()
 
 

@@ -42,8 +42,11 @@ class TieredTraffic(Traffic):
         names = draw.one([("host",), ("host", "disk"), ("host", "disk"), ("disk",)])
         policies = [LRU, Adaptive, CostAware, S3FIFO]
         self.journals = {n: DictJournal() for n in names if draw.one([False, True])}
+        lossy = kv.layout.pages_per_segment > 0 and draw.one([False, True])
         specs = {
-            n: TierSpec(draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n))
+            n: TierSpec(
+                draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n), lossy
+            )
             for n in names
         }
         parts = draw.one([None, [draw.number(1, 3) for _ in kv.layout.groups]])
@@ -56,6 +59,7 @@ class TieredTraffic(Traffic):
         self.copied: dict[Job, bool] = {}
         self.cleared = False
         self.promised: dict[Job, tuple[TierMatch, list[int], bytes]] = {}
+        self.tainted: dict[int, int] = {}  # requests over lossy rows: the first token that is
 
     def steps(self) -> list[str]:
         names = [*super().steps(), *["stores"] * 6, *["look"] * 6, *["hint"] * 2, "evict", "rarely"]
@@ -275,6 +279,7 @@ class TieredTraffic(Traffic):
         if promised is not None and not failed and not parts.is_void:
             match, prompt, salt = promised
             got = self.e.kv.match(match.prompt, max_tokens=match.device.max_tokens)
+            self._expect_marked(got)
             assert got.num_saved_tokens >= match.num_saved_tokens
             self.checked["kept promises"] += 1
             self._use(prompt, salt, match.device.max_tokens)
@@ -291,11 +296,15 @@ class TieredTraffic(Traffic):
             return
         rid, self.next_id = self.next_id, self.next_id + 1
         match = self.e.admit(rid, prompt, salt)
+        self._expect_marked(match)
         self.running[rid] = self.model.admit(
             prompt, salt, match.num_tokens, match.dense_tokens, match.replay_to
         )
         self.e.check()
         self.checked["used"] += 1
+        if match.lossy_tokens:
+            self.tainted[rid] = match.replay_to or match.num_tokens
+            self.checked["requests over lossy rows"] += 1
         if self.draw.number(0, 3):
             self.model.end(self.running.pop(rid), list(prompt))
             self.e.release(rid)
@@ -351,6 +360,24 @@ class TieredTraffic(Traffic):
             self.reader.check(media, any(g.kind == "dense" for g in self.e.kv.layout.groups))
         if self.draw.number(0, 3) == 0:
             self.memory.poison_free_pages()
+        self._check_lossy()
+
+    def _check_lossy(self):
+        """Requests over lossy rows go on, and somebody looks for what they and others left."""
+        for rid, slot in self.e.slots.items():
+            if rid in self.tainted:
+                self.memory.taint(slot, self.tainted[rid])
+        for salt in (b"", b"t"):
+            prompt = [*self.draw.one([*self.history, *self.e.tokens.values()]), 1]
+            self._expect_marked(self.e.kv.match(prompt, salt=salt))
+
+    def _expect_marked(self, match):
+        """No hit on rows that are lossy, or were computed over such, says that it is none."""
+        least = self.memory.lossy_tokens(match)
+        assert least <= match.lossy_tokens <= (match.replay_to or match.num_tokens)
+        assert match.lossy_tokens == 0 or self.memory.are_lossy
+        assert ("lossy" in match.explain()) == (match.lossy_tokens > 0)
+        self.checked["lossy hits"] += least > 0
 
     def _check_journal(self, tier):
         """A journal has what the tier has, and what went whose pages are free still."""

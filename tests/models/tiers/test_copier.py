@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import PoolPages
+from quire.kernels import E4m3Rows, PoolPages, gather_pages, scatter_pages
 from quire.kvcore.tier import Copies
 from quire.models.tiers import copier as copier_module
 from quire.models.tiers import host_pages, streams, ways
@@ -465,3 +465,48 @@ def test_the_kernel_is_taken_from_where_it_is_quicker(monkeypatch, quick_from, f
     assert [impl for _, impl, _ in taken] == [
         "triton" if n >= found else "torch" for n in (1, 3, 4, 63)
     ]
+
+
+def test_what_converts_is_the_kernel(monkeypatch):
+    """Whatever copy engines would take: they move bytes. It is compiled before a request waits for it."""
+    made, calls = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), []
+    pool = PoolPages([made], 1, E4m3Rows(torch.bfloat16, 32))
+    chosen = ways.PageWays(pool)
+    by = chosen._by
+    monkeypatch.setattr(chosen, "_by", lambda *args: (calls.append(args[:2]), by(*args)))
+    buffer = torch.zeros(9, pool.num_bytes, dtype=torch.uint8)
+    chosen.probe(buffer, synchronize=lambda: None)
+    assert calls == [(direction, "triton") for direction in streams.DIRECTIONS]
+    assert not made.any()
+    chosen.copy("to_host", np.array([1]), buffer, np.array([0]))
+    assert calls[-1] == ("to_host", "triton")
+
+
+def test_rows_in_e4m3_go_around_all_places():
+    """What host and disk have are the same bytes; pages are as they are when a pool is gathered and scattered."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randn(NUM_PAGES, PAGE_BYTES // 2, generator=generator).bfloat16().view(torch.uint8) for _ in range(NUM_TENSORS)]  # fmt: skip
+    form = E4m3Rows(torch.bfloat16, 16)
+    expected = PoolPages([tensor.clone() for tensor in tensors], 1, form)
+    ids, kept = torch.tensor([2, 7, 5]), torch.zeros(3, expected.num_bytes, dtype=torch.uint8)
+    gather_pages(expected, ids, kept)
+    scatter_pages(expected, ids, kept)
+    pool, disk = PoolPages(tensors, 1, form), MemoryDisk()
+    host = HostPages(9, pool.num_bytes, CPU)
+    copier = PageCopier(pool, host=host, disk=disk)
+    way = [
+        copies("device", "host", [2, 7, 5], [4, 1, 8]),
+        copies("host", "disk", [4, 1, 8], [3, 9, 1]),
+        copies("disk", "host", [3, 9, 1], [2, 3, 5]),
+        copies("host", "device", [2, 3, 5], [1, 4, 3]),
+        copies("device", "disk", [1, 4, 3], [11, 12, 13]),
+        copies("disk", "device", [11, 12, 13], [10, 8, 9]),
+    ]
+    for one in way:
+        assert run(copier, one).failed == ()
+    assert host.rows[[2, 3, 5]].equal(kept)
+    assert all(torch.from_numpy(disk.pages[11 + i]).equal(kept[i]) for i in range(3))
+    for tensor, other in zip(tensors, expected.tensors, strict=True):
+        assert tensor[[1, 4, 3]].equal(other[ids]) and tensor[[10, 8, 9]].equal(other[ids])
+    assert copier.num_bytes == {(c.source, c.target): 3 * pool.num_bytes for c in way}
+    assert pool.num_bytes == NUM_TENSORS * 2 * (16 + 4)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels import E4m3Rows
 from quire.kvcore import GroupSpec
 from quire.kvcore.tier import Copies
 from quire.kvcore.tier.disk import DiskStore
@@ -81,9 +82,29 @@ def test_entries_take_what_they_hold(pool, tmp_path):
     make, *arguments = POOLS[pool]
     groups, tensors, filled, rows = make(*arguments)
     assert [t * b for t, b in filled] == rows
+    expect_little_waste(groups, tensors, filled, rows, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", REAL)
+def test_entries_in_e4m3_take_what_they_hold(name, dtype, tmp_path):
+    """A byte of each element, and a scale of each row: of a head, or of what all sizes of heads are multiples of."""
+    config = CONFIGS[name]
+    groups, tensors, filled, rows = kv_pool(name, dtype)
+    heads = [config.attention(layer).head_dim for layer in range(config.num_kv_owners)]
+    dim = math.gcd(*heads)
+    elements = [size // dtype.itemsize for size in rows]
+    kept = [n + 4 * n // dim for n in elements]
+    form = E4m3Rows(dtype, dim)
+    parts = expect_little_waste(groups, tensors, filled, kept, tmp_path, e4m3_rows=form)
+    assert parts.filled == tuple(kept)
+
+
+def expect_little_waste(groups, tensors, filled, rows, tmp_path, **options):
+    """That segments and resume points take at most 5 % more than `rows`, bytes of a page of each group; the parts."""
     segment_tokens = math.lcm(*(g.block_size for g in groups))
     for on_disk in (False, True):
-        parts = page_parts(groups, tensors, filled, on_disk=on_disk)
+        parts = page_parts(groups, tensors, filled, on_disk=on_disk, **options)
         stored = HostPages(1, parts.pages.num_bytes, CPU).rows.stride(0)
         if on_disk:
             size = parts.pages.num_bytes
@@ -100,6 +121,7 @@ def test_entries_take_what_they_hold(pool, tmp_path):
                     taken += blocks * count * stored
             assert held <= taken <= (1 + MOST) * held, (kind, parts.counts, taken / held)
         assert max(parts.counts) <= 32
+    return parts
 
 
 MIXES = {

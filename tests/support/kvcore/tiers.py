@@ -6,14 +6,26 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from quire.kvcore import AllBlocksCleared, BlockStored, EventLog
+from quire.kvcore import AllBlocksCleared, BlockStored, EventLog, Match
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import Copies, Job, Record, Tiers
 from tests.support.kvcore.engine import POISON, Engine
 
 
+class Written(np.ndarray):
+    """Flags of pages, and whom to tell which of them are written."""
+
+    def __setitem__(self, pages, is_poisoned):
+        super().__setitem__(pages, is_poisoned)
+        if is_poisoned is False:
+            self.told(np.arange(len(self))[pages])
+
+
 class Memory:
-    """Rows of all places of one engine."""
+    """Rows of all places of one engine.
+
+    lossy: pages of the device that came from tiers which are, and those whose rows were computed over such.
+    """
 
     def __init__(self, engine: Engine, tiers: Tiers) -> None:
         self.engine, self.tiers = engine, tiers
@@ -24,6 +36,9 @@ class Memory:
         self.widths = [
             -(-r.shape[1] // self.parts[group]) for (group, _), r in zip(layout.tables, engine.rows, strict=True)
         ]  # fmt: skip
+        self.are_lossy, self.lossy = tiers.tiers[0].lossy, set[int]()
+        engine._poisoned = engine._poisoned.view(Written)
+        engine._poisoned.told = lambda pages: self.lossy.difference_update(np.ravel(pages).tolist())
         self.rows = {"device": engine.rows}
         for tier in tiers.tiers:
             n = tier.index.pool.num_pages
@@ -45,6 +60,8 @@ class Memory:
                         target[:n] = source[:n]
             if c.target == "device":
                 self.engine._poisoned[c.targets[keep]] = False
+                if self.are_lossy:
+                    self.lossy.update(c.targets[keep].tolist())
 
     def _check_parts(self, c: Copies) -> None:
         """Each page of a tier once; of a page of the device all parts, each once."""
@@ -65,6 +82,28 @@ class Memory:
             return rows
         width = self.widths[t]
         return rows[part * width : (part + 1) * width]
+
+    def taint(self, slot: int, start: int) -> None:
+        """All dense rows of a request from token `start` on rest on lossy ones."""
+        kv = self.engine.kv
+        for table, spec in zip(self.engine.tables, self.engine.specs, strict=True):
+            if spec.kind == "dense":
+                end = int(kv.num_computed[slot]) // spec.block_size
+                self.lossy.update(table[slot][start // spec.block_size : end].tolist())
+
+    def lossy_tokens(self, match: Match) -> int:
+        """Tokens of a hit from the first lossy row on that it is seen to have."""
+        kv, a = self.engine.kv, self.engine.kv.alignment
+        hit = (match.replay_to or match.num_tokens) // a
+        keys = match.prompt.keys[: hit * 32]
+        run, _ = kv.index.find(keys, hit)
+        of_segments = kv.index.pages_between(run, 0, hit).tolist()
+        found = [i for i, pages in enumerate(of_segments) if self.lossy & {*pages}]
+        while run is not None and run.depth:
+            if hit in run.points and self.lossy & {*run.points[hit].pages.tolist()}:
+                found.append(hit - 1)
+            run = run.parent
+        return (hit - min(found)) * a if found else 0
 
     def poison_free_pages(self) -> None:
         for tier in self.tiers.tiers:
