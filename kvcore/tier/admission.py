@@ -78,12 +78,13 @@ class Admission:
         return False
 
     def _next(self, tier: Tier) -> list[Run | ResumePoint]:
-        """What `tier` would evict next, without what went since this call began."""
+        """What `tier` would evict next, without what went since this call began, or what its jobs
+        build on."""
         victims = self._victims.get(tier)
         if victims is None:
             victims = coming(tier.index, LOOKED_AT)
         else:
-            victims = [v for v in victims if is_there(v)]
+            victims = [v for v in victims if is_there(v) and not (isinstance(v, Run) and v.locks)]
         self._victims[tier] = victims
         return victims
 

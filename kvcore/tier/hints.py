@@ -81,6 +81,10 @@ class Hints:
         if isinstance(made, OutOfPages):
             return Answer("deferred", 0, 0, str(made))
         assert made is not None
+        for place in tiers.tiers:
+            entry = self._entry(place, match, made.num_tokens // tiers.alignment)
+            if entry is not None:
+                _tell(place, entry, "prefetch")
         said = "all of it" if outcome == "accepted" else f"what {max_bytes} bytes allow"
         return Answer(
             "accepted" if outcome == "accepted" else "clipped", made.num_tokens, made.num_bytes,
@@ -131,6 +135,7 @@ class Hints:
         run = place.index.end_at(run, depth)
         entry = run.points[depth] if place.index.hybrid else run
         self._retained.setdefault(match.prompt.root, {})[entry] = priority, size
+        _tell(place, entry, "retain")
         tokens = depth * self._tiers.alignment
         if tokens < match.num_tokens:
             return Answer("clipped", tokens, size, f"kept on {place.name}: that is what fits")
@@ -201,6 +206,7 @@ class Hints:
         if run.locks:
             return Answer("deferred", 0, 0, "running requests or open jobs need it")
         policy.spare(entry)
+        _tell(self._device, entry, "demote")
         size = self._tiers.num_bytes(entry)
         return Answer("accepted", depth * self._tiers.alignment, size, "it leaves the device first")
 
@@ -216,6 +222,8 @@ class Hints:
                     ended += 1
                 elif entry is not None and place is self._device and isinstance(policy, Watched):
                     policy.needed(entry)
+                if entry is not None:
+                    _tell(place, entry, "release")
         self._forget_ended()
         tokens = match.num_tokens
         return Answer("accepted", tokens, 0, f"{ended} pins ended; it is an ordinary prefix again")
@@ -233,6 +241,12 @@ class Hints:
             return found.point(depth)
         run = found.run
         return run if run.depth == depth and not run.children else None
+
+
+def _tell(place: Place, entry: Run | ResumePoint, intent: Intent) -> None:
+    """The policy of a place hears what is intended with one of its entries."""
+    if isinstance(place.index.policy, Watched):
+        place.index.policy.hinted(entry, intent)
 
 
 def _points(found: Found) -> list[int]:

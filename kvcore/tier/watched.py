@@ -76,6 +76,12 @@ class Watched:
         if self._on_asked is not None:
             self._on_asked(keys, hit, kept)
 
+    def hinted(self, entry: Entry, intent: str) -> None:
+        """The policy hears of a hint, if it wants to."""
+        tell = getattr(self.policy, "hinted", None)
+        if tell is not None:
+            tell(entry, intent)
+
     def chance(self, entry: Entry) -> float | None:
         """As of the policy; None where it cannot tell."""
         tell = getattr(self.policy, "chance", None)

@@ -54,6 +54,8 @@ class EngineConfig:
             other weights or settings it is refused. Or a store (`quire.models.transfer.store`),
             which has pages while the engine lives (`quire.models.transfer.tier`).
         disk_cache_gib: GiB that it may take.
+        max_hint_gib: GiB of prefixes that one tenant (one salt) may have retained by `Engine.hint`,
+            as tiers count them; None = no limit but that of pins.
         tier_dtype: what pages hold in host memory and on a disk: "auto" = the same bytes; "fp8" =
             e4m3 with a scale for each row of a head, of keys and values in bf16, fp16 or fp32: half
             or a quarter of the bytes, on the link too. Hits on what came back so are marked
@@ -103,6 +105,7 @@ class EngineConfig:
     host_cache_gib: float | None = None
     disk_cache: str | os.PathLike[str] | Store | None = None
     disk_cache_gib: float = 16.0
+    max_hint_gib: float | None = None
     tier_dtype: str = "auto"
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
@@ -142,11 +145,11 @@ class EngineConfig:
         fraction = self.memory_fraction
         if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, Real)):
             raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction!r}")
-        for name in ("host_cache_gib", "disk_cache_gib"):
+        for name in ("host_cache_gib", "disk_cache_gib", "max_hint_gib"):
             value = getattr(self, name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not (
-                (is_number and 0 < value < 2**33) or (value is None and name == "host_cache_gib")
+                (is_number and 0 < value < 2**33) or (value is None and name != "disk_cache_gib")
             ):
                 raise ValueError(f"{name}: expected a number > 0, got {value!r}")
         limit = self.rank_timeout

@@ -12,6 +12,7 @@ from quire.kvcore.tier import Answer
 from quire.kvcore.tier.hints import Intent
 
 from .input_processor import InputProcessor
+from .output_processor import OutputProcessor
 from .request import SamplingParams
 from .tiering import EngineTiers
 from .turns import StepTurns
@@ -29,11 +30,13 @@ class TierCalls:
         tiers: what is behind the pool; None = nothing.
         scheduler: whose requests wait for it.
         inputs: checks prompts.
+        outputs: the unfinished requests.
     """
 
     tiers: EngineTiers | None
     scheduler: Scheduler
     inputs: InputProcessor
+    outputs: OutputProcessor
     _turns: StepTurns
     _in_flight: LaunchedStep | None
     _receive: Callable[[LaunchedStep], dict[str, Any]]
@@ -41,11 +44,12 @@ class TierCalls:
 
     def hint(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | str,
         intent: Intent,
         *,
         salt: bytes = b"",
         ttl: float | None = None,
+        until: float | None = None,
         priority: int = 0,
         max_bytes: int | None = None,
     ) -> Answer:
@@ -53,23 +57,33 @@ class TierCalls:
         change.
 
         Args:
-            prompt_token_ids: of the prefix.
+            prompt_token_ids: of the prefix; or the id of an unfinished request: what is cached yet
+                of its tokens so far, with its salt.
             intent: "prefetch" = it is wanted soon: its copies begin at once; "demote" = a pause
-                begins: it leaves the pool first; "retain" = it is kept for ``ttl`` seconds;
-                "release" = none of that any more. See `quire.kvcore.tier.Tiers.hint`.
+                begins: it leaves the pool first; "retain" = it is kept for ``ttl`` seconds, or
+                ``until``; "release" = none of that any more. See `quire.kvcore.tier.Tiers.hint`.
             salt: of its requests.
-            ttl, priority: for "retain"; what has a lower priority goes before it.
+            ttl, until, priority: for "retain"; until: seconds on the clock of `time.monotonic`;
+                what has a lower priority goes before it.
             max_bytes: for "prefetch".
 
         Raises:
-            ValueError: an engine without tiers, or arguments out of range.
+            ValueError: an engine without tiers, an unknown request, or arguments out of range.
         """
         tiers = self.tiers
         if tiers is None:
             raise ValueError("hint: expected an engine with host_cache_gib or disk_cache")
-        prompt = self.inputs.check(prompt_token_ids, SamplingParams())
+        is_request = isinstance(prompt_token_ids, str)
+        if not is_request:
+            prompt = self.inputs.check(prompt_token_ids, SamplingParams())
+        if until is not None and ttl is not None:
+            raise ValueError(f"ttl, until: expected one of them, got {ttl!r} and {until!r}")
         with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+            if is_request:
+                request = self.outputs.unfinished_sample(prompt_token_ids)
+                prompt, salt = request.tokens, request.salt
             now = time.monotonic()
+            ttl = ttl if until is None else until - now
             return tiers.hint(
                 prompt, intent, salt=salt, now=now, ttl=ttl, priority=priority, max_bytes=max_bytes
             )

@@ -350,6 +350,7 @@ def make_tiers(
         page_bytes=pages.num_bytes,
         parts=parts.counts,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
+        max_hint_bytes=None if config.max_hint_gib is None else int(config.max_hint_gib * GIB),
     )
     by_tensor = hasattr(pool, "arrive")
     num_tensors = len(pool.tensors) if by_tensor else None

@@ -7,7 +7,7 @@ import pytest
 from quire.kvcore import LRU, Adaptive
 from quire.kvcore.prefix.tree import ResumePoint
 from quire.kvcore.tier.watched import Watched, coming
-from tests.kvcore.tier.test_tiers import Setup
+from tests.kvcore.tier.test_tiers import DENSE, Setup
 from tests.support.kvcore.entries import Fake, key
 
 
@@ -61,6 +61,48 @@ def test_a_full_tier_takes_in_what_is_worth_more_than_what_has_to_go():
     s.serve([4, *PROMPT])
     s.store()
     assert 4 in _kept(s, chances) and 3 not in _kept(s, chances)
+
+
+class Strict(LRU):
+    """LRU that tells the chance of what it has, and of nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.has = set()
+
+    def add(self, entry):
+        self.has.add(entry)
+        super().add(entry)
+
+    def discard(self, entry):
+        self.has.discard(entry)
+        super().discard(entry)
+
+    def pop(self):
+        entry = super().pop()
+        self.has.discard(entry)
+        return entry
+
+    def chance(self, entry) -> float:
+        assert entry in self.has
+        return 0.1
+
+
+def test_what_a_job_builds_on_has_not_to_go():
+    """One call stores two prompts for whose room a tier looks around, and between them one that goes on from a chain seen then."""
+    policy = Told(lambda entry: 0.9)
+    s = Setup(DENSE, pages=200, host=14, policy=policy, policy_of_host=Strict(), prefill=1000.0)
+    s.serve([2, *PROMPT[:60]])
+    s.serve([1, *PROMPT[:40]])
+    s.store()
+    s.forget()
+    assert len(s.has("host").segments) == 7 + 5
+    s.serve([5, *PROMPT[:20]])
+    s.serve([1, *PROMPT[:70]])
+    s.serve([3, *PROMPT[:40]])
+    s.store()
+    longer = s.e.kv.match([1, *PROMPT]).prompt.keys
+    assert s.tiers.tiers[0].index.find(longer, 8)[1] == 8
 
 
 def test_what_was_refused_is_looked_at_again():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcore import StepPlan
+from quire.kvcore import LRU, StepPlan
 from tests.kvcore.tier.test_tiers import DENSE, HYBRID, PROMPT, Setup
 
 
@@ -186,6 +186,34 @@ def test_a_tenant_gives_up_a_lower_priority_for_a_higher_one():
     assert retain(3, 0) in ("clipped", "refused")
     assert len(s.e.kv.index.pins) == 3
     s.check()
+
+
+def test_policies_hear_of_hints():
+    """That of the place where the entry is; a policy that does not listen is not told."""
+
+    class Hears(LRU):
+        def __init__(self):
+            super().__init__()
+            self.told = []
+
+        def hinted(self, entry, intent):
+            self.told.append((entry.depth, intent))
+
+    device, host = Hears(), Hears()
+    s = Setup(policy=device, policy_of_host=host)
+    s.serve(PROMPT)
+    s.store()
+    match = s.tiers.match([*PROMPT, 1])
+    for intent in ("demote", "release", "retain", "release"):
+        assert s.tiers.hint(match, intent, now=0.0, ttl=9.0).outcome == "accepted"
+    # The host has an entry for a release to be told of as well.
+    assert device.told == [(12, intent) for intent in ("demote", "release", "retain", "release")]
+    assert host.told == [(12, "release")] * 2
+    s.forget()
+    job = s.tiers.hint(s.tiers.match([*PROMPT, 1]), "prefetch").job
+    s.memory.copy(job)
+    s.tiers.done(job)
+    assert host.told[2:] == [(12, "prefetch")] and len(device.told) == 4
 
 
 def test_what_hints_refuse(stored):

@@ -381,6 +381,7 @@ class TieredTraffic(Traffic):
 
     def _check_journal(self, tier):
         """A journal has what the tier has, and what went whose pages are free still."""
+        assert tier.ledger.num_errors == 0  # as this journal raises what it finds wrong
         kept, contents = self.journals[tier.name].kept, Contents(tier.index)
         keys = {("segment", k) for k in contents.segments} | {("point", k) for k in contents.points}
         assert keys <= kept.keys()

@@ -13,7 +13,7 @@ import torch
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import disk as disk_module
 from quire.models.config.named import get_config
-from quire.models.engine import tiering
+from quire.models.engine import tier_calls, tiering
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -110,6 +110,27 @@ class Faults:
         return call
 
 
+class Hints:
+    """Hints on prefixes, and on requests that are not finished; what became of them."""
+
+    def __init__(self):
+        self.rng, self.outcomes = random.Random(5), Counter()
+
+    def give(self, engine, prompts):
+        rng = self.rng
+        if rng.random() < 0.5:
+            return
+        intent = rng.choice(["retain", "prefetch", "demote", "release"])
+        of = rng.choice(prompts)[: rng.choice([16, 40, None])]
+        if (running := sorted(engine.unfinished)) and rng.random() < 0.3:
+            of = rng.choice(running)
+        options = {"priority": rng.choice([0, 1]), "ttl": rng.choice([1e-3, 10.0])}
+        options |= {"max_bytes": rng.choice([None, 4 * PAGE_BYTES])}
+        answer = engine.hint(of, intent, **options)
+        assert answer.reason
+        self.outcomes[intent, answer.outcome] += 1
+
+
 @ordinary("host-0.25-False-3", "host and disk-0.25-True", "disk-0.25-False-0")
 @pytest.mark.parametrize(
     "where, share, is_async, num_drafts",
@@ -124,8 +145,8 @@ class Faults:
     ],
 )
 def test_outputs_are_those_without_tiers(where, share, is_async, num_drafts, tmp_path, monkeypatch):
-    """Requests come back and are aborted, drafts are rejected, the pool is too small for all, and calls fail."""
-    rng = random.Random(11)
+    """Requests come back and are aborted, drafts are rejected, the pool is too small for all, calls fail, and callers give hints."""
+    rng, hints = random.Random(11), Hints()
     model = tiered(ToyModel())
     faults = Faults(monkeypatch, rng, share)
     config = EngineConfig(
@@ -141,6 +162,7 @@ def test_outputs_are_those_without_tiers(where, share, is_async, num_drafts, tmp
     work += [([*tokens, 5, 6], replace(params, max_tokens=3), None) for tokens, params, _ in work]
 
     def distrust(step):
+        hints.give(engine, [tokens for tokens, _, _ in work])
         engine.pool.poison(engine.kv.pool.free_pages())
         if step % 8 == 0:
             recount(engine)
@@ -156,6 +178,7 @@ def test_outputs_are_those_without_tiers(where, share, is_async, num_drafts, tmp
     stores = {name: count for name, count in stats.items() if name.startswith("tier_stored_pages")}
     assert min(stores.values()) > 10 and sum(loads.values()) > 3, stats
     assert share == 0 or sum(faults.count.values()) > 10
+    assert len(hints.outcomes) >= 6, hints.outcomes
     totals = engine.totals
     assert num_drafts == 0 or 20 < totals.num_accepted < totals.num_drafts - 20, totals
     monkeypatch.undo()
@@ -542,6 +565,46 @@ def test_settings(tmp_path):
     assert plain.tiers is None and "behind" not in plain.memory.describe()
 
 
+def test_hints_on_a_request(monkeypatch):
+    """Of its tokens so far, with its salt; while it runs it does not leave."""
+    now = [1000.0]
+    monkeypatch.setattr(tier_calls.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(tiering.time, "monotonic", lambda: now[0])
+    engine = toy_engine(max_num_batched_tokens=128)
+    params = SamplingParams(40, ignore_eos=True)
+    request_id = engine.add_request(LONG, params, salt=b"x")
+    for _ in range(30):
+        engine.step()
+    assert engine.hint(request_id, "demote").outcome == "deferred"
+    kept = engine.hint(request_id, "retain", until=1010.0)
+    assert kept.outcome == "accepted" and kept.num_tokens == 96  # its last resume point yet
+    assert engine.hint(LONG, "retain", ttl=5).outcome == "refused"  # of another salt
+    output = finish(engine)[request_id]
+    assert output.token_ids == alone(engine.model, LONG, params)
+    for time, pins in ((1009.0, True), (1011.0, False)):
+        now[0] = time
+        engine.add_request(SHORT, PARAMS)
+        finish(engine)
+        assert (engine.kv.stats()["pins"] > 0) == pins
+    end(engine)
+
+
+def test_a_tenant_keeps_to_its_budget():
+    """Of an engine; another tenant has its own."""
+    engine = toy_engine(max_hint_gib=10 * GIB_OF_A_PAGE)
+    prompts = [[user, *LONG] for user in (1, 2)]
+    for tokens in prompts:
+        for salt in (b"x", b"y"):
+            engine.add_request(tokens, PARAMS, salt=salt)
+            finish(engine)
+    for salt in (b"x", b"y"):
+        first, second = (engine.hint(p, "retain", salt=salt, ttl=100) for p in prompts)
+        assert first.outcome == "accepted" and first.num_bytes <= 10 * PAGE_BYTES
+        assert second.outcome in ("clipped", "refused")
+        assert first.num_bytes + second.num_bytes <= 10 * PAGE_BYTES
+    end(engine)
+
+
 def test_a_folder_goes_with_its_weights():
     """Of the same shape, in the same engine; and with rows that only other scales make."""
     memory = SimpleNamespace(groups=())
@@ -606,6 +669,10 @@ def test_hints():
         engine.hint(LONG, "retain")
     with pytest.raises(ValueError, match=r"^prompt_token_ids: expected ints"):
         engine.hint([-1], "prefetch")
+    with pytest.raises(ValueError, match=r"^request_id: expected an unfinished request, got"):
+        engine.hint(first, "prefetch")
+    with pytest.raises(ValueError, match=r"^ttl, until: expected one of them, got 1 and 2"):
+        engine.hint(LONG, "retain", ttl=1, until=2)
     end(engine)
     with pytest.raises(ValueError, match=r"^hint: expected an engine with host_cache_gib"):
         Engine(ToyModel(), EngineConfig(num_pages=40)).hint(LONG, "prefetch")
