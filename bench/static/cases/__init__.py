@@ -74,16 +74,6 @@ def all_cases() -> dict[str, StaticCase]:
     return found
 
 
-def launches_of(case: StaticCase, arch: Arch) -> list[Any]:
-    """The launches of a case; none on an architecture for which a tile table refuses its shape."""
-    from quire.kernels.common.tile_tables import RefusedShape
-
-    try:
-        return case.launches(arch)
-    except RefusedShape:
-        return []
-
-
 def meta(*shape: int, dtype: str = "bfloat16") -> Any:
     """A contiguous tensor without storage."""
     import torch
