@@ -13,7 +13,7 @@ from quire.kernels.common import launching
 from quire.kernels.common.arch import Arch, named
 
 from . import amdgcn, sass, ttgir
-from .cases import PIPELINED, StaticCase, all_cases
+from .cases import PIPELINED, StaticCase, all_cases, launches_of
 from .limits import SIMDS, resident_programs, resident_workgroups
 
 
@@ -101,7 +101,7 @@ def distinct(
         for name, case in cases:
             if only not in name or (arch in samples and not case.sample):
                 continue
-            for index, launch in enumerate(case.launches(named(arch))):
+            for index, launch in enumerate(launches_of(case, named(arch))):
                 kernel, head_dim = launch.kernel.__name__, launch.values.get("HEAD_DIM")
                 keys = [(arch, kernel, repr(specialise(launch)))]
                 if arch in tiles:

@@ -74,6 +74,11 @@ def all_cases() -> dict[str, StaticCase]:
     return found
 
 
+def launches_of(case: StaticCase, arch: Arch) -> list[Any]:
+    """The launches of a case on an architecture."""
+    return case.launches(arch)
+
+
 def meta(*shape: int, dtype: str = "bfloat16") -> Any:
     """A contiguous tensor without storage."""
     import torch

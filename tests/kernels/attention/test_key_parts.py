@@ -3,13 +3,13 @@
 import dataclasses
 
 import pytest
-import torch
 
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config
 from tests.kernels.attention import test_attention, test_fp8
 from tests.kernels.attention.test_fp8 import assert_exact, quantised
-from tests.support.helpers import make_batch
+from tests.support.budgets import ordinary
+from tests.support.helpers import AttentionCase, make_batch
 
 FULL = ("decode-around-block", "decode-empty-sequences", "decode-empty-pages-only", "decode-all-empty",
     "decode-speculative", "decode-group-24", "decode-softcap-sinks", "split", "prefill-chunk", "prefill-pages-only",
@@ -48,23 +48,31 @@ def in_parts(request, monkeypatch):
     monkeypatch.setattr(paged, "select_config", select)
 
 
+@ordinary(
+    "[16x16",
+    "[32x32-parts-4-full-prefill-chunk",
+    "[32x32-parts-4-window-prefill-ring",
+    "[16x64-parts-4-window-decode",
+    "[16x64-parts-4-full-split",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_tables_are_read_only_where_there_is_something(case, in_parts):
     """Without masks: keys and rows that are not live are those of others, and every other is poison."""
     assert_exact(make_batch(case), case.dtype, ["triton"])
 
 
+@ordinary("[16x16", "[32x32-parts-4-fp8-window", "[16x64-parts-4-fp8-prefill-d512")
 @pytest.mark.parametrize("case", named("fp8", test_fp8.CASES, FP8))
 def test_e4m3_pages(case, in_parts):
     kind = test_fp8.KINDS[FP8.index(case.name) % 3]
     assert_exact(quantised(make_batch(case), kind), case.dtype, ["triton"])
 
 
-def test_queries_are_pointers_to_rows_that_there_are(monkeypatch):
-    """Of a tile with more rows than there are heads none lies past the last query, where memory may end."""
+def test_rows_of_queries_past_the_last_are_not_read(monkeypatch):
+    """A tile has more rows than there are; the next one would lie where there is no memory."""
     monkeypatch.setattr(paged, "select_config", lambda *_, **__: CONFIGS[0])
-    batch = make_batch(test_attention.FULL[0])
-    whole = torch.full((len(batch["q"]) + 9, *batch["q"].shape[1:]), float("nan"))
-    whole[: len(batch["q"])] = batch["q"]
-    batch["q"] = whole[: len(batch["q"])]
-    assert_exact(batch, batch["q"].dtype, ["triton"])
+    case = AttentionCase("", [40], [1], num_heads=1, num_kv_heads=1)
+    for num_decodes in (0, 1):
+        batch = make_batch(dataclasses.replace(case, num_decodes=num_decodes))
+        batch["q"] = batch["q"].as_strided((1, 1, 16), (2**44, 16, 1))
+        assert_exact(batch, case.dtype, ["triton"])
