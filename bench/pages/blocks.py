@@ -21,7 +21,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay-tiers-agents": replay.tiers_of_agents,
     "v4-memory": memory.table,
     "static-summary": support.summary,
-    "support-refusals": support.refusals,
     "support-legend": support.legend,
     "support-attention": support.attention,
     "support-latent": support.latent,

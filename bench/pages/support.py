@@ -13,11 +13,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from quire.kernels.attention import configs as attention_configs
 from quire.kernels.common.arch import named
 from quire.kernels.common.checks import expect_head_dim
-from quire.kernels.compressed import configs as compressed_configs
-from quire.kernels.mla import configs as mla_configs
 
 from ..static import report, rules, sass
 from ..static.cases import ARCHS, all_cases, meta
@@ -54,8 +51,8 @@ arguments). The other columns have the page sizes, in rows, or "yes" where there
   architecture; nothing spills, and shared memory suffices (`python -m bench.static --all`). Nothing
   ran.
 - *Refused*: the operator raises an error before it launches anything.
-- {NONE}: taken, but no test and no compiled case has this; or refused on an RDNA GPU alone, see
-  AMD GPUs below. Page sizes that are not listed are taken as well."""
+- {NONE}: taken, but no test and no compiled case has this. Page sizes that are not listed are taken
+  as well."""
 
 Sizes = dict[tuple[str, int, str], set[int]]
 """Page sizes by (operator, head_dim, dtype of pages); empty for an operator without pages."""
@@ -141,20 +138,6 @@ def summary() -> str:
         "without overlap of wgmma",
     ]
     return table(header, lines)
-
-
-def refusals() -> str:
-    """What the tables of tile shapes refuse, by class of GPUs."""
-    lines = []
-    for tiles in (attention_configs.TILES, compressed_configs.TILES, mla_configs.TILES):
-        for entry in tiles.contents[1]:
-            if entry.refused is not None:
-                key, operator = entry.key, tiles.path.parent.name
-                what = [key.dtype, key.pages and f"{key.pages} pages", key.phase]
-                dim = "all" if key.head_dim is None else str(key.head_dim)
-                shown = ", ".join(filter(None, what))
-                lines.append([str(key.gpu), operator, dim, shown, entry.refused])
-    return table(["tiles", "operator", "head_dim, up to", "of", "why"], lines)
 
 
 def _table(keys: list[tuple[str, int, str]]) -> str:

@@ -21,7 +21,7 @@ from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.common.arch import Arch
 from quire.kernels.common.tile_shapes import tile_rows
-from quire.kernels.common.tile_tables import Key, RefusedShape, TileTable
+from quire.kernels.common.tile_tables import Key, TileTable
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.compressed import triton_impl as compressed_triton
 from quire.kernels.mla import configs as mla_configs
@@ -77,15 +77,8 @@ class TableEntry(ABC):
         """What the operator asks its table for; the answer is this entry."""
 
     def current(self, arch: Arch) -> Any:
-        """The launch choices that the table gives.
-
-        Raises:
-            RefusedShape: it says that no launch is known.
-        """
-        found = self.table.find(self.question(arch))
-        if found.config is None:
-            raise RefusedShape(f"{self.name}: {found.refused}")
-        return found.config
+        """The launch choices that the table gives."""
+        return self.table.find(self.question(arch)).config
 
     @abstractmethod
     def candidates(self, arch: Arch) -> list[Any]:
@@ -342,17 +335,12 @@ FAMILIES = (
 
 
 def table_entries(cases: Sequence[Case], arch: Arch) -> dict[TableEntry, list[Case]]:
-    """The entries that cases use, in the order of the cases that matter most; of an architecture
-    for which an operator refuses a case, none for that."""
+    """The entries that cases use, in the order of the cases that matter most."""
     found: dict[TableEntry, list[Case]] = {}
     for case in cases:
         for entry_of in FAMILIES:
-            try:
-                if (entry := entry_of(case, arch)) is not None:
-                    entry.current(arch)
-                    found.setdefault(entry, []).append(case)
-            except RefusedShape:  # nothing to compare others with
-                continue
+            if (entry := entry_of(case, arch)) is not None:
+                found.setdefault(entry, []).append(case)
     headline = [*shapes.headline(), *mla_shapes.headline()]
     ranks = {case.name: i for i, case in enumerate(headline)}
 

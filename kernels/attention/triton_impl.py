@@ -146,6 +146,7 @@ def _tile_config(call: AttentionCall, phase: str, config: Config, arch: Arch) ->
         PTX=quantized and arch.maker == "nvidia" and not call.q.is_cpu,
         PAGED_CONTEXT=call.paged_context,
         DIVIDE=call.q.element_size() == 2 and not quantized and _divides(config, arch),
+        KEY_PARTS=config.key_parts,
     )
 
 
@@ -227,7 +228,7 @@ def _prepare_prefill(call: AttentionCall, arch: Arch, num_sms: int, decode_token
 def _value_pairs(call: AttentionCall, config: Config) -> bool:
     """Whether quantized values are read as pairs: where they lie in pairs, and products of fp16
     have tiles whose few rows leave each warp enough columns of half the channels."""
-    if call.scales == "none" or call.q.element_size() != 2:
+    if call.scales == "none" or call.q.element_size() != 2 or config.key_parts > 1:
         return False
     offsets = (call.v_pages.storage_offset(), *call.v_pages.stride()[:3])
     few_rows = config.block_m <= 32 and call.q.shape[2] >= 4 * config.block_m

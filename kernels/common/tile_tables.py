@@ -13,8 +13,7 @@ A file is ``{"comments": [text], "entries": [entry]}``, one entry a line. The fi
 those of `Key`, of which a missing one stands for any value (a missing "gpu" for those that no other
 entry names), those of the operator's dataclass of
 launch choices, of which a missing one has its default, and "comment". ``block_m`` is ``rows`` where
-it is missing. An entry that has "refused", the reason, in place of launch choices says that no
-shape is known that holds there: the operator raises `RefusedShape`.
+it is missing.
 """
 
 from __future__ import annotations
@@ -66,21 +65,13 @@ class Key:
         return enough and (self.rows is None or self.rows <= (question.rows or MAX_ROWS))
 
 
-class RefusedShape(NotImplementedError):
-    """No tile shape is known that compiles on an architecture without spills and fits."""
-
-
 @dataclass(frozen=True)
 class Entry(Generic[C]):
-    """One line of a table: the launch choices ``config`` of a key, and why, where that matters.
-
-    refused: why no launch is known; then ``config`` is None.
-    """
+    """One line of a table: the launch choices ``config`` of a key, and why, where that matters."""
 
     key: Key
-    config: C | None
+    config: C
     comment: str | None = None
-    refused: str | None = None
 
 
 class TileTable(Generic[C]):
@@ -144,20 +135,11 @@ class TileTable(Generic[C]):
 
         Raises:
             LookupError: no entry is for that.
-            RefusedShape: the entry says that no launch is known.
         """
         pages: Any = "fp8" if fp8 else "same"
         dtype: Any = DTYPES[dtype_bytes]
         some_phase: Any = phase
-        question = Key(arch.tiles, dtype, pages, some_phase, head_dim, rows)
-        entry = self.find(question)
-        if entry.config is None:
-            what = ", ".join(f"{k}={v}" for k, v in vars(question).items() if v and k != "gpu")
-            raise RefusedShape(
-                f"{self.path.parent.name}: not supported by impl='triton' on {arch.name} is {what}: "
-                f"{entry.refused}; impl='torch' is"
-            )
-        return entry.config
+        return self.find(Key(arch.tiles, dtype, pages, some_phase, head_dim, rows)).config
 
     def with_configs(self, configs: dict[Key, C]) -> str:
         """The text of the file with other launch choices in the entries of some keys.
@@ -173,7 +155,7 @@ class TileTable(Generic[C]):
                 f"{self.path}: expected an entry of the key {missing.pop()}, got none"
             )
         changed = [
-            replace(entry, config=configs[entry.key], comment=None, refused=None)
+            replace(entry, config=configs[entry.key], comment=None)
             if configs.get(entry.key, entry.config) != entry.config
             else entry
             for entry in entries
@@ -218,15 +200,9 @@ def _entry(row: Any, config: type[C]) -> Entry[C]:
     if not isinstance(row, dict):
         raise ValueError("expected an object")
     row = dict(row)
-    comment, refused = row.pop("comment", None), row.pop("refused", None)
-    for name, text in ("comment", comment), ("refused", refused):
-        if not isinstance(text, str | None):
-            raise ValueError(f"{name}: expected a text, got {text!r}")
+    if not isinstance(comment := row.pop("comment", None), str | None):
+        raise ValueError(f"comment: expected a text, got {comment!r}")
     key = Key(**_values(Key, row))
-    if refused is not None:
-        if row:
-            raise ValueError(f"{next(iter(row))}: expected no such field beside refused")
-        return Entry(key, None, comment, refused)
     if key.rows is not None:
         row.setdefault("block_m", key.rows)
     entry = Entry(key, config(**_values(config, row)), comment)
@@ -288,13 +264,11 @@ def dump(comments: Sequence[str], entries: Sequence[Entry[Any]]) -> str:
     rows = []
     for entry in entries:
         row = {name: value for name, value in vars(entry.key).items() if value is not None}
-        for field in () if entry.config is None else fields(entry.config):
+        for field in fields(entry.config):
             value = getattr(entry.config, field.name)
             derived = field.name == "block_m" and value == entry.key.rows
             if value != field.default and not derived:
                 row[field.name] = value
-        if entry.refused is not None:
-            row["refused"] = entry.refused
         if entry.comment is not None:
             row["comment"] = entry.comment
         rows.append(json.dumps(row, ensure_ascii=False))

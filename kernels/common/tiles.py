@@ -57,7 +57,7 @@ def widen_e4m3(quantized, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(q, tile, scores, SWAP: tl.constexpr):
+def multiply(q, tile, scores, SWAP: tl.constexpr):
     """Products of rows of queries and keys, added to ``scores``."""
     if SWAP:
         scores = tl.dot(tile, tl.trans(q), scores, input_precision="ieee")
@@ -71,8 +71,8 @@ def _score(q, tile, q_rope, ropes, zeros, SWAP: tl.constexpr):
     """Products of rows of queries and keys, over all of their channels."""
     scores = zeros
     if ropes is not None:
-        scores = _multiply(q_rope, ropes, scores, SWAP)
-    return _multiply(q, tile, scores, SWAP)
+        scores = multiply(q_rope, ropes, scores, SWAP)
+    return multiply(q, tile, scores, SWAP)
 
 
 @triton.jit
@@ -119,9 +119,9 @@ def update(
         weights = zeros.to(tile.dtype)
         decay = tl.zeros_like(row_max)
         if HOIST:
-            scores = _multiply(q, tile, zeros, SWAP)
+            scores = multiply(q, tile, zeros, SWAP)
             if ropes is not None:
-                more = _multiply(q_rope, ropes, zeros, SWAP)
+                more = multiply(q_rope, ropes, zeros, SWAP)
         if always:
             if not HOIST:
                 scores = _score(q, tile, q_rope, ropes, zeros, SWAP)
@@ -140,7 +140,8 @@ def update(
 
 @triton.jit
 def score_parts(
-    q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr
+    q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr = False,
 ):  # fmt: skip
     """Products of rows of queries and keys over DIM channels, added to ``scores``.
 
@@ -150,13 +151,16 @@ def score_parts(
 
     Args:
         q_rows, rows: pointers to rows that all may be read. Those of queries must not be known to
-            be the same for every tile, or they are read ahead of the loop.
+            be the same for every tile, or they are read ahead of the loop. Keys may be e4m3 bytes.
+        HARDWARE_E4M3: as in ``halve_e4m3``.
     """
     for part in tl.static_range(PARTS):
         dim = part * (DIM // PARTS) + tl.arange(0, DIM // PARTS)
         queries = tl.load(q_rows[:, None] + dim[None, :])
         keys = tl.load(rows[:, None] + dim[None, :])
-        scores = _multiply(queries, keys, scores, SWAP)
+        if rows.dtype.element_ty == tl.uint8:
+            keys = widen_e4m3(keys, queries.dtype, HARDWARE_E4M3)
+        scores = multiply(queries, keys, scores, SWAP)
     return scores
 
 

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ..common import latent_pages
-from ..common.tiles import update, widen_e4m3
+from ..common.tiles import multiply, score_parts, update, update_scored, widen_e4m3
 
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
@@ -47,6 +47,8 @@ class KeyTile(NamedTuple):
         SWAP, DIVIDE, HOIST: as in ``common.tiles.update``.
         ALIGNED: pages and new rows start at multiples of 16 bytes, which Triton 3.9 forgets of a
             pointer that is chosen from two.
+        PARTS: parts of the channels that queries and keys are read and multiplied in
+            (``common.tiles.score_parts``); 1: the queries stay in registers.
     """
 
     HEAD_DIM: Any
@@ -60,6 +62,7 @@ class KeyTile(NamedTuple):
     DIVIDE: Any
     HOIST: Any
     ALIGNED: Any
+    PARTS: Any
 
 
 class Mask(NamedTuple):
@@ -110,31 +113,60 @@ class Order(NamedTuple):
 
 
 @triton.jit
-def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr):
-    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM].
+def _load_quantized(rows, packed, live, DTYPE: tl.constexpr, KEYS: tl.constexpr):
+    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM]; with PARTS all are read.
 
     Args:
-        rows, scales: [BLOCK_N] pointers to the bytes of values and of scales.
+        rows: [BLOCK_N] pointers to the bytes of values.
+        packed: [BLOCK_N] int64, the eight bytes of a row's scales.
     """
     HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
     BLOCK_N: tl.constexpr = KEYS.BLOCK_N
     GROUPS: tl.constexpr = HEAD_DIM // GROUP
     dim = tl.arange(0, HEAD_DIM)
-    quantized = tl.load(
-        rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
-    )
     rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
-    rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
-    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that
-    # exponent and no mantissa.
-    packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+    if KEYS.PARTS > 1:
+        quantized = tl.load(rows[:, None] + dim[None, :])
+        rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :])
+    else:
+        quantized = tl.load(
+            rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
+        )
+        rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
     group = tl.arange(0, GROUPS)
-    exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
-    factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
+    factors = _factors(packed[:, None], group[None, :])[:, :, None]
     values = widen_e4m3(quantized, tl.float32, KEYS.HARDWARE_E4M3)
     values = (tl.reshape(values, [BLOCK_N, GROUPS, GROUP]) * factors).to(DTYPE)
     values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(DTYPE)[:, None, :], values)
     return tl.reshape(values, [BLOCK_N, HEAD_DIM])
+
+
+@triton.jit
+def _factors(packed, group):
+    """2^(byte - 127) of a group's byte in ``packed``: the fp32 number with that exponent and no
+    mantissa."""
+    exponents = ((packed >> (8 * group)) & 0xFF).to(tl.int32)
+    return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _score_quantized(q_rows, rows, packed, scores, KEYS: tl.constexpr):
+    """``score_parts`` of rows of the 584-byte layout; a part is no more than a group."""
+    PARTS: tl.constexpr = KEYS.PARTS
+    WIDTH: tl.constexpr = KEYS.HEAD_DIM // PARTS
+    DTYPE: tl.constexpr = q_rows.dtype.element_ty
+    for part in tl.static_range(PARTS):
+        dim = part * WIDTH + tl.arange(0, WIDTH)
+        queries = tl.load(q_rows[:, None] + dim[None, :])
+        if part * WIDTH < NOPE_DIM:
+            keys = tl.load(rows[:, None] + dim[None, :])
+            factors = _factors(packed, part * WIDTH // GROUP)[:, None]
+            keys = (widen_e4m3(keys, tl.float32, KEYS.HARDWARE_E4M3) * factors).to(DTYPE)
+        else:
+            rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
+            keys = tl.load(rope[:, None] + (dim - NOPE_DIM)[None, :]).to(DTYPE)
+        scores = multiply(queries, keys, scores, KEYS.SWAP)
+    return scores
 
 
 @triton.jit
@@ -145,7 +177,7 @@ def attend_keys(
     """Run the online softmax over the keys [first, stop) of a query tile.
 
     Args:
-        q: [ROWS, HEAD_DIM].
+        q: [ROWS, HEAD_DIM]; with PARTS above 1 [ROWS] pointers to rows that all may be read.
         position: [ROWS] int32, of each row.
         pages, order, mask: ``Pages``, ``Order``, ``Mask``.
         new_kv: pointer to the step's rows of the sequence, ``new_stride`` elements apart, or None.
@@ -159,6 +191,8 @@ def attend_keys(
     dim = tl.arange(0, KEYS.HEAD_DIM)
     FP8: tl.constexpr = pages.window is not None and pages.window.data.dtype.element_ty == tl.uint8
     LISTED: tl.constexpr = KEYS.SLOTS or pages.topk_indices is not None
+    DTYPE: tl.constexpr = q.dtype.element_ty if KEYS.PARTS > 1 else q.dtype
+    ROWS: tl.constexpr = q.shape[0]
     first_cell = order.low // WINDOW_ROWS // pages.window_width * pages.window_width
     x = first + offs_n
     entry = _load_entry(x, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
@@ -171,6 +205,11 @@ def attend_keys(
         flat_index = tl.gather(flat_index, offs_n, 0)
         # Without lists every key is somewhere.
         live = flat_index >= 0 if LISTED else x < stop
+        if KEYS.PARTS > 1:
+            # Nothing is masked: of a key that is not live another row is read.
+            flat_index = tl.maximum(flat_index, 0)
+            if pages.window is None:
+                key_position = order.low + tl.minimum(x, stop - 1)
         # Unsigned, so that dividing by a power of two is a shift.
         flat_index = flat_index.to(tl.uint32)
         if pages.window is not None:
@@ -203,8 +242,14 @@ def attend_keys(
             else:
                 rows = new_rows
         if FP8:
-            tile = _load_quantized(rows, scales, live, q.dtype, KEYS)
-        else:
+            # All scales of a row at once.
+            scales = scales.to(tl.pointer_type(tl.int64))
+            if KEYS.PARTS > 1:
+                packed = tl.load(scales)
+            else:
+                packed = tl.load(scales, mask=live, other=0)
+                tile = _load_quantized(rows, packed, live, DTYPE, KEYS)
+        elif KEYS.PARTS == 1:
             # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
             tile = tl.load(rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
         if ONE_TOKEN:
@@ -222,10 +267,29 @@ def attend_keys(
             else:
                 visible = live[None, :] & (birth[None, :] <= position[:, None])
                 visible &= death[None, :] >= position[:, None]
-        acc, row_max, row_sum = update(
-            acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop,
-            KEYS.SWAP, KEYS.DIVIDE, KEYS.HOIST,
-        )  # fmt: skip
+        if KEYS.PARTS > 1:
+            # 0, of which only that 16 divides it is to be known: see `score_parts`.
+            again = q + 16 * tl.minimum(stop - start, 0)
+            if KEYS.SWAP:
+                scores = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            else:
+                scores = tl.zeros([ROWS, BLOCK_N], tl.float32)
+            if FP8:
+                scores = _score_quantized(again, rows, packed, scores, KEYS)
+                tile = _load_quantized(rows, packed, live, DTYPE, KEYS)
+            else:
+                scores = score_parts(again, rows, scores, KEYS.HEAD_DIM, KEYS.PARTS, KEYS.SWAP)
+                tile = tl.load(rows[:, None] + dim[None, :])
+            # A row that is not live may be NaN: 0 * NaN would reach the output.
+            tile = tl.where(live[:, None], tile, 0.0)
+            acc, row_max, row_sum = update_scored(
+                acc, row_max, row_sum, scores, tile, visible, scale, KEYS.SWAP
+            )
+        else:
+            acc, row_max, row_sum = update(
+                acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop,
+                KEYS.SWAP, KEYS.DIVIDE, KEYS.HOIST,
+            )  # fmt: skip
         x += BLOCK_N
         flat_index = _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS)
         entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)

@@ -144,7 +144,7 @@ def attend_query_tile(
     """Attend for one query tile to the KV splits [split, split_stop) of ``num_splits``.
 
     Args:
-        q: [ROWS, HEAD_DIM].
+        q: as in ``attend_keys``.
         token: [ROWS] token of each row in its sequence's step; q_first, q_last: the tile's first
             and last.
         oldest: position of the first raw row that no later one has overwritten.

@@ -114,6 +114,7 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
         # On RDNA what leaves the loop costs registers that are not there.
         HOIST=arch.matrix != "wmma" and hoists(config.swap, config.divide, arch),
         ALIGNED=launch_cache.rows_at_16_bytes(window, call.kv, entries),
+        PARTS=config.key_parts,
     )
     window_table = strided.table(call.window_table)
     return {

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common import stream_k
-from ..common.query_tiles import row_pointers, rows_of_tile
+from ..common.query_tiles import readable_rows, row_pointers, rows_of_tile
 from .query_tile import attend_query_tile, store_output, store_rows
 
 
@@ -52,9 +52,7 @@ def mla_decode_kernel(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
         if PARTS > 1:
-            # Rows that are not live are read as well.
-            q_token = tl.where(live, token, 0)
-            q_head = tl.where(live, head, head_tile * HEADS)
+            q_token, q_head = readable_rows(token, head, live, head_tile * HEADS)
         else:
             q_token, q_head = token, head
         q_rows = row_pointers(

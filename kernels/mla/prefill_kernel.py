@@ -6,7 +6,7 @@ Next: `query_tile`, the loop over the keys.
 import triton
 import triton.language as tl
 
-from ..common.query_tiles import find_query_tile, row_pointers, rows_of_tile
+from ..common.query_tiles import find_query_tile, readable_rows, row_pointers, rows_of_tile
 from .query_tile import attend_query_tile, store_output
 
 
@@ -34,9 +34,7 @@ def mla_prefill_kernel(
     tile_token = first_token + q_first
     token, head, live = rows_of_tile(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
     if PARTS > 1:
-        # Rows that are not live are read as well.
-        q_token = tl.where(live, token, 0)
-        q_head = tl.where(live, head, head_tile * HEADS)
+        q_token, q_head = readable_rows(token, head, live, head_tile * HEADS)
     else:
         q_token, q_head = token, head
     q_rows = row_pointers(

@@ -99,8 +99,8 @@ def attend_query_tile(
         else:
             visible = live_key[None, :] & (key[None, :] <= position[:, None])
         if PARTS > 1:
-            # Not known to be 0: see `score_parts`.
-            again = q_rows + tl.minimum(high - start, 0)
+            # 0, of which only that 16 divides it is to be known: see `score_parts`.
+            again = q_rows + 16 * tl.minimum(high - start, 0)
             if SWAP:
                 scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             else:

@@ -8,11 +8,10 @@ from itertools import product
 
 import pytest
 
-from quire.bench.static.cases import all_cases, launches_of
 from quire.kernels.attention import configs
 from quire.kernels.attention.configs import Config
 from quire.kernels.common.arch import named
-from quire.kernels.common.tile_tables import Entry, Key, RefusedShape, TileTable, dump, parse
+from quire.kernels.common.tile_tables import Entry, Key, TileTable, dump, parse
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
 
@@ -100,8 +99,6 @@ REFUSED = [
     ({"rows": 16, **SHAPE, "comment": 1}, "comment: expected a text, got 1"),
     ({"rows": 16, "block_n": 32, "num_warps": 4}, "num_stages: expected a value, got none"),
     ({"head_dim": 64, **SHAPE}, "block_m: expected a value, got none"),
-    ({"rows": 16, **SHAPE, "refused": "why"}, "block_n: expected no such field beside refused"),
-    ({"rows": 16, "refused": 1}, "refused: expected a text, got 1"),
     ([16, 32, 4, 2], "expected an object"),
 ]  # fmt: skip
 
@@ -155,64 +152,8 @@ def answers(table, arch, head_dim, **question):
     pages = "fp8" if question["fp8"] else "same"
     key = Key(AMD[arch], dtype, pages, question.get("phase"), head_dim, question.get("rows"))
     entry = table.find(key)
-    if entry.refused is None:
-        assert entry.config == table.select(named(arch), head_dim=head_dim, **question)
-    else:
-        with pytest.raises(RefusedShape, match=f"on {arch} .*{entry.refused}"):
-            table.select(named(arch), head_dim=head_dim, **question)
+    assert entry.config == table.select(named(arch), head_dim=head_dim, **question)
     return entry.key
-
-
-def refused(table, key):
-    [entry] = [entry for entry in table.contents[1] if entry.key == key]
-    return entry.refused is not None
-
-
-def test_an_entry_may_refuse(tmp_path):
-    """By name of the architecture, with the reason; it stays what it is when the file is written."""
-    rows = [
-        {"head_dim": 64, "rows": 16, **SHAPE},
-        {"gpu": "rdna3", "head_dim": 128, "refused": "few"},
-    ]
-    table = written(tmp_path, *rows)
-    assert table.select(named("gfx1100"), dtype_bytes=2, head_dim=64).block_m == 16
-    with pytest.raises(NotImplementedError) as error:
-        table.select(named("gfx1151"), dtype_bytes=2, head_dim=128, phase="decode")
-    assert str(error.value) == (
-        f"{tmp_path.name}: not supported by impl='triton' on gfx1151 is dtype=16-bit, pages=same, "
-        "phase=decode, head_dim=128: few; impl='torch' is"
-    )
-    with pytest.raises(LookupError):
-        table.select(named("gfx942"), dtype_bytes=2, head_dim=128)
-    comments, entries = table.contents
-    assert parse(dump(comments, entries), Config, "again") == (comments, entries)
-    key = Key(gpu="rdna3", head_dim=128)
-    mended = parse(table.with_configs({key: Config(16, 16, 4, 1)}), Config, "new")[1][1]
-    assert mended == Entry(key, Config(16, 16, 4, 1))
-
-
-def test_the_operators_refuse_on_rdna():
-    """Where no shape compiles without spills: `bench.static` has no such kernel to show either."""
-    cases = all_cases()
-    for name, archs in {
-        "decode-d512-p128-q1": ("gfx1100", "gfx1201"),
-        "prefill-fp8-d256-p128": ("gfx1100",),
-        "compressed-prefill-csa-h64-k512": ("gfx1100",),
-        "compressed-decode-csa-h16-k512-fp32": ("gfx1100", "gfx1201"),
-        "mla-prefill-h16-fp32": ("gfx1100", "gfx1201"),
-        "decode-d128-fp32": ("gfx1100", "gfx1201"),
-        "prefill-fp8-d128-p128": ("gfx1100",),
-        "decode-fp8-d256-p128-q8": ("gfx1100", "gfx1201"),
-    }.items():
-        for arch in AMD:
-            if arch not in archs:
-                assert launches_of(cases[name], named(arch))
-                continue
-            assert not launches_of(cases[name], named(arch))
-            with pytest.raises(
-                NotImplementedError, match=f"not supported .* on {arch} is .*head_dim="
-            ):
-                cases[name].launches(named(arch))
 
 
 @pytest.mark.parametrize("arch", AMD)
@@ -224,11 +165,9 @@ def test_each_class_of_amd_gpus_has_entries_of_its_own(arch):
             key = answers(
                 configs.TILES, arch, head_dim, dtype_bytes=2, fp8=fp8, phase=phase, rows=rows
             )
-            assert (key.gpu, key.head_dim) == (AMD[arch], max(32, head_dim))
-            if refused(configs.TILES, key):
-                continue
+            assert (key.gpu, key.phase, key.head_dim) == (AMD[arch], phase, max(32, head_dim))
             # Fewer than asked where registers are short.
-            assert key.phase == phase and (rows is None or key.rows <= rows)
+            assert rows is None or key.rows <= rows
         for phase in ("prefill", "decode"):
             answers(configs.TILES, arch, head_dim, dtype_bytes=4, fp8=fp8, phase=phase)
     for rows in (16, 32, 64):
@@ -237,8 +176,7 @@ def test_each_class_of_amd_gpus_has_entries_of_its_own(arch):
         answers(mla_configs.TILES, arch, 512, dtype_bytes=4, fp8=False, rows=rows)
         for fp8 in (False, True):
             key = answers(compressed_configs.TILES, arch, 512, dtype_bytes=2, fp8=fp8, rows=rows)
-            assert (key.gpu, key.head_dim) == (AMD[arch], 512)
-            assert refused(compressed_configs.TILES, key) or key.rows <= rows
+            assert (key.gpu, key.head_dim) == (AMD[arch], 512) and key.rows <= rows
             for head_dim in (16, 256, 512):
                 answers(
                     compressed_configs.TILES, arch, head_dim, dtype_bytes=4, fp8=False, rows=rows
@@ -250,7 +188,7 @@ def test_no_amd_entry_asks_for_what_only_nvidia_has():
     amd = [entry for entry in entries if entry.key.gpu in AMD.values()]
     assert amd and not any(getattr(entry.config, "new_kv_tma", False) for entry in amd)
     for entry in entries:
-        nonkdim = getattr(entry.config, "matrix_instr_nonkdim", None)
+        nonkdim = entry.config.matrix_instr_nonkdim
         assert nonkdim is None or (nonkdim == 16 and entry.key.gpu in ("cdna3", "cdna4"))
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from quire.bench import overhead
+from quire.kernels.common.arch import named
+from tests.support.budgets import ordinary
 from tests.support.forked import printed
 from tests.support.recording import session
 from tests.support.recording.driver import missing
@@ -36,9 +38,9 @@ def recorded(tmp_path_factory):
     return record(tmp_path_factory, "sm_90")
 
 
-@pytest.fixture(scope="session")
-def recorded_hip(tmp_path_factory):
-    return record(tmp_path_factory, "gfx942")
+@pytest.fixture(scope="session", params=["gfx942", "gfx1100"])
+def recorded_hip(tmp_path_factory, request):
+    return record(tmp_path_factory, request.param) | {"lanes": named(request.param).lanes}
 
 
 def kernels(launches):
@@ -128,20 +130,22 @@ def test_parameters_have_the_sizes_that_compiled_kernels_take(recorded):
 # On AMD: Triton's launcher for HIP, and a stand-in for its library.
 
 
+@ordinary("[gfx942")
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_on_amd_launch_what_is_compiled_offline_and_then_without_triton(recorded_hip, call):
-    """In programs of wavefronts of 64, on the stream of the moment; a third call is bound."""
+    """In programs of whole wavefronts, on the stream of the moment; a third call is bound."""
     found = recorded_hip["calls"][call]
     first, stream = found["first"], found["stream"]
     assert found["offline"] and kernels(first) == found["offline"]
     assert found["again"] == found["bound"] == first and found["dispatched"] == 0
     assert found["other bound"] == found["other first"]
     assert stream != first and stream == on_stream(first, stream[0][1].split(" ")[3])
-    assert all(int(shape.split(" ")[1]) % 64 == 0 for _, shape, _ in first)
+    assert all(int(shape.split(" ")[1]) % recorded_hip["lanes"] == 0 for _, shape, _ in first)
     for offline, moved, again, bound in found["moved"]:
         assert kernels(moved) == offline and again == bound == moved
 
 
+@ordinary("[gfx942")
 def test_parameters_on_amd_have_the_sizes_that_compiled_kernels_take(recorded_hip):
     assert len(recorded_hip["compiled"]) == len(session.COMPILED) - 1  # no tensor descriptors
     for name, compiled, told in recorded_hip["compiled"]:

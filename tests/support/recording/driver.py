@@ -22,7 +22,11 @@ import torch
 
 from quire.kernels.common.arch import Arch
 
-SMS = {"sm_90": 132, "gfx942": 132}  # what the calls of bench.overhead have workspaces for
+SMS = {
+    "sm_90": 132,
+    "gfx942": 132,
+    "gfx1100": 132,
+}  # what the calls of bench.overhead have workspaces for
 STREAM = 0x1230  # of the device, while no other one is the current
 SIZES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "fp32": 4, "i64": 8, "u64": 8}
 DESCRIPTOR = re.compile(r"tensordesc<([a-z]+)(\d+)\[([\d, ]+)\]>")

@@ -1,6 +1,6 @@
 """What each public operation sends to a driver, without a GPU.
 
-    python -m tests.support.recording.session FOLDER [ARCH]    # for what is built; sm_90 or gfx942
+    python -m tests.support.recording.session FOLDER [ARCH]    # for what is built; sm_90, gfx942 or gfx1100
 
 Prints one JSON object, of another GPU than sm_90 with "calls" and "compiled" alone: {"triton": its version,
 "calls": {a call of ``bench.overhead``: what it sent, as ``observe`` returns it},
