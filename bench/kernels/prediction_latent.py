@@ -39,9 +39,9 @@ from .prediction import (
 INDEX_INSTRUCTIONS = {False: {1: 197, 2: 308}, True: {1: 278, 2: 360}}
 # Codes become fp16 by one of the three conversions that lead to scaled bf16.
 INDEX_WIDEN_CYCLES = WIDEN_CYCLES / 3
-# Cycles of an SM for each score in a selection, 128 instructions of a thread in each: 5 for each of 14 counts, which is what 8,192 random scores
-# take on average (32 at most), and 30 for all else. Own estimate.
-SELECT_CYCLES = (14 * 5 + 30) / 128
+# Cycles of an SM for each score in a selection, 128 instructions of a thread in each: 11 for the range, 15 for each of 6 passes, which is what
+# 8,192 random scores take on average (16 at most), and 89 for the positions and the writes (sm_90, of the loops in the machine code).
+SELECT_CYCLES = (11 + 6 * 15 + 89) / 128
 
 
 @dataclass

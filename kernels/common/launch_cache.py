@@ -288,8 +288,13 @@ def _is_tensor(value: Any) -> bool:
 def _source(
     name: str, value: Any, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]
 ) -> str:
-    """The name of the call's argument that ``value`` is, or of the view that it is of one."""
+    """The name of the call's argument that ``value`` is, or of the view that it is of one.
+
+    For an argument that the call does not have, another one's tensor stands in.
+    """
     source = name if name in tensors else NAMES[name]
+    if tensors[source] is None:
+        source = next(other for other, tensor in tensors.items() if tensor is value)
     view = _view(value, tensors[source])
     if view is None:
         return source

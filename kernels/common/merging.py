@@ -5,15 +5,15 @@ registers of a thread and the programs of an SM (sm_90, Triton 3.7.1; `bench.sta
 are three kernels:
 
     _merge_partials_kernel    dense parts                                       32 to 40  12 to 16
-    compressed_merge_kernel   equal splits; inverse RoPE                        56 to 62  8 to 9
-    compressed_merge_kernel   `stream_k` finds the programs that had a part     64 to 76  6 to 8
+    compressed_merge_kernel   equal splits, or `stream_k` finds the programs
+                              that had a part; inverse RoPE                     64 to 72  7 to 8
     _merge_splits_kernel      `split_kv` finds the splits of a sequence         72 to 80  6 to 7
 
 A kernel that chooses at run time takes the registers of the costliest: dense parts would have half
-as many programs. For the two divisions of ``compressed_merge_kernel`` this was compiled: 63 (72 on
-sm_80, 64 on sm_100), by which equal splits lose one or two of 9 programs. A kernel that chooses
-when it is compiled would compile as often as the three, and a merge of dense parts would take 28
-arguments instead of 9, which cost the host time at each launch.
+as many programs. A kernel that chooses when it is compiled would compile as often as the three, and
+a merge of dense parts would take 28 arguments instead of 9, which cost the host time at each
+launch. Equal splits and `stream_k` are near enough: in kernels of their own the former have 9
+programs (56 registers), the latter 7 (72).
 """
 
 import triton
@@ -40,11 +40,11 @@ def merge_rows(
     sink,
     HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
-    EVERY_OTHER: tl.constexpr = False,
+    every_other=None,
 ):
     """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse.
 
-    EVERY_OTHER: of those behind the second every other one is a part.
+    every_other: whether of those behind the second every other one is a part; None: all are.
     """
     part = tl.arange(0, BLOCK_PARTS)
     dim = tl.arange(0, HEAD_DIM)
@@ -54,8 +54,8 @@ def merge_rows(
     for start in range(0, num_parts, BLOCK_PARTS):
         index = (start + part).to(tl.int64)
         live = index < num_parts
-        if EVERY_OTHER:
-            index = tl.maximum(2 * index - 1, 0)
+        if every_other is not None:
+            index = tl.where(every_other, tl.maximum(2 * index - 1, 0), index)
         part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
         live &= part_lse != float("-inf")
         new_max = tl.maximum(row_max, tl.max(part_lse, 0))
@@ -93,7 +93,7 @@ def block_parts(num_parts: int, head_dim: int) -> int:
 
 @triton.jit(
     do_not_specialize=[
-        "num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs", "cost",
+        "num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs", "cost", "ratio",
     ]
 )  # fmt: skip
 def compressed_merge_kernel(
@@ -102,10 +102,14 @@ def compressed_merge_kernel(
     num_heads,
     out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
     BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    STREAM_K: tl.constexpr, LEAST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    LEAST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the KV splits of one head of a decode sequence, as the attention kernel left them, and
-    apply inverse RoPE to the result."""
+    apply inverse RoPE to the result.
+
+    programs: those that divided all query tiles between them (``stream_k``); 0: each sequence from
+        ``num_unsplit`` on has ``num_splits``.
+    """
     seq = num_unsplit + tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = seq
@@ -117,7 +121,8 @@ def compressed_merge_kernel(
         context = tl.load(seq_lens + seq) - q_len
     if q_len > decode_tokens:
         return
-    if STREAM_K:
+    units, size, least, first = 1, 1, 1, 0
+    if not SLOTS and programs > 0:
         batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
         # Short query tiles are never cut, whatever the batch holds.
         _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
@@ -130,20 +135,17 @@ def compressed_merge_kernel(
     sink = load_sink(sinks, head)
     dim = tl.arange(0, HEAD_DIM)
     for t in range(0, q_len):
-        if STREAM_K:
+        part = ((seq - num_unsplit) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q) * num_splits
+        if programs > 0:
             program, num_splits = stream_k.programs_of(
                 first + t // BLOCK_Q * units, units, size, least
             )
             part = 2 * program + 1
-        else:
-            part = (
-                (seq - num_unsplit) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q
-            ) * num_splits
         if num_splits > 1:
             row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
             merged, merged_lse = merge_rows(
                 partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_splits,
-                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, STREAM_K,
+                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, programs > 0,
             )  # fmt: skip
             if cos_sin is not None:
                 even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))

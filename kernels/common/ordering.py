@@ -12,6 +12,13 @@ def ordered(score):
 
 
 @triton.jit
+def score_of(value):
+    """The fp32 that ``ordered`` makes a uint32 of; NaN of what is above that of infinity."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def threshold(values, k, GROUPS: tl.constexpr):
     """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
 

@@ -226,8 +226,6 @@ def _prepare_decode(
     )
     if not plan.is_split:
         return [attention]
-    # Whatever the batch: a number of splits is no reason for another kernel.
-    most_splits = plan.programs or (max_keys or 0) // MIN_SPLIT_KEYS
     arguments = {
         "partial_out": partial_out,
         "first_lse": first_lse,
@@ -254,10 +252,10 @@ def _prepare_decode(
         "HEAD_DIM": head_dim,
         "ROPE_DIM": call.window_pages.rope_dim,
         "BLOCK_N": block_n,
-        "STREAM_K": decode["STREAM_K"],
         "LEAST": decode["LEAST"],
         "cost": decode["cost"],
-        "BLOCK_PARTS": block_parts(most_splits, head_dim),
+        # Whatever the batch: a number of splits is no reason for another kernel.
+        "BLOCK_PARTS": block_parts(num_sms, head_dim),
         "num_warps": 4,
     }
     merge = Launch(compressed_merge_kernel, (num_split * num_heads,), arguments)

@@ -34,8 +34,9 @@ from .call import FP4_GROUP, FP8_BLOCK, check_expert_mlp, weight_format
 from .configs import ExpertConfig, select_config
 
 MADE = ("out", "order", "gated")
-# Rows that a program of the first kernel looks at together: where there are few, and else.
-FEW_ROWS, MANY_ROWS = 512, 4096
+# Rows that a program of the first kernel looks at together, and its warps. Few rows take one turn,
+# and with more at a time prefill would issue as many instructions for each.
+CHUNK, ORDER_WARPS = 1024, 8
 # Tiles whose programs run one after another for the same rows of the matrix.
 GROUP = tl.constexpr(8)
 ENTRY = tl.constexpr(3)
@@ -305,8 +306,8 @@ def prepare(
                 "block_m": config.block_m,
                 "by_row": int(by_row),
                 "TOP_K": top_k,
-                "CHUNK": FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS,
-                "num_warps": 4 if num_rows <= FEW_ROWS else 8,
+                "CHUNK": CHUNK,
+                "num_warps": ORDER_WARPS,
             },
         ),
         Launch(

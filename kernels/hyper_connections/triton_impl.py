@@ -4,9 +4,9 @@
    reduction, over 16384 channels and more, is split over programs, each of which leaves a partial
    sum: in decode there are too few tokens to keep a GPU busy otherwise.
 2. collapse: m = m' rsqrt(mean(x^2) + norm_eps) by adding up the partial sums. The first programs
-   make post and comb of a block of tokens each, a token a thread, so that all of Sinkhorn stays in
-   that thread's registers and nothing is exchanged. Each of the others makes the weighted sum of
-   one token's streams and its norm; neither waits for the other.
+   (of a head none) make post and comb of a block of tokens each, a token a thread, so that all of
+   Sinkhorn stays in that thread's registers and nothing is exchanged. Each of the others makes the
+   weighted sum of one token's streams and its norm; neither waits for the other.
 3. expand: post y + comb^T x.
 
 The products run on tensor cores as three of tf32 parts, which lose 2^-22 of each product: streams
@@ -173,7 +173,7 @@ def _write_sum(
     tl.store(out + token * HIDDEN + channel, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations", "weight_programs"])
 def _collapse_kernel(
     streams,
     workspace,
@@ -188,6 +188,7 @@ def _collapse_kernel(
     num_tokens,
     num_splits,
     iterations,
+    weight_programs,
     NUM_STREAMS: tl.constexpr,
     BLOCK_STREAMS: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -198,18 +199,16 @@ def _collapse_kernel(
     MAX_SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    blocks = 0 if post is None else tl.cdiv(num_tokens, BLOCK_T)
     program = tl.program_id(0)
-    if program < blocks:
-        if post is not None:
-            _write_weights(
-                workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits, program,
-                iterations, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, ROWS, BLOCK_T, UNROLL,
-            )  # fmt: skip
+    if program < weight_programs:
+        _write_weights(
+            workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits, program,
+            iterations, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, ROWS, BLOCK_T, UNROLL,
+        )  # fmt: skip
     else:
         _write_sum(
             streams, workspace, base, scale, norm_weight, out, norm_eps, eps, num_tokens,
-            num_splits, (program - blocks).to(tl.int64), NUM_STREAMS, BLOCK_STREAMS, HIDDEN,
+            num_splits, (program - weight_programs).to(tl.int64), NUM_STREAMS, BLOCK_STREAMS, HIDDEN,
             BLOCK_HIDDEN, FN_ROWS, ROWS, MAX_SPLITS,
         )  # fmt: skip
 
@@ -344,12 +343,17 @@ def prepare_collapse(
                 "base": base,
                 "scale": scale,
                 "norm_weight": norm_weight,
-                **made,
+                "out": made["out"],
+                "workspace": made["workspace"],
+                # A head has neither: any fp32 tensor stands in, and nothing is written there.
+                "post": made["workspace"] if made["post"] is None else made["post"],
+                "comb": made["workspace"] if made["comb"] is None else made["comb"],
                 "norm_eps": float(norm_eps),
                 "eps": float(eps),
                 "num_tokens": num_tokens,
                 "num_splits": splits,
                 "iterations": iterations,
+                "weight_programs": weight_programs,
                 **sizes,
                 "BLOCK_STREAMS": next_power_of_2(n),
                 "BLOCK_HIDDEN": next_power_of_2(hidden_size),

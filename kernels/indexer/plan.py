@@ -2,10 +2,10 @@
 
 Queries are split in chunks, a row of scores in blocks, and blocks are selected from in levels.
 Scores are kept for one chunk of queries at a time. A *level* splits each row into blocks of
-``block`` values and keeps the best ``topk`` of each; what is kept is the row of the next level,
+BLOCK values and keeps the best ``topk`` of each; what is kept is the row of the next level,
 until one block is left. The best of a row are among the best of its blocks, so the result is exact,
 and as every block keeps its lowest ids among equals and lists them in ascending order, the rule for
-ties survives the levels. With block = 4 and topk = 2::
+ties survives the levels. With blocks of 4 and topk = 2::
 
     level 0   7 3 9 1 | 2 8 4 6 | 5 0      10 scores, 3 blocks
     level 1   7 9 8 6 | 5 0                 6 candidates, 2 blocks
@@ -20,14 +20,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.tile_shapes import next_power_of_2
-
 # fp32 elements of the workspace that is allocated (64 MiB), unless a single query needs more: it
 # stays in the L2 cache of a large GPU.
 WORKSPACE_NUMEL = 1 << 24
-# Values that one program selects from; they live in registers. Two counters of a scan share 32
-# bits, so 32768 is the limit.
-MIN_BLOCK, MAX_BLOCK = 2048, 8192
+# Values that one program selects from: at least twice as many as it keeps.
+BLOCK = 8192
 # Scores of a query begin at multiples of this.
 ROW_ALIGNMENT = 64
 
@@ -56,11 +53,6 @@ class IndexPlan:
     def row_numel(self) -> int:
         """Elements from the scores of one query to those of the next."""
         return -(-self.num_entries // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-    @property
-    def largest_block(self) -> bool:
-        """Whether there may be several levels: rows of one smaller block have one."""
-        return self.block >= MAX_BLOCK
 
     @property
     def workspace_numel(self) -> int:
@@ -93,17 +85,14 @@ def plan(
         IndexPlan; its chunk is 0 where ``available`` does not hold a single query.
     """
     num_entries = max_seq_len // compress_ratio
-    block = min(MAX_BLOCK, max(MIN_BLOCK, next_power_of_2(max(1, num_entries))))
-    # A level has to keep fewer values than it got.
-    block = max(block, 2 * next_power_of_2(topk))
     if num_entries <= (0 if score_all else topk):
-        return IndexPlan(num_entries, topk, block, (1,), 0, num_tokens)
-    num_blocks = [-(-num_entries // block)]
+        return IndexPlan(num_entries, topk, BLOCK, (1,), 0, num_tokens)
+    num_blocks = [-(-num_entries // BLOCK)]
     while num_blocks[-1] > 1:
-        num_blocks.append(-(-num_blocks[-1] * topk // block))
+        num_blocks.append(-(-num_blocks[-1] * topk // BLOCK))
     kept = 2 * topk * sum(num_blocks[:-1])
     query_numel = -(-num_entries // ROW_ALIGNMENT) * ROW_ALIGNMENT + kept
     if available is None:
         available = max(WORKSPACE_NUMEL, query_numel)
     chunk = min(num_tokens, available // query_numel)
-    return IndexPlan(num_entries, topk, block, tuple(num_blocks), query_numel, chunk)
+    return IndexPlan(num_entries, topk, BLOCK, tuple(num_blocks), query_numel, chunk)

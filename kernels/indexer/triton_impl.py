@@ -6,8 +6,8 @@ Next: `scores`, then `selection`.
     over the entries w < visible(t) = floor((p_t + 1) / compress_ratio)
 
 Layout of the workspace: scores [chunk, row_numel] fp32, of which entries < visible(t) are written;
-then of each level but the last the candidates, scores as ordered bits and ids, both
-[chunk, blocks, topk] int32.
+then of each level but the last the candidates, scores fp32 and ids int32, both
+[chunk, blocks, topk].
 
 Source: DeepSeek-V4, lightning indexer.
 """
@@ -31,6 +31,9 @@ from .selection import index_select_kernel
 PLAIN_CONFIG, FP8_CONFIG, FP32_CONFIG = (64, 4, 3), (64, 4, 4), (32, 8, 2)
 # Products of a key tile with heads that a program has at most on the columns.
 MAX_COLUMNS = {2: 128, 4: 64}
+# Scores of a block that a program looks at together, at least as many as it keeps, and those of a
+# warp: 8 a thread, which leaves an SM 1024 threads.
+LANES, LANES_PER_WARP = 2048, 256
 # Entries that a program scores at least; where there are many programs they score more.
 MIN_SCORED = 512
 
@@ -46,7 +49,7 @@ def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     call = IndexCall(**arguments)
-    if call.workspace is None and call.plan.query_numel:
+    if call.workspace is None:
         numel = call.plan.workspace_numel
         workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
         call = replace(call, workspace=workspace)
@@ -61,12 +64,11 @@ def prepare(call: IndexCall, arch: Arch, num_sms: int) -> list[Launch]:
         arch: of the GPU.
         num_sms: streaming multiprocessors of the device.
     """
-    plan, num_tokens = call.plan, call.q.shape[0]
-    if not plan.query_numel:
-        return [_prepare_select(call, None, 0, num_tokens, 0)]
-    workspace = call.workspace
+    plan, num_tokens, workspace = call.plan, call.q.shape[0], call.workspace
     if workspace is None:
         workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=call.q.device)
+    if not plan.query_numel:
+        return [_prepare_select(call, workspace, 0, num_tokens, 0)]
     launches = []
     for first in range(0, num_tokens, max(1, plan.chunk)):
         last = min(first + plan.chunk, num_tokens)
@@ -132,20 +134,19 @@ def _prepare_scores(
 
 
 def _prepare_select(
-    call: IndexCall, workspace: torch.Tensor | None, first: int, last: int, level: int
+    call: IndexCall, workspace: torch.Tensor, first: int, last: int, level: int
 ) -> Launch:
     """The launch of one level of the selection for the queries [first, last)."""
     plan = call.plan
-    # With the largest block one kernel serves all levels, a single one included: an SM holds one
-    # program of either. Of smaller blocks, where there is one level, an SM holds more without.
-    several = plan.largest_block
+    block_topk = next_power_of_2(plan.topk)
+    lanes = max(LANES, block_topk)
     return Launch(
         index_select_kernel,
         (last - first, plan.num_blocks[level]),
         {
             "workspace": workspace,
-            "candidates": plan.candidates(max(level - 1, 0)) if several else None,
-            "next_candidates": plan.candidates(level) if several else None,
+            "candidates": plan.candidates(max(level - 1, 0)),
+            "next_candidates": plan.candidates(level),
             "out": call.out,
             "lens": call.lens,
             "num_rows": plan.chunk,
@@ -157,9 +158,9 @@ def _prepare_select(
             "scores": call.scores,
             "told_stride": 0 if call.scores is None else call.scores.stride(0),
             "BLOCK": plan.block,
-            "BLOCK_TOPK": next_power_of_2(plan.topk),
-            # At most 16 values a thread: twice that, and one program fills the registers of an SM.
-            "num_warps": max(4, plan.block // 512),
+            "LANES": lanes,
+            "BLOCK_TOPK": block_topk,
+            "num_warps": max(4, lanes // LANES_PER_WARP),
         },
     )
 

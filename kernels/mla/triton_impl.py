@@ -162,7 +162,6 @@ def _prepare_decode(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
         "out_stride_head": call.out.stride(1),
         "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
         "SLOTS": False,
-        "STREAM_K": True,
         "HEAD_DIM": dim,
         "BLOCK_PARTS": block_parts(plan.programs, dim),
     }

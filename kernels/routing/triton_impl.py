@@ -40,55 +40,63 @@ def _scores(logits):
 
 
 @triton.jit
-def _route_kernel(
-    logits,
-    logits_factor,
-    logits_bias,
-    expert_scale,
-    bias,
-    table,
-    token_ids,
-    ids,
-    route_weights,
-    scale,
-    SOFTMAX: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
+def _best(
+    row, logits_factor, logits_bias, bias,
+    SOFTMAX: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The TOP_K experts of the highest rank, and their scores or logits; both [BLOCK_K]."""
     expert = tl.arange(0, BLOCK)
     real = expert < NUM_EXPERTS
     place = tl.arange(0, BLOCK_K)
+    score = tl.load(row + expert, mask=real, other=0.0)
+    if SOFTMAX:
+        score *= logits_factor
+        if logits_bias is not None:
+            score += tl.load(logits_bias + expert, mask=real, other=0.0).to(tl.float32)
+    else:
+        score = _scores(score)
+    rank = score
+    if bias is not None:
+        rank = score + tl.load(bias + expert, mask=real, other=0.0)
+    # NaN and -inf rank last, but before experts that are taken.
+    rank = tl.where(rank > -3.0e38, rank, -3.0e38)
+    rank = tl.where(real, rank, float("-inf"))
+    chosen = tl.zeros([BLOCK_K], tl.int64)
+    found = tl.zeros([BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.min(tl.where(rank == tl.max(rank, 0), expert, BLOCK), 0)
+        chosen = tl.where(place == k, best.to(tl.int64), chosen)
+        value = tl.sum(tl.where(expert == best, score, 0.0), 0)
+        found = tl.where(place == k, value, found)
+        rank = tl.where(expert == best, float("-inf"), rank)
+    return chosen, found
+
+
+@triton.jit(do_not_specialize=["by_table"])
+def _route_kernel(
+    logits, logits_factor, logits_bias, expert_scale, bias, table, token_ids, by_table,
+    ids, route_weights, scale,
+    SOFTMAX: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Args:
+    by_table: 1 where the table chooses; where it does not, it is not read.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_K)
     row = logits.data + token * logits.stride_row
-    if table is not None:
+    chosen = tl.zeros([BLOCK_K], tl.int64)
+    found = tl.zeros([BLOCK_K], tl.float32)
+    if by_table == 0:
+        chosen, found = _best(
+            row, logits_factor, logits_bias, bias, SOFTMAX, NUM_EXPERTS, TOP_K, BLOCK, BLOCK_K
+        )
+    elif table is not None:
         entry = tl.load(token_ids + token)
         chosen = tl.load(table.data + entry * table.stride_row + place, mask=place < TOP_K, other=0)
         found = _scores(tl.load(row + chosen, mask=place < TOP_K, other=0.0))
         found = tl.where(place < TOP_K, found, 0.0)
-    else:
-        score = tl.load(row + expert, mask=real, other=0.0)
-        if SOFTMAX:
-            score *= logits_factor
-            if logits_bias is not None:
-                score += tl.load(logits_bias + expert, mask=real, other=0.0).to(tl.float32)
-        else:
-            score = _scores(score)
-        rank = score
-        if bias is not None:
-            rank = score + tl.load(bias + expert, mask=real, other=0.0)
-        # NaN and -inf rank last, but before experts that are taken.
-        rank = tl.where(rank > -3.0e38, rank, -3.0e38)
-        rank = tl.where(real, rank, float("-inf"))
-        chosen = tl.zeros([BLOCK_K], tl.int64)
-        found = tl.zeros([BLOCK_K], tl.float32)
-        for k in tl.static_range(TOP_K):
-            best = tl.min(tl.where(rank == tl.max(rank, 0), expert, BLOCK), 0)
-            chosen = tl.where(place == k, best.to(tl.int64), chosen)
-            value = tl.sum(tl.where(expert == best, score, 0.0), 0)
-            found = tl.where(place == k, value, found)
-            rank = tl.where(expert == best, float("-inf"), rank)
     if SOFTMAX:
         largest = tl.max(tl.where(place < TOP_K, found, float("-inf")), 0)
         found = tl.where(place < TOP_K, tl.exp(found - largest), 0.0)
@@ -178,6 +186,13 @@ def prepare_route(
         "ids": logits.new_empty(num_tokens, top_k, dtype=torch.int64),
         "route_weights": logits.new_empty(num_tokens, top_k),
     }
+    by_table = table is not None
+    if score != "softmax":
+        # One kernel for layers of a model that choose by score and those that choose by a table:
+        # where there is no table, or with one no bias, any tensor stands in.
+        table = made["ids"] if table is None else table
+        token_ids = made["ids"] if token_ids is None else token_ids
+        bias = made["route_weights"] if by_table else bias
     return made, Launch(
         _route_kernel,
         (num_tokens,),
@@ -189,6 +204,7 @@ def prepare_route(
             "bias": bias,
             "table": strided.matrix(table),
             "token_ids": token_ids,
+            "by_table": int(by_table),
             **made,
             "scale": float(scale),
             "SOFTMAX": score == "softmax",

@@ -259,8 +259,7 @@ INDEXED = {
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", INDEXED)
 def test_index_calls_are_cached(name, given, monkeypatch):
-    monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 128)
-    monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 128)
+    monkeypatch.setattr(indexer_plan, "BLOCK", 128)
     for seed in (1, 2):
         batch = indexer_cases.make_index_batch(INDEXED[name], seed)
         num_tokens = batch["q"].shape[0]

@@ -216,11 +216,10 @@ def test_grouped_products_only_where_torch_has_a_kernel(capability, dtype, group
         ([[5]] * 40, 6, 16),
     ],
 )
-@pytest.mark.parametrize("few", [4, 512])
-def test_order(ids, num_experts, block_m, few, monkeypatch):
+@pytest.mark.parametrize("chunk", [4, 8, triton_impl.CHUNK])
+def test_order(ids, num_experts, block_m, chunk, monkeypatch):
     """Each row is in one tile, of its expert, after those of earlier tokens; no tile is listed twice."""
-    monkeypatch.setattr(triton_impl, "FEW_ROWS", few)
-    monkeypatch.setattr(triton_impl, "MANY_ROWS", 8)
+    monkeypatch.setattr(triton_impl, "CHUNK", chunk)
     monkeypatch.setattr(triton_impl, "select_config", lambda *_: ExpertConfig(block_m, 16, 32, 4, 2))  # fmt: skip
     ids = torch.tensor(ids, device=DEVICE)
     flat, num_rows = ids.flatten(), ids.numel()

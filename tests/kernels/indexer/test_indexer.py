@@ -199,12 +199,13 @@ def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
             assert len(row.unique()) < visible
 
 
+@pytest.mark.parametrize("lanes", [8, 2048])
 @pytest.mark.parametrize("values", ["integers", "zeros", "negative", "normal"])
-def test_levels_change_nothing(values, monkeypatch):
-    """Blocks of 16 values and top-k 8: four levels, with last blocks that hold fewer than 8."""
+def test_levels_change_nothing(values, lanes, monkeypatch):
+    """Blocks of 16 scores in two turns or in one, and top-k 8: four levels, with last blocks that hold fewer than 8."""
+    monkeypatch.setattr(indexer_triton, "LANES", lanes)
     batch = make_index_batch(IndexCase("", [400, 64, 68], [1, 1, 1], values=values))
-    monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 16)
-    monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 16)
+    monkeypatch.setattr(indexer_plan, "BLOCK", 16)
     assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=400).num_blocks == (7, 4, 2, 1)
     if values == "normal":
         assert_as_good(select(batch), batch)
@@ -213,6 +214,25 @@ def test_levels_change_nothing(values, monkeypatch):
         got = select(batch, scores=told)
         assert_selected(got, reference_indexer.select(exact, 8))
         assert_told(told, *got, exact)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("block", [16, indexer_plan.BLOCK])
+def test_scores_that_are_no_numbers(block, impl, monkeypatch):
+    """NaN is the largest and -inf the least there is, but more than no score; among equals the lowest ids are taken."""
+    monkeypatch.setattr(indexer_plan, "BLOCK", block)
+    monkeypatch.setattr(indexer_triton, "LANES", 8)
+    batch = make_index_batch(IndexCase("", [400, 72, 90], [1, 1, 1]), seed=1)
+    batch["weights"][:] = torch.tensor([1.0, 0, 0, 0])
+    nan = [(row == 0).nonzero().flatten().tolist() for row in exact_scores(batch)]
+    assert len(nan[0]) > 8 > len(nan[1])
+    batch["weights"][:, 0] = -torch.inf
+    out, lens = select(batch, impl)
+    assert lens.tolist() == [8] * 3
+    for row, first, num_entries in zip(out.tolist(), nan, [100, 18, 22], strict=True):
+        others = [w for w in range(num_entries) if w not in first]
+        assert row == sorted([*first, *others][:8])
 
 
 @pytest.mark.parametrize("queries", [1, 3, 100])

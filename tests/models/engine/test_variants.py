@@ -16,31 +16,31 @@ ROOT = Path(__file__).resolve().parents[3]
 # Registers of a thread are those of `bench.static` for sm_90, at the sizes of the released models.
 V4 = {
     # The three kinds of layers differ in their loop over keys: a window alone; a window and all
-    # entries; a window and the entries that a list names.
+    # entries; a window and the entries that a list names. With entries, even none, a tile takes 802
+    # instructions instead of 704 (prefill), and the rows of a page of entries are a constant, of
+    # which the two kinds with entries have two.
     "compressed_prefill_kernel": 3,
     "compressed_decode_kernel": 3,
-    # Equal splits (56 registers) and stream-K (72).
-    "compressed_merge_kernel": 2,
-    # Entries of CSA (8 tokens, 512 channels), its index keys (128 channels), entries of HCA (128 tokens).
+    "compressed_merge_kernel": 1,
+    # Entries of CSA (8 tokens, 512 channels: 62 registers, 8 warps), its index keys (128 channels: 40
+    # registers, 4 warps), entries of HCA (128 tokens: 101 registers, 16 warps).
     "_compress_kernel": 3,
     # Query heads (44 registers), raw rows to pages (96, if quantized), heads of the indexer (128
     # channels, no norm).
     "_write_latent_kernel": 3,
-    # One token of a sequence, or as many as a product has columns for.
+    # One token of a sequence (197 instructions a tile), or two of them, as many as a product has
+    # columns for (308).
     "index_scores_kernel": 2,
-    # A row of scores lies in registers: blocks of 2048 to 8192. Where no query has more entries than
-    # it may select, nothing is scored (19 registers, 68 for a block of 1024).
-    "index_select_kernel": 4,
-    # Rows that one expert has: up to 16, to 64, and more.
-    "_gate_up_kernel": 3,
-    "_down_kernel": 3,
-    "_order_kernel": 2,
-    # Scores (72 registers) or a table by token id (16).
-    "_route_kernel": 2,
+    "index_select_kernel": 1,
+    # Rows that one expert has: up to 16, and more. (Of quantized weights, up to 64 too: a tile of 128 rows leaves an SM 8 warps
+    # for the widening, one of 64 leaves 12, but takes 1.86 times the instructions for a row of many.)
+    "_gate_up_kernel": 2,
+    "_down_kernel": 2,
+    "_order_kernel": 1,
+    "_route_kernel": 1,
     # Tokens up to 128, and more. A tile of 64 reads the matrix a quarter as often; decode has not as many.
     "_products_kernel": 2,
-    # Layers, which make weights for the way back, and the head (64 registers, with them 74).
-    "_collapse_kernel": 2,
+    "_collapse_kernel": 1,
     "_expand_kernel": 1,
     "_combine_kernel": 1,
     "_copy_overlap_kernel": 1,
@@ -54,8 +54,8 @@ V4 = {
 def test_nothing_is_compiled_after_the_start(name):
     """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding.
 
-    A model of K/V has 20 kernels at most; DeepSeek-V4, whose layers are of three kinds, those of ``V4``: in
-    each pair one kernel for both would be worse at one of them.
+    A model of K/V has 20 kernels at most; DeepSeek-V4, whose 18 operators serve layers of three kinds, those of ``V4``: where an
+    operator has several, one for all would be worse at one of them.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     code = "import json, sys; from tests.support.models.variants import session; print(json.dumps(session(sys.argv[1], 60)))"

@@ -18,8 +18,9 @@ from quire.kernels.common import launching
 SMS = 132
 # Long enough for every block of a top-k, with entries of 4 tokens.
 MAX_LEN, LONGEST = 40000, 38000
-# Of the named configurations: keys of a query that are worth splitting.
-LARGER = {"deepseek-v4-tiny": {"index_topk": 300}}
+# Of the named configurations: keys of a query that are worth splitting, and so many heads that a
+# query tile is of one token, as in the released models.
+LARGER = {"deepseek-v4-tiny": {"index_topk": 300, "num_heads": 64}}
 
 
 def record():
