@@ -204,18 +204,20 @@ class Stores:
             if is_leaving and isinstance(index.policy, Watched):
                 index.policy.spare(entry)
 
-    def ended(self, job: Job, num_failed: int, segments: int, points: int) -> None:
+    def ended(
+        self, job: Job, num_failed: int, segments: int, points: int, *, num_missing: int = 0
+    ) -> None:
         """A store is done.
 
         Args:
-            num_failed: copies that failed. segments, points: that are new in the target.
+            num_failed: copies that failed. num_missing: that were not begun. segments, points: that are new in the target.
         """
         parts, target = job.parts, job.parts.target
         assert isinstance(target, Tier)
         count = target.counters
         count["stored_segments"] += segments
         count["stored_points"] += points
-        count["stored_pages"] += job.num_pages - num_failed
+        count["stored_pages"] += job.num_pages - num_failed - num_missing
         count["store_failures"] += bool(num_failed)
         source, depth = parts.sources[0], len(parts.keys) // KEY_BYTES
         there = Found(target, *target.index.find(parts.keys, depth))

@@ -91,7 +91,7 @@ class EngineTiers:
         self._parts, self._sizes = parts, sizes
         self._loading: dict[Request, Job] = {}  # by who waits for it
         self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
-        self._loads: set[Job] = set()
+        self._loads: dict[Job, Request] = {}  # for whom they were begun
         self._ended: list[FinishedJob] = []
         # Loads that steps run ahead of: for whom, and what came; those of them that failed.
         self._ahead: dict[Job, tuple[Request, tuple[Share, ...]]] = {}
@@ -129,7 +129,7 @@ class EngineTiers:
         if self._retains:
             self._kv.expire_pins(time.monotonic())
         wanted = set(self._loading.values())
-        for job in self._loads - wanted:  # nobody waits for what has not begun
+        for job in self._loads.keys() - wanted:  # nobody waits for what has not begun
             self.copier.cancel(job)
         failed = []
         for request in list(islice(waiting, max(0, room))):
@@ -160,6 +160,7 @@ class EngineTiers:
         self._end(self.copier.poll())
         answer = self.tiers.hint(self.tiers.match(prompt, salt=salt), intent, now=now, **options)
         self._retains |= intent == "retain"
+        self._loads.pop(answer.job, None)  # it is wanted, whoever goes away
         if answer.job is not None and not self.copier.has(answer.job):
             self.copier.start(answer.job)
         return answer
@@ -235,7 +236,7 @@ class EngineTiers:
                 self._ahead[job] = request, shares
             else:
                 self._loading[request] = job
-                self._loads.add(job)
+                self._loads[job] = request
 
     def _is_hidden(self, job: Job, request: Request) -> bool:
         """Whether the prefill of what is left of a request takes as long as its load."""
@@ -255,11 +256,12 @@ class EngineTiers:
             if one.job in self._ahead:
                 self._end_ahead(one)
                 continue
-            self._loads.discard(one.job)
-            shares = self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            maker = self._loads.pop(one.job, None)
+            seconds = one.seconds or None
+            shares = self.tiers.done(one.job, one.failed, missing=one.missing, seconds=seconds)
             for request in [r for r, job in self._loading.items() if job is one.job]:
                 request.loads += shares
-                if not one.failed:
+                if request is maker and not one.failed:  # others may lack more
                     self._tries[request] = MOST_LOADS
         if ended:
             self._loading = {r: job for r, job in self._loading.items() if job.is_open}

@@ -369,6 +369,32 @@ def test_what_is_queued_on_the_link_counts():
     assert s.tiers.match([1, *PROMPT, 1]).seconds < later.seconds
 
 
+def test_what_nobody_copied_stays_where_it_is():
+    """Of a load and of a store that end early; what was copied counts, and no failure does."""
+    s = Setup()
+    s.serve(PROMPT)
+    [store] = s.tiers.stores(1 << 30, everything=True)
+    target = store.copies[0].targets[-1:]
+    s.memory.copy(store)
+    s.tiers.done(store, missing=target)
+    stats = s.tiers.stats()
+    assert (stats["tier_store_failures/host"], stats["tier_stored_pages/host"]) == (0, store.num_pages - 1)  # fmt: skip
+    s.store()
+    s.forget()
+    whole = s.tiers.match([*PROMPT, 1])
+    job = s.tiers.load(whole)
+    s.memory.copy(job)
+    missing = np.concatenate([c.targets for c in job.copies])[1:]
+    s.tiers.done(job, missing=missing, seconds=5.0)
+    stats = s.tiers.stats()
+    assert (stats["tier_load_failures/host"], stats["tier_loaded_pages/host"]) == (0, 1)
+    assert s.tiers.tiers[0].bytes_per_second == Setup().tiers.tiers[0].bytes_per_second
+    again = s.tiers.match([*PROMPT, 1])
+    assert (again.num_tokens, again.pending) == (whole.num_tokens, None)
+    with pytest.raises(ValueError, match=r"^missing: expected pages that are targets of the job"):
+        s.tiers.done(s.tiers.load(again), missing=[0])
+
+
 def test_a_load_is_found_by_those_who_want_the_same():
     s = Setup()
     s.serve(PROMPT)
