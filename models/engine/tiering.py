@@ -17,22 +17,21 @@ for the copies, or where they take no longer than the prefill that they hide beh
 brings is checked first, page by page, so nothing runs ahead of that. Where such a copy fails, the
 step does: its requests wait again, and what came is forgotten (`TierCalls._drop_step`).
 
-What a folder holds is of use to the same weights in the same pages only, so it goes by a digest of
-these (`layout`).
+What a folder holds is of use to the same weights in the same pages only
+(`quire.models.engine.layout`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from quire.kvcore import KVCache
@@ -45,6 +44,7 @@ from ..tiers.host_pages import HostPages, row_stride
 from ..tiers.parts import PageParts, page_parts
 from ..tiers.streams import CopyStreams
 from ..transfer.tier import StoredPages
+from .layout import layout
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -59,8 +59,7 @@ LINK = {"cuda": 20e9, "cpu": 4e9}
 DISK_LINK = 1e9
 PREFILL = 5000.0
 MOST_LOADS = 4  # for one wait of a request
-PAGE_FORMAT = 1  # of what pages hold; raised when rows are laid out in another way
-SAMPLES = 64  # of each weight, in a digest
+MOST_EMPTY = 4  # calls in a row that find nothing to store, at the end
 
 
 class EngineTiers:
@@ -96,6 +95,7 @@ class EngineTiers:
         # Loads that steps run ahead of: for whom, and what came; those of them that failed.
         self._ahead: dict[Job, tuple[Request, tuple[Share, ...]]] = {}
         self._lost: list[FinishedJob] = []
+        self._is_closed = False
         self._retains = False  # whether anything ever was to be kept for a time
 
     @property
@@ -124,7 +124,11 @@ class EngineTiers:
 
         Returns:
             Requests whose look-up failed, and how.
+
+        Raises:
+            RuntimeError: the engine was closed.
         """
+        self._expect_open()
         self._end(self.copier.poll())
         if self._retains:
             self._kv.expire_pins(time.monotonic())
@@ -157,6 +161,7 @@ class EngineTiers:
         self, prompt: np.ndarray, intent: Intent, *, salt: bytes, now: float, **options: Any
     ) -> Answer:
         """As `quire.kvcore.tier.Tiers.hint`; what is to be loaded begins to be."""
+        self._expect_open()
         self._end(self.copier.poll())
         answer = self.tiers.hint(self.tiers.match(prompt, salt=salt), intent, now=now, **options)
         self._retains |= intent == "retain"
@@ -201,21 +206,34 @@ class EngineTiers:
         """Writes what the pool and host memory hold behind them, as far as it has room."""
         self.settle()
         self.drop_lost()
-        # Of what is more than there is room for, each is written once at most.
-        left = sum(tier.index.pool.num_pages for tier in self.tiers.tiers)
-        while left > 0 and (jobs := self._store(STORE_BYTES, everything=True)):
+        # Of what is more than there is room for, each is written once at most; what the last tier
+        # gets passes all of them.
+        left = sum(n * tier.index.pool.num_pages for n, tier in enumerate(self.tiers.tiers, 1))
+        num_empty = 0  # what failed is not in the next call, but in one of those after it
+        while left > 0 and num_empty < MOST_EMPTY:
+            jobs = self._store(STORE_BYTES, everything=True)
+            num_empty = 0 if jobs else num_empty + 1
             left -= sum(job.num_pages for job in jobs)
             self.settle()
 
     def close(self) -> None:
-        """Waits for copies; has the disk hold what was cached, and closes it."""
+        """Waits for copies; has the disk hold what was cached, and closes it, whatever fails. A
+        second time it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._loading.clear()
-        self.settle()
-        if isinstance(self._disk, DiskStore):  # which outlives the process
-            self.store_everything()
-        if self._disk is not None:
-            self._disk.close()
-        self.copier.close()
+        with ExitStack() as closed:
+            if self._disk is not None:
+                closed.callback(self._disk.close)
+            closed.callback(self.copier.close)
+            self.settle()
+            if isinstance(self._disk, DiskStore):  # which outlives the process
+                self.store_everything()
+
+    def _expect_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("expected an engine that is open, got one after its close()")
 
     def _load(self, request: Request, is_idle: bool) -> None:
         prompt = request.match.prompt
@@ -359,31 +377,3 @@ def make_tiers(
     if by_tensor:
         pool.arrive = copier.streams.arrive
     return EngineTiers(kv, tiers, copier, parts, sizes, disk)
-
-
-def layout(
-    model: nn.Module, memory: MemoryPlan, config: EngineConfig
-) -> dict[str, str | int | bytes]:
-    """What has to be the same for pages on a disk to be of use."""
-    return {
-        "page_format": PAGE_FORMAT,
-        "model": repr(model.config).encode(),
-        "weights": weights_digest(model),
-        "dtype": str(model.dtype),
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "kv_scales": repr(getattr(model, "kv_scales", None)).encode(),
-        "groups": repr(memory.groups).encode(),
-        "hash_seed": config.hash_seed,
-    }
-
-
-@torch.no_grad()
-def weights_digest(model: nn.Module) -> bytes:
-    """Tells weights apart by some numbers of each of them, without reading all."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        flat = weight.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // SAMPLES)][: 2 * SAMPLES]
-        digest.update(some.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.digest()

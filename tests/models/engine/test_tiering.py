@@ -15,6 +15,7 @@ from quire.kvcore.tier import disk as disk_module
 from quire.models.config.named import get_config
 from quire.models.engine import tiering
 from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.layout import layout
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.layers.attention import PagedAttend
@@ -546,7 +547,7 @@ def test_a_folder_goes_with_its_weights():
     """Of the same shape, in the same engine; and with rows that only other scales make."""
     memory = SimpleNamespace(groups=())
     kept = [
-        tiering.layout(random_model(few("gemma3-tiny"), seed=seed), memory, EngineConfig(**more))
+        layout(random_model(few("gemma3-tiny"), seed=seed), memory, EngineConfig(**more))
         for seed, more in ((0, {}), (0, {}), (1, {}), (0, {"kv_cache_dtype": "fp8"}))
     ]
     assert kept[0] == kept[1]
