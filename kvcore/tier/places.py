@@ -20,6 +20,7 @@ from .records import Journal
 from .restore import restore
 
 DEVICE = "device"
+MOST_PAGES = 2**31 - 1  # of a tier: ids are int32
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class TierSpec:
     lossy: bool = False
 
     def __post_init__(self) -> None:
-        as_int("num_pages", self.num_pages, 2, 2**31 - 1)
+        as_int("num_pages", self.num_pages, 2, MOST_PAGES)
         as_rate("bytes_per_second", self.bytes_per_second)
         if not isinstance(self.lossy, bool):
             raise ValueError(f"lossy: expected True or False, got {self.lossy!r}")

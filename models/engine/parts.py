@@ -5,6 +5,7 @@ First what of the memory each gets: graphs, then the pool, then the allocator of
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +64,10 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
     """
     try:
-        return _make(model, config, drafter)
+        with ExitStack() as opened:
+            parts = _make(model, config, drafter, opened)
+            opened.pop_all()
+            return parts
     except (MemoryError, RecursionError) as error:
         settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
         raise ValueError(
@@ -72,7 +76,9 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ) from error
 
 
-def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> EngineParts:
+def _make(
+    model: nn.Module, config: EngineConfig, drafter: Drafter | None, opened: ExitStack
+) -> EngineParts:
     device, on_gpu = model.device, model.device.type == "cuda"
     group: Group | None = getattr(model, "group", None)
     size = 1 if group is None else group.size
@@ -120,7 +126,9 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
     kv, clock = make_allocator(model, memory, config), StepClock()
     pool = cache.allocate(memory.num_pages)
-    tiers = make_tiers(model, kv, pool, memory, config) if config.has_tiers else None
+    tiers = None
+    if config.has_tiers:
+        tiers = make_tiers(model, kv, pool, memory, config, opened)
     scheduler = Scheduler(
         kv,
         clock,

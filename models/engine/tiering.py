@@ -316,13 +316,15 @@ def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool)
 
 
 def make_tiers(
-    model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig
-) -> EngineTiers:
+    model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig,
+    opened: ExitStack,
+) -> EngineTiers:  # fmt: skip
     """The tiers of a configuration that has some.
 
     Args:
         pool: whose ``tensors`` are the page tensors, and ``filled`` what pages of each group fill
             of them (`quire.models.tiers.parts`).
+        opened: gets what has to be closed if the engine is not made after all.
 
     Raises:
         NotImplementedError: ``config.tier_dtype`` of pages that have no rows for it.
@@ -357,6 +359,7 @@ def make_tiers(
             layout=layout(model, memory, config)
             | {"tier_dtype": config.tier_dtype, "parts": repr(parts.shape)},
         )
+        opened.callback(disk.close)
         journal = disk if is_folder else None
         specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=journal, lossy=lossy)
         sizes["disk"] = disk.stride
@@ -374,6 +377,7 @@ def make_tiers(
     by_tensor = hasattr(pool, "arrive")
     num_tensors = len(pool.tensors) if by_tensor else None
     copier = PageCopier(pages, host=host, disk=disk, num_tensors=num_tensors)
+    opened.callback(copier.close)
     if by_tensor:
         pool.arrive = copier.streams.arrive
     return EngineTiers(kv, tiers, copier, parts, sizes, disk)

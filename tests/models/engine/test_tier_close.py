@@ -1,10 +1,12 @@
 """The end of an engine with tiers: what the disk has then, and whose its folder is."""
 
+import gc
 import threading
 
 import pytest
 
 from quire.kvcore.tier import disk as disk_module
+from quire.models.engine import parts
 from tests.models.engine.test_tier_loads import disk_engine
 from tests.models.engine.test_tiering import GIB_OF_A_PAGE, LONG, PARAMS, end, finish
 
@@ -68,3 +70,20 @@ def test_close_frees_the_folder_whatever_fails(tmp_path, monkeypatch):
     for call in (engine.step, lambda: engine.hint(LONG, "prefetch")):
         with pytest.raises(RuntimeError, match=r"^expected an engine that is open"):
             call()
+
+
+def test_an_engine_that_is_not_made_leaves_the_folder_free(tmp_path, monkeypatch):
+    """While its error is still there; and so does one that nobody has any more."""
+    num_threads = threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setattr(parts, "Sampler", None)  # which is made after the store is open
+        with pytest.raises(TypeError) as error:
+            disk_engine(tmp_path)
+        assert threading.active_count() == num_threads
+    engine = disk_engine(tmp_path)
+    fill(engine, 1)
+    assert error.value and threading.active_count() > num_threads
+    del engine
+    gc.collect()
+    assert threading.active_count() == num_threads
+    disk_engine(tmp_path).close()
