@@ -109,7 +109,7 @@ class OpenJobs:
             if len(wrong):
                 place.drop(wrong)
             elif seconds is not None and not missing and pages == job.num_pages:
-                place.measured(job.num_bytes, seconds)
+                place.rate.measured(job.num_bytes, seconds)
             size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
             shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0, place.lossy))
         return tuple(shares)

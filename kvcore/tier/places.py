@@ -16,6 +16,7 @@ from ..prefix.index import PrefixIndex
 from ..prefix.tree import ResumePoint, Run, point_before, run_of
 from ..spec import Layout, as_int
 from .ledger import Ledger, TierAnnouncer
+from .rates import Rate
 from .records import Journal
 from .restore import restore
 
@@ -70,11 +71,6 @@ def as_rate(name: str, value: float) -> float:
     return float(value)
 
 
-def averaged(rate: float, measured: float) -> float:
-    """`rate` once something else was measured."""
-    return rate + 0.2 * (measured - rate)
-
-
 class Place:
     """A pool of pages and what is cached in it.
 
@@ -123,7 +119,7 @@ class Tier(Place):
 
     Attributes:
         ledger: hears of what comes and goes.
-        bytes_per_second: of its link, as measured.
+        rate: bytes a second of its link, as measured.
         lossy: as of `TierSpec`.
         queued_bytes: of loads that are not done.
         counters: since the start; see `Tiers.stats`.
@@ -145,7 +141,7 @@ class Tier(Place):
         super().__init__(name, index)
         if spec.lossy and not layout.pages_per_segment:
             raise ValueError("lossy: expected a cache with a dense group, whose segments say so")
-        self.bytes_per_second, self.lossy = float(spec.bytes_per_second), spec.lossy
+        self.rate, self.lossy = Rate(float(spec.bytes_per_second), memory=0.9), spec.lossy
         self.queued_bytes = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.ledger = index.announcer = Ledger(spec.journal, announcer)
@@ -168,13 +164,14 @@ class Tier(Place):
         super().drop(pages)
         self.ledger.flush()
 
+    @property
+    def bytes_per_second(self) -> float:
+        """Of its link, as measured."""
+        return self.rate.value
+
     def load_seconds(self, num_bytes: int) -> float:
         """Seconds until so many bytes have come, after all that is queued."""
         return (self.queued_bytes + num_bytes) / self.bytes_per_second if num_bytes else 0.0
-
-    def measured(self, num_bytes: int, seconds: float) -> None:
-        """`num_bytes` came in `seconds`: the rate moves towards that."""
-        self.bytes_per_second = averaged(self.bytes_per_second, num_bytes / seconds)
 
 
 COUNTERS = (

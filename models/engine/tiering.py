@@ -95,7 +95,7 @@ class EngineTiers:
         # Loads that steps run ahead of: for whom, and what came; those of them that failed.
         self._ahead: dict[Job, tuple[Request, tuple[Share, ...]]] = {}
         self._lost: list[FinishedJob] = []
-        self._is_closed = False
+        self._is_closed, self._now = False, time.monotonic()
         self._retains = False  # whether anything ever was to be kept for a time
 
     @property
@@ -130,8 +130,12 @@ class EngineTiers:
         """
         self._expect_open()
         self._end(self.copier.poll())
+        now = time.monotonic()
+        for tier in self.tiers.tiers:
+            tier.rate.relax(max(0.0, now - self._now))
+        self._now = now
         if self._retains:
-            self._kv.expire_pins(time.monotonic())
+            self._kv.expire_pins(now)
         wanted = set(self._loading.values())
         for job in self._loads.keys() - wanted:  # nobody waits for what has not begun
             self.copier.cancel(job)
@@ -295,7 +299,7 @@ class EngineTiers:
             return
         request.loads += [replace(share, seconds=one.seconds) for share in shares]
         if one.seconds:
-            host.measured(one.job.num_bytes, one.seconds)
+            host.rate.measured(one.job.num_bytes, one.seconds)
 
 
 def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 
+from quire.models.engine import tiering
 from quire.models.tiers import copier as copier_module
 from tests.models.engine.test_engine_many import alone
 from tests.models.engine.test_tiering import (
@@ -35,7 +36,7 @@ def disk_engine(folder, monkeypatch=None, **settings):
 def eager(engine):
     """Everything is worth a load, whatever the clock says of this machine."""
     engine.tiers.observe = lambda report: None
-    engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-5
+    engine.tiers.tiers._planner.prefill.value = 1e-5
 
 
 class HeldReads:
@@ -113,4 +114,20 @@ def test_who_waited_for_a_shorter_load_loads_the_rest(tmp_path, monkeypatch):
     assert [outputs[r].num_cached_tokens for r in (first, third)] == [32, 32]
     assert [len(outputs[r].loads) for r in (first, second, third)] == [1, 2, 1]
     assert outputs[second].token_ids == alone(engine.model, [*whole, 2], PARAMS)
+    end(engine)
+
+
+def test_a_disk_that_was_slow_is_used_again(tmp_path, monkeypatch):
+    """Some time later; until then the prompt is computed, and the output says why."""
+    engine = disk_engine(tmp_path)
+    now = tiering.time.monotonic()
+    monkeypatch.setattr(tiering.time, "monotonic", lambda: now)
+    behind(engine, LONG)
+    engine.tiers.tiers.tiers[0].rate.value = 1e-6
+    for passed, cached in ((1.0, 0), (3e4, 96)):
+        now += passed
+        request_id = engine.add_request([*LONG, 1], PARAMS)
+        output = finish(engine)[request_id]
+        assert output.num_cached_tokens == cached
+        engine.kv.evict(engine.kv.num_evictable_pages)
     end(engine)

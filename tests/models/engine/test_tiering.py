@@ -394,8 +394,8 @@ def test_who_runs_ahead(monkeypatch):
     for num_others, rate, runs_ahead in ((0, 1.0, True), (1, 1.0, False), (1, 1e12, True)):
         engine = toy_engine()
         behind(engine, LONG)
-        engine.tiers.tiers.tiers[0].bytes_per_second = rate
-        engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-5
+        engine.tiers.tiers.tiers[0].rate.value = rate
+        engine.tiers.tiers._planner.prefill.value = 1e-5
         for _ in range(num_others):
             engine.add_request(SHORT, SamplingParams(20, ignore_eos=True))
             engine.step()
@@ -408,10 +408,10 @@ def test_who_runs_ahead(monkeypatch):
                 start(job, ahead=ahead),
             ),
         )
-        engine.tiers.tiers._planner.prefill_tokens_per_second = 1.0
+        engine.tiers.tiers._planner.prefill.value = 1.0
         request_id = engine.add_request(LONG, PARAMS)
         if rate == 1.0:  # a load is chosen all the same
-            engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-6
+            engine.tiers.tiers._planner.prefill.value = 1e-6
             monkeypatch.setattr(engine.tiers.tiers, "prefill_seconds", lambda num_tokens: 4.0)
         output = finish(engine)[request_id]
         assert output.token_ids == alone(engine.model, LONG, PARAMS)
