@@ -30,13 +30,16 @@ if TYPE_CHECKING:
     from ..cache import KVCache
     from .jobs import Job
 
-Limit = Reason | Literal["slower"]
+Limit = Reason | Literal["slower", "no-room"]
 
-_EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items())
+LOAD_EXPLANATIONS: dict[Limit, str] = {
+    "slower": "loading more would take longer than computing it",
+    "no-room": "the pool had no room to load more",
+}
+_EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items()) | LOAD_EXPLANATIONS
 _EXPLANATIONS |= {
     "not-cached": "nothing of this prompt is kept anywhere",
     "diverged": "the chain that is kept ends, or differs from the prompt, there",
-    "slower": "loading more would take longer than computing it",
 }
 
 
@@ -80,7 +83,7 @@ class TierMatch:
         device: the match on the device alone, as of `KVCache.match`.
         shares: what each place gives, the device first and what is computed last.
         seconds: until the whole prompt is computed: loads, then prefill.
-        limited_by: why the hit is not longer.
+        limited_by: why the hit is not longer; "no-room" is for whoever asked for a load to say.
         dense_tokens: tokens whose dense blocks are kept somewhere.
         pending: an open load of this prompt, if there is one: to wait for it may be enough.
     """

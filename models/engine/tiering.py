@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from quire.kvcore import KVCache
+from quire.kvcore import KVCache, OutOfPages
 from quire.kvcore.tier import Answer, Job, Share, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
@@ -240,13 +240,15 @@ class EngineTiers:
             raise RuntimeError("expected an engine that is open, got one after its close()")
 
     def _load(self, request: Request, is_idle: bool) -> None:
-        prompt = request.match.prompt
-        job = self.tiers.pending(prompt)
-        if job is not None:  # of somebody with the same prefix
-            self._loading[request] = job
+        look = request.behind = self.tiers.match(request.match.prompt)
+        if look.pending is not None:  # of somebody with the same prefix
+            self._loading[request] = look.pending
             return
-        job = self.tiers.load(prompt)
-        if not isinstance(job, Job):  # nothing to load, or no room for it
+        as_is = look.device.num_saved_tokens
+        job = self.tiers.load(look) if look.num_saved_tokens != as_is else None
+        if isinstance(job, OutOfPages):
+            request.behind = replace(look, num_saved_tokens=as_is, limited_by="no-room")
+        if not isinstance(job, Job):
             self._tries[request] = MOST_LOADS
         else:
             self._tries[request] = self._tries.get(request, 0) + 1

@@ -1,7 +1,9 @@
 """Loads of an engine for clients that go away, or that wait for those of others."""
 
+import time
 from concurrent.futures import Future
 
+from quire.kvcore import OutOfPages
 from quire.models.engine import tiering
 from quire.models.tiers import copier as copier_module
 from tests.models.engine.test_engine_many import alone
@@ -15,6 +17,7 @@ from tests.models.engine.test_tiering import (
     behind,
     end,
     finish,
+    leave,
     toy_engine,
 )
 
@@ -124,10 +127,46 @@ def test_a_disk_that_was_slow_is_used_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tiering.time, "monotonic", lambda: now)
     behind(engine, LONG)
     engine.tiers.tiers.tiers[0].rate.value = 1e-6
-    for passed, cached in ((1.0, 0), (3e4, 96)):
+    for passed, cached, why in ((1.0, 0, "slower"), (3e4, 96, "prompt-end")):
         now += passed
         request_id = engine.add_request([*LONG, 1], PARAMS)
         output = finish(engine)[request_id]
-        assert output.num_cached_tokens == cached
+        assert (output.num_cached_tokens, output.limited_by) == (cached, why)
+        if not cached:
+            said = "0 of 101 tokens: loading more would take longer than computing it"
+            assert output.explain() == said
         engine.kv.evict(engine.kv.num_evictable_pages)
+    end(engine)
+
+
+def test_where_the_pool_has_no_room_the_output_says_so(tmp_path, monkeypatch):
+    """And not that nothing is cached; nor, where a chain is behind the pool, that there is none."""
+    engine = disk_engine(tmp_path, num_pages=30)
+    behind(engine, LONG)
+    load = engine.tiers.tiers.load
+    monkeypatch.setattr(
+        engine.tiers.tiers, "load", lambda match: OutOfPages(9, 1, 1, "a", {"a": 9})
+    )
+    request_id = engine.add_request([*LONG, 1], PARAMS)
+    output = finish(engine)[request_id]
+    assert output.explain() == "0 of 101 tokens: the pool had no room to load more"
+    monkeypatch.setattr(engine.tiers.tiers, "load", load)
+    leave(engine, "device")
+    request_id = engine.add_request([*LONG[:70], 1, 1], PARAMS)
+    output = finish(engine)[request_id]
+    assert (output.num_cached_tokens, output.limited_by, output.dense_tokens) == (0, "resume-point", 64)  # fmt: skip
+    end(engine)
+
+
+def test_a_prefetch_goes_on_in_steps_without_requests(tmp_path, monkeypatch):
+    engine = disk_engine(tmp_path, monkeypatch)
+    behind(engine, LONG)
+    answer = engine.hint([*LONG, 1], "prefetch")
+    assert answer.job.num_pages > 4  # that are read at once
+    for _ in range(1000):
+        assert engine.step() is None
+        if not engine.tiers.copier.has_jobs:
+            break
+        time.sleep(0.001)
+    assert engine.kv.match([*LONG, 1]).num_tokens == answer.num_tokens == 96
     end(engine)
