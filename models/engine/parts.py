@@ -18,6 +18,7 @@ from quire.kvcore.device import BatchBuilder
 
 from ..flashinfer.planner import FlashInfer
 from ..parallel.group import Group
+from ..tiers.streams import behind_loads
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory
@@ -25,7 +26,7 @@ from .report import IdleClock, StepClock
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .speculative import Drafter, ModelDrafter
-from .tiering import EngineTiers, behind_loads, make_tiers
+from .tiering import EngineTiers, make_tiers
 from .warm_up import warm_up
 
 

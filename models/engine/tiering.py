@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -38,11 +38,11 @@ from quire.kvcore import KVCache, OutOfPages
 from quire.kvcore.tier import Answer, Job, Share, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
+from quire.kvcore.tier.pagefile import DIRECT_BLOCKS, stride_of
 
 from ..tiers.copier import FinishedJob, PageCopier
 from ..tiers.host_pages import HostPages, row_stride
 from ..tiers.parts import PageParts, page_parts
-from ..tiers.streams import CopyStreams
 from ..transfer.tier import StoredPages
 from .layout import layout
 
@@ -304,23 +304,6 @@ class EngineTiers:
             host.rate.measured(one.job.num_bytes, one.seconds)
 
 
-def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:
-    """A forward pass behind the copies that it runs ahead of.
-
-    Args:
-        by_tensor: whether its layers see to that themselves.
-    """
-
-    def behind(*args: Any, **options: Any) -> Any:
-        if not by_tensor:
-            streams.arrive_all()
-        out = run(*args, **options)
-        streams.arrive_all()  # a drafter's layers read pages, too
-        return out
-
-    return behind
-
-
 def make_tiers(
     model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig,
     opened: ExitStack,
@@ -334,11 +317,12 @@ def make_tiers(
 
     Raises:
         NotImplementedError: ``config.tier_dtype`` of pages that have no rows for it.
+        ValueError: there is not room for one page.
         MemoryError: there is not so much host memory.
         OSError: the folder is of no use; of another layout, or in use
             (`quire.kvcore.tier.disk`).
     """
-    on_disk = bool(memory.disk_bytes)
+    on_disk = config.disk_cache is not None
     rows, lossy = None, config.tier_dtype != "auto"
     if lossy and (rows := getattr(pool, "e4m3_rows", None)) is None:
         raise NotImplementedError(
@@ -351,12 +335,16 @@ def make_tiers(
     host = disk = None
     specs: dict[str, TierSpec] = {}
     sizes: dict[str, int] = {}
-    if memory.host_bytes:
+    if config.host_cache_gib is not None:
         sizes["host"] = row_stride(pages.num_bytes)
+        _expect_a_page("host_cache_gib", memory.host_bytes, sizes["host"])
         num_pages = max(2, memory.host_bytes // sizes["host"])
         host = HostPages(num_pages, pages.num_bytes, device)
         specs["host"] = TierSpec(num_pages, LINK[device.type], lossy=lossy)
-    if memory.disk_bytes:
+    if config.disk_cache is not None:
+        _expect_a_page(
+            "disk_cache_gib", memory.disk_bytes, stride_of(pages.num_bytes, DIRECT_BLOCKS[-1])
+        )
         is_folder = isinstance(config.disk_cache, str | os.PathLike)
         disk = (DiskStore if is_folder else StoredPages)(
             config.disk_cache,
@@ -387,3 +375,12 @@ def make_tiers(
     if by_tensor:
         pool.arrive = copier.streams.arrive
     return EngineTiers(kv, tiers, copier, parts, sizes, disk)
+
+
+def _expect_a_page(name: str, num_bytes: int, needed: int) -> None:
+    """Raises ValueError unless a setting gives a tier room for a page."""
+    if num_bytes < needed:
+        raise ValueError(
+            f"{name}: expected at least {needed / GIB:.3g} (one page of {needed} bytes), got "
+            f"{num_bytes} bytes"
+        )

@@ -529,6 +529,12 @@ def test_settings(tmp_path):
             EngineConfig(**settings)
     with pytest.raises(ValueError, match=r"host_cache_gib=1000000.*: MemoryError|fit the memory"):
         toy_engine(host_cache_gib=1e6)
+    for more in (
+        {"host_cache_gib": 1e-12},
+        {"disk_cache": tmp_path / "tiny", "disk_cache_gib": 1e-9},
+    ):
+        with pytest.raises(ValueError, match=rf"^{[*more][-1]}: expected at least .*\(one page of"):
+            toy_engine(**more)
     kept = {"disk_cache": tmp_path / "cache", "disk_cache_gib": 2**-10}
     engine = toy_engine(**kept)
     assert "\nbehind    150 KiB of host memory, 1 MiB of disk\n" in engine.memory.describe()
@@ -536,7 +542,9 @@ def test_settings(tmp_path):
         toy_engine(**kept)
     engine.close()
     toy_engine(**kept).close()
-    with pytest.raises(ValueError, match=r"^layout: expected that of .*hash_seed"):
+    with pytest.raises(
+        ValueError, match=r"^layout: expected that of .*hash_seed.*\(another folder starts anew"
+    ):
         toy_engine(**kept, hash_seed=b"another")
     plain = Engine(ToyModel(), EngineConfig(num_pages=40))
     plain.close()
