@@ -42,10 +42,10 @@ class Setup:
         self.ids += 1
         return self.e.run(self.ids, list(tokens), list(answer), chunk, salt)
 
-    def store(self, max_bytes=1 << 30) -> list[Job]:
+    def store(self, max_bytes=1 << 30, everything=False) -> list[Job]:
         """Store what is due, until nothing is."""
         done = []
-        while jobs := self.tiers.stores(max_bytes):
+        while jobs := self.tiers.stores(max_bytes, everything=everything):
             for job in jobs:
                 self.memory.copy(job)
                 self.tiers.done(job)
