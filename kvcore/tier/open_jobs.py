@@ -137,7 +137,7 @@ class OpenJobs:
                 if not index.hybrid and found.depth == depth == found.run.depth:
                     entry = None if found.run.locks or found.run.children else found.run
                 if entry is not None and entry not in index.pins:
-                    policy.spare(entry)
+                    self._stores.spare(policy, entry)
 
     def cancel(self, job: Job) -> None:
         """End a job whose copies do not run, or not any more: it brings nothing.

@@ -171,6 +171,13 @@ class Stores:
         if len(self._copies) > 4 * (source.index.num_points + REMEMBERED):
             self._copies = {e: c for e, c in self._copies.items() if e.run and c.run}
 
+    def spare(self, policy: Watched, entry: Run | ResumePoint) -> None:
+        """The device has `entry` of a tier as well: it goes first, once no open store reads it."""
+        if entry in self._busy:
+            self._leaving.add(entry)
+        else:
+            policy.spare(entry)
+
     def evicted(self, place: int, entry: Entry) -> None:
         """A place's policy took out `entry`: it is lost where the next tier lacks it."""
         if place + 1 == len(self._places):

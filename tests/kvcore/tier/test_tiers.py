@@ -197,6 +197,34 @@ def test_an_entry_under_store_stays_readable_and_is_not_evicted():
     assert s.serve([*PROMPT, 1]).num_tokens == hit
 
 
+def test_a_copy_under_store_is_spare_once_that_is_done():
+    """A load brings to the device what the host is writing to the disk: it goes first, but not now."""
+    s = Setup(pages=100, host=80, disk=200)
+    s.serve(range(300, 400))
+    s.serve(PROMPT)
+    for job in s.tiers.stores(1 << 30):
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.forget()
+    jobs = s.tiers.stores(1 << 30, everything=True)
+    keys = s.e.kv.match([*PROMPT, 1]).prompt.keys
+    storing = next(job for job in jobs if job.parts.keys == keys[: len(job.parts.keys)])
+    (point,) = storing.parts.entries
+    for job in jobs:
+        if job is not storing:
+            s.tiers.cancel(job)
+    s.load([*PROMPT, 1])
+    host = s.tiers.tiers[0].index
+    (other,) = {p for run in host.runs() for p in run.points.values()} - {point}
+    host.evict(1)
+    assert point.run is not None, "it went while it was read"
+    assert other.run is None
+    s.memory.copy(storing)
+    s.tiers.done(storing)
+    s.check()
+    assert host.policy.is_spare(point)
+
+
 def test_parents_come_first_and_a_point_with_the_last_of_its_chain():
     s = Setup()
     s.serve(PROMPT)
