@@ -674,6 +674,104 @@ def test_wrong_rows_under_store_do_not_get_there():
     assert not s.has("host").segments
 
 
+def _wrong_page(s: Setup, segment: int) -> int:
+    """The dense page of a segment of `PROMPT` on the device."""
+    run, _ = s.e.kv.index.find(s.e.kv.match([*PROMPT, 1]).prompt.keys, 12)
+    return int(s.e.kv.index.pages_between(run, segment, segment + 1)[0, 0])
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_wrong_rows_on_their_way_to_the_disk_do_not_get_there(specs):
+    """The host's copy is locked while it is written: that store ends too, and the copy goes."""
+    s = Setup(specs, pages=100, host=200, disk=200)
+    s.serve(PROMPT)
+    for job in s.tiers.stores(1 << 30):
+        s.memory.copy(job)
+        s.tiers.done(job)
+    jobs = s.tiers.stores(1 << 30, everything=True)
+    assert [job.copies[0].target for job in jobs] == ["disk"]
+    assert not len(s.e.kv.evict_pages([_wrong_page(s, 5)]))
+    assert all(job.parts.is_void for job in jobs)
+    assert s.tiers.match([*PROMPT, 1]).dense_tokens == 40
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.check()
+    assert s.tiers.match([*PROMPT, 1]).dense_tokens == 40 and not s.has("disk").segments
+
+
+def test_wrong_rows_on_their_way_to_the_device_do_not_get_there():
+    """A load that builds on a wrong segment brings nothing; one of another prompt does."""
+    s = Setup(DENSE, pages=100)
+    s.serve(PROMPT)
+    s.serve(range(300, 400))
+    s.store()
+    s.forget()
+    s.serve(PROMPT[:56])
+    jobs = [s.tiers.load(s.tiers.match([*p, 1])) for p in (PROMPT, range(300, 400))]
+    s.e.kv.evict_pages([_wrong_page(s, 5)])
+    assert [job.parts.is_void for job in jobs] == [True, False]
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.check()
+    assert s.tiers.match([*PROMPT, 1]).dense_tokens == 40
+    assert s.e.kv.match([*range(300, 400), 1]).num_tokens == 96
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["stored", "under-store"])
+def test_a_wrong_window_block_leaves_points_that_the_device_has_not(is_open):
+    """The host has a point before that of the device, which shares its last block."""
+    s = Setup(pages=100, host=200, disk=200)
+    s.serve(PROMPT[:96])
+    for job in s.tiers.stores(1 << 30):
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.serve([*PROMPT[:96], *range(500, 508)])
+    index = s.e.kv.index
+    points = {p.depth: p for run in index.runs() for p in run.points.values()}
+    page = int(points[12].pages[-1])
+    assert page in points[13].pages
+    jobs = s.tiers.stores(1 << 30, everything=True) if is_open else []
+    jobs = [job for job in jobs if job.copies[0].target == "disk"]
+    assert len(jobs) == is_open
+    for point in list(points.values()):
+        if point.depth != 13:
+            index.drop_point(point)
+    s.e.kv.evict_pages([page])
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.check()
+    keys = s.e.kv.match([*PROMPT[:96], 1]).prompt.keys
+    for name in ("host", "disk"):
+        assert keys[11 * 32 : 12 * 32] not in s.has(name).points
+    assert keys[11 * 32 : 12 * 32] in s.has("host").segments, "dense blocks are right"
+
+
+def test_forks_share_a_wrong_window_block():
+    """They part within the segment after it, and so have other keys: the points of both go."""
+    s = Setup(pages=100)
+    s.e.admit("a", PROMPT[:20])
+    s.e.finish_prompt("a")
+    fork = s.e.kv.fork(s.e.slots["a"], "b")
+    s.e._copy(fork.copies)
+    s.e.slots["b"], s.e.tokens["b"] = fork.slot, list(s.e.tokens["a"])
+    s.e.salts["b"], s.e.replays["b"] = b"", (0, 0)
+    for name in "ab":
+        s.e.decode(name, [ord(name)] * 4)
+    page = int(s.e.kv.table(1)[s.e.slots["a"]][20 // 4 - 1])
+    assert page == s.e.kv.table(1)[s.e.slots["b"]][20 // 4 - 1]
+    s.e.release("b")
+    s.store()
+    s.forget()
+    assert {len(chain) for chain in s.has("host").points.values()} == {2, 3}
+    s.e.release("a")
+    s.e.kv.evict_pages([page])
+    assert {len(chain) for chain in s.has("host").points.values()} == {2}
+    s.check()
+
+
 def test_a_snapshot_is_not_restored_among_open_jobs():
     s = Setup()
     s.serve(PROMPT)
