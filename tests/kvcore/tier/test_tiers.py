@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, OutOfPages, Ranked, snapshot
+from quire.kvcore import LRU, Adaptive, EventLog, GroupSpec, KVCache, OutOfPages, Ranked, snapshot
 from quire.kvcore.events import BlockRemoved, BlockStored
 from quire.kvcore.tier import Job, Tiers, TierSpec
 from tests.support.kvcore.engine import Engine, groups
@@ -379,6 +379,50 @@ def test_one_budget_for_all_tiers():
         for job in made:
             s.tiers.cancel(job)
     assert total == sum(pages.values())
+
+
+@pytest.mark.parametrize("host", [None, 20, 40, 80, 200])
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_everything_goes_to_the_last_tier_whatever_room_the_one_before_has(specs, host):
+    """What the host has goes from there, all else from the device, and nothing has to leave the host for it."""
+    prompts = [range(100 * i, 100 * i + 100) for i in range(1, 11)]
+    s = Setup(specs, pages=200, host=host, disk=400, policy=Adaptive(), watermark=0)
+    for prompt in prompts:
+        s.serve(prompt)
+    for _ in range(40):  # the host's share of them, and refusals
+        for job in s.tiers.stores(1 << 30):
+            s.memory.copy(job)
+            s.tiers.done(job)
+    in_host = s.has("host").segments if host else set()
+    for _ in range(60):
+        for job in s.tiers.stores(16 * PAGE, everything=True):
+            s.memory.copy(job)
+            s.tiers.done(job)
+    s.check()
+    assert [
+        s.tiers._planner.behind(s.e.kv.match([*p, 1]).prompt, 12)[-1].depth for p in prompts
+    ] == [12] * 10
+    if s.e.kv.hybrid:
+        assert len(s.has("disk").points) == 10
+    assert not host or s.has("host").segments == in_host
+
+
+def test_what_found_no_room_is_tried_again_where_everything_is_asked_for():
+    """A full tier whose entries are all needed refuses a store, for some calls; then there is room."""
+    s = Setup(DENSE, pages=100, host=26, policy=LRU())
+    s.serve(PROMPT)
+    s.serve(range(300, 400))
+    s.store()
+    s.forget()
+    held = [s.tiers.load(s.tiers.match([*p, 1])) for p in (PROMPT, range(300, 400))]
+    s.serve(range(500, 600))
+    for _ in range(100):
+        assert s.tiers.stores(1 << 30) == []
+    assert 0 < s.tiers.stats()["tier_refused_stores/host"] < 10
+    for job in held:
+        s.tiers.cancel(job)
+    (job,) = s.tiers.stores(1 << 30, everything=True)
+    s.tiers.cancel(job)
 
 
 def test_what_is_queued_on_the_link_counts():
