@@ -12,10 +12,11 @@ from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
 from .jobs import Job, JobParts
 from .match import Share, Way
-from .places import Found, Place, Tier, as_rate
+from .places import Found, Place, Tails, Tier, as_rate
 from .stores import Stores
-from .transfers import Transfers, chain_keys
+from .transfers import Transfers
 from .watched import Watched
+from .wrong_rows import forget, held_by
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -37,6 +38,7 @@ class OpenJobs:
     _device: Place
     _stores: Stores
     _transfers: Transfers
+    _tails: Tails
     _loading: dict[bytes, Job]  # by the key of the boundary
 
     def done(
@@ -144,7 +146,7 @@ class OpenJobs:
                 if not index.hybrid and found.depth == depth == found.run.depth:
                     entry = None if found.run.locks or found.run.children else found.run
                 if entry is not None and entry not in index.pins:
-                    policy.spare(entry)
+                    self._stores.spare(policy, entry)
 
     def cancel(self, job: Job) -> None:
         """End a job whose copies do not run, or not any more: it brings nothing.
@@ -218,30 +220,16 @@ class OpenJobs:
             tier.ledger.flush()
 
     def forget_copies(self, is_wanted: npt.NDArray[np.bool_]) -> None:
-        """What the device's pages `is_wanted` [num_pages] hold is kept nowhere, nor what is found
-        only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
-        for job in list(self.jobs):
+        """What the device's cached pages `is_wanted` [num_pages] hold is kept nowhere, nor what is
+        found only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
+        held = held_by(self._device, is_wanted, self._tails)
+        for job in self.jobs:
             parts = job.parts
+            if parts.is_void:
+                continue
             holdings = (parts.holding, *parts.holdings)
             is_hit = any(is_wanted[h.used].any() for h in holdings if h.index is self._kv.index)
-            if parts.sources[0] is self._device and job.kind == "store":
-                is_hit = is_hit or any(is_wanted[c.sources].any() for c in job.copies)
-            if is_hit and not parts.is_void:
+            if is_hit or any(one.is_on(parts, self._tails) for one in held):
                 self._void(job)
-        for run in self._kv.index.runs():
-            ends = [d for d in run.depths if is_wanted[run.points[d].pages].any()]
-            wrong = np.flatnonzero(is_wanted[run.look()].any(axis=1))
-            first = run.start + int(wrong[0]) + 1 if len(wrong) else 0
-            if not (ends or first):
-                continue
-            keys = chain_keys(run, run.depth)
-            for tier in self.tiers:
-                found = Found(tier, *tier.index.find(keys, run.depth))
-                points = [p for d in ends if (p := found.point(d)) is not None]
-                gone = [p.pages for p in points]
-                if 0 < first <= found.depth:
-                    gone.append(tier.index.pages_between(found.run, first - 1, first).ravel())
-                for point in points:
-                    tier.index.drop_point(point)
-                if gone:
-                    tier.drop(np.concatenate(gone))
+        for tier in self.tiers:
+            forget(tier, held, self._tails)

@@ -271,6 +271,9 @@ class Tails:
 
     Attributes:
         segments, points: columns of a segment's pages, and of a resume point's.
+        back, parted: [columns of a point] segments before the boundary that come after the block's
+            own, and after the last that all who share it share.
+        longest: segments that the blocks of a point may be in.
     """
 
     def __init__(self, pool: Layout, layout: Layout) -> None:
@@ -289,6 +292,15 @@ class Tails:
                 self.segments.fill(c.segment_offset, of_tables, there.segment_offset, c.per_segment)
             self.points.fill(c.tail_offset, of_tables, there.tail_offset, c.tail)
         self._shared: dict[int, tuple[Int64, Int64]] = {}
+        self.longest = max([-(-c.tail // c.per_segment) for c in layout.classes], default=0)
+        self.back: Int64 = np.zeros(layout.pages_per_point, dtype=np.int64)
+        self.parted = self.back.copy()
+        for c in layout.classes:
+            mine = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
+            blocks = np.tile(np.arange(c.tail)[::-1], c.num_tables)  # after each
+            self.back[mine] = blocks // c.per_segment
+            is_inside = (blocks % c.per_segment > 0) | (layout.lookahead > 0)
+            self.parted[mine] = self.back[mine] + is_inside
 
     def count(self, tier: Tier) -> list[int]:
         """Pages of each group that the entries of `tier` have, each once."""

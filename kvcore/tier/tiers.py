@@ -188,8 +188,9 @@ class Tiers(OpenJobs):
 
         Args:
             max_bytes: of all jobs together; a first job may have more, when one segment does.
-            everything: whatever the next tier lacks, as at the end of a process. (Call it again,
-                but not for ever: where a tier has no room for all, there is always something.)
+            everything: whatever the last tier lacks of what is before it, as at the end of a
+                process; straight there from where it is. (Call it again, but not for ever: where
+                the tier has no room for all, there is always something.)
 
         Raises:
             ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
