@@ -25,9 +25,9 @@ def found(engine, prompts):
     return [engine.tiers.tiers.match([*tokens, 1]).num_tokens for tokens in prompts]
 
 
-@pytest.mark.parametrize("host_pages", [None, 200])
+@pytest.mark.parametrize("host_pages", [None, 12, 40, 200])
 def test_close_has_the_disk_hold_all_that_was_cached(host_pages, tmp_path):
-    """Also where all of it passes host memory."""
+    """Also where host memory is smaller than the pool, through which all of it passes."""
     settings = {"num_pages": 120, "host_cache_gib": host_pages and host_pages * GIB_OF_A_PAGE}
     engine = disk_engine(tmp_path, **settings)
     prompts = fill(engine, 9)
