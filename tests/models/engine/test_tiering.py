@@ -182,6 +182,12 @@ def cached(engine, tokens):
 
 def leave(engine, *places):
     """What these hold goes to the places behind them, and is there no more."""
+    stores = engine.tiers.tiers._stores
+    watermark, stores._watermark = stores._watermark, engine.kv.num_pages
+    for _ in range(8):  # through host memory, as what leaves a pool that is short
+        engine.tiers._store(1 << 30)
+        engine.tiers.settle()
+    stores._watermark = watermark
     engine.tiers.store_everything()
     if "device" in places:
         engine.kv.evict(engine.kv.num_evictable_pages)
