@@ -15,8 +15,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from itertools import chain
@@ -30,6 +31,7 @@ from ..prefix.keys import KEY_BYTES
 from .journal import DamagedDatabase, RecordDatabase, Row
 from .pagefile import DIRECT_BLOCKS, Bytes, PageFile, direct_block, stride_of
 from .pagejobs import PageJobs
+from .places import MOST_PAGES
 from .records import Record
 
 
@@ -109,7 +111,7 @@ class DiskStore:
                 raise ValueError(
                     f"capacity: expected at least {stride} (one page), got {capacity!r}"
                 )
-            self.num_pages = min(1 + capacity // stride, 1 << 31)
+            self.num_pages = min(1 + capacity // stride, MOST_PAGES)
             path = os.path.join(self.folder, "pages")
             straight = direct and block > 0 and stride % block == 0
             file = PageFile(path, page_bytes, stride, self.num_pages, straight)
@@ -117,7 +119,9 @@ class DiskStore:
             opened.callback(self._pages.close)
             self.num_dropped = self._load()
             _sync_folder(self.folder)
-            self._opened = opened.pop_all()
+            close = opened.pop_all(), self._pages.is_worker, self._pid
+            self._closing = weakref.finalize(self, _close, *close)
+            self._closing.atexit = False  # a process that ends lets go of all
         _OPEN.add(self)
 
     def _open_records(
@@ -326,11 +330,11 @@ class DiskStore:
             )
 
     def close(self) -> None:
-        """Finish what is under way, end the threads, give the folder free. In a forked process, and
-        a second time, it does nothing."""
+        """Finish what is under way, end the threads, give the folder free; so it is too once nobody
+        refers to the store. In a forked process, and a second time, it does nothing."""
         if os.getpid() == self._pid:
             _OPEN.discard(self)
-            self._opened.close()
+            self._closing()
 
     def forked(self) -> None:
         """In a forked process: let go of the lock, which else stays as long as this process."""
@@ -350,6 +354,16 @@ class DiskStore:
 
 
 _OPEN: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+
+
+def _close(opened: ExitStack, is_worker: Callable[[], bool], pid: int) -> None:
+    """Close what a store has opened, unless this process was forked from that of the store."""
+    if os.getpid() != pid:
+        return
+    if is_worker():  # which would wait for itself
+        threading.Thread(target=opened.close, name="quire-disk-close").start()
+    else:
+        opened.close()
 
 
 def _leave_locks() -> None:

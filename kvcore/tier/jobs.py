@@ -71,19 +71,22 @@ class Job:
     is_open: bool = True
     parts: JobParts = field(repr=False, kw_only=True)
 
-    def failed_pages(self, failed: Any) -> Int64:
+    def failed_pages(self, failed: Any, name: str = "failed") -> Int64:
         """`failed` as target pages.
+
+        Args:
+            name: of it, in errors.
 
         Raises:
             ValueError: some are no targets of the job.
         """
-        pages = as_ints("failed", failed)
+        pages = as_ints(name, failed)
         if not pages.size:
             return NO_ROWS
         others = np.setdiff1d(pages, self.parts.holding.taken)
         if len(others):
             raise ValueError(
-                f"failed: expected pages that are targets of the job, got {others.tolist()}"
+                f"{name}: expected pages that are targets of the job, got {others.tolist()}"
             )
         return pages
 

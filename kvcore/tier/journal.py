@@ -49,6 +49,11 @@ _TABLES = (
 )
 
 
+REMEDY = (
+    'another folder starts anew, as does this one removed, or with on_mismatch="clear" of DiskStore'
+)
+
+
 class DamagedDatabase(OSError):
     """The database of records is no SQLite database any more, or never was one of ours."""
 
@@ -56,7 +61,7 @@ class DamagedDatabase(OSError):
         super().__init__(
             errno.EIO,
             f"expected the database of records of a tier, got: {reason} "
-            '(on_mismatch="clear" starts anew; what was kept is lost)',
+            f"({REMEDY}; what was kept is lost)",
             path,
         )
 
@@ -163,7 +168,7 @@ class RecordDatabase:
         meta = db.execute("SELECT name, value FROM meta WHERE name LIKE 'layout.%'")
         kept = {name.removeprefix("layout."): value for name, value in meta}
         if kept != asked:
-            raise LayoutMismatch(self.path, kept, asked, 'on_mismatch="clear" starts anew')
+            raise LayoutMismatch(self.path, kept, asked, REMEDY)
         if not self._whole():
             db.execute("REINDEX")  # what is wrong may be an index only, or a row without one
             if not self._whole():

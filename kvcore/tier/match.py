@@ -24,18 +24,22 @@ from ..prefix.lookup import EXPLANATIONS, Match, Reason, limited_by
 from ..prefix.replays import replay_range
 from ..prefix.tree import point_after, run_of
 from .places import Found, Place, Tails, Tier
+from .rates import Rate
 
 if TYPE_CHECKING:
     from ..cache import KVCache
     from .jobs import Job
 
-Limit = Reason | Literal["slower"]
+Limit = Reason | Literal["slower", "no-room"]
 
-_EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items())
+LOAD_EXPLANATIONS: dict[Limit, str] = {
+    "slower": "loading more would take longer than computing it",
+    "no-room": "the pool had no room to load more",
+}
+_EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items()) | LOAD_EXPLANATIONS
 _EXPLANATIONS |= {
     "not-cached": "nothing of this prompt is kept anywhere",
     "diverged": "the chain that is kept ends, or differs from the prompt, there",
-    "slower": "loading more would take longer than computing it",
 }
 
 
@@ -79,7 +83,7 @@ class TierMatch:
         device: the match on the device alone, as of `KVCache.match`.
         shares: what each place gives, the device first and what is computed last.
         seconds: until the whole prompt is computed: loads, then prefill.
-        limited_by: why the hit is not longer.
+        limited_by: why the hit is not longer; "no-room" is for whoever asked for a load to say.
         dense_tokens: tokens whose dense blocks are kept somewhere.
         pending: an open load of this prompt, if there is one: to wait for it may be enough.
     """
@@ -152,7 +156,7 @@ class Planner:
         page_bytes: bytes of a page of a tier.
 
     Attributes:
-        prefill_tokens_per_second: as measured.
+        prefill: tokens a second, as measured.
     """
 
     def __init__(
@@ -161,7 +165,7 @@ class Planner:
     ) -> None:  # fmt: skip
         self._kv, self._device, self._tiers, self._tails = kv, device, tiers, tails
         self._page_bytes = page_bytes
-        self.prefill_tokens_per_second = prefill_tokens_per_second
+        self.prefill = Rate(prefill_tokens_per_second, memory=1.0)
 
     def match(self, prompt: Prompt, max_tokens: int | None, pending: Job | None) -> TierMatch:
         """What is where of `prompt`."""
@@ -306,10 +310,10 @@ class Planner:
 
     def compute_seconds(self, num_segments: int) -> float:
         """Seconds that the prefill of so many segments takes."""
-        return num_segments * self._kv.alignment / self.prefill_tokens_per_second
+        return num_segments * self._kv.alignment / self.prefill.value
 
     def _prefill_seconds(self, prompt: Prompt, way: Way) -> float:
-        return (prompt.num_tokens - way.saved) / self.prefill_tokens_per_second
+        return (prompt.num_tokens - way.saved) / self.prefill.value
 
     def _shares(self, prompt: Prompt, way: Way) -> tuple[Share, ...]:
         a = self._kv.alignment

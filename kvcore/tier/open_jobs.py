@@ -12,10 +12,11 @@ from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
 from .jobs import Job, JobParts
 from .match import Share, Way
-from .places import Found, Place, Tier, as_rate
+from .places import Found, Place, Tails, Tier, as_rate
 from .stores import Stores
-from .transfers import Transfers, chain_keys
+from .transfers import Transfers
 from .watched import Watched
+from .wrong_rows import forget, held_by
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -37,10 +38,11 @@ class OpenJobs:
     _device: Place
     _stores: Stores
     _transfers: Transfers
+    _tails: Tails
     _loading: dict[bytes, Job]  # by the key of the boundary
 
     def done(
-        self, job: Job, failed: Any = (), *, seconds: float | None = None
+        self, job: Job, failed: Any = (), *, missing: Any = (), seconds: float | None = None
     ) -> tuple[Share, ...]:
         """A job's pages are copied: what came is findable where it went, from now on.
 
@@ -52,6 +54,8 @@ class OpenJobs:
             failed: [n] ints, target pages whose copies failed. What they belong to is not adopted,
                 nor what comes after it in the chain. Where a load fails, its source is dropped too,
                 with what cannot be found without it; where a store does, it is tried again later.
+            missing: [n] ints, target pages that nobody copied, as nobody waits for them any more.
+                They are not adopted either, but say nothing about their sources, which stay.
             seconds: that the copies took: measures the link of a load.
 
         Returns:
@@ -61,7 +65,7 @@ class OpenJobs:
             ValueError: the job is not open, or has no such pages. Nothing changed.
         """
         parts = self._open(job)
-        pages = job.failed_pages(failed)
+        pages, left = job.failed_pages(failed), job.failed_pages(missing, "missing")
         if seconds is not None:
             seconds = as_rate("seconds", seconds)
         self._close(job)
@@ -69,7 +73,7 @@ class OpenJobs:
             parts.holding.end()
             return ()
         parts.target.index.tick += 1
-        segments, points, came = self._transfers.adopt(parts, pages)
+        segments, points, came = self._transfers.adopt(parts, np.concatenate([pages, left]))
         if isinstance(parts.target, Tier):
             parts.target.ledger.added(parts, came, segments, points)
         if job.kind == "load":
@@ -77,34 +81,37 @@ class OpenJobs:
         self._let_go(job)
         bad = job.sources_of(pages)
         if job.kind == "store":
-            self._stores.ended(job, sum(map(len, bad.values())), segments, len(points))
+            num_failed = sum(map(len, bad.values()))
+            self._stores.ended(job, num_failed, segments, len(points), num_missing=len(left))
             return ()
-        shares = self._loaded(job, bad, parts.first + came, seconds)
-        if not bad:
+        shares = self._loaded(job, bad, job.sources_of(left), parts.first + came, seconds)
+        if not bad and not len(left):
             self._have_spares(parts)
         return shares
 
     def _loaded(
-        self, job: Job, bad: dict[str, Int32], end: int, seconds: float | None
-    ) -> tuple[Share, ...]:
+        self, job: Job, bad: dict[str, Int32], left: dict[str, Int32], end: int,
+        seconds: float | None,
+    ) -> tuple[Share, ...]:  # fmt: skip
         """Counts what a load brought, segments up to `end`; drops the sources `bad` of the copies
-        that failed, by the name of their place."""
+        that failed, by the name of their place, and none of those that were `left` out."""
         way, shares = job.parts.way, []
         assert way is not None
         for i, (place, pages) in enumerate(zip(self.tiers, way.pages[1:], strict=True), 1):
             if not pages:
                 continue
             wrong = bad.get(place.name, NO_VALUES)
-            count, num_pages = place.counters, pages - len(wrong)
+            missing = len(left.get(place.name, NO_VALUES))
+            count, num_pages = place.counters, pages - len(wrong) - missing
             segments = sum([max(0, min(stop, end) - at) for j, at, stop in way.ranges if j == i])
             count["load_failures"] += len(wrong) > 0
             count["loaded_pages"] += num_pages
             count["loaded_segments"] += segments
-            count["loaded_points"] += i in way.tail and not bad
+            count["loaded_points"] += i in way.tail and not bad and not left
             if len(wrong):
                 place.drop(wrong)
-            elif seconds is not None and pages == job.num_pages:
-                place.measured(job.num_bytes, seconds)
+            elif seconds is not None and not missing and pages == job.num_pages:
+                place.rate.measured(job.num_bytes, seconds)
             size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
             shares.append(Share(place.name, tokens, num_pages, size, seconds or 0.0, place.lossy))
         return tuple(shares)
@@ -122,7 +129,9 @@ class OpenJobs:
         ]
         if any(way.tail[i].any() for i in lossy & way.tail.keys()):
             run, end = index.find(parts.keys, depth)
-            pages.append(index.pages_between(run, max(0, depth - self._kv.layout.reach), end).ravel())
+            pages.append(
+                index.pages_between(run, max(0, depth - self._kv.layout.reach), end).ravel()
+            )
         if pages:
             index.pool.mark_lossy(np.concatenate(pages))
 
@@ -137,7 +146,7 @@ class OpenJobs:
                 if not index.hybrid and found.depth == depth == found.run.depth:
                     entry = None if found.run.locks or found.run.children else found.run
                 if entry is not None and entry not in index.pins:
-                    policy.spare(entry)
+                    self._stores.spare(policy, entry)
 
     def cancel(self, job: Job) -> None:
         """End a job whose copies do not run, or not any more: it brings nothing.
@@ -211,30 +220,16 @@ class OpenJobs:
             tier.ledger.flush()
 
     def forget_copies(self, is_wanted: npt.NDArray[np.bool_]) -> None:
-        """What the device's pages `is_wanted` [num_pages] hold is kept nowhere, nor what is found
-        only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
-        for job in list(self.jobs):
+        """What the device's cached pages `is_wanted` [num_pages] hold is kept nowhere, nor what is
+        found only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
+        held = held_by(self._device, is_wanted, self._tails)
+        for job in self.jobs:
             parts = job.parts
+            if parts.is_void:
+                continue
             holdings = (parts.holding, *parts.holdings)
             is_hit = any(is_wanted[h.used].any() for h in holdings if h.index is self._kv.index)
-            if parts.sources[0] is self._device and job.kind == "store":
-                is_hit = is_hit or any(is_wanted[c.sources].any() for c in job.copies)
-            if is_hit and not parts.is_void:
+            if is_hit or any(one.is_on(parts, self._tails) for one in held):
                 self._void(job)
-        for run in self._kv.index.runs():
-            ends = [d for d in run.depths if is_wanted[run.points[d].pages].any()]
-            wrong = np.flatnonzero(is_wanted[run.look()].any(axis=1))
-            first = run.start + int(wrong[0]) + 1 if len(wrong) else 0
-            if not (ends or first):
-                continue
-            keys = chain_keys(run, run.depth)
-            for tier in self.tiers:
-                found = Found(tier, *tier.index.find(keys, run.depth))
-                points = [p for d in ends if (p := found.point(d)) is not None]
-                gone = [p.pages for p in points]
-                if 0 < first <= found.depth:
-                    gone.append(tier.index.pages_between(found.run, first - 1, first).ravel())
-                for point in points:
-                    tier.index.drop_point(point)
-                if gone:
-                    tier.drop(np.concatenate(gone))
+        for tier in self.tiers:
+            forget(tier, held, self._tails)

@@ -86,6 +86,10 @@ class PageJobs:
         for thread in self._threads:
             thread.start()
 
+    def is_worker(self) -> bool:
+        """Whether one of its threads calls."""
+        return threading.current_thread() in self._threads
+
     def close(self) -> None:
         """Wait for what is under way, end the threads, close the file."""
         with self._lock:

@@ -16,10 +16,12 @@ from ..prefix.index import PrefixIndex
 from ..prefix.tree import ResumePoint, Run, point_before, run_of
 from ..spec import Layout, as_int
 from .ledger import Ledger, TierAnnouncer
+from .rates import Rate
 from .records import Journal
 from .restore import restore
 
 DEVICE = "device"
+MOST_PAGES = 2**31 - 1  # of a tier: ids are int32
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TierSpec:
     lossy: bool = False
 
     def __post_init__(self) -> None:
-        as_int("num_pages", self.num_pages, 2, 2**31 - 1)
+        as_int("num_pages", self.num_pages, 2, MOST_PAGES)
         as_rate("bytes_per_second", self.bytes_per_second)
         if not isinstance(self.lossy, bool):
             raise ValueError(f"lossy: expected True or False, got {self.lossy!r}")
@@ -67,11 +69,6 @@ def as_rate(name: str, value: float) -> float:
     if not number or not 0 < value < float("inf"):
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
     return float(value)
-
-
-def averaged(rate: float, measured: float) -> float:
-    """`rate` once something else was measured."""
-    return rate + 0.2 * (measured - rate)
 
 
 class Place:
@@ -122,7 +119,7 @@ class Tier(Place):
 
     Attributes:
         ledger: hears of what comes and goes.
-        bytes_per_second: of its link, as measured.
+        rate: bytes a second of its link, as measured.
         lossy: as of `TierSpec`.
         queued_bytes: of loads that are not done.
         counters: since the start; see `Tiers.stats`.
@@ -144,7 +141,7 @@ class Tier(Place):
         super().__init__(name, index)
         if spec.lossy and not layout.pages_per_segment:
             raise ValueError("lossy: expected a cache with a dense group, whose segments say so")
-        self.bytes_per_second, self.lossy = float(spec.bytes_per_second), spec.lossy
+        self.rate, self.lossy = Rate(float(spec.bytes_per_second), memory=0.9), spec.lossy
         self.queued_bytes = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
         self.ledger = index.announcer = Ledger(spec.journal, announcer)
@@ -167,13 +164,14 @@ class Tier(Place):
         super().drop(pages)
         self.ledger.flush()
 
+    @property
+    def bytes_per_second(self) -> float:
+        """Of its link, as measured."""
+        return self.rate.value
+
     def load_seconds(self, num_bytes: int) -> float:
         """Seconds until so many bytes have come, after all that is queued."""
         return (self.queued_bytes + num_bytes) / self.bytes_per_second if num_bytes else 0.0
-
-    def measured(self, num_bytes: int, seconds: float) -> None:
-        """`num_bytes` came in `seconds`: the rate moves towards that."""
-        self.bytes_per_second = averaged(self.bytes_per_second, num_bytes / seconds)
 
 
 COUNTERS = (
@@ -273,6 +271,9 @@ class Tails:
 
     Attributes:
         segments, points: columns of a segment's pages, and of a resume point's.
+        back, parted: [columns of a point] segments before the boundary that come after the block's
+            own, and after the last that all who share it share.
+        longest: segments that the blocks of a point may be in.
     """
 
     def __init__(self, pool: Layout, layout: Layout) -> None:
@@ -291,6 +292,15 @@ class Tails:
                 self.segments.fill(c.segment_offset, of_tables, there.segment_offset, c.per_segment)
             self.points.fill(c.tail_offset, of_tables, there.tail_offset, c.tail)
         self._shared: dict[int, tuple[Int64, Int64]] = {}
+        self.longest = max([-(-c.tail // c.per_segment) for c in layout.classes], default=0)
+        self.back: Int64 = np.zeros(layout.pages_per_point, dtype=np.int64)
+        self.parted = self.back.copy()
+        for c in layout.classes:
+            mine = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
+            blocks = np.tile(np.arange(c.tail)[::-1], c.num_tables)  # after each
+            self.back[mine] = blocks // c.per_segment
+            is_inside = (blocks % c.per_segment > 0) | (layout.lookahead > 0)
+            self.parted[mine] = self.back[mine] + is_inside
 
     def count(self, tier: Tier) -> list[int]:
         """Pages of each group that the entries of `tier` have, each once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 
 from ..policies.base import Entry
@@ -19,6 +20,7 @@ from .watched import Watched, coming, is_there
 
 LOOKED_AT = 64, 4096  # entries of a place in a call, at first and at most
 REMEMBERED = 1024  # failures
+LONGEST_WAIT = 5  # of what found no room, which others give back soon: 2**5 calls
 DEPTH = attrgetter("depth")
 
 
@@ -37,6 +39,7 @@ class Stores:
     ) -> None:
         self._places, self._transfers, self._planner = places, transfers, planner
         self._watermark = watermark
+        self._next = dict(pairwise(places))
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
         # Entries of open stores, whose place, and pages that their eviction would free without
@@ -46,6 +49,7 @@ class Stores:
         # Failures in a row of an entry, by its key, and the call before which it is not tried
         # again.
         self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._lacks: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # of room, as these
         self._calls = 0
         self._admission = Admission(planner, transfers.num_bytes)
 
@@ -55,12 +59,12 @@ class Stores:
         self._calls += 1
         self._admission.begin()
         jobs: list[Job] = []
-        for source, target in zip(self._places, self._places[1:], strict=False):
+        for source, target in self._ways(everything):
             assert isinstance(target, Tier)
-            entries = every(source.index) if everything else self._due(source)
+            entries = self._not_behind(source) if everything else self._due(source)
             on_run: dict[Run, list[Run | ResumePoint]] | None = None
             for entry in entries:
-                if not self._may_lack(entry):
+                if not self._may_lack(entry, everything):
                     continue
                 if on_run is None:  # most calls find nothing to do
                     on_run = _by_run(entries)
@@ -71,11 +75,27 @@ class Stores:
                     return jobs
                 path = [e for node in path_to(run) for e in on_run.pop(node, ())]
                 least = 0 if jobs else self._transfers.least_pages
-                job = self._store(source, target, path, max(max_pages, least))
+                job = self._store(source, target, path, max(max_pages, least), everything)
                 if job is not None:
                     jobs.append(job)
                     max_pages -= job.num_pages
         return jobs
+
+    def _ways(self, everything: bool) -> list[tuple[Place, Place]]:
+        """From where to where: to the next place, or from all to the last, the nearest to it first,
+        so that nothing has to leave a full tier between for what only passes through."""
+        if everything:
+            return [(source, self._places[-1]) for source in self._places[-2::-1]]
+        return list(pairwise(self._places))
+
+    def _not_behind(self, source: Place) -> list[Run | ResumePoint]:
+        """Entries of a place that no tier between it and the last has: those go from there."""
+        between = self._places[self._places.index(source) + 1 : -1]
+        return [
+            entry
+            for entry in every(source.index)
+            if not any(self.copy_of(source, place, entry) for place in between)
+        ]
 
     def _due(self, source: Place) -> list[Run | ResumePoint]:
         """Entries of a place that are to have a copy, in the order in which they would go."""
@@ -109,21 +129,27 @@ class Stores:
             return self._watermark
         return place.index.pool.num_pages // 8
 
-    def _may_lack(self, entry: Run | ResumePoint) -> bool:
-        """Whether a job may have to bring `entry` to the next place now."""
+    def _may_lack(self, entry: Run | ResumePoint, everything: bool) -> bool:
+        """Whether a job may have to bring `entry` to the next place now. Where `everything` is to
+        go, that there was no room, or too much else, says nothing."""
         copy = self._copies.get(entry) if isinstance(entry, ResumePoint) else None
         if (copy is not None and copy.run is not None) or entry in self._busy:
             return False
         if self._failures and self._calls < self._failures.get(entry.key, (0, 0))[1]:
             return False
+        if everything:
+            return True
+        if self._lacks and self._calls < self._lacks.get(entry.key, (0, 0))[1]:
+            return False
         return not self._admission.is_refused(entry)
 
     def _store(
-        self, source: Place, target: Tier, entries: list[Run | ResumePoint], max_pages: int
-    ) -> Job | None:
+        self, source: Place, target: Tier, entries: list[Run | ResumePoint], max_pages: int,
+        everything: bool,
+    ) -> Job | None:  # fmt: skip
         """The job that stores those of `entries`, of one path, that the target lacks, or the first
         of them. Where it has no room for all, the first one goes alone."""
-        entries = sorted(filter(self._may_lack, entries), key=DEPTH)
+        entries = sorted([e for e in entries if self._may_lack(e, everything)], key=DEPTH)
         chain = Chain.of(target, entries[-1])
         entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
         if not entries:
@@ -137,7 +163,8 @@ class Stores:
             job = self._transfers.store(source, chain, entries, max_pages, admits)
         if isinstance(job, Lack):
             target.counters["refused_stores"] += 1
-            self._failed(entries[0].key)
+            if not everything:
+                self._wait(self._lacks, entries[0].key, LONGEST_WAIT)
             return None
         if job is not None:
             self._busy |= {e: freed[e] for e in job.parts.entries}
@@ -161,7 +188,7 @@ class Stores:
         target."""
         if isinstance(entry, ResumePoint):
             copy = there.point(entry.depth)
-            if copy is not None:
+            if copy is not None and self._next.get(source) is there.place:
                 self._remember(source, entry, copy)
             return copy
         return there.run if there.depth == entry.depth else None
@@ -170,6 +197,13 @@ class Stores:
         self._copies[entry] = copy
         if len(self._copies) > 4 * (source.index.num_points + REMEMBERED):
             self._copies = {e: c for e, c in self._copies.items() if e.run and c.run}
+
+    def spare(self, policy: Watched, entry: Run | ResumePoint) -> None:
+        """The device has `entry` of a tier as well: it goes first, once no open store reads it."""
+        if entry in self._busy:
+            self._leaving.add(entry)
+        else:
+            policy.spare(entry)
 
     def evicted(self, place: int, entry: Entry) -> None:
         """A place's policy took out `entry`: it is lost where the next tier lacks it."""
@@ -204,34 +238,37 @@ class Stores:
             if is_leaving and isinstance(index.policy, Watched):
                 index.policy.spare(entry)
 
-    def ended(self, job: Job, num_failed: int, segments: int, points: int) -> None:
+    def ended(
+        self, job: Job, num_failed: int, segments: int, points: int, *, num_missing: int = 0
+    ) -> None:
         """A store is done.
 
         Args:
-            num_failed: copies that failed. segments, points: that are new in the target.
+            num_failed: copies that failed. num_missing: that were not begun. segments, points: that are new in the target.
         """
         parts, target = job.parts, job.parts.target
         assert isinstance(target, Tier)
         count = target.counters
         count["stored_segments"] += segments
         count["stored_points"] += points
-        count["stored_pages"] += job.num_pages - num_failed
+        count["stored_pages"] += job.num_pages - num_failed - num_missing
         count["store_failures"] += bool(num_failed)
         source, depth = parts.sources[0], len(parts.keys) // KEY_BYTES
         there = Found(target, *target.index.find(parts.keys, depth))
         for entry in filter(is_there, parts.entries):
             if self._copy_in(there, source, entry) is None and num_failed:
-                self._failed(entry.key)
-            elif self._failures:
+                self._wait(self._failures, entry.key, 16)
+            elif self._failures or self._lacks:
                 self._failures.pop(entry.key, None)
+                self._lacks.pop(entry.key, None)
 
-    def _failed(self, key: bytes) -> None:
-        """Try `key` again later, and later each time."""
-        failures = min(self._failures.get(key, (0, 0))[0] + 1, 16)
-        self._failures[key] = failures, self._calls + 2**failures
-        self._failures.move_to_end(key)
-        if len(self._failures) > REMEMBERED:
-            self._failures.popitem(last=False)
+    def _wait(self, tries: OrderedDict[bytes, tuple[int, int]], key: bytes, most: int) -> None:
+        """Try `key` again later, and later each time, `most` times."""
+        times = min(tries.get(key, (0, 0))[0] + 1, most)
+        tries[key] = times, self._calls + 2**times
+        tries.move_to_end(key)
+        if len(tries) > REMEMBERED:
+            tries.popitem(last=False)
 
 
 def _by_run(entries: list[Run | ResumePoint]) -> dict[Run, list[Run | ResumePoint]]:

@@ -19,7 +19,7 @@ from .jobs import Job
 from .ledger import TierAnnouncer, noted_of
 from .match import Planner, TierMatch, cheapest
 from .open_jobs import OpenJobs
-from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate, averaged
+from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
 from .stores import Stores
 from .transfers import Lack, Transfers
 from .watched import Watched
@@ -188,8 +188,9 @@ class Tiers(OpenJobs):
 
         Args:
             max_bytes: of all jobs together; a first job may have more, when one segment does.
-            everything: whatever the next tier lacks, as at the end of a process. (Call it again,
-                but not for ever: where a tier has no room for all, there is always something.)
+            everything: whatever the last tier lacks of what is before it, as at the end of a
+                process; straight there from where it is. (Call it again, but not for ever: where
+                the tier has no room for all, there is always something.)
 
         Raises:
             ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
@@ -268,13 +269,12 @@ class Tiers(OpenJobs):
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """The engine computed the prefill of `num_tokens` in `seconds`: measures its rate."""
-        rate = as_int("num_tokens", num_tokens, 1) / as_rate("seconds", seconds)
-        planner = self._planner
-        planner.prefill_tokens_per_second = averaged(planner.prefill_tokens_per_second, rate)
+        num_tokens, seconds = as_int("num_tokens", num_tokens, 1), as_rate("seconds", seconds)
+        self._planner.prefill.measured(num_tokens, seconds)
 
     def prefill_seconds(self, num_tokens: int) -> float:
         """Seconds that the prefill of `num_tokens` takes, as measured."""
-        return num_tokens / self._planner.prefill_tokens_per_second
+        return num_tokens / self._planner.prefill.value
 
     # What callers intend.
 

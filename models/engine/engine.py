@@ -219,7 +219,8 @@ class Engine(TierCalls, HandOffCalls):
 
     @torch.inference_mode()
     def step(self) -> StepReport | None:
-        """Runs one step of the batch; None when there is nothing to do.
+        """Runs one step of the batch; None when there is nothing to do. Copies of tiers go on in each
+        call alone: what a hint prefetches from a disk needs some, also while nobody asks for more.
 
         Raises:
             Exception: what the model or a drafter in it raises, such as that the device is out of

@@ -18,8 +18,8 @@ from ..transfer.pool import PoolMemory
 from ..transfer.run import HandedOff
 from ..transfer.store import Store
 from .input_processor import InputProcessor
+from .layout import layout
 from .request import SamplingParams
-from .tiering import layout
 from .turns import StepTurns
 
 if TYPE_CHECKING:

@@ -7,9 +7,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from quire.kvcore.prefix.lookup import EXPLANATIONS
+from quire.kvcore.tier.match import LOAD_EXPLANATIONS
 
 if TYPE_CHECKING:
     from quire.kvcore.tier import Share
+
+REASONS: dict[str, str] = {**EXPLANATIONS, **LOAD_EXPLANATIONS}
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,10 @@ class RequestOutput:
             "error" = something else failed in this request (error says what).
         num_cached_tokens: prompt tokens that the prefix cache gave when the request was first
             admitted.
-        limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was
-            admitted.
-        dense_tokens: prompt tokens whose full-attention rows were cached then.
+        limited_by: why they were not more (`quire.kvcore.Match.limited_by`, with tiers
+            `quire.kvcore.tier.TierMatch.limited_by`); "" when it never was admitted.
+        dense_tokens: prompt tokens whose full-attention rows were cached then, in the pool or behind
+            it.
         lossy_tokens: tokens of its longest hit that rest on rows which tiers had in a lossy form
             (`EngineConfig.tier_dtype`, `quire.kvcore.Match.lossy_tokens`).
         loads: what was loaded behind the pool while it waited: by load and place tokens, bytes, and
@@ -92,7 +96,7 @@ class RequestOutput:
         loads = "".join(f", {share}" for share in self.loads)
         why = "it was never admitted"
         if self.limited_by:
-            why = EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
+            why = REASONS[self.limited_by].format(dense=self.dense_tokens)
         return f"{cached}{loads}: {why}"
 
     @property

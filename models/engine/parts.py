@@ -5,6 +5,7 @@ First what of the memory each gets: graphs, then the pool, then the allocator of
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.kvcore.device import BatchBuilder
 
 from ..flashinfer.planner import FlashInfer
 from ..parallel.group import Group
+from ..tiers.streams import behind_loads
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory
@@ -24,7 +26,7 @@ from .report import IdleClock, StepClock
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .speculative import Drafter, ModelDrafter
-from .tiering import EngineTiers, behind_loads, make_tiers
+from .tiering import EngineTiers, make_tiers
 from .warm_up import warm_up
 
 
@@ -63,7 +65,10 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
     """
     try:
-        return _make(model, config, drafter)
+        with ExitStack() as opened:
+            parts = _make(model, config, drafter, opened)
+            opened.pop_all()
+            return parts
     except (MemoryError, RecursionError) as error:
         settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
         raise ValueError(
@@ -72,7 +77,9 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ) from error
 
 
-def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> EngineParts:
+def _make(
+    model: nn.Module, config: EngineConfig, drafter: Drafter | None, opened: ExitStack
+) -> EngineParts:
     device, on_gpu = model.device, model.device.type == "cuda"
     group: Group | None = getattr(model, "group", None)
     size = 1 if group is None else group.size
@@ -120,7 +127,9 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
     kv, clock = make_allocator(model, memory, config), StepClock()
     pool = cache.allocate(memory.num_pages)
-    tiers = make_tiers(model, kv, pool, memory, config) if config.has_tiers else None
+    tiers = None
+    if config.has_tiers:
+        tiers = make_tiers(model, kv, pool, memory, config, opened)
     scheduler = Scheduler(
         kv,
         clock,

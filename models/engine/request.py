@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kvcore import Match
-    from quire.kvcore.tier import Share
+    from quire.kvcore.tier import Share, TierMatch
 
     from ..tokenizer import TextStream
 
@@ -123,6 +123,7 @@ class Request:
         stop_ids: ids that end the output.
         salt: keeps its cached prefixes from other salts' requests.
         match: the hashed tokens, for admission.
+        behind: where the prompt was, before the last load for it.
         loads: what it waited for, see `RequestOutput`.
         seed: of this request's draws.
         text: where its text grows; None where nobody asks for it before the end.
@@ -152,6 +153,7 @@ class Request:
     limited_by: str = ""
     dense_tokens: int = 0
     lossy_tokens: int = 0
+    behind: TierMatch | None = None
     loads: list[Share] = field(default_factory=list)
     num_preemptions: int = 0
     num_drafts: int = 0
@@ -165,6 +167,13 @@ class Request:
         self._tokens = self.prompt_token_ids
         self.drafts, self.placeholder = self._tokens[:0], 0
         self.draft_probs: Tensor | None = None
+
+    def note_limit(self) -> None:
+        """It is admitted with `match`: why that is no longer, also for what is behind the pool."""
+        match, behind = self.match, self.behind
+        if behind is not None and behind.num_saved_tokens == match.num_saved_tokens:
+            match = behind  # and nothing has come or gone since
+        self.limited_by, self.dense_tokens = match.limited_by, match.dense_tokens
 
     def make_room(self) -> None:
         """Takes the memory that tokens and drafts go to; before, samples share the prompt's."""

@@ -348,8 +348,7 @@ class Scheduler:
         self._stop_waiting(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(self.kv.num_computed[request.slot])
-            request.limited_by = request.match.limited_by
-            request.dense_tokens = request.match.dense_tokens
+            request.note_limit()
         request.lossy_tokens = max(request.lossy_tokens, request.match.lossy_tokens)
         return True
 

@@ -101,7 +101,8 @@ class TierCalls:
 
     def close(self) -> None:
         """Waits for what is copied, and writes what is cached to `EngineConfig.disk_cache`, whose
-        folder is free then. No step may follow. Without tiers it does nothing.
+        folder is free then, even where an error is raised. No step may follow: it raises
+        RuntimeError. Without tiers, and a second time, it does nothing.
         """
         tiers = self.tiers
         if tiers is not None:

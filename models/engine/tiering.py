@@ -17,34 +17,34 @@ for the copies, or where they take no longer than the prefill that they hide beh
 brings is checked first, page by page, so nothing runs ahead of that. Where such a copy fails, the
 step does: its requests wait again, and what came is forgotten (`TierCalls._drop_step`).
 
-What a folder holds is of use to the same weights in the same pages only, so it goes by a digest of
-these (`layout`).
+What a folder holds is of use to the same weights in the same pages only
+(`quire.models.engine.layout`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import nn
 
-from quire.kvcore import KVCache
+from quire.kvcore import KVCache, OutOfPages
 from quire.kvcore.tier import Answer, Job, Share, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
+from quire.kvcore.tier.pagefile import DIRECT_BLOCKS, stride_of
 
 from ..tiers.copier import FinishedJob, PageCopier
 from ..tiers.host_pages import HostPages, row_stride
 from ..tiers.parts import PageParts, page_parts
-from ..tiers.streams import CopyStreams
 from ..transfer.tier import StoredPages
+from .layout import layout
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -59,8 +59,7 @@ LINK = {"cuda": 20e9, "cpu": 4e9}
 DISK_LINK = 1e9
 PREFILL = 5000.0
 MOST_LOADS = 4  # for one wait of a request
-PAGE_FORMAT = 1  # of what pages hold; raised when rows are laid out in another way
-SAMPLES = 64  # of each weight, in a digest
+MOST_EMPTY = 4  # calls in a row that find nothing to store, at the end
 
 
 class EngineTiers:
@@ -91,11 +90,12 @@ class EngineTiers:
         self._parts, self._sizes = parts, sizes
         self._loading: dict[Request, Job] = {}  # by who waits for it
         self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
-        self._loads: set[Job] = set()
+        self._loads: dict[Job, Request] = {}  # for whom they were begun
         self._ended: list[FinishedJob] = []
         # Loads that steps run ahead of: for whom, and what came; those of them that failed.
         self._ahead: dict[Job, tuple[Request, tuple[Share, ...]]] = {}
         self._lost: list[FinishedJob] = []
+        self._is_closed, self._now = False, time.monotonic()
         self._retains = False  # whether anything ever was to be kept for a time
 
     @property
@@ -124,12 +124,20 @@ class EngineTiers:
 
         Returns:
             Requests whose look-up failed, and how.
+
+        Raises:
+            RuntimeError: the engine was closed.
         """
+        self._expect_open()
         self._end(self.copier.poll())
+        now = time.monotonic()
+        for tier in self.tiers.tiers:
+            tier.rate.relax(max(0.0, now - self._now))
+        self._now = now
         if self._retains:
-            self._kv.expire_pins(time.monotonic())
+            self._kv.expire_pins(now)
         wanted = set(self._loading.values())
-        for job in self._loads - wanted:  # nobody waits for what has not begun
+        for job in self._loads.keys() - wanted:  # nobody waits for what has not begun
             self.copier.cancel(job)
         failed = []
         for request in list(islice(waiting, max(0, room))):
@@ -157,9 +165,11 @@ class EngineTiers:
         self, prompt: np.ndarray, intent: Intent, *, salt: bytes, now: float, **options: Any
     ) -> Answer:
         """As `quire.kvcore.tier.Tiers.hint`; what is to be loaded begins to be."""
+        self._expect_open()
         self._end(self.copier.poll())
         answer = self.tiers.hint(self.tiers.match(prompt, salt=salt), intent, now=now, **options)
         self._retains |= intent == "retain"
+        self._loads.pop(answer.job, None)  # it is wanted, whoever goes away
         if answer.job is not None and not self.copier.has(answer.job):
             self.copier.start(answer.job)
         return answer
@@ -200,30 +210,45 @@ class EngineTiers:
         """Writes what the pool and host memory hold behind them, as far as it has room."""
         self.settle()
         self.drop_lost()
-        # Of what is more than there is room for, each is written once at most.
-        left = sum(tier.index.pool.num_pages for tier in self.tiers.tiers)
-        while left > 0 and (jobs := self._store(STORE_BYTES, everything=True)):
+        # Of what is more than there is room for, each is written once at most; what the last tier
+        # gets passes all of them.
+        left = sum(n * tier.index.pool.num_pages for n, tier in enumerate(self.tiers.tiers, 1))
+        num_empty = 0  # what failed is not in the next call, but in one of those after it
+        while left > 0 and num_empty < MOST_EMPTY:
+            jobs = self._store(STORE_BYTES, everything=True)
+            num_empty = 0 if jobs else num_empty + 1
             left -= sum(job.num_pages for job in jobs)
             self.settle()
 
     def close(self) -> None:
-        """Waits for copies; has the disk hold what was cached, and closes it."""
+        """Waits for copies; has the disk hold what was cached, and closes it, whatever fails. A
+        second time it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._loading.clear()
-        self.settle()
-        if isinstance(self._disk, DiskStore):  # which outlives the process
-            self.store_everything()
-        if self._disk is not None:
-            self._disk.close()
-        self.copier.close()
+        with ExitStack() as closed:
+            if self._disk is not None:
+                closed.callback(self._disk.close)
+            closed.callback(self.copier.close)
+            self.settle()
+            if isinstance(self._disk, DiskStore):  # which outlives the process
+                self.store_everything()
+
+    def _expect_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("expected an engine that is open, got one after its close()")
 
     def _load(self, request: Request, is_idle: bool) -> None:
-        prompt = request.match.prompt
-        job = self.tiers.pending(prompt)
-        if job is not None:  # of somebody with the same prefix
-            self._loading[request] = job
+        look = request.behind = self.tiers.match(request.match.prompt)
+        if look.pending is not None:  # of somebody with the same prefix
+            self._loading[request] = look.pending
             return
-        job = self.tiers.load(prompt)
-        if not isinstance(job, Job):  # nothing to load, or no room for it
+        as_is = look.device.num_saved_tokens
+        job = self.tiers.load(look) if look.num_saved_tokens != as_is else None
+        if isinstance(job, OutOfPages):
+            request.behind = replace(look, num_saved_tokens=as_is, limited_by="no-room")
+        if not isinstance(job, Job):
             self._tries[request] = MOST_LOADS
         else:
             self._tries[request] = self._tries.get(request, 0) + 1
@@ -235,7 +260,7 @@ class EngineTiers:
                 self._ahead[job] = request, shares
             else:
                 self._loading[request] = job
-                self._loads.add(job)
+                self._loads[job] = request
 
     def _is_hidden(self, job: Job, request: Request) -> bool:
         """Whether the prefill of what is left of a request takes as long as its load."""
@@ -255,11 +280,12 @@ class EngineTiers:
             if one.job in self._ahead:
                 self._end_ahead(one)
                 continue
-            self._loads.discard(one.job)
-            shares = self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            maker = self._loads.pop(one.job, None)
+            seconds = one.seconds or None
+            shares = self.tiers.done(one.job, one.failed, missing=one.missing, seconds=seconds)
             for request in [r for r, job in self._loading.items() if job is one.job]:
                 request.loads += shares
-                if not one.failed:
+                if request is maker and not one.failed:  # others may lack more
                     self._tries[request] = MOST_LOADS
         if ended:
             self._loading = {r: job for r, job in self._loading.items() if job.is_open}
@@ -275,42 +301,28 @@ class EngineTiers:
             return
         request.loads += [replace(share, seconds=one.seconds) for share in shares]
         if one.seconds:
-            host.measured(one.job.num_bytes, one.seconds)
-
-
-def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:
-    """A forward pass behind the copies that it runs ahead of.
-
-    Args:
-        by_tensor: whether its layers see to that themselves.
-    """
-
-    def behind(*args: Any, **options: Any) -> Any:
-        if not by_tensor:
-            streams.arrive_all()
-        out = run(*args, **options)
-        streams.arrive_all()  # a drafter's layers read pages, too
-        return out
-
-    return behind
+            host.rate.measured(one.job.num_bytes, one.seconds)
 
 
 def make_tiers(
-    model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig
-) -> EngineTiers:
+    model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig,
+    opened: ExitStack,
+) -> EngineTiers:  # fmt: skip
     """The tiers of a configuration that has some.
 
     Args:
         pool: whose ``tensors`` are the page tensors, and ``filled`` what pages of each group fill
             of them (`quire.models.tiers.parts`).
+        opened: gets what has to be closed if the engine is not made after all.
 
     Raises:
         NotImplementedError: ``config.tier_dtype`` of pages that have no rows for it.
+        ValueError: there is not room for one page.
         MemoryError: there is not so much host memory.
         OSError: the folder is of no use; of another layout, or in use
             (`quire.kvcore.tier.disk`).
     """
-    on_disk = bool(memory.disk_bytes)
+    on_disk = config.disk_cache is not None
     rows, lossy = None, config.tier_dtype != "auto"
     if lossy and (rows := getattr(pool, "e4m3_rows", None)) is None:
         raise NotImplementedError(
@@ -323,12 +335,16 @@ def make_tiers(
     host = disk = None
     specs: dict[str, TierSpec] = {}
     sizes: dict[str, int] = {}
-    if memory.host_bytes:
+    if config.host_cache_gib is not None:
         sizes["host"] = row_stride(pages.num_bytes)
+        _expect_a_page("host_cache_gib", memory.host_bytes, sizes["host"])
         num_pages = max(2, memory.host_bytes // sizes["host"])
         host = HostPages(num_pages, pages.num_bytes, device)
         specs["host"] = TierSpec(num_pages, LINK[device.type], lossy=lossy)
-    if memory.disk_bytes:
+    if config.disk_cache is not None:
+        _expect_a_page(
+            "disk_cache_gib", memory.disk_bytes, stride_of(pages.num_bytes, DIRECT_BLOCKS[-1])
+        )
         is_folder = isinstance(config.disk_cache, str | os.PathLike)
         disk = (DiskStore if is_folder else StoredPages)(
             config.disk_cache,
@@ -337,6 +353,7 @@ def make_tiers(
             layout=layout(model, memory, config)
             | {"tier_dtype": config.tier_dtype, "parts": repr(parts.shape)},
         )
+        opened.callback(disk.close)
         journal = disk if is_folder else None
         specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=journal, lossy=lossy)
         sizes["disk"] = disk.stride
@@ -355,34 +372,16 @@ def make_tiers(
     by_tensor = hasattr(pool, "arrive")
     num_tensors = len(pool.tensors) if by_tensor else None
     copier = PageCopier(pages, host=host, disk=disk, num_tensors=num_tensors)
+    opened.callback(copier.close)
     if by_tensor:
         pool.arrive = copier.streams.arrive
     return EngineTiers(kv, tiers, copier, parts, sizes, disk)
 
 
-def layout(
-    model: nn.Module, memory: MemoryPlan, config: EngineConfig
-) -> dict[str, str | int | bytes]:
-    """What has to be the same for pages on a disk to be of use."""
-    return {
-        "page_format": PAGE_FORMAT,
-        "model": repr(model.config).encode(),
-        "weights": weights_digest(model),
-        "dtype": str(model.dtype),
-        "kv_cache_dtype": config.kv_cache_dtype,
-        "kv_scales": repr(getattr(model, "kv_scales", None)).encode(),
-        "groups": repr(memory.groups).encode(),
-        "hash_seed": config.hash_seed,
-    }
-
-
-@torch.no_grad()
-def weights_digest(model: nn.Module) -> bytes:
-    """Tells weights apart by some numbers of each of them, without reading all."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.state_dict().items():
-        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
-        flat = weight.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // SAMPLES)][: 2 * SAMPLES]
-        digest.update(some.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.digest()
+def _expect_a_page(name: str, num_bytes: int, needed: int) -> None:
+    """Raises ValueError unless a setting gives a tier room for a page."""
+    if num_bytes < needed:
+        raise ValueError(
+            f"{name}: expected at least {needed / GIB:.3g} (one page of {needed} bytes), got "
+            f"{num_bytes} bytes"
+        )

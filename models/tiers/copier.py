@@ -46,13 +46,15 @@ class FinishedJob:
     """A job whose copies have all ended.
 
     Attributes:
-        failed: pages of the target that were not copied.
+        failed: pages of the target whose copies failed.
+        missing: those whose copies were never begun, as the job was cancelled.
         errors: what was raised, each once.
         seconds: that the copies themselves took, without what they waited for.
     """
 
     job: Job
     failed: tuple[int, ...]
+    missing: tuple[int, ...]
     errors: tuple[BaseException, ...]
     seconds: float
 
@@ -76,6 +78,7 @@ class _Running:
     seconds: float = 0.0
     span: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
     failed: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
 
 
@@ -164,11 +167,11 @@ class PageCopier:
         return bool(job.copies) and all((c.source, c.target) == (HOST, DEVICE) for c in job.copies)
 
     def cancel(self, job: Job) -> None:
-        """Copies of a job that are not begun will not be: their pages count as failed."""
+        """Copies of a job that are not begun will not be: their pages are missing."""
         for running in self._running:
             if running.job is job:
                 for part in running.parts:
-                    running.failed += part.targets.tolist()
+                    running.missing += part.targets.tolist()
                 running.parts.clear()
 
     def poll(self) -> list[FinishedJob]:
@@ -184,6 +187,7 @@ class PageCopier:
             FinishedJob(
                 one.job,
                 tuple(one.failed),
+                tuple(one.missing),
                 tuple(one.errors),
                 one.seconds + max(0.0, one.span[1] - one.span[0]),
             )

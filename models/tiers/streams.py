@@ -178,3 +178,20 @@ class CopyStreams:
     def forget_ended(self, *, failed: bool = False) -> None:
         """Copies that have ended are waited for no more; those that failed only with `failed`."""
         self._ahead = [c for c in self._ahead if not c.done() or (c.error and not failed)]
+
+
+def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:
+    """A forward pass behind the copies that it runs ahead of.
+
+    Args:
+        by_tensor: whether its layers see to that themselves.
+    """
+
+    def behind(*args: Any, **options: Any) -> Any:
+        if not by_tensor:
+            streams.arrive_all()
+        out = run(*args, **options)
+        streams.arrive_all()  # a drafter's layers read pages, too
+        return out
+
+    return behind

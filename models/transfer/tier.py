@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from quire.kvcore.tier.places import MOST_PAGES
+
 from .objects import HEADER_BYTES, check, seal
 from .store import TIMEOUT, Store, StoreFailed, StoreKey, StoreTimeout, Ticket, TransferError
 
@@ -73,7 +75,7 @@ class StoredPages:
             raise ValueError(
                 f"disk_cache_gib: expected at least {self.stride} bytes (one page), got {capacity}"
             )
-        self.num_pages = 1 + capacity // self.stride
+        self.num_pages = min(1 + capacity // self.stride, MOST_PAGES)
         self._store, self._page_bytes, self._rank = store, page_bytes, rank
         self._layout = hashlib.blake2b(repr(sorted(layout.items())).encode(), digest_size=16)
         self._timeout = timeout

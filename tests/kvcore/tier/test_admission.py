@@ -7,7 +7,7 @@ import pytest
 from quire.kvcore import LRU, Adaptive
 from quire.kvcore.prefix.tree import ResumePoint
 from quire.kvcore.tier.watched import Watched, coming
-from tests.kvcore.tier.test_tiers import DENSE, Setup
+from tests.kvcore.tier.test_tiers import DENSE, HYBRID, Setup
 from tests.support.kvcore.entries import Fake, key
 
 
@@ -118,6 +118,43 @@ def test_what_was_refused_is_looked_at_again():
         if s.store():
             break
     assert 3 in _kept(s, chances)
+
+
+@pytest.mark.parametrize("how", ["pinned", "running"])
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_what_no_policy_ranks_is_let_in(specs, how):
+    """Nobody evicts a pinned entry, or one that a request needs, so no policy says how likely a hit on it is."""
+    s = Setup(specs, pages=200, host=34, policy=Adaptive(), policy_of_host=None, watermark=0)
+    for first in range(3):
+        s.serve([first, *PROMPT])
+        s.store(everything=True)
+    prompt = [9, *PROMPT]
+    s.serve(prompt)
+    if how == "pinned":
+        s.e.kv.pin(s.e.kv.match([*prompt, 1]), now=0.0, ttl=9.0)
+    else:
+        s.e.admit("running", [*prompt, 1])
+    assert s.tiers.tiers[0].num_free < 12, "something has to go for it"
+    s.store(everything=True)
+    assert s.tiers.stats()["tier_stored_segments/host"] > 0
+    assert 9 in _kept(s, [9])
+
+
+def test_what_goes_next_may_be_needed_by_a_store_of_the_same_call():
+    """The second store builds on what the tier would have evicted for the third."""
+    s = Setup(DENSE, pages=200, host=20, policy=Adaptive(), policy_of_host=None)
+    s.serve(range(300, 372))
+    s.serve(PROMPT[:80])
+    assert len(s.store()) == 2 and s.tiers.tiers[0].num_free == 0
+    s.serve(range(500, 560))
+    s.serve(PROMPT)
+    s.serve(range(700, 760))
+    jobs = s.tiers.stores(1 << 30)
+    assert [job.num_tokens for job in jobs] == [56, 96]
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.check()
 
 
 def test_a_tier_of_adaptive_learns_with_the_cache():

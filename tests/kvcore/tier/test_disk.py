@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sqlite3
@@ -9,10 +10,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
 
+from quire.kvcore.tier import TierSpec
+from quire.kvcore.tier import disk as disk_module
 from quire.kvcore.tier.disk import DiskStore, StoreInUse
 from quire.kvcore.tier.journal import DamagedDatabase, LayoutMismatch, Row
 from quire.kvcore.tier.pagejobs import DamagedPages
@@ -483,6 +488,39 @@ def test_a_second_store_is_refused_by_the_name_of_the_first(folder):
         store.removed(CHAIN[::-1])
     with open_store(folder) as store:
         assert list(store.records()) == []
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_store_that_nobody_has_is_closed(folder):
+    """What it wrote is there, and no thread of it is left; also where one of them lets go last."""
+    num_threads = threading.active_count()
+    store = open_store(folder)
+    add(store, CHAIN)
+    del store
+    gc.collect()
+    assert threading.active_count() == num_threads
+    store = open_store(folder)
+    assert len([*store.records()]) == len(CHAIN)
+    last = [store]
+    wait, gone = threading.Event(), weakref.ref(store)
+    store._pages._queue.put(lambda: (wait.wait(30), last.clear()))
+    del store
+    wait.set()
+    for _ in range(1000):
+        if gone() is None and threading.active_count() == num_threads:
+            break
+        time.sleep(0.01)
+    open_store(folder).close()
+
+
+def test_more_pages_than_ids_are_not_offered(folder, monkeypatch):
+    """A tier of a store's pages is one that there may be."""
+    assert TierSpec(disk_module.MOST_PAGES, 1.0).num_pages == 2**31 - 1
+    with pytest.raises(ValueError, match=r"^num_pages: expected"):
+        TierSpec(disk_module.MOST_PAGES + 1, 1.0)
+    monkeypatch.setattr(disk_module, "MOST_PAGES", 9)
+    with open_store(folder) as store:
+        assert store.num_pages == 9
 
 
 def test_a_forked_process_must_not_use_it(folder):

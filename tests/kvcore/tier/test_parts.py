@@ -41,7 +41,8 @@ class Setup:
 
     def store(self):
         jobs = []
-        while some := self.tiers.stores(1 << 30, everything=True):
+        stores = self.tiers.stores  # to the next tier, and then what is left to the last
+        while some := stores(1 << 30) or stores(1 << 30, everything=True):
             for job in some:
                 self.memory.copy(job)
                 self.tiers.done(job)

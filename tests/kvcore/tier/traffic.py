@@ -62,7 +62,15 @@ class TieredTraffic(Traffic):
         self.tainted: dict[int, int] = {}  # requests over lossy rows: the first token that is
 
     def steps(self) -> list[str]:
-        names = [*super().steps(), *["stores"] * 6, *["look"] * 6, *["hint"] * 2, "evict", "rarely"]
+        names = [
+            *super().steps(),
+            *["stores"] * 6,
+            *["look"] * 6,
+            *["hint"] * 2,
+            "evict",
+            "forget",
+            "rarely",
+        ]
         if "admit" in names:
             names += [*["serve"] * 5, *["bounce"] * 2]
         if len(self.e.slots) > 1:
@@ -220,7 +228,11 @@ class TieredTraffic(Traffic):
     # Jobs.
 
     def stores(self):
-        for job in self.tiers.stores(self.draw.one([1, 4096 * 4, 4096 * 64, 1 << 30])):
+        max_bytes, everything = (
+            self.draw.one([1, 4096 * 4, 4096 * 64, 1 << 30]),
+            self.draw.number(0, 3) == 0,
+        )
+        for job in self.tiers.stores(max_bytes, everything=everything):
             self._began(job)
             self.checked["stores"] += 1
 
@@ -327,6 +339,24 @@ class TieredTraffic(Traffic):
     def evict(self):
         self.e.kv.evict(self.draw.number(1, self.draw.one([4, 40, 1000])))
 
+    def forget(self):
+        """Rows of some pages turned out wrong, whatever is open: no tier has them any more, nor will it, nor will the device."""
+        kv, draw = self.e.kv, self.draw
+        if draw.number(0, 2):
+            return
+        pages = [draw.number(1, kv.num_pages - 1)]
+        for run in kv.index.runs():
+            pages += run.look().ravel().tolist()
+            pages += [p for q in run.points.values() for p in q.pages.tolist() if p]
+        wrong = [draw.one(pages) for _ in range(3)]
+        contents = self.memory.contents(wrong)
+        before = self.memory.num_copies(contents, self.copied)
+        kv.evict_pages(np.array(wrong))
+        # A page that a request alone has names no entry; one with a lookahead may be in several.
+        if not kv.layout.lookahead and set(wrong) <= {*pages[1:]}:
+            assert not self.memory.num_copies(contents, self.copied), "wrong rows are kept"
+            self.checked["copies of wrong rows"] += before
+
     def rarely(self):
         draw, kv = self.draw, self.e.kv
         what = draw.number(0, 9)
@@ -336,8 +366,6 @@ class TieredTraffic(Traffic):
             kv.clear()
             self.cleared = True
             assert not any(t.index.num_points for t in self.tiers.tiers)
-        elif what < 3:
-            kv.evict_pages(np.array([draw.number(1, kv.num_pages - 1) for _ in range(3)]))
         elif what == 4 and not self.e.slots:
             if self.tiers.jobs:
                 try:

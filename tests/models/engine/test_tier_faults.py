@@ -76,9 +76,9 @@ def life(model, folder, is_async):
         engine = Engine(model, EngineConfig(**settings))
         # Everything is worth a load, whatever the clock says of this machine.
         for tier in engine.tiers.tiers.tiers:
-            tier.measured = lambda *_: None
+            tier.rate.measured = lambda *_: None
         engine.tiers.tiers.computed = lambda *_: None
-        engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-5
+        engine.tiers.tiers._planner.prefill.value = 1e-5
         for turn in range(2):
             for tokens in PROMPTS:
                 tokens = [*tokens, *[turn] * turn]

@@ -15,6 +15,7 @@ from quire.kvcore.tier import disk as disk_module
 from quire.models.config.named import get_config
 from quire.models.engine import tier_calls, tiering
 from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.layout import layout
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.layers.attention import PagedAttend
@@ -204,6 +205,12 @@ def cached(engine, tokens):
 
 def leave(engine, *places):
     """What these hold goes to the places behind them, and is there no more."""
+    stores = engine.tiers.tiers._stores
+    watermark, stores._watermark = stores._watermark, engine.kv.num_pages
+    for _ in range(8):  # through host memory, as what leaves a pool that is short
+        engine.tiers._store(1 << 30)
+        engine.tiers.settle()
+    stores._watermark = watermark
     engine.tiers.store_everything()
     if "device" in places:
         engine.kv.evict(engine.kv.num_evictable_pages)
@@ -416,8 +423,8 @@ def test_who_runs_ahead(monkeypatch):
     for num_others, rate, runs_ahead in ((0, 1.0, True), (1, 1.0, False), (1, 1e12, True)):
         engine = toy_engine()
         behind(engine, LONG)
-        engine.tiers.tiers.tiers[0].bytes_per_second = rate
-        engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-5
+        engine.tiers.tiers.tiers[0].rate.value = rate
+        engine.tiers.tiers._planner.prefill.value = 1e-5
         for _ in range(num_others):
             engine.add_request(SHORT, SamplingParams(20, ignore_eos=True))
             engine.step()
@@ -430,10 +437,10 @@ def test_who_runs_ahead(monkeypatch):
                 start(job, ahead=ahead),
             ),
         )
-        engine.tiers.tiers._planner.prefill_tokens_per_second = 1.0
+        engine.tiers.tiers._planner.prefill.value = 1.0
         request_id = engine.add_request(LONG, PARAMS)
         if rate == 1.0:  # a load is chosen all the same
-            engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-6
+            engine.tiers.tiers._planner.prefill.value = 1e-6
             monkeypatch.setattr(engine.tiers.tiers, "prefill_seconds", lambda num_tokens: 4.0)
         output = finish(engine)[request_id]
         assert output.token_ids == alone(engine.model, LONG, PARAMS)
@@ -551,6 +558,12 @@ def test_settings(tmp_path):
             EngineConfig(**settings)
     with pytest.raises(ValueError, match=r"host_cache_gib=1000000.*: MemoryError|fit the memory"):
         toy_engine(host_cache_gib=1e6)
+    for more in (
+        {"host_cache_gib": 1e-12},
+        {"disk_cache": tmp_path / "tiny", "disk_cache_gib": 1e-9},
+    ):
+        with pytest.raises(ValueError, match=rf"^{[*more][-1]}: expected at least .*\(one page of"):
+            toy_engine(**more)
     kept = {"disk_cache": tmp_path / "cache", "disk_cache_gib": 2**-10}
     engine = toy_engine(**kept)
     assert "\nbehind    150 KiB of host memory, 1 MiB of disk\n" in engine.memory.describe()
@@ -558,7 +571,9 @@ def test_settings(tmp_path):
         toy_engine(**kept)
     engine.close()
     toy_engine(**kept).close()
-    with pytest.raises(ValueError, match=r"^layout: expected that of .*hash_seed"):
+    with pytest.raises(
+        ValueError, match=r"^layout: expected that of .*hash_seed.*\(another folder starts anew"
+    ):
         toy_engine(**kept, hash_seed=b"another")
     plain = Engine(ToyModel(), EngineConfig(num_pages=40))
     plain.close()
@@ -609,7 +624,7 @@ def test_a_folder_goes_with_its_weights():
     """Of the same shape, in the same engine; and with rows that only other scales make."""
     memory = SimpleNamespace(groups=())
     kept = [
-        tiering.layout(random_model(few("gemma3-tiny"), seed=seed), memory, EngineConfig(**more))
+        layout(random_model(few("gemma3-tiny"), seed=seed), memory, EngineConfig(**more))
         for seed, more in ((0, {}), (0, {}), (1, {}), (0, {"kv_cache_dtype": "fp8"}))
     ]
     assert kept[0] == kept[1]

@@ -212,7 +212,8 @@ def test_a_cancelled_job_ends_what_has_begun(monkeypatch):
     assert copier.poll() == []
     disk.finish(), disk.finish()
     [ended] = copier.poll()
-    assert ended.job is one and ended.failed == (3, 4) and sorted(disk.pages) == [1, 2]
+    assert ended.job is one and ended.failed == () and ended.missing == (3, 4)
+    assert sorted(disk.pages) == [1, 2]
 
 
 def test_close_waits():

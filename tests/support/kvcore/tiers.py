@@ -83,6 +83,39 @@ class Memory:
         width = self.widths[t]
         return rows[part * width : (part + 1) * width]
 
+    def contents(self, pages: list[int]) -> list[set[bytes]]:
+        """Rows that pages of the device hold, of each table: those of the last part, which depend on all before it, of
+        window blocks, and of dense ones that are a whole segment (others, of who parts in theirs, may be equal)."""
+        found = []
+        for t, spec in enumerate(self.engine.specs):
+            last = (self.rows["device"][t].shape[1] - 1) // self.widths[t]
+            rows = [self._padded("device", t, p, last) for p in pages]
+            is_whole = spec.kind != "dense" or spec.block_size == self.engine.kv.alignment
+            found.append({r.tobytes() for r in rows if is_whole and (r >= 0).any()})
+        return found
+
+    def _padded(self, place: str, t: int, page: int, part: int) -> np.ndarray:
+        rows = self._rows(place, t, page, part)
+        return np.append(rows, [POISON] * (self.widths[t] - len(rows)))
+
+    def num_copies(self, contents: list[set[bytes]], copied: dict[Job, bool]) -> int:
+        """Pages with these rows that tiers have, or that open jobs are to bring somewhere; `copied`: whether they have."""
+        count = 0
+        for tier in self.tiers.tiers:
+            pages = {p for run in tier.index.runs() for p in run.look().ravel().tolist()}
+            points = [q for run in tier.index.runs() for q in run.points.values()]
+            pages |= {p for q in points for p in q.pages.tolist()} - {0}
+            for rows, wrong in zip(self.rows[tier.name], contents, strict=True):
+                count += sum(rows[p].tobytes() in wrong for p in pages)
+        for job in self.tiers.jobs:
+            for c in job.copies if not job.parts.is_void else ():
+                place, pages = (c.target, c.targets) if copied[job] else (c.source, c.sources)
+                for t, (group, _) in enumerate(self.engine.kv.layout.tables):
+                    for page, part in zip(pages.tolist(), c.parts.tolist(), strict=True):
+                        if group == c.group:
+                            count += self._padded(place, t, page, part).tobytes() in contents[t]
+        return count
+
     def taint(self, slot: int, start: int) -> None:
         """All dense rows of a request from token `start` on rest on lossy ones."""
         kv = self.engine.kv
