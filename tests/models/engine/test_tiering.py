@@ -180,7 +180,9 @@ def cached(engine, tokens):
 
 
 def leave(engine, *places):
-    """What these hold goes to the places behind them, and is there no more."""
+    """What these hold goes to the next place and to the last, and is there no more."""
+    engine.tiers.tiers._stores._watermark = engine.kv.num_pages  # all of it is due
+    engine.tiers._store(1 << 30)
     engine.tiers.store_everything()
     if "device" in places:
         engine.kv.evict(engine.kv.num_evictable_pages)
