@@ -115,12 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("plot: expected no --host with it, got both")
     if args.hints is not None and not args.host:
         raise ValueError("hints: expected --host with it, got none")
+    if args.disk is not None and not args.host:
+        raise ValueError("disk: expected --host with it, got none")
+    disks = args.disk or ["0"]
     if len(args.retention) > 1 and args.host:
         raise ValueError(f"retention: expected one with --host, got {args.retention}")
     for workload, preset in itertools.product(workloads, args.preset):
         for pool in args.pool:
             pool_pages(pool, PRESETS[preset], workload)
-        for name, sizes in (("host", args.host or []), ("disk", args.disk)):
+        for name, sizes in (("host", args.host or []), ("disk", disks)):
             for size in sizes:
                 try:
                     pages_of(size, preset, workload)
@@ -133,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for preset in args.preset:
             if args.host:
                 new, columns = run_tier_grid(
-                    workload, preset, args.pool, args.host, args.disk, args.eviction, timing,
+                    workload, preset, args.pool, args.host, disks, args.eviction, timing,
                     link=args.link * 1e9, disk_link=args.disk_link * 1e9, retention=args.retention[0],
                     progress=not args.quiet,
                 ), TIER_COLUMNS  # fmt: skip
@@ -161,7 +164,7 @@ def _parser() -> Parser:
     add("--retention", nargs="+", type=retention, default=["auto"], help="auto, latest, dense, or an interval in tokens; default: auto")  # fmt: skip
     add("--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS))
     add("--host", nargs="+", metavar="GIB", help="host memory behind the pool, as --pool has sizes, or a number of GiB: replays tiers beside a pool of all the bytes, and vLLM's host tier where it is importable")  # fmt: skip
-    add("--disk", nargs="+", default=["0"], metavar="GIB", help="disk behind that; default: none")
+    add("--disk", nargs="+", metavar="GIB", help="disk behind that; default: none")
     add("--link", type=number(above=True), default=50.0, help="GB/s of each direction between device and host; default: 50")  # fmt: skip
     add("--disk-link", type=number(above=True), default=5.0, help="GB/s of each direction of the disk; default: 5")  # fmt: skip
     add("--limit", type=integer(), help="requests at most")

@@ -62,7 +62,7 @@ class Tiers(OpenJobs):
     `cancel` void a plan that is not committed.
 
     Raises:
-        ValueError: no tier, an argument out of range, a cache without caching, or with tiers.
+        ValueError: no tier, an argument out of range, no `KVCache` with caching, or one with tiers.
     """
 
     def __init__(
@@ -77,6 +77,8 @@ class Tiers(OpenJobs):
         watermark: int | None = None,
         max_hint_bytes: int | None = None,
     ) -> None:
+        if not hasattr(kv, "tiers"):
+            raise ValueError(f"kv: expected a KVCache, got {kv!r}")
         if not kv.enable_caching:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
         if kv.tiers is not None:
@@ -188,9 +190,8 @@ class Tiers(OpenJobs):
 
         Args:
             max_bytes: of all jobs together; a first job may have more, when one segment does.
-            everything: whatever the last tier lacks of what is before it, as at the end of a
-                process; straight there from where it is. (Call it again, but not for ever: where
-                the tier has no room for all, there is always something.)
+            everything: whatever the last tier lacks, straight there, as at the end of a process.
+                (Call it again, but not for ever: where it lacks room, there is always something.)
 
         Raises:
             ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.

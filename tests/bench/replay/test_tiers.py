@@ -278,7 +278,7 @@ def test_command_line(tmp_path, capsys):
     [
         ["--host", "x"], ["--host", "-1"], ["--host", "1%", "--disk", "2%%"], ["--host", "1", "--link", "0"],
         ["--host", "1", "--plot", "a.svg"], ["--host", "1", "--retention", "auto", "dense"], ["--ahead", "0"],
-        ["--hints", "1"], ["--host", "1", "--hints", "0"],
+        ["--hints", "1"], ["--host", "1", "--hints", "0"], ["--disk", "10"],
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):

@@ -5,7 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, Adaptive, EventLog, GroupSpec, KVCache, OutOfPages, Ranked, snapshot
+from quire.kvcore import (
+    LRU,
+    Adaptive,
+    AppendOnlyCache,
+    EventLog,
+    GroupSpec,
+    KVCache,
+    OutOfPages,
+    Ranked,
+    snapshot,
+)
 from quire.kvcore.events import BlockRemoved, BlockStored
 from quire.kvcore.tier import Job, Tiers, TierSpec
 from tests.support.kvcore.engine import Engine, groups
@@ -1099,6 +1109,9 @@ def test_what_tiers_refuse():
         TierSpec(10, float("nan"))
     with pytest.raises(ValueError, match="num_pages: expected an int >= 2"):
         TierSpec(1, 1.0)
+    other = AppendOnlyCache(HYBRID, num_pages=40, max_model_len=100)
+    with pytest.raises(ValueError, match="kv: expected a KVCache, got <"):
+        Tiers(other, host=TierSpec(10, 1e9), prefill_tokens_per_second=1.0)
     off = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100, enable_caching=False)
     with pytest.raises(ValueError, match="kv: expected a cache with enable_caching"):
         Tiers(off, host=spec, prefill_tokens_per_second=1.0)

@@ -10,7 +10,7 @@ from tests.kvcore.tier.traffic import live
 def test_lives():
     """`python -m tests.kvcore.tier.traffic` goes on for as long as one likes."""
     checked = Counter()
-    for seed in range(12):
+    for seed in range(16):
         checked += live(seed, 80).checked
     for name in (
         "stores",
@@ -23,6 +23,7 @@ def test_lives():
         "used",
         "held",
         "prefetch accepted",
+        "copies of wrong rows",
         "lossy hits",
         "requests over lossy rows",
     ):

@@ -9,11 +9,12 @@ import pytest
 
 from quire.kvcore.prefix.holdings import Holding
 from quire.kvcore.prefix.pins import Pins
-from quire.kvcore.tier import transfers
+from quire.kvcore.tier import open_jobs, transfers
 from quire.kvcore.tier.ledger import Ledger, TierAnnouncer
 from quire.kvcore.tier.match import Planner
 from quire.kvcore.tier.places import Columns, Found, Place, Tails
 from quire.kvcore.tier.transfers import Transfers
+from quire.kvcore.tier.wrong_rows import Held
 from tests.kvcore.tier.traffic import live
 from tests.support.budgets import ordinary
 
@@ -141,6 +142,8 @@ FAULTS = [
     (Columns, "of", other_columns),
     (Ledger, "flush", never),
     (Place, "make_room", always),
+    (Held, "is_on", never),
+    (open_jobs, "forget", never),
     (Planner, "boundary", too_long),
     (Planner, "boundary", only_the_device),
 ]
