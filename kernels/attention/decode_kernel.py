@@ -78,8 +78,9 @@ def decode_kernel(
         q.data, first_token, first_head, q_token, q_head, q.stride_token, q.stride_head
     )
     if CONFIG.KEY_PARTS == 1:
-        dim = tl.arange(0, CONFIG.HEAD_DIM)
-        q_tile = tl.load(q_tile[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+        q_tile = tl.load(
+            q_tile[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+        )
     scales = None
     if CONFIG.SCALES == "rows":
         scales = Scales(

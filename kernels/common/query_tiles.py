@@ -32,13 +32,6 @@ def row_pointers(base, first_token, first_head, token, head, stride_token, strid
 
 
 @triton.jit
-def readable_rows(token, head, live, first_head):
-    """Token and head of each row of a query tile; of rows that are not live those of its first row,
-    which can be read without a mask."""
-    return tl.where(live, token, 0), tl.where(live, head, first_head)
-
-
-@triton.jit
 def fold_sink(row_max, row_sum, sink):
     """Factor that turns the unnormalised sum over keys into the output, the sink counted.
 
@@ -114,3 +107,10 @@ def load_page(
     else:
         entry = tl.minimum(block, width - 1)
     return tl.load(table + entry, mask=more, other=0)
+
+
+@triton.jit
+def readable_rows(token, head, live, first_head):
+    """Token and head of each row of a query tile; of rows that are not live those of its first row,
+    which can be read without a mask."""
+    return tl.where(live, token, 0), tl.where(live, head, first_head)

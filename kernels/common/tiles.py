@@ -107,9 +107,8 @@ def update(
     weights. So they divide the columns, and exchange the weights through shared memory.
 
     HOIST: loop-invariant code leaves the loop. Then the products of queries and keys stay in front
-        of the condition, since from behind it the
-    compiler does not hoist what writes the queries to shared memory: Triton 3.9 would keep them in
-        registers, and write them for every tile.
+    of the condition, since from behind it the compiler does not hoist what writes the queries to
+    shared memory: Triton 3.9 would keep them in registers, and write them for every tile.
     """
     if SWAP:
         zeros = tl.zeros([tile.shape[0], q.shape[0]], tl.float32)
@@ -139,10 +138,7 @@ def update(
 
 
 @triton.jit
-def score_parts(
-    q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr,
-    HARDWARE_E4M3: tl.constexpr = False,
-):  # fmt: skip
+def score_parts(q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, HARDWARE_E4M3: tl.constexpr = False):  # fmt: skip
     """Products of rows of queries and keys over DIM channels, added to ``scores``.
 
     One of PARTS after the other, each read from memory: where registers hold neither rows of

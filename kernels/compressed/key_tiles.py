@@ -113,28 +113,33 @@ class Order(NamedTuple):
 
 
 @triton.jit
-def _load_quantized(rows, packed, live, DTYPE: tl.constexpr, KEYS: tl.constexpr):
+def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr):
     """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM]; with PARTS all are read.
 
     Args:
-        rows: [BLOCK_N] pointers to the bytes of values.
-        packed: [BLOCK_N] int64, the eight bytes of a row's scales.
+        rows, scales: [BLOCK_N] pointers to the bytes of values and of scales.
     """
     HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
     BLOCK_N: tl.constexpr = KEYS.BLOCK_N
     GROUPS: tl.constexpr = HEAD_DIM // GROUP
     dim = tl.arange(0, HEAD_DIM)
-    rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
+    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that exponent
+    # and no mantissa.
     if KEYS.PARTS > 1:
         quantized = tl.load(rows[:, None] + dim[None, :])
+        rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
         rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :])
+        packed = tl.load(scales.to(tl.pointer_type(tl.int64)))
     else:
         quantized = tl.load(
             rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
         )
+        rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
         rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
+        packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
     group = tl.arange(0, GROUPS)
-    factors = _factors(packed[:, None], group[None, :])[:, :, None]
+    exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
+    factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
     values = widen_e4m3(quantized, tl.float32, KEYS.HARDWARE_E4M3)
     values = (tl.reshape(values, [BLOCK_N, GROUPS, GROUP]) * factors).to(DTYPE)
     values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(DTYPE)[:, None, :], values)
@@ -142,25 +147,19 @@ def _load_quantized(rows, packed, live, DTYPE: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def _factors(packed, group):
-    """2^(byte - 127) of a group's byte in ``packed``: the fp32 number with that exponent and no
-    mantissa."""
-    exponents = ((packed >> (8 * group)) & 0xFF).to(tl.int32)
-    return (exponents << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _score_quantized(q_rows, rows, packed, scores, KEYS: tl.constexpr):
+def _score_quantized(q_rows, rows, scales, scores, KEYS: tl.constexpr):
     """``score_parts`` of rows of the 584-byte layout; a part is no more than a group."""
     PARTS: tl.constexpr = KEYS.PARTS
     WIDTH: tl.constexpr = KEYS.HEAD_DIM // PARTS
     DTYPE: tl.constexpr = q_rows.dtype.element_ty
+    packed = tl.load(scales.to(tl.pointer_type(tl.int64)))
     for part in tl.static_range(PARTS):
         dim = part * WIDTH + tl.arange(0, WIDTH)
         queries = tl.load(q_rows[:, None] + dim[None, :])
         if part * WIDTH < NOPE_DIM:
             keys = tl.load(rows[:, None] + dim[None, :])
-            factors = _factors(packed, part * WIDTH // GROUP)[:, None]
+            exponents = ((packed >> (8 * (part * WIDTH // GROUP))) & 0xFF).to(tl.int32)
+            factors = (exponents << 23).to(tl.float32, bitcast=True)[:, None]
             keys = (widen_e4m3(keys, tl.float32, KEYS.HARDWARE_E4M3) * factors).to(DTYPE)
         else:
             rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
@@ -241,15 +240,11 @@ def attend_keys(
                     rows = tl.multiple_of(rows, 16)
             else:
                 rows = new_rows
-        if FP8:
-            # All scales of a row at once.
-            scales = scales.to(tl.pointer_type(tl.int64))
-            if KEYS.PARTS > 1:
-                packed = tl.load(scales)
-            else:
-                packed = tl.load(scales, mask=live, other=0)
-                tile = _load_quantized(rows, packed, live, DTYPE, KEYS)
-        elif KEYS.PARTS == 1:
+        if KEYS.PARTS > 1:
+            tile = None
+        elif FP8:
+            tile = _load_quantized(rows, scales, live, DTYPE, KEYS)
+        else:
             # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
             tile = tl.load(rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
         if ONE_TOKEN:
@@ -275,8 +270,8 @@ def attend_keys(
             else:
                 scores = tl.zeros([ROWS, BLOCK_N], tl.float32)
             if FP8:
-                scores = _score_quantized(again, rows, packed, scores, KEYS)
-                tile = _load_quantized(rows, packed, live, DTYPE, KEYS)
+                scores = _score_quantized(again, rows, scales, scores, KEYS)
+                tile = _load_quantized(rows, scales, live, DTYPE, KEYS)
             else:
                 scores = score_parts(again, rows, scores, KEYS.HEAD_DIM, KEYS.PARTS, KEYS.SWAP)
                 tile = tl.load(rows[:, None] + dim[None, :])
