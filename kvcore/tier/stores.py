@@ -126,8 +126,8 @@ class Stores:
         if not entries:
             return None
 
-        def admits(entry: Run | ResumePoint, num_pages: int, gain: int) -> bool:
-            return self._admission.admits(source, target, entry, num_pages, gain)
+        def admits(entry: Run | ResumePoint, num_pages: int, after: int) -> bool:
+            return self._admission.admits(source, chain.there, entry, num_pages, after)
 
         policy = source.index.policy
         freed = {e: (source, e.freed) for e in entries}  # before locks

@@ -167,7 +167,8 @@ class Transfers:
         Args:
             chain: of the longest of them, or a longer one.
             entries: the shortest first; the target has none of them.
-            is_admitted: asked of each, with the pages and segments that those before it lack.
+            is_admitted: asked of each, with the pages that it would take and the boundary of the
+                next shorter entry, beside those before it.
 
         Returns:
             Job; None where not even one segment is within `max_pages`, or where a job is open that
@@ -230,7 +231,7 @@ class Transfers:
             segments = max(0, entry.depth - made.end)
             n = segments * self._width
             n += int(np.count_nonzero(made.is_new[i])) if points else 0
-            if not is_admitted(entry, n, entry.depth - max(known, last)):
+            if not is_admitted(entry, n, max(known, last)):
                 continue
             if n > max_pages:
                 segments = min(segments, max_pages // self._width) if self._width else 0
