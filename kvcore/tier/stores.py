@@ -36,6 +36,8 @@ class Stores:
         self._watermark = watermark
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
+        # Copies, and the spare entries whose they are.
+        self._spared: dict[Run | ResumePoint, tuple[Place, Run | ResumePoint]] = {}
         # Entries of open stores, whose place, and pages that their eviction would free without
         # these.
         self._busy: dict[Run | ResumePoint, tuple[Place, int]] = {}
@@ -174,10 +176,16 @@ class Stores:
 
     def evicted(self, place: int, entry: Entry) -> None:
         """A place's policy took out `entry`: it is lost where the next tier lacks it."""
+        assert isinstance(entry, (Run, ResumePoint))
+        spared = self._spared.pop(entry, None)
+        if spared is not None:
+            policy = spared[0].index.policy
+            assert isinstance(policy, Watched)
+            policy.needed(spared[1])
         if place + 1 == len(self._places):
             return
         source, target = self._places[place], self._places[place + 1]
-        assert isinstance(entry, (Run, ResumePoint)) and isinstance(target, Tier)
+        assert isinstance(target, Tier)
         if not is_there(entry):
             return
         copy = self.copy_of(source, target, entry)
@@ -196,17 +204,15 @@ class Stores:
             self._busy.pop(entry, None)
             is_leaving = entry in self._leaving
             self._leaving.discard(entry)
-            if entry in index.pins or not is_there(entry):
+            if not _may_go(index, entry):
                 continue
             if isinstance(entry, ResumePoint):
                 index.offer(entry)
-            elif entry.locks or entry.children:
-                continue
             if is_leaving and isinstance(index.policy, Watched):
                 index.policy.spare(entry)
 
     def ended(self, job: Job, num_failed: int, segments: int, points: int) -> None:
-        """A store is done.
+        """A store is done: what has a copy now is to leave first.
 
         Args:
             num_failed: copies that failed. segments, points: that are new in the target.
@@ -221,10 +227,22 @@ class Stores:
         source, depth = parts.source_places[0], len(parts.keys) // KEY_BYTES
         there = Found(target, *target.index.find(parts.keys, depth))
         for entry in filter(is_there, parts.entries):
-            if self._copy_in(there, source, entry) is None and num_failed:
+            copy = self._copy_in(there, source, entry)
+            if copy is not None and _may_go(source.index, entry):
+                self._spare(source, entry, copy)
+            if copy is None and num_failed:
                 self._failed(entry.key)
             elif self._failures:
                 self._failures.pop(entry.key, None)
+
+    def _spare(self, source: Place, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
+        policy = source.index.policy
+        if isinstance(policy, Watched):
+            policy.spare(entry)
+            self._spared[copy] = source, entry
+            if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
+                known = self._spared.items()
+                self._spared = {c: e for c, e in known if is_there(c) and is_there(e[1])}
 
     def _failed(self, key: bytes) -> None:
         """Try `key` again later, and later each time."""
@@ -233,6 +251,13 @@ class Stores:
         self._failures.move_to_end(key)
         if len(self._failures) > REMEMBERED:
             self._failures.popitem(last=False)
+
+
+def _may_go(index: EvictableTree, entry: Run | ResumePoint) -> bool:
+    """Whether the policy of an index may choose `entry`."""
+    if entry in index.pins or not is_there(entry):
+        return False
+    return isinstance(entry, ResumePoint) or not (entry.locks or entry.children)
 
 
 def _by_run(entries: list[Run | ResumePoint]) -> dict[Run, list[Run | ResumePoint]]:

@@ -257,3 +257,29 @@ def test_points_of_one_chain_do_not_take_turns(lengths, host, ratio):
     points = s.e.kv.index.num_points
     came = _stored(s, 200)
     assert 0 < sum(came) <= 2 * points <= 8, came
+
+
+@pytest.mark.parametrize(
+    "then, gone",
+    [("nothing", 2), ("used", 1), ("evicted from the host", 1), ("failed", 1), ("cancelled", 1)],
+)
+def test_what_has_a_copy_leaves_the_device_first(then, gone):
+    """LRU takes the first prompt; the second is stored and goes before it, while its copy is there
+    and nobody used it since."""
+    s = _setup(200, dict.fromkeys((1, 2, 3), 0.5))
+    for first in (1, 2):
+        s.serve([first, *PROMPT])
+    one, two = s.tiers.stores(1 << 30)
+    s.tiers.cancel(one)
+    if then == "cancelled":
+        s.tiers.cancel(two)
+    else:
+        s.memory.copy(two)
+        s.tiers.done(two, [two.copies[0].targets[0]] if then == "failed" else [])
+    s.serve([2 if then == "used" else 3, *PROMPT])
+    if then == "evicted from the host":
+        s.tiers.tiers[0].index.evict(1)
+    s.e.kv.evict(1)
+    there = [i for i in (1, 2, 3) if s.e.kv.match([i, *PROMPT, 1]).num_tokens]
+    assert gone not in there and len(there) == (1 if then == "used" else 2)
+    s.check()
