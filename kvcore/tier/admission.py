@@ -27,7 +27,8 @@ class Admission:
     of its chain too; what goes frees, and gains, only what it does beside what comes. Else each of
     two entries could be worth more than the other, and they would be copied in turn. Pages that
     neighbouring points share are not seen, so what keeps coming without a use has to be worth more
-    each time. Where the policies cannot tell how likely a hit is, everything is let in.
+    each time. Where the policies cannot tell how likely a hit is, everything is let in, but not for
+    ever without a use.
 
     Source: TinyLFU (arXiv 1512.00727) for admission against the victim.
 
@@ -75,24 +76,36 @@ class Admission:
         # What is left of its chain would be free without it.
         num_pages += left_over(there, after) * target.index.pages_per_segment
         lacks = num_pages - target.num_free
-        chance = _chance(source, entry)
-        if lacks <= 0 or chance is None:
+        if lacks <= 0:
             return True
         used, times = self._came.get(entry.key, (0, 0))
         times = times if used == entry.last_used else 0
+        chance = _chance(source, entry)
+        if chance is None:
+            if times > AGAIN:
+                return self._refuse(entry)
+        elif not self._is_worth(target, there, entry, lacks, chance * saved / num_pages, times):
+            return self._refuse(entry)
+        self._came[entry.key] = entry.last_used, times + 1
+        self._came.move_to_end(entry.key)
+        if len(self._came) > REMEMBERED:
+            self._came.popitem(last=False)
+        return True
+
+    def _is_worth(
+        self, target: Tier, there: Found, entry: Run | ResumePoint, lacks: int, density: float,
+        times: int,
+    ) -> bool:  # fmt: skip
+        """Whether `entry`, of so many seconds for each page, saves more than what has to go for the
+        pages that it lacks."""
         margin = MARGIN * 2.0 ** max(0, times - AGAIN)
-        density = chance * saved / num_pages
         for victim in self._next(target):
             if lacks <= 0:
                 break
             freed, gain = beside(victim, there, entry.depth)
             lacks -= freed
             if density * freed < margin * self._worth(target, victim, gain):
-                return self._refuse(entry)
-        self._came[entry.key] = entry.last_used, times + 1
-        self._came.move_to_end(entry.key)
-        if len(self._came) > REMEMBERED:
-            self._came.popitem(last=False)
+                return False
         return True
 
     def _refuse(self, entry: Run | ResumePoint) -> bool:
