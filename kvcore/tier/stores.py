@@ -42,6 +42,8 @@ class Stores:
         self._next = dict(pairwise(places))
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
+        # Copies, and the spare entries whose they are.
+        self._spared: dict[Run | ResumePoint, tuple[Place, Run | ResumePoint]] = {}
         # Entries of open stores, whose place, and pages that their eviction would free without
         # these.
         self._busy: dict[Run | ResumePoint, tuple[Place, int]] = {}
@@ -154,7 +156,7 @@ class Stores:
         entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
         if not entries:
             return None
-        admits, policy = partial(self._admission.admits, source, target), source.index.policy
+        admits, policy = partial(self._admission.admits, source, chain.there), source.index.policy
         freed = {e: (source, e.freed) for e in entries}  # before locks
         spare = {*filter(policy.is_spare, entries)} if isinstance(policy, Watched) else set()
         job = self._transfers.store(source, chain, entries, max_pages, admits)
@@ -169,6 +171,7 @@ class Stores:
         if job is not None:
             self._busy |= {e: freed[e] for e in job.parts.entries}
             self._leaving |= spare.intersection(job.parts.entries)
+            self._admission.came(job.parts.entries)
         return job
 
     def copy_of(
@@ -207,10 +210,16 @@ class Stores:
 
     def evicted(self, place: int, entry: Entry) -> None:
         """A place's policy took out `entry`: it is lost where the next tier lacks it."""
+        assert isinstance(entry, (Run, ResumePoint))
+        spared = self._spared.pop(entry, None)
+        if spared is not None:
+            policy = spared[0].index.policy
+            assert isinstance(policy, Watched)
+            policy.needed(spared[1])
         if place + 1 == len(self._places):
             return
         source, target = self._places[place], self._places[place + 1]
-        assert isinstance(entry, (Run, ResumePoint)) and isinstance(target, Tier)
+        assert isinstance(target, Tier)
         if not is_there(entry):
             return
         copy = self.copy_of(source, target, entry)
@@ -229,22 +238,21 @@ class Stores:
             self._busy.pop(entry, None)
             is_leaving = entry in self._leaving
             self._leaving.discard(entry)
-            if entry in index.pins or not is_there(entry):
+            if not _may_go(index, entry):
                 continue
             if isinstance(entry, ResumePoint):
                 index.offer(entry)
-            elif entry.locks or entry.children:
-                continue
             if is_leaving and isinstance(index.policy, Watched):
                 index.policy.spare(entry)
 
     def ended(
         self, job: Job, num_failed: int, segments: int, points: int, *, num_missing: int = 0
     ) -> None:
-        """A store is done.
+        """A store is done: what has a copy now is to leave first.
 
         Args:
-            num_failed: copies that failed. num_missing: that were not begun. segments, points: that are new in the target.
+            num_failed: copies that failed. num_missing: that were not begun.
+            segments, points: that are new in the target.
         """
         parts, target = job.parts, job.parts.target
         assert isinstance(target, Tier)
@@ -256,11 +264,23 @@ class Stores:
         source, depth = parts.sources[0], len(parts.keys) // KEY_BYTES
         there = Found(target, *target.index.find(parts.keys, depth))
         for entry in filter(is_there, parts.entries):
-            if self._copy_in(there, source, entry) is None and num_failed:
+            copy = self._copy_in(there, source, entry)
+            if copy is not None and _may_go(source.index, entry):
+                self._spare(source, entry, copy)
+            if copy is None and num_failed:
                 self._wait(self._failures, entry.key, 16)
             elif self._failures or self._lacks:
                 self._failures.pop(entry.key, None)
                 self._lacks.pop(entry.key, None)
+
+    def _spare(self, source: Place, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
+        policy = source.index.policy
+        if isinstance(policy, Watched):
+            policy.spare(entry)
+            self._spared[copy] = source, entry
+            if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
+                known = self._spared.items()
+                self._spared = {c: e for c, e in known if is_there(c) and is_there(e[1])}
 
     def _wait(self, tries: OrderedDict[bytes, tuple[int, int]], key: bytes, most: int) -> None:
         """Try `key` again later, and later each time, `most` times."""
@@ -269,6 +289,13 @@ class Stores:
         tries.move_to_end(key)
         if len(tries) > REMEMBERED:
             tries.popitem(last=False)
+
+
+def _may_go(index: EvictableTree, entry: Run | ResumePoint) -> bool:
+    """Whether the policy of an index may choose `entry`."""
+    if entry in index.pins or not is_there(entry):
+        return False
+    return isinstance(entry, ResumePoint) or not (entry.locks or entry.children)
 
 
 def _by_run(entries: list[Run | ResumePoint]) -> dict[Run, list[Run | ResumePoint]]:

@@ -160,7 +160,8 @@ class Transfers:
         Args:
             chain: of the longest of them, or a longer one.
             entries: the shortest first; the target has none of them.
-            is_admitted: asked of each, with the pages and segments that those before it lack.
+            is_admitted: asked of each, with the pages that it would take and the boundary of the
+                next shorter entry, beside those before it.
 
         Returns:
             Job; None where not even one segment is within `max_pages`, or where a job is open that
@@ -222,7 +223,7 @@ class Transfers:
             segments = max(0, entry.depth - made.end)
             n = segments * self._width
             n += count_true(made.is_new[i]) if points else 0
-            if not is_admitted(entry, n, entry.depth - max(known, last)):
+            if not is_admitted(entry, n, max(known, last)):
                 continue
             is_part = n > max_pages - made.num_pages
             if is_part:  # its first segments alone

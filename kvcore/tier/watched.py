@@ -16,9 +16,9 @@ from ..prefix.tree import ResumePoint, Run
 class Watched:
     """Stands in front of the policy of an index.
 
-    *Spare* entries go before all others: those of a tier that the device has as well, since to lose
-    them costs a copy at most, and those that somebody wants to leave. One of a tier that the device
-    evicts is spare no more.
+    *Spare* entries go before all others: those that another place has as well, since to lose them
+    costs a copy at most, and those that somebody wants to leave. What another place evicts is spare
+    no more.
 
     Args:
         policy: the one that decides.
@@ -47,7 +47,7 @@ class Watched:
         self.policy.discard(entry)
 
     def spare(self, entry: Entry) -> None:
-        """`entry`, which was added, is on the device too."""
+        """`entry`, which was added, is to go first."""
         self._spare[entry] = None
 
     def is_spare(self, entry: Entry) -> bool:

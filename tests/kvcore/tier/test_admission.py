@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from quire.kvcore import LRU, Adaptive
+from quire.kvcore.policies.base import Ranked
 from quire.kvcore.prefix.tree import ResumePoint
+from quire.kvcore.tier.admission import beside, left_over
+from quire.kvcore.tier.places import Found
 from quire.kvcore.tier.watched import Watched, coming
 from tests.kvcore.tier.test_tiers import DENSE, HYBRID, Setup
 from tests.support.kvcore.entries import Fake, key
@@ -228,3 +233,132 @@ def test_a_spare_entry_is_still_filed():
     while (entry := watched.pop()) is not None:
         order.append(entry)
     assert order[0] is entries[3] and sorted(e.last_used for e in order) == [0, 1, 2, 3]
+
+
+class Valued(Ranked):
+    """Ranks by what an entry saves for each page, where each has a chance of its own."""
+
+    def __init__(self, chance):
+        self.chance = chance
+        super().__init__()
+
+    def rank(self, entry) -> float:
+        return self.chance(entry) * entry.gain / max(1, entry.freed)
+
+
+def _stored(s: Setup, calls: int) -> list[int]:
+    """Stores what is due so often: resume points that came in each call."""
+    return [
+        sum(len(job.parts.depths) for job in jobs)
+        for jobs in (_all_done(s, s.tiers.stores(1 << 30)) for _ in range(calls))
+    ]
+
+
+def _all_done(s: Setup, jobs):
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    return jobs
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_stores_come_to_an_end(seed):
+    """Prompts that share their beginnings, a host with no room for all of them, chances that stay
+    as they are: once the host has the best of it, nothing is copied any more."""
+    rng = random.Random(seed)
+    chances: dict[bytes, float] = {}
+
+    def chance(entry) -> float:
+        return chances.setdefault(entry.key, rng.choice([0.1, 0.2, 0.2, 0.4]))
+
+    s = Setup(
+        pages=200, host=rng.randint(20, 60), policy=Valued(chance), prefill=1000.0,
+        policy_of_host=Valued(chance), retention=rng.choice([16, 32, "latest"]),
+    )  # fmt: skip
+    starts = [[i] * rng.randint(10, 60) for i in range(3)]
+    for i in range(10):
+        s.serve(rng.choice(starts)[: rng.randint(8, 60)] + [100 + i] * rng.randint(10, 60))
+    came = _stored(s, 1000)
+    assert sum(came) >= 3
+    assert not any(came[600:]), f"still {sum(came[600:])} of {sum(came)} points in the last calls"
+    s.check()
+
+
+def test_equals_stay():
+    s = _setup(34, {i: 0.5 for i in range(1, 5)})  # room for two
+    for i in range(1, 5):
+        s.serve([i, *PROMPT])
+    s.store()
+    assert len(_kept(s, range(1, 5))) == 2
+    assert not any(_stored(s, 100))
+
+
+def test_what_goes_is_weighed_beside_what_comes():
+    """On one chain: segments that the newcomer needs are not freed, and what is past it gains over
+    it; segments past the last point are free without it."""
+    s = Setup(pages=200, prefill=1000.0, retention=16)
+    s.serve(PROMPT)
+    s.store()
+    [tier] = s.tiers.tiers
+    index, keys = tier.index, s.e.kv.match([*PROMPT, 1]).prompt.keys
+    [run] = index.runs()
+    width, seen = index.pages_per_segment, set()
+    assert len(run.depths) > 3
+    index.drop_point(run.points[run.depths[-1]])  # its segments stay until pages are needed
+    assert run.useless
+    for depth in range(1, run.depth + 1):
+        there = Found(tier, *index.find(keys, depth))
+        for point in run.points.values():
+            others = [d for d in run.depths if d != point.depth] + [depth]
+            freed = len(point.pages) + width * max(0, point.depth - max(others))
+            gain = point.depth - max([0, *(d for d in others if d < point.depth)])
+            assert beside(point, there, depth) == (freed, gain)
+            seen.add((freed, gain))
+        for after in range(depth + 1):
+            assert left_over(there, after) == max(0, depth - max(run.depths[-1], after))
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize(
+    "lengths, host, ratio", [((25, 80), 14, 1.5), ((56, 72), 13, 6.0), ((56, 72), 14, 1.0), ((40, 60), 14, 2.5)]
+)  # fmt: skip
+def test_points_of_one_chain_do_not_take_turns(lengths, host, ratio):
+    """A host with room for a chain and one or two of its points: each of these lacks its own pages
+    alone, as the others keep the chain there, or left it there."""
+
+    def chance(entry) -> float:
+        return 0.1 * ratio if entry.depth == lengths[1] // 8 else 0.1
+
+    policies = {"policy": Valued(chance), "policy_of_host": Valued(chance)}
+    s = Setup(pages=200, host=host, prefill=1000.0, **policies)
+    for n in lengths:
+        s.serve(range(n))
+    points = s.e.kv.index.num_points
+    came = _stored(s, 200)
+    assert 0 < sum(came) <= 2 * points <= 8, came
+
+
+@pytest.mark.parametrize(
+    "then, gone",
+    [("nothing", 2), ("used", 1), ("evicted from the host", 1), ("failed", 1), ("cancelled", 1)],
+)
+def test_what_has_a_copy_leaves_the_device_first(then, gone):
+    """LRU takes the first prompt; the second is stored and goes before it, while its copy is there
+    and nobody used it since."""
+    s = _setup(200, dict.fromkeys((1, 2, 3), 0.5))
+    for first in (1, 2):
+        s.serve([first, *PROMPT])
+    one, two = s.tiers.stores(1 << 30)
+    s.tiers.cancel(one)
+    if then == "cancelled":
+        s.tiers.cancel(two)
+    else:
+        s.memory.copy(two)
+        s.tiers.done(two, [two.copies[0].targets[0]] if then == "failed" else [])
+    s.serve([2 if then == "used" else 3, *PROMPT])
+    if then == "evicted from the host":
+        s.tiers.tiers[0].index.evict(1)
+    s.e.kv.evict(1)
+    there = [i for i in (1, 2, 3) if s.e.kv.match([i, *PROMPT, 1]).num_tokens]
+    assert gone not in there and len(there) == (1 if then == "used" else 2)
+    s.check()
