@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +49,7 @@ class EvictableTree:
         num_segments, num_locked_segments, num_points: what is cached, and what running requests
             need.
         pins: expiry of each pinned entry, the oldest pin first.
+        on_pin_end: told of each pin that ends, or that somebody makes anew.
         announcer: told of what goes; None if nobody listens.
         holdings: what jobs keep here.
     """
@@ -75,6 +76,7 @@ class EvictableTree:
         self._failed: dict[Run | ResumePoint, bool] = {}
         self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()
         self._priorities: dict[Run | ResumePoint, int] = {}  # of pins, where it is not 0
+        self.on_pin_end: Callable[[Run | ResumePoint], None] | None = None
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
         self.num_demoted_pins = 0
@@ -159,6 +161,8 @@ class EvictableTree:
             if isinstance(entry, ResumePoint):
                 self.num_pinned_point_pages += len(entry.pages)
             self.withdraw(entry)
+        elif self.on_pin_end is not None:
+            self.on_pin_end(entry)
         self.pins[entry] = expiry
         self.pins.move_to_end(entry)
         self._priorities.pop(entry, None)
@@ -168,6 +172,8 @@ class EvictableTree:
     def unpin(self, entry: Run | ResumePoint) -> None:
         """Make a pinned entry an ordinary one."""
         del self.pins[entry]
+        if self.on_pin_end is not None:
+            self.on_pin_end(entry)
         self._priorities.pop(entry, None)
         run = entry.run if isinstance(entry, ResumePoint) else entry
         assert run is not None
@@ -182,11 +188,15 @@ class EvictableTree:
             self.became_leaf(entry)
         merge(run, self.hybrid)
 
+    def priority(self, entry: Run | ResumePoint) -> int:
+        """Of a pinned entry."""
+        return self._priorities.get(entry, 0)
+
     def demote_oldest(self) -> None:
         """Unpin the entry that was pinned first, of those of the lowest priority."""
         first = next(iter(self.pins))
         if self._priorities:
-            first = min(self.pins, key=lambda entry: self._priorities.get(entry, 0))
+            first = min(self.pins, key=self.priority)
         self.unpin(first)
         self.num_demoted_pins += 1
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..attachments import attach
+from ..cache import KVCache
 from ..events import Event
 from ..plan import OutOfPages
 from ..policies.adaptive import Adaptive
@@ -23,10 +24,6 @@ from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
 from .stores import Stores
 from .transfers import Lack, Transfers
 from .watched import Watched
-
-if TYPE_CHECKING:
-    from ..cache import KVCache
-
 
 LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
 MEDIA = {"host": "CPU", "disk": "DISK"}  # in events
@@ -77,7 +74,7 @@ class Tiers(OpenJobs):
         watermark: int | None = None,
         max_hint_bytes: int | None = None,
     ) -> None:
-        if not hasattr(kv, "tiers"):
+        if not isinstance(kv, KVCache):
             raise ValueError(f"kv: expected a KVCache, got {kv!r}")
         if not kv.enable_caching:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
@@ -293,32 +290,20 @@ class Tiers(OpenJobs):
         nothing that a running request needs, and keeps to the tenant's budget.
 
         Args:
-            match: from `match`.
+            match: from `match`; what it found is looked up again.
             intent: ``"retain"``: keep it where it is until everything else is gone, for `ttl`
                 seconds from `now` on (`KVCache.expire_pins` ends it); what has a lower `priority`
                 goes before it. ``"prefetch"``: bring it to the device, at most `max_bytes` of it.
                 ``"demote"``: it leaves the device first. ``"release"``: it is an ordinary prefix
-                again.
+                again; what is retained of its chain besides stays, and pins of `KVCache.pin`.
 
         Raises:
-            ValueError: another intent, or an argument that it needs is missing or out of range.
+            ValueError: another intent, an argument that it needs is missing or out of range, or
+                `match` is none of this cache's.
         """
         if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
-        self._changed()
-        if intent == "prefetch":
-            return self._hints.prefetch(match, max_bytes)
-        if intent == "retain":
-            if now is None or ttl is None:
-                raise ValueError(f"now, ttl: expected seconds to retain, got {now!r} and {ttl!r}")
-            return self._hints.retain(match, now, ttl, priority)
-        if intent == "demote":
-            return self._hints.demote(match)
-        if intent == "release":
-            return self._hints.release(match)
-        raise ValueError(
-            f"intent: expected 'retain', 'prefetch', 'demote' or 'release', got {intent!r}"
-        )
+        return self._hints.take(match, intent, now, ttl, priority, max_bytes)
 
     def expire_pins(self, now: float) -> int:
         """End the pins in tiers whose time has passed; returns how many. (`KVCache.expire_pins`

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcore import LRU, StepPlan
+from quire.kvcore import LRU, AppendOnlyCache, StepPlan
+from quire.kvcore.tier import Tiers, TierSpec
 from tests.kvcore.tier.test_tiers import DENSE, HYBRID, PROMPT, Setup
+from tests.support.kvcore.engine import groups
 
 
 @pytest.fixture(params=[HYBRID, DENSE], ids=["hybrid", "dense"])
@@ -216,6 +218,199 @@ def test_policies_hear_of_hints():
     assert host.told[2:] == [(12, "prefetch")] and len(device.told) == 4
 
 
+def retain(s, tokens, priority=0, ttl=5.0, salt=b""):
+    return s.tiers.hint(
+        s.tiers.match(tokens, salt=salt), "retain", now=0.0, ttl=ttl, priority=priority
+    )
+
+
+def test_a_prefetch_is_of_what_is_there_now(stored):
+    """Not of what was when the caller looked."""
+    s, old = stored, match_of(stored, 1)
+    job = s.tiers.hint(old, "prefetch").job
+    waits = match_of(s, 1)
+    assert waits.pending is job
+    s.tiers.cancel(job)
+    answer = s.tiers.hint(waits, "prefetch")
+    assert answer.job is not job and answer.job.is_open and answer.num_bytes > 0
+    s.memory.copy(answer.job)
+    s.tiers.done(answer.job)
+    assert s.tiers.hint(old, "prefetch").reason == "it is on the device"
+    s.e.kv.clear()
+    for max_bytes in (None, 1, 1 << 30):
+        assert s.tiers.hint(old, "prefetch", max_bytes=max_bytes).outcome == "refused"
+    s.check()
+
+
+def test_a_prefetch_behind_a_shorter_load_says_so():
+    s = Setup(pages=200)
+    s.serve(PROMPT)
+    s.serve([*PROMPT, *PROMPT])
+    s.store()
+    s.forget()
+    job = s.tiers.load(s.tiers.match([*PROMPT, 7]))
+    longer = s.tiers.match([*PROMPT, *PROMPT, 7])
+    answer = s.tiers.hint(longer, "prefetch")
+    assert (answer.outcome, answer.num_tokens, answer.job) == ("clipped", 96, job)
+    assert "shorter" in answer.reason
+    s.memory.copy(job)
+    s.tiers.done(job)
+    answer = s.tiers.hint(longer, "prefetch")
+    assert answer.outcome == "accepted" and answer.num_tokens == longer.num_tokens == 200
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_a_release_ends_the_pin_of_its_prefix_alone(specs):
+    """Also once something longer was computed behind it."""
+    s = Setup(specs, pages=200)
+    chat = [*PROMPT, *range(200, 240)]
+    s.serve(PROMPT)
+    assert retain(s, [*PROMPT, 1], ttl=float("inf")).num_tokens == 96
+    s.serve(chat)
+    assert retain(s, [*chat, 1]).num_tokens == 136
+    pins = s.e.kv.index.pins
+    assert [entry.depth for entry in pins] == [12, 17]
+    assert s.tiers.hint(s.tiers.match([*chat, 1]), "release").reason.startswith("1 pins")
+    assert [entry.depth for entry in pins] == [12]
+    assert s.tiers.hint(s.tiers.match([*chat, 1]), "release").reason.startswith("0 pins")
+    retain(s, [*chat, 1])
+    assert s.tiers.hint(s.tiers.match([*PROMPT, 1]), "release").reason.startswith("1 pins")
+    assert [entry.depth for entry in pins] == [17]
+    s.check()
+
+
+def test_a_release_ends_what_was_kept_of_a_longer_prefix():
+    """That was asked for, though only a part was there then."""
+    s = Setup(DENSE, pages=200)
+    chat = [*PROMPT, *range(200, 240)]
+    s.serve(PROMPT)
+    assert retain(s, chat).num_tokens == 96
+    s.serve(chat)
+    s.tiers.hint(s.tiers.match([*chat[:-8], 1]), "release")  # of another
+    assert len(s.e.kv.index.pins) == 1
+    s.tiers.hint(s.tiers.match(chat), "release")
+    assert not s.e.kv.index.pins
+
+
+def test_pins_that_no_hint_made_are_not_released(stored):
+    s, kv = stored, stored.e.kv
+    tokens = [1, *PROMPT, 1]
+    s.load(tokens)
+
+    def released():
+        s.tiers.hint(match_of(s, 1), "release")
+        return not kv.index.pins
+
+    kv.pin(kv.match(tokens), now=0.0, ttl=10.0)
+    assert not released()
+    assert retain(s, tokens, ttl=5.0).outcome == "accepted" and not released()
+    assert kv.expire_pins(6.0) == 0
+    kv.unpin(kv.match(tokens))
+    retain(s, tokens)
+    kv.pin(kv.match(tokens), now=0.0, ttl=10.0)  # which is the caller's from now on
+    assert not released()
+    retain(s, tokens, ttl=20.0)
+    assert released()
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_to_retain_again_renews_within_the_budget(specs):
+    size = (12 + 3 * (specs is HYBRID)) * 4096
+    s = Setup(specs, pages=200, max_hint_bytes=size)
+    for i in (1, 2):
+        s.serve([i, *PROMPT[1:]])
+    tokens, other = [1, *PROMPT[1:], 1], [2, *PROMPT[1:], 1]
+    for priority in (0, 0, 1, -1, 0):
+        answer = retain(s, tokens, priority, ttl=5.0 + priority)
+        assert (answer.outcome, answer.num_tokens) == ("accepted", 96)
+    assert retain(s, other).reason == "the tenant's budget is spent"
+    assert s.e.kv.expire_pins(5.0) == 1
+    assert retain(s, other).outcome == "accepted"
+
+
+def test_what_prefixes_share_counts_once():
+    """A chat that grows: its last prefix has as many bytes as all of them but for windows."""
+    windows = 3 * 4096
+    s = Setup(pages=300, retention=32, max_hint_bytes=(24 + 3 * 3) * 4096)
+    chat, answers = [], []
+    for turn in range(4):
+        chat += [turn + 1] * 64
+        s.serve(chat)
+        answers.append(retain(s, [*chat, 1]))
+    assert [a.num_tokens for a in answers] == [64, 128, 192, 192]
+    assert [a.outcome for a in answers] == ["accepted"] * 3 + ["clipped"]
+    assert answers[2].num_bytes == 24 * 4096 + windows
+    assert len(s.e.kv.index.pins) == 3
+    s.check()
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_a_refusal_ends_no_pin(specs):
+    s = Setup(specs, pages=200, max_pinned_pages=20, max_hint_bytes=1 << 20)
+    tokens, longer = [1, *PROMPT], [*range(200, 400)]
+    s.serve(tokens, salt=b"one")
+    s.serve(tokens, salt=b"two")
+    s.serve(longer, salt=b"two")
+    assert retain(s, [*tokens, 1], salt=b"one").outcome == "accepted"
+    assert not s.e.kv.pin(s.e.kv.match([*longer, 1], salt=b"two"), now=0.0, ttl=9.0)
+    answer = retain(s, [*longer, 1], priority=1, salt=b"two")
+    assert answer.outcome == "refused" and "may be pinned" in answer.reason
+    assert len(s.e.kv.index.pins) == 1 and not s.e.kv.stats()["demoted_pins"]
+    assert retain(s, [*tokens, 1], priority=-1, salt=b"two").outcome == "refused"
+    assert len(s.e.kv.index.pins) == 1 and not s.e.kv.stats()["demoted_pins"]
+    s.check()
+    assert retain(s, [*tokens, 1], salt=b"two").outcome == "accepted"  # in the place of the older
+    assert len(s.e.kv.index.pins) == 1 == s.e.kv.stats()["demoted_pins"]
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_nothing_is_remembered_of_pins_that_ended(budget):
+    """By their time, by eviction, by the caller's hand or with all that is kept."""
+    s = Setup(pages=200, max_hint_bytes=budget)
+    prompts = [[i, *PROMPT, 1] for i in range(4)]
+
+    def retained():
+        for i, prompt in enumerate(prompts):
+            s.serve(prompt[:-1], salt=b"%d" % i)
+            assert retain(s, prompt, salt=b"%d" % i).outcome == "accepted"
+        return len(s.tiers._hints._retained)
+
+    for end in (
+        lambda: s.e.kv.expire_pins(9.0),
+        lambda: s.e.kv.evict(190),
+        lambda: [s.e.kv.unpin(s.e.kv.match(p, salt=b"%d" % i)) for i, p in enumerate(prompts)],
+        lambda: s.e.kv.clear(),
+    ):
+        assert retained() == 4
+        end()
+        assert not (s.tiers._hints._retained or s.e.kv.index.pins)
+        assert not s.tiers._hints._kept
+
+
+def test_a_hint_that_loads_nothing_voids_no_plan(stored):
+    """Whether it is refused or not."""
+    s = stored
+    slot = s.e.kv.admit("a", s.e.kv.match([5] * 40))
+    plan = s.e.kv.plan([slot], [40])
+    s.tiers.hint(match_of(s, 1), "retain", now=0.0, ttl=5.0)
+    for intent in ("release", "demote"):
+        s.tiers.hint(match_of(s, 1), intent)
+    with pytest.raises(ValueError, match="intent: expected"):
+        s.tiers.hint(match_of(s, 1), "love")
+    s.e.kv.commit(plan, [5] * 40)
+    assert int(s.e.kv.num_computed[slot]) == 40
+
+
+def test_hints_of_other_caches_are_refused(stored):
+    match = Setup(groups((16, None))).tiers.match(PROMPT)
+    for intent in ("retain", "prefetch", "demote", "release"):
+        with pytest.raises(ValueError, match="token_ids: expected a prompt of this cache's"):
+            stored.tiers.hint(match, intent, now=0.0, ttl=1.0)
+    other = AppendOnlyCache(HYBRID, num_pages=20, max_model_len=100)
+    with pytest.raises(ValueError, match="kv: expected a KVCache, got"):
+        Tiers(other, host=TierSpec(9, 1.0), prefill_tokens_per_second=1.0)
+
+
 def test_what_hints_refuse(stored):
     s = stored
     match = match_of(s, 1)
@@ -229,8 +424,11 @@ def test_what_hints_refuse(stored):
         s.tiers.hint(match, "retain", now=0.0, ttl=1.0, priority=0.5)
     with pytest.raises(ValueError, match="match: expected what"):
         s.tiers.hint(3, "prefetch")
-    with pytest.raises(ValueError, match="max_bytes: expected an int >= 0"):
-        s.tiers.hint(match, "prefetch", max_bytes=-1)
     gone = s.tiers.match([50, 51, *PROMPT])
-    assert s.tiers.hint(gone, "retain", now=0.0, ttl=1.0).outcome == "refused"
+    for m in (match, gone):
+        for max_bytes in (-1, 1.5, "x"):
+            with pytest.raises(ValueError, match="max_bytes: expected an int >= 0"):
+                s.tiers.hint(m, "prefetch", max_bytes=max_bytes)
+    answer = s.tiers.hint(gone, "retain", now=0.0, ttl=1.0)
+    assert (answer.outcome, answer.reason) == ("refused", "nothing of it is kept")
     assert s.tiers.hint(gone, "demote").outcome == "refused"

@@ -19,6 +19,7 @@ import numpy as np
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EventLog, OutOfPages
 from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
 from quire.kvcore.tier.tiers import MEDIA
+from quire.kvcore.tier.transfers import chain_keys
 from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
 from tests.support.kvcore.tiers import Contents, DictJournal, EventReader, Memory, longest
 
@@ -159,6 +160,7 @@ class TieredTraffic(Traffic):
             answer.outcome in ("accepted", "clipped") or not answer.num_tokens
         )
         self.checked[f"{intent} {answer.outcome}"] += 1
+        self._check_budgets()
         if intent == "prefetch" and answer.job is not None:
             job = answer.job
             assert (job in jobs) == (match.pending is not None)
@@ -182,6 +184,25 @@ class TieredTraffic(Traffic):
             assert self.max_hint_bytes is None or answer.num_bytes <= self.max_hint_bytes
             if draw.one([False, True]):
                 self._pressed(match, answer)
+
+    def _check_budgets(self):
+        """What each tenant retains is pinned, and within its budget with what it shares counted
+        once."""
+        layout, hints = self.tiers.layout, self.tiers._hints
+        assert sum(map(len, hints._retained.values())) == len(hints._kept)
+        for mine in hints._retained.values():
+            segments, pages = set(), 0
+            for entry, kept in mine.items():
+                assert entry in kept.place.index.pins
+                run = getattr(entry, "run", entry)
+                keys = chain_keys(run, entry.depth)
+                assert keys.endswith(kept.key)
+                ends = range(32, len(keys) + 1, 32)
+                segments |= {(kept.place.name, keys[end - 32 : end]) for end in ends}
+                pages += layout.pages_per_point
+            pages += len(segments) * layout.pages_per_segment
+            most = self.max_hint_bytes
+            assert most is None or pages * self.tiers.page_bytes <= most
 
     def _pressed(self, match, answer):
         """What is retained stays where it is when all else goes."""
