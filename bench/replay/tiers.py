@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 from quire.kvcore import KVCache
@@ -97,14 +98,13 @@ class TierMemory:
             self.tiers.computed(end - start, seconds)
 
     def stores(self, engine: Engine) -> list[Transfer]:
-        """As of `engine.Behind`: as much as the links take while the next chunk is computed."""
+        """As of `engine.Behind`: as much as each link takes while the next chunk is computed."""
         seconds = self._timing.chunk / self._timing.prefill_rate
-        room = min(
-            link.room(engine.now, seconds)
-            for name, link in self.links.items()
-            if not name.endswith(">device")
+        places = ["device", *(tier.name for tier in self.tiers.tiers)]
+        room = {b: self.links[f"{a}>{b}"].room(engine.now, seconds) for a, b in pairwise(places)}
+        return (
+            [self._transfer(job) for job in self.tiers.stores(room)] if any(room.values()) else []
         )
-        return [self._transfer(job) for job in self.tiers.stores(room)] if room else []
 
     def released(self, number: int) -> None:
         """As of `engine.Behind`: tiers know of no requests."""

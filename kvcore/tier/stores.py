@@ -55,32 +55,51 @@ class Stores:
         self._calls = 0
         self._admission = Admission(planner, transfers.num_bytes)
 
-    def begin(self, max_pages: int, everything: bool) -> list[Job]:
-        """The jobs to start now, of at most `max_pages` pages: of what eviction would take next, or
-        of all that the next place lacks."""
+    def begin(self, max_pages: int | dict[str, int], everything: bool) -> list[Job]:
+        """The jobs to start now: of what eviction would take next, or of all that the last place
+        lacks.
+
+        Args:
+            max_pages: of all of them together, or by the name of the tier that they are for.
+        """
         self._calls += 1
         self._admission.begin()
         jobs: list[Job] = []
         for source, target in self._ways(everything):
             assert isinstance(target, Tier)
-            entries = self._not_behind(source) if everything else self._due(source)
-            on_run: dict[Run, list[Run | ResumePoint]] | None = None
-            for entry in entries:
-                if not self._may_lack(entry, everything):
+            most, together = max_pages, jobs
+            if isinstance(most, dict):
+                most = most.get(target.name, 0)
+                together = [job for job in jobs if job.parts.target is target]
+                if not most:
                     continue
-                if on_run is None:  # most calls find nothing to do
-                    on_run = _by_run(entries)
-                run, _ = end_of(entry)
-                if run not in on_run:
-                    continue  # it went with another
-                if max_pages <= 0 and jobs:
-                    return jobs
-                path = [e for node in path_to(run) for e in on_run.pop(node, ())]
-                least = 0 if jobs else self._transfers.least_pages
-                job = self._store(source, target, path, max(max_pages, least), everything)
-                if job is not None:
-                    jobs.append(job)
-                    max_pages -= job.num_pages
+            room = most - sum([job.num_pages for job in together])
+            jobs += self._begin(source, target, room, everything, not together)
+        return jobs
+
+    def _begin(
+        self, source: Place, target: Tier, max_pages: int, everything: bool, is_first: bool
+    ) -> list[Job]:
+        """Jobs from one place to another; a first one may have more pages, when one segment does."""
+        jobs: list[Job] = []
+        entries = self._not_behind(source) if everything else self._due(source)
+        on_run: dict[Run, list[Run | ResumePoint]] | None = None
+        for entry in entries:
+            if not self._may_lack(entry, everything):
+                continue
+            if on_run is None:  # most calls find nothing to do
+                on_run = _by_run(entries)
+            run, _ = end_of(entry)
+            if run not in on_run:
+                continue  # it went with another
+            if max_pages <= 0 and not is_first:
+                break
+            path = [e for node in path_to(run) for e in on_run.pop(node, ())]
+            least = self._transfers.least_pages if is_first else 0
+            job = self._store(source, target, path, max(max_pages, least), everything)
+            if job is not None:
+                jobs.append(job)
+                max_pages, is_first = max_pages - job.num_pages, False
         return jobs
 
     def _ways(self, everything: bool) -> list[tuple[Place, Place]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..attachments import attach
@@ -178,7 +178,7 @@ class Tiers(OpenJobs):
 
     # Stores.
 
-    def stores(self, max_bytes: int, *, everything: bool = False) -> list[Job]:
+    def stores(self, max_bytes: int | Mapping[str, int], *, everything: bool = False) -> list[Job]:
         """Jobs that copy what eviction would take next, and what the next tier lacks, behind it.
 
         To be called between steps. An entry stays findable and readable while it is copied, and is
@@ -186,15 +186,27 @@ class Tiers(OpenJobs):
         resume point with the last of its chain.
 
         Args:
-            max_bytes: of all jobs together; a first job may have more, when one segment does.
+            max_bytes: of all jobs together, those from the device first, or of the jobs into each
+                tier by its name (0 or no name: none), so that a slow one holds no other up. A first
+                job may have more, when one segment does.
             everything: whatever the last tier lacks, straight there, as at the end of a process.
                 (Call it again, but not for ever: where it lacks room, there is always something.)
 
         Raises:
-            ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
+            ValueError: `max_bytes` is no int or negative, or names no tier. Other errors: those of
+                a tier's policy.
         """
-        max_bytes = as_int("max_bytes", max_bytes, 0)
-        made = self._stores.begin(max_bytes // self.page_bytes, everything)
+        if isinstance(max_bytes, Mapping):
+            names = [tier.name for tier in self.tiers]
+            if others := [name for name in max_bytes if name not in names]:
+                raise ValueError(f"max_bytes: expected bytes by names of {names}, got {others}")
+            max_pages: int | dict[str, int] = {
+                name: as_int(f"max_bytes[{name!r}]", n, 0) // self.page_bytes or min(n, 1)
+                for name, n in max_bytes.items()
+            }
+        else:
+            max_pages = as_int("max_bytes", max_bytes, 0) // self.page_bytes
+        made = self._stores.begin(max_pages, everything)
         for job in made:
             parts = job.parts
             listener = parts.sources[0].index.announcer

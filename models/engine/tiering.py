@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .request import Request
 
 GIB = 2**30
-STORE_BYTES = 256 * 2**20  # of the stores that run at once, about
+STORE_BYTES = 256 * 2**20  # of the stores into one tier that run at once, about
 # Rates until they are measured: bytes a second of the links, and tokens a second of prefill.
 LINK = {"cuda": 20e9, "cpu": 4e9}
 DISK_LINK = 1e9
@@ -146,8 +146,11 @@ class EngineTiers:
                     self._load(request, is_idle)
                 except Exception as error:
                     failed.append((request, error))
-        open_bytes = sum(job.num_bytes for job in self.tiers.jobs if job.kind == "store")
-        self._store(max(0, STORE_BYTES - open_bytes))
+        room = dict.fromkeys((tier.name for tier in self.tiers.tiers), STORE_BYTES)
+        for job in self.tiers.jobs:
+            if job.kind == "store" and job.copies:
+                room[job.copies[0].target] -= job.num_bytes
+        self._store({name: max(0, n) for name, n in room.items()})
         self._end(self.copier.poll())
         self.drop_lost()  # nobody was admitted since
         return failed
@@ -268,7 +271,7 @@ class EngineTiers:
         left = request.match.prompt.num_tokens - job.num_tokens
         return host.queued_bytes <= host.bytes_per_second * self.tiers.prefill_seconds(left)
 
-    def _store(self, max_bytes: int, everything: bool = False) -> list[Job]:
+    def _store(self, max_bytes: int | dict[str, int], everything: bool = False) -> list[Job]:
         jobs = self.tiers.stores(max_bytes, everything=everything)
         for job in jobs:
             self.copier.start(job)

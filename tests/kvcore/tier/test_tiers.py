@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -389,6 +391,30 @@ def test_one_budget_for_all_tiers():
         for job in made:
             s.tiers.cancel(job)
     assert total == sum(pages.values())
+
+
+def test_a_budget_for_each_tier():
+    """What one tier takes leaves the other's budget alone; 0, or no name, is nothing."""
+    s = Setup(pages=100, host=60, disk=200)
+    s.serve([2, *PROMPT])
+    for job in s.tiers.stores({"host": 1 << 30}):
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.serve([3, *PROMPT])
+    for budget in itertools.product([None, 0, 1, 4 * PAGE, 9 * PAGE, 1 << 30], repeat=2):
+        room = dict(zip(("host", "disk"), budget, strict=True))
+        made = s.tiers.stores({name: n for name, n in room.items() if n is not None})
+        least = s.tiers._transfers.least_pages
+        for name, n in room.items():
+            pages = sum(job.num_pages for job in made if job.copies[0].target == name)
+            assert pages <= max(n // PAGE, least) if n else not pages, (room, name)
+            assert pages or not n, (room, name)
+        for job in made:
+            s.tiers.cancel(job)
+    for wrong in ({"tape": 1}, {"device": 1}, {"host": -1}, {"host": 1.5}):
+        with pytest.raises(ValueError, match=r"^max_bytes"):
+            s.tiers.stores(wrong)
+    assert not s.tiers.jobs
 
 
 @pytest.mark.parametrize("host", [None, 20, 40, 80, 200])

@@ -170,3 +170,34 @@ def test_a_prefetch_goes_on_in_steps_without_requests(tmp_path, monkeypatch):
         time.sleep(0.001)
     assert engine.kv.match([*LONG, 1]).num_tokens == answer.num_tokens == 96
     end(engine)
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_store_of_the_device(tmp_path, monkeypatch):
+    """What may run at once is counted for each tier."""
+    engine = disk_engine(tmp_path, num_pages=60, host_cache_gib=60 * GIB_OF_A_PAGE)
+    tiers, disk = engine.tiers.tiers, engine.tiers.copier._disk
+    monkeypatch.setattr(tiering, "STORE_BYTES", 8 * tiers.page_bytes)
+    write, held = disk.write, []
+
+    def hold(pages, buffers):
+        held.append((pages, [*buffers], Future()))
+        return held[-1][-1]
+
+    monkeypatch.setattr(disk, "write", hold)
+    budgets, stores = [], tiers.stores
+
+    def spied(max_bytes, **options):
+        budgets.append(max_bytes)
+        return stores(max_bytes, **options)
+
+    monkeypatch.setattr(tiers, "stores", spied)
+    for user in range(12):
+        engine.add_request([3 + user, *LONG[1:]], PARAMS)
+        finish(engine)
+    assert held and sum(job.num_bytes for job in tiers.jobs) >= 8 * tiers.page_bytes
+    assert budgets[-1] == {"host": 8 * tiers.page_bytes, "disk": 0}
+    for pages, buffers, future in held:
+        write(pages, buffers).result()
+        future.set_result(None)
+    monkeypatch.setattr(disk, "write", write)
+    end(engine)
