@@ -135,6 +135,8 @@ def index_select_kernel(
         entry = start + tl.arange(0, LANES)
         live = entry < last
         score = tl.load(cells + entry, mask=live, other=float("-inf"))
+        if level > 0:
+            entry = tl.load(ids + entry, mask=live, other=0)
         value = tl.where(score == score, score, float("inf"))
         above = live & (value >= least)
         equal = live & (value == equal_to)
@@ -144,8 +146,6 @@ def index_select_kernel(
         num_equal = seen_equal + (counts & 0xFFFF)
         position = seen_above + (counts >> 16) + tl.minimum(num_equal, needed) - 1
         taken = above | (equal & (num_equal <= needed))
-        if level > 0:
-            entry = tl.load(ids + entry, mask=taken, other=0)
         total = tl.sum(both, 0)
         seen_above += total >> 16
         seen_equal += total & 0xFFFF
