@@ -40,11 +40,11 @@ def merge_rows(
     sink,
     HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
-    every_other=None,
+    step=None,
 ):
     """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse.
 
-    every_other: whether of those behind the second every other one is a part; None: all are.
+    step: 2 where of those behind the second every other one is a part; 1 or None: all are.
     """
     part = tl.arange(0, BLOCK_PARTS)
     dim = tl.arange(0, HEAD_DIM)
@@ -54,8 +54,8 @@ def merge_rows(
     for start in range(0, num_parts, BLOCK_PARTS):
         index = (start + part).to(tl.int64)
         live = index < num_parts
-        if every_other is not None:
-            index = tl.where(every_other, tl.maximum(2 * index - 1, 0), index)
+        if step is not None:
+            index = tl.maximum(step * index - (step - 1), 0)
         part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
         live &= part_lse != float("-inf")
         new_max = tl.maximum(row_max, tl.max(part_lse, 0))
@@ -121,7 +121,7 @@ def compressed_merge_kernel(
         context = tl.load(seq_lens + seq) - q_len
     if q_len > decode_tokens:
         return
-    units, size, least, first = 1, 1, 1, 0
+    units, size, least, first, step = 1, 1, 1, 0, 1
     if not SLOTS and programs > 0:
         batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
         # Short query tiles are never cut, whatever the batch holds.
@@ -131,7 +131,7 @@ def compressed_merge_kernel(
         size, least, _ = stream_k.share(batch, programs, LEAST, cost, BLOCK_Q, BLOCK_N)
         if units < 2 * least:
             return
-        first = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
+        first, step = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N), 2
     sink = load_sink(sinks, head)
     dim = tl.arange(0, HEAD_DIM)
     for t in range(0, q_len):
@@ -145,7 +145,7 @@ def compressed_merge_kernel(
             row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
             merged, merged_lse = merge_rows(
                 partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_splits,
-                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, programs > 0,
+                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, step,
             )  # fmt: skip
             if cos_sin is not None:
                 even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))

@@ -5,8 +5,8 @@ three numbers that quarter the range where the topk-th largest may be, until tha
 exactly topk reach a number. The range is one of integers in the order of fp32, so it is exact after
 16 such passes at most, without atomics, and the same on every run. What is above that number is
 taken, of what equals it the first; prefix sums give both their positions in ascending order of id.
-A row of one block is final; others leave their candidates to the next level, padded with ids of -1.
-A score of NaN counts as infinity.
+A row of one block is final; others leave their candidates to the next level, padded with -inf. A
+score of NaN counts as infinity.
 
 A pass is a loop over LANES values at a time, so one kernel serves rows of any length: what is short
 takes one turn, and where nothing is scored none.
@@ -44,7 +44,7 @@ def _bound(cells, first, last, k, LANES: tl.constexpr, GROUPS: tl.constexpr):
     above = tl.zeros([], tl.int32)  # of scores above high
     while (low < high) & (count != k):
         p2 = high - (high - low) // 2
-        p1 = low + (p2 - low + 1) // 2
+        p1 = p2 - (p2 - low) // 2
         p3 = high - (high - p2) // 2
         s1, s2, s3 = score_of(p1), score_of(p2), score_of(p3)
         # Three counts share 32 bits in a lane, and 64 in their sum: 10 and 21 bits each.
@@ -136,8 +136,7 @@ def index_select_kernel(
         live = entry < last
         score = tl.load(cells + entry, mask=live, other=float("-inf"))
         if level > 0:
-            entry = tl.load(ids + entry, mask=live, other=-1)
-            live = entry >= 0
+            entry = tl.load(ids + entry, mask=live, other=0)
         value = tl.where(score == score, score, float("inf"))
         above = live & (value >= least)
         equal = live & (value == equal_to)
@@ -162,7 +161,7 @@ def index_select_kernel(
     if size <= BLOCK:
         tl.store(lens + token, topk)
     else:
-        # The last block may have fewer than topk.
+        # The last block may have fewer than topk. What is left of it counts as -inf, and comes behind
+        # all scores of that, so that it is never among the topk of a row.
         unused = (rank >= seen_above + tl.minimum(seen_equal, needed)) & (rank < topk)
         tl.store(kept + rank, float("-inf"), mask=unused)
-        tl.store(kept_ids + rank, -1, mask=unused)

@@ -68,6 +68,7 @@ CASES = [
     Case("split-hca-across-sequences", [1100] * 3, [1] * 3, ratio=4, entry_rows=64, num_decodes=3, num_sms=2),
     Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, in_step=False, num_sms=7),
     Case("split-csa", [1300], [1], ratio=4, topk=270, entry_rows=64, num_sms=3),
+    Case("split-csa-in-three", [1800], [1], ratio=4, topk=400, entry_rows=64, num_sms=4),
     Case("split-csa-speculative", [1300, 9], [2, 2], ratio=4, topk=270, num_decodes=2, entry_rows=64, num_sms=9),
     Case("split-window", [300], [1], sliding_window=270, rows=16, num_sms=5),
     Case("split-fp8-in-step", [600], [2], ratio=2, num_decodes=1, entry_rows=2, num_sms=4, **FP8),
