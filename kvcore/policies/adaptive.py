@@ -131,6 +131,7 @@ class Adaptive:
     def coming(self, n: int) -> list[Entry]:
         """The entries that `pop` would take out next, at most `n`; they stay."""
         self._look(len(self._new))
+        self._tidy()
         found: list[Entry] = []
         heads = [
             head for q, heap in self._queues.items() if (head := self._head(q, in_order(heap)))
@@ -183,16 +184,20 @@ class Adaptive:
         """What is known of `entry` changed: file it anew when something depends on it."""
         self._new[entry] = None
 
-    def _least(self) -> Queue:
-        """The queue whose head is expected to save least."""
-        best: tuple[float, Filed] | None = None
-        least: Queue | None = None
+    def _tidy(self) -> None:
+        """Heads of queues are entries that are filed there."""
         for queue, heap in list(self._queues.items()):
             while heap and self._filed.get(heap[0][3], GONE)[0] != heap[0][2]:
                 heapq.heappop(heap)
             if not heap:
                 del self._queues[queue]
-                continue
+
+    def _least(self) -> Queue:
+        """The queue whose head is expected to save least."""
+        best: tuple[float, Filed] | None = None
+        least: Queue | None = None
+        self._tidy()
+        for queue, heap in self._queues.items():
             saved = 2.0 ** queue[0] * self._returns.chance(self._filed[heap[0][3]][1])
             head = saved, heap[0]
             if best is None or head < best:

@@ -142,6 +142,7 @@ class Ranked:
         """The entries that `pop` would take out next, at most `n`; they stay. (A policy may lack
         this: then those used least recently are taken for it.)"""
         found: list[Entry] = []
+        self.peek()  # what is filed no more leaves the top of the heap
         for _, _, ticket, entry in in_order(self._heap):
             if len(found) == n:
                 break

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
+from quire.kvcore.policies import adaptive, base
 from quire.kvcore.policies.returns import hazard
 from tests.support.budgets import ordinary
 from tests.support.kvcore.engine import Engine, groups
@@ -37,6 +38,31 @@ def test_a_policy_gives_back_each_entry_once(make):
     assert policy.pop() is None
     policy.add(entries[0])
     assert popped(policy) == [b"0"]
+
+
+@pytest.mark.parametrize("make", [LRU, CostAware, Adaptive])
+def test_what_was_discarded_costs_no_later_look(make, monkeypatch):
+    """What would go next is looked at in each step where tiers are: what left before its turn is not passed over again."""
+    looked, in_order = [], base.in_order
+
+    def counted(heap):
+        for item in in_order(heap):
+            looked.append(item)
+            yield item
+
+    monkeypatch.setattr(base, "in_order", counted)
+    monkeypatch.setattr(adaptive, "in_order", counted)
+    policy = make()
+    entries = [Fake(b"%d" % i, last_used=i) for i in range(500)]
+    for e in entries:
+        policy.add(e)
+    assert policy.coming(500) == entries
+    for e in entries[:400]:
+        policy.discard(e)
+    looked.clear()
+    assert policy.coming(10) == entries[400:410]
+    assert len(looked) <= 11
+    assert popped(policy) == [e.key for e in entries[400:]]
 
 
 def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
