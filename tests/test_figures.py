@@ -68,6 +68,7 @@ def test_a_block_is_written_once_and_then_found_right(block, tmp_path, capsys):
     [
         ("first-figures", "kvcore.json"),
         ("allocator-costs", "kvcore.json"),
+        ("tier-costs", "kvcore.json"),
         ("replay-round-robin", "replay_round_robin.json"),
         ("replay-conversation", "replay_conversation_gemma.json"),
         ("replay-conversation-parts", "replay_conversation_8001.json"),
@@ -137,6 +138,27 @@ def test_what_the_allocator_costs():
         (cells,) = [c for what, c in first.items() if line in what]
         for shown, prefix in zip(cells, ("", "vllm_"), strict=True):
             assert same(shown, value["v4", prefix + name]), (line, shown)
+
+
+TIER_CALLS = {
+    "`stores`": "store",
+    "`done` of a store": "store_done",
+    "`match`": "match",
+    "`load`": "load",
+    "`done` of a load": "load_done",
+}
+
+
+def test_what_tiers_cost():
+    value = {(r["spec"], r["name"]): r["value"] for r in rows("kvcore.json")}
+    header, *lines = table("tier-costs")
+    assert [line[0] for line in lines] == list(TIER_CALLS)
+    prompts = {"one of 8,192 tokens": "tier", "eight of them together": "tier_batch", "one of 131,072 tokens": "tier_chain"}  # fmt: skip
+    for title, *cells in zip(header[1:], *(line[1:] for line in lines), strict=True):
+        spec = "v4" if title.startswith("V4") else "gemma4-31b"
+        row = prompts[title.partition(", ")[2]]
+        for call, cell in zip(TIER_CALLS.values(), cells, strict=True):
+            assert float(cell) == pytest.approx(value[spec, f"{row}_{call}"] * 1e6, abs=0.005)
 
 
 def hits(*names: str) -> dict[tuple, float]:

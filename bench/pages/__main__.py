@@ -13,6 +13,7 @@ Blocks, and what they are made from:
 
     first-figures              the four figures of the first page: kvcore.json, and V4 memory
     allocator-costs            kvcore.json: times of the allocator beside vLLM's
+    tier-costs                 kvcore.json: times of the calls of tiers
     replay-round-robin         replay_round_robin.json: hit rate by policy and size of the pool
     replay-conversation        replay_conversation.json, replay_conversation_gemma.json
     replay-conversation-parts  the same trace in three parts: replay_conversation*.json

@@ -18,6 +18,16 @@ COSTS = {
     "a pool of 1M pages": ["pool_1m_build", "pool_1m_bytes"],
 }
 
+# Calls of tiers, and the prompts that they are measured with.
+CALLS = {
+    "`stores`": "store", "`done` of a store": "store_done", "`match`": "match", "`load`": "load",
+    "`done` of a load": "load_done",
+}  # fmt: skip
+PROMPTS = {
+    "one of 8,192 tokens": "tier", "eight of them together": "tier_batch",
+    "one of 131,072 tokens": "tier_chain",
+}  # fmt: skip
+
 
 def figures() -> dict[tuple[str, str], str]:
     """Figures of ``kvcore.json`` as text by (spec, name); vLLM's names start with ``vllm_``."""
@@ -34,6 +44,23 @@ def costs() -> str:
         [
             [what, *(_cell(found, spec, [prefix + n for n in names]) for spec, prefix in columns)]
             for what, names in COSTS.items()
+        ],
+    )
+
+
+def tier_costs() -> str:
+    """Microseconds an entry of the calls of tiers."""
+    value = {(r["spec"], r["name"]): r["value"] for r in rows("kvcore.json")}
+    columns = [
+        (spec, f"{name}, {prompt}", row)
+        for spec, name in (("v4", "V4-like"), ("gemma4-31b", "Gemma-like"))
+        for prompt, row in PROMPTS.items()
+    ]
+    return table(
+        ["us an entry", *(title for _, title, _ in columns)],
+        [
+            [call, *(f"{value[spec, f'{row}_{name}'] * 1e6:.2f}" for spec, _, row in columns)]
+            for call, name in CALLS.items()
         ],
     )
 

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BLOCKS: dict[str, Callable[[], str]] = {
     "first-figures": allocator.first_figures,
     "allocator-costs": allocator.costs,
+    "tier-costs": allocator.tier_costs,
     "replay-round-robin": replay.round_robin,
     "replay-conversation": replay.conversation,
     "replay-conversation-parts": replay.conversation_parts,
