@@ -650,3 +650,15 @@ def test_bad_calls_are_named_and_change_nothing():
         kv.commit(plan, [1, 1, 1])
     kv.check_invariants()
     assert kv.num_computed[slot] == 3
+
+
+def test_the_chain_of_a_running_request_is_not_the_policys_to_evict():
+    """Where hits need no resume point, the end of a chain is what the policy ranks; not while it runs."""
+    e = Engine(groups((4, None)), num_pages=40, max_requests=2, max_model_len=64, policy=LRU())
+    first, second = list(range(33)), list(range(100, 133))
+    for name, tokens in (("a", first), ("b", second)):
+        e.run(name, tokens, [], 64)
+    e.admit("c", [*first, 7])  # the older chain
+    e.kv.evict(40)
+    e.check()
+    assert (e.kv.match(first).dense_tokens, e.kv.match(second).dense_tokens) == (32, 0)

@@ -197,7 +197,8 @@ def test_an_entry_under_store_stays_readable_and_is_not_evicted():
     hit = s.e.kv.match([*PROMPT, 1]).num_tokens
     jobs = s.tiers.stores(1 << 30)
     assert jobs
-    s.forget()
+    s.serve(PROMPT[:40:-1])
+    s.forget()  # the newer one goes
     assert s.e.kv.match([*PROMPT, 1]).num_tokens == hit
     assert s.serve([*PROMPT, 1]).num_tokens == hit
     for job in jobs:
@@ -283,9 +284,14 @@ def test_windows_that_the_device_has_are_not_loaded():
     s.store()
     s.forget()
     s.serve(PROMPT)
-    match = s.load(longer)
+    match = s.tiers.match(longer)
     assert (match.device.num_tokens, match.num_tokens) == (96, 104)
     assert match.shares[1].num_pages == 1 + 2  # a dense block, the windows' blocks from 96 on
+    job = s.tiers.load(match)
+    s.memory.copy(job)
+    s.forget()  # the block that the load builds on stays
+    s.check()
+    s.tiers.done(job)
     assert s.serve(longer).num_tokens == 104
 
 
@@ -573,6 +579,7 @@ def test_a_load_that_fails_falls_back_to_the_next_shorter_point():
     s.tiers.done(job, [bad])
     s.check()
     assert s.e.kv.match([*PROMPT, 1]).dense_tokens == 56
+    assert s.tiers.stats()["tier_loaded_segments/host"] == 7
     shorter = s.load([*PROMPT, 1])
     assert shorter.num_tokens == 32
     assert s.serve([*PROMPT, 1]).num_tokens == 32
