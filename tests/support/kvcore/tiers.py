@@ -58,6 +58,8 @@ class Memory:
                         target = self._rows(c.target, t, int(c.targets[i]), part)
                         n = min(len(source), len(target))
                         target[:n] = source[:n]
+                else:  # no rows of who had the pages before
+                    self.rows[c.target][t][c.targets[keep]] = POISON
             if c.target == "device":
                 self.engine._poisoned[c.targets[keep]] = False
                 if self.are_lossy:
@@ -86,10 +88,13 @@ class Memory:
     def contents(self, pages: list[int]) -> list[set[bytes]]:
         """Rows that pages of the device hold, of each table: those of the last part, which depend on all before it, of
         window blocks, and of dense ones that are a whole segment (others, of who parts in theirs, may be equal)."""
+        tables = self.rows["device"]
+        # What a page has of several tables is of those that had it before, too.
+        sure = [p for p in pages if sum((rows[p] >= 0).any() for rows in tables) == 1]
         found = []
         for t, spec in enumerate(self.engine.specs):
-            last = (self.rows["device"][t].shape[1] - 1) // self.widths[t]
-            rows = [self._padded("device", t, p, last) for p in pages]
+            last = (tables[t].shape[1] - 1) // self.widths[t]
+            rows = [self._padded("device", t, p, last) for p in sure]
             is_whole = spec.kind != "dense" or spec.block_size == self.engine.kv.alignment
             found.append({r.tobytes() for r in rows if is_whole and (r >= 0).any()})
         return found
