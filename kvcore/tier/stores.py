@@ -302,7 +302,7 @@ class Stores:
                 self._spared = {c: e for c, e in known if is_there(c) and is_there(e[1])}
 
     def _wait(self, tries: OrderedDict[bytes, tuple[int, int]], key: bytes, most: int) -> None:
-        """Try `key` again later, and later each time, `most` times."""
+        """Try `key` again later, and later each time, after 2**most calls at most."""
         times = min(tries.get(key, (0, 0))[0] + 1, most)
         tries[key] = times, self._calls + 2**times
         tries.move_to_end(key)
