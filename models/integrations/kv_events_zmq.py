@@ -136,7 +136,8 @@ class Publisher:
     asks for a replay. Events that the log itself dropped leave a gap too, which no replay can fill:
     the reader must start over.
 
-    A replay comes as fast as its reader reads. `MAX_READERS` are answered in turns, each its
+    A replay comes as fast as its reader reads; a batch that is dropped before its turn leaves a gap
+    in the numbers. `MAX_READERS` are answered in turns, each its
     requests in order; of one reader's requests that wait, all past `MAX_WAITING` are ignored, and a
     new reader takes the place of the one that has not read for longest. So no reader costs
     `publish` anything, nor much memory, whatever it asks for.
