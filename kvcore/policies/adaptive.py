@@ -6,6 +6,7 @@ import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from .base import Entry, in_order
 from .returns import GONE, Record, Returns
@@ -133,29 +134,30 @@ class Adaptive:
         self._look(len(self._new))
         self._tidy()
         found: list[Entry] = []
-        heads = [
-            head for q, heap in self._queues.items() if (head := self._head(q, in_order(heap)))
-        ]
+        heads = [(self._saved(q, heap[0]), heap[0], q) for q, heap in self._queues.items()]
         heapq.heapify(heads)
+        others: dict[Queue, Iterator[Filed]] = {}  # of the queues whose head was found
         while heads and len(found) < n:
-            _, filed, queue, rest = heads[0]
+            _, filed, queue = heads[0]
             found.append(filed[3])
-            head = self._head(queue, rest)
+            if queue not in others:
+                others[queue] = self._after_head(self._queues[queue])
+            head = next(others[queue], None)
             if head is None:
                 heapq.heappop(heads)
             else:
-                heapq.heapreplace(heads, head)
+                heapq.heapreplace(heads, (self._saved(queue, head), head, queue))
         return found
 
-    def _head(
-        self, queue: Queue, filed: Iterator[Filed]
-    ) -> tuple[float, Filed, Queue, Iterator[Filed]] | None:
-        """What the next entry of `filed` is expected to save, the entry, and the others."""
-        for head in filed:
-            known = self._filed.get(head[3], GONE)
-            if known[0] == head[2]:
-                return 2.0 ** queue[0] * self._returns.chance(known[1]), head, queue, filed
-        return None
+    def _saved(self, queue: Queue, filed: Filed) -> float:
+        """What an entry that is filed in a queue is expected to save."""
+        return 2.0 ** queue[0] * self._returns.chance(self._filed[filed[3]][1])
+
+    def _after_head(self, heap: list[Filed]) -> Iterator[Filed]:
+        """What is filed in a queue, in order, without its head."""
+        for filed in islice(in_order(heap), 1, None):
+            if self._filed.get(filed[3], GONE)[0] == filed[2]:
+                yield filed
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
         """`shorter` now serves those who return to the evicted `record`; and it may be the last of
@@ -198,8 +200,7 @@ class Adaptive:
         least: Queue | None = None
         self._tidy()
         for queue, heap in self._queues.items():
-            saved = 2.0 ** queue[0] * self._returns.chance(self._filed[heap[0][3]][1])
-            head = saved, heap[0]
+            head = self._saved(queue, heap[0]), heap[0]
             if best is None or head < best:
                 best, least = head, queue
         assert least is not None

@@ -61,13 +61,15 @@ class Admission:
         return self._calls < self._refused.get(entry, 0)
 
     def admits(
-        self, source: Place, there: Found, entry: Run | ResumePoint, num_pages: int, after: int
-    ) -> bool:
+        self, source: Place, there: Found, entry: Run | ResumePoint, num_pages: int, after: int,
+        taken: int,
+    ) -> bool:  # fmt: skip
         """Whether a target is to have `entry` of `source`.
 
         Args:
             there: what the target has of its chain, or will have by then.
             num_pages: that it would take there. after: boundary of the next shorter entry there.
+            taken: pages that other entries of its job take.
         """
         target = there.place
         assert isinstance(target, Tier)
@@ -77,7 +79,7 @@ class Admission:
             return self._refuse(entry)
         # What is left of its chain would be free without it.
         num_pages += left_over(there, after) * target.index.pages_per_segment
-        lacks = num_pages - target.num_free
+        lacks = num_pages + taken - target.num_free
         if lacks <= 0:
             return True
         used, times = self._came.get(entry.key, (0, 0))

@@ -175,17 +175,16 @@ def copies_of(
         columns: whose `sources` and `targets` [n, columns] are.
         wanted: [n, columns] which of them to copy; None: all.
     """
-    parts = columns.repeated(len(sources))
     if wanted is not None and count_true(wanted) == wanted.size:
         wanted = None  # views are quicker
     copies = []
     for group, mine in columns.slices if len(sources) else ():
-        rows = sources[:, mine], targets[:, mine], parts[:, mine]
-        if wanted is None:
-            rows = rows[0].ravel(), rows[1].ravel(), rows[2].ravel()
-        else:
-            some = wanted[:, mine]
-            rows = rows[0][some], rows[1][some], rows[2][some]
-        if len(rows[0]):
-            copies.append(Copies(group, source.name, target.name, *rows))
+        some = None if wanted is None else wanted[:, mine]
+        read, written = sources[:, mine], targets[:, mine]
+        read, written = (
+            (read.ravel(), written.ravel()) if some is None else (read[some], written[some])
+        )
+        if len(read):
+            parts = columns.parts_of(mine, len(sources), some)
+            copies.append(Copies(group, source.name, target.name, read, written, parts))
     return copies

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..arrays import Int32, Int64
+from ..arrays import Flags, Int32, Int64
 from ..attachments import check_policy
 from ..pages import PagePool
 from ..policies.base import EvictionPolicy
@@ -255,11 +255,13 @@ class Columns:
             return pages
         return pages.take(self.pages, axis=-1)
 
-    def repeated(self, n: int) -> Int32:
-        """`parts` n times: [n, columns]."""
+    def parts_of(self, mine: slice, n: int, some: Flags | None) -> Int32:
+        """`parts` of columns `mine` of n entries, row after row, or those of `some` [n, columns]
+        alone."""
         if n > len(self._repeated):
             self._repeated = self.parts[None].repeat(2 * n, axis=0)
-        return self._repeated[:n]
+        rows = self._repeated[:n, mine]
+        return rows.ravel() if some is None else rows[some]
 
 
 class Tails:

@@ -18,7 +18,8 @@ from .places import Found, Place, Tier
 from .transfers import Chain, Lack, Transfers, end_of
 from .watched import Watched, coming, is_there
 
-LOOKED_AT = 64, 4096  # entries of a place in a call, at first and at most
+LOOKED_AT = 16, 4096  # entries of a place in a call, more than in the last one and at most
+SLACK = 16  # of so many pages to be had without a loss one may be missing
 REMEMBERED = 1024  # failures
 LONGEST_WAIT = 5  # of what found no room, which others give back soon: 2**5 calls
 DEPTH = attrgetter("depth")
@@ -52,6 +53,7 @@ class Stores:
         # again.
         self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._lacks: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # of room, as these
+        self._due_before: dict[Place, int] = {}  # entries, in the last call
         self._calls = 0
         self._admission = Admission(planner, transfers.num_bytes)
 
@@ -120,19 +122,22 @@ class Stores:
 
     def _due(self, source: Place) -> list[Run | ResumePoint]:
         """Entries of a place that are to have a copy, in the order in which they would go."""
-        low = self._low(self._places[0])
-        if source is not self._places[0]:  # what the device may send next must find a place
-            low = max(low * self._transfers.most_parts, self._low(source))
-            low = min(low, source.index.pool.num_pages - 1)
-        needed = low - source.num_free - self._underway(source)
+        index, policy = source.index, source.index.policy
+        needed = self._low(source) - source.num_free - self._underway(source)
+        if isinstance(policy, Watched):
+            # To look passes over all that are kept.
+            if needed - policy.kept_pages <= policy.kept_pages // SLACK:
+                return []
+            needed -= policy.count()
         if needed <= 0:
             return []
-        looked, seen = LOOKED_AT[0], 0
+        looked, seen = self._due_before.get(source, 0) + LOOKED_AT[0], 0
         while True:
-            entries = coming(source.index, looked)
+            entries = coming(index, looked, kept=False)
             for i, entry in enumerate(entries[seen:], seen):
                 needed -= entry.freed
                 if needed <= 0:
+                    self._due_before[source] = i + 1
                     return entries[: i + 1]
             seen = len(entries)
             if seen < looked or looked >= LOOKED_AT[1]:
@@ -146,9 +151,12 @@ class Stores:
 
     def _low(self, place: Place) -> int:
         """Pages of a place that are to be free, or to be had without a loss."""
-        if place is self._places[0] and self._watermark is not None:
-            return self._watermark
-        return place.index.pool.num_pages // 8
+        device, num_pages = self._places[0], place.index.pool.num_pages
+        if place is device:
+            return num_pages // 8 if self._watermark is None else self._watermark
+        # What the device may send next must find a place.
+        low = self._low(device) * self._transfers.most_parts
+        return min(max(low, num_pages // 8), num_pages - 1)
 
     def _may_lack(self, entry: Run | ResumePoint, everything: bool) -> bool:
         """Whether a job may have to bring `entry` to the next place now. Where `everything` is to
@@ -224,7 +232,7 @@ class Stores:
         """The device has `entry` of a tier as well: it goes first, once no open store reads it."""
         if entry in self._busy:
             self._leaving.add(entry)
-        else:
+        elif not policy.is_spare(entry):
             policy.spare(entry)
 
     def evicted(self, place: int, entry: Entry) -> None:
@@ -295,7 +303,7 @@ class Stores:
     def _spare(self, source: Place, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
         policy = source.index.policy
         if isinstance(policy, Watched):
-            policy.spare(entry)
+            policy.spare(entry, kept=True)
             self._spared[copy] = source, entry
             if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
                 known = self._spared.items()

@@ -196,7 +196,7 @@ class Tiers(OpenJobs):
             ValueError: `max_bytes` is no int or negative, or names no tier. Other errors: those of
                 a tier's policy.
         """
-        if isinstance(max_bytes, Mapping):
+        if not isinstance(max_bytes, int) and isinstance(max_bytes, Mapping):
             names = [tier.name for tier in self.tiers]
             if others := [name for name in max_bytes if name not in names]:
                 raise ValueError(f"max_bytes: expected bytes by names of {names}, got {others}")

@@ -49,7 +49,7 @@ def chain_keys(run: Run, depth: int) -> bytes:
     return b"".join([node.keys for node in path_to(run)])[: depth * KEY_BYTES]
 
 
-IsAdmitted = Callable[["Run | ResumePoint", int, int], bool]
+IsAdmitted = Callable[["Run | ResumePoint", int, int, int], bool]
 NO_POINTS: Int32 = np.empty((0, 0), dtype=np.int32)
 BY_GROUP = attrgetter("group")
 
@@ -77,6 +77,7 @@ class _Chosen:
         self.depths: list[int] = []
         self.rows: list[int] = []
         self.links: dict[int, tuple[Int64, Int64]] = {}
+        self._shares = False
 
     def build_on(
         self, i: int, later: Int64, earlier: Int64, before: ResumePoint | None
@@ -86,10 +87,15 @@ class _Chosen:
         if before is not None:
             self.targets[i, later] = before.pages[earlier]
             self.is_new[i] &= self.targets[i] == 0
+            self._shares = True
             return None
         has = self.sources[self.rows[-1], earlier] != 0
         self.is_new[i, later[has]] = False
         return later[has], earlier[has]
+
+    def built_on(self) -> Int32:
+        """Pages of points of the target that `targets` names."""
+        return self.targets[self.targets.nonzero()] if self._shares else NO_VALUES
 
     def only_chosen(self) -> None:
         """Forget the rows that were not taken."""
@@ -161,7 +167,7 @@ class Transfers:
             chain: of the longest of them, or a longer one.
             entries: the shortest first; the target has none of them.
             is_admitted: asked of each, with the pages that it would take and the boundary of the
-                next shorter entry, beside those before it.
+                next shorter entry, beside those before it, and the pages that these take.
 
         Returns:
             Job; None where not even one segment is within `max_pages`, or where a job is open that
@@ -178,7 +184,7 @@ class Transfers:
             return None
         # Everything is looked up before locks split runs.
         dense = self._tails.segments.of(source, source.index.pages_between(run, first, chosen.end))
-        holding = there.hold(first, chosen.targets[chosen.targets.nonzero()])
+        holding = there.hold(first, chosen.built_on())
         taken = _take(target, holding, chosen.num_pages)
         if isinstance(taken, Lack):
             return taken
@@ -186,8 +192,9 @@ class Transfers:
         points = chosen.fill(taken[dense.size :])
         run, depth = end_of(chosen.entries[-1])
         stored = [entry for entry in chosen.entries if isinstance(entry, ResumePoint)]
-        used = np.concatenate([NO_VALUES, *(point.pages for point in stored)])
-        reading = Holding(source.index, source.index.end_at(run, depth), used)
+        used = [point.pages for point in stored]
+        read = used[0] if len(used) == 1 else np.concatenate([NO_VALUES, *used])
+        reading = Holding(source.index, source.index.end_at(run, depth), read)
         for point in stored:  # to evict it now would free nothing
             source.index.withdraw(point)
         copies = copies_of(self._tails.segments, source, target, dense, segments)
@@ -223,7 +230,7 @@ class Transfers:
             segments = max(0, entry.depth - made.end)
             n = segments * self._width
             n += count_true(made.is_new[i]) if points else 0
-            if not is_admitted(entry, n, max(known, last)):
+            if not is_admitted(entry, n, max(known, last), made.num_pages):
                 continue
             is_part = n > max_pages - made.num_pages
             if is_part:  # its first segments alone

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeGuard
 
 from ..policies.base import Entry, EvictionPolicy
@@ -16,14 +16,18 @@ from ..prefix.tree import ResumePoint, Run
 class Watched:
     """Stands in front of the policy of an index.
 
-    *Spare* entries go before all others: those that another place has as well, since to lose them
-    costs a copy at most, and those that somebody wants to leave. What another place evicts is spare
-    no more.
+    *Spare* entries go before all others: first those that are *kept* by the next place, since to
+    lose them costs a copy at most, then those that somebody wants to leave. What the next place
+    evicts is spare no more.
 
     Args:
         policy: the one that decides.
         on_pop: told of each entry that it takes out.
         on_asked: told of each prompt, after the policy.
+
+    Attributes:
+        kept_pages: that the eviction of all that is kept would free, as seen when each became so,
+            or by `count`.
     """
 
     def __init__(
@@ -34,38 +38,53 @@ class Watched:
     ) -> None:
         self.policy = policy
         self._on_pop, self._on_asked = on_pop, on_asked
-        self._spare: OrderedDict[Entry, None] = OrderedDict()
+        self._kept: OrderedDict[Entry, int] = OrderedDict()  # and the pages of each
+        self._leaving: OrderedDict[Entry, None] = OrderedDict()
+        self.kept_pages = 0
 
     def add(self, entry: Entry) -> None:
         """As of the policy; it is not spare."""
-        self._spare.pop(entry, None)
+        self.needed(entry)
         self.policy.add(entry)
 
     def discard(self, entry: Entry) -> None:
         """As of the policy."""
-        self._spare.pop(entry, None)
+        self.needed(entry)
         self.policy.discard(entry)
 
-    def spare(self, entry: Entry) -> None:
-        """`entry`, which was added, is to go first."""
-        self._spare[entry] = None
+    def spare(self, entry: Entry, *, kept: bool = False) -> None:
+        """`entry`, which was added, is to go first; `kept`: the next place has it."""
+        self.needed(entry)
+        if kept:
+            self._kept[entry] = pages = entry.freed
+            self.kept_pages += pages
+        else:
+            self._leaving[entry] = None
 
     def is_spare(self, entry: Entry) -> bool:
         """Whether `entry` goes before others."""
-        return entry in self._spare
+        return entry in self._kept or entry in self._leaving
 
     def needed(self, entry: Entry) -> None:
         """`entry` is the only copy now, if it was a spare one."""
-        self._spare.pop(entry, None)
+        self.kept_pages -= self._kept.pop(entry, 0)
+        self._leaving.pop(entry, None)
+
+    def count(self) -> int:
+        """`kept_pages`, counted anew: neighbours came or went."""
+        for entry in self._kept:
+            self._kept[entry] = entry.freed
+        self.kept_pages = sum(self._kept.values())
+        return self.kept_pages
 
     def pop(self) -> Entry | None:
         """The entry that has been spare for longest; else as of the policy."""
-        if self._spare:
-            entry: Entry | None = self._spare.popitem(last=False)[0]
-            assert entry is not None
-            self.policy.discard(entry)
-        else:
+        spare = next(chain(self._kept, self._leaving), None)
+        if spare is None:
             entry = self.policy.pop()
+        else:
+            entry = spare
+            self.discard(entry)
         if entry is not None:
             self._on_pop(entry)
         return entry
@@ -87,22 +106,34 @@ class Watched:
         tell = getattr(self.policy, "chance", None)
         return None if tell is None else tell(entry)
 
-    def coming(self, n: int) -> list[Entry] | None:
-        """As of the policy; None where it cannot tell."""
+    def coming(self, n: int, *, kept: bool = True) -> list[Entry] | None:
+        """As of the policy; None where it cannot tell.
+
+        Args:
+            kept: those too that the next place has.
+        """
         tell = getattr(self.policy, "coming", None)
         if tell is None:
             return None
-        first = list(islice(self._spare, n))
+        first = list(islice(chain(self._kept if kept else (), self._leaving), n))
         if len(first) == n:
             return first
-        others: list[Entry] = tell(n)
-        return [*first, *(e for e in others if e not in self._spare)] if first else others
+        others: list[Entry] = tell(n if kept else n + len(self._kept))
+        return [*first, *(e for e in others if not self.is_spare(e))][:n]
+
+    def is_kept(self, entry: Entry) -> bool:
+        """Whether the next place has `entry`, which goes first therefore."""
+        return entry in self._kept
 
 
-def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:
-    """The entries of `index` that eviction would take next, at most `n`, without any effect."""
+def coming(index: EvictableTree, n: int, *, kept: bool = True) -> list[Run | ResumePoint]:
+    """The entries of `index` that eviction would take next, at most `n`, without any effect.
+
+    Args:
+        kept: as of `Watched.coming`.
+    """
     policy = index.policy
-    found = policy.coming(n) if isinstance(policy, Watched) else None
+    found = policy.coming(n, kept=kept) if isinstance(policy, Watched) else None
     if found is None:
         entries: list[Run | ResumePoint] = []
         for run in index.runs():
@@ -110,6 +141,8 @@ def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:
                 entries += run.points.values()
             elif not (run.locks or run.children):
                 entries.append(run)
+        if not kept and isinstance(policy, Watched):
+            entries = [entry for entry in entries if not policy.is_kept(entry)]
         found = heapq.nsmallest(n, entries, key=lambda e: (e.last_used, -e.depth))
     return [entry for entry in found if is_there(entry) and entry not in index.pins]
 
