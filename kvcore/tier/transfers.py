@@ -147,7 +147,8 @@ class Transfers:
         self._tails, self._alignment, self.page_bytes = tails, alignment, page_bytes
         self._width = len(tails.segments)
         self.least_pages = max(self._width, len(tails.points))
-        self.most_parts = 1 + max([*tails.segments.parts.tolist(), *tails.points.parts.tolist()])
+        parts: list[int] = [*tails.segments.parts.tolist(), *tails.points.parts.tolist()]
+        self.most_parts = 1 + max(parts)
         self._underway: set[tuple[str, bytes]] = set()  # first segments of open stores
 
     def num_bytes(self, entry: Entry, segments: int) -> int:
