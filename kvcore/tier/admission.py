@@ -9,7 +9,7 @@ from ..policies.base import Entry
 from ..prefix.tree import ResumePoint, Run, run_of
 from .match import Planner
 from .places import Found, Place, Tier
-from .watched import Watched, coming, is_there
+from .watched import coming, is_there
 
 LOOKED_AT = 64  # entries of a tier that would go next, in one call
 PATIENCE = 32  # calls until what was refused is looked at again
@@ -84,7 +84,7 @@ class Admission:
             return True
         used, times = self._came.get(entry.key, (0, 0))
         times = times if used == entry.last_used else 0
-        chance = _chance(source, entry)
+        chance = source.policy.chance(entry)
         if chance is None:
             if times > AGAIN:
                 return self._refuse(entry)
@@ -135,22 +135,15 @@ class Admission:
 
     def _worth(self, tier: Tier, entry: Run | ResumePoint, gain: int) -> float:
         """Seconds that `entry` is expected to save at the next prompt, by `gain` segments."""
-        policy = tier.index.policy
-        if isinstance(policy, Watched) and policy.is_spare(entry):
+        if tier.policy.is_spare(entry):
             return 0.0
-        chance = _chance(tier, entry)
+        chance = tier.policy.chance(entry)
         return 0.0 if chance is None else chance * self._saved(tier, entry, gain)
 
     def _saved(self, tier: Tier, entry: Entry, gain: int) -> float:
         """Seconds that a hit on `entry` saves which brings it from `tier`."""
         load = self._num_bytes(entry, gain) / tier.bytes_per_second  # no queue of now
         return max(0.0, self._planner.compute_seconds(gain) - load)
-
-
-def _chance(place: Place, entry: Run | ResumePoint) -> float | None:
-    """How likely a hit on an entry is, if the policy of its place can tell."""
-    policy = place.index.policy
-    return policy.chance(entry) if isinstance(policy, Watched) else None
 
 
 def left_over(there: Found, after: int) -> int:

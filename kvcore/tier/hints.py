@@ -19,7 +19,6 @@ from ..spec import as_int
 from .jobs import Job
 from .match import TierMatch
 from .places import Found, Place, Tier
-from .watched import Watched
 
 if TYPE_CHECKING:
     from .tiers import Tiers
@@ -134,7 +133,7 @@ class Hints:
         for place in tiers.tiers:
             entry = self._entry(place, match, made.num_tokens // tiers.alignment)
             if entry is not None:
-                _tell(place, entry, "prefetch")
+                place.policy.hinted(entry, "prefetch")
         said = "all of it" if is_all else f"what {max_bytes} bytes allow"
         return Answer(
             "accepted" if is_all else "clipped", made.num_tokens, made.num_bytes,
@@ -182,7 +181,7 @@ class Hints:
             pins.pin(end, depth, expiry, priority)
             kept = Kept(root, place, key, _key(match, _most(match)), priority)
             self._kept[entry] = self._retained.setdefault(root, {})[entry] = kept
-        _tell(place, entry, "retain")
+        place.policy.hinted(entry, "retain")
         tokens, size = depth * self._tiers.alignment, self._size(depth)
         if depth < segments:
             return Answer("clipped", tokens, size, f"kept on {place.name}: that is what fits")
@@ -279,8 +278,7 @@ class Hints:
         stored before, as any other entry that eviction would take next)."""
         depth = match.device.num_tokens // self._tiers.alignment
         entry = self._entry(self._device, match, depth)
-        policy = self._device.index.policy
-        if entry is None or not isinstance(policy, Watched):
+        if entry is None:
             return Answer("refused", 0, 0, "nothing of it is on the device")
         if entry in self._device.index.pins:
             return Answer("refused", 0, 0, "it is pinned: release it first")
@@ -288,8 +286,8 @@ class Hints:
         assert run is not None
         if run.locks:
             return Answer("deferred", 0, 0, "running requests or open jobs need it")
-        policy.spare(entry)
-        _tell(self._device, entry, "demote")
+        self._device.policy.spare(entry)
+        self._device.policy.hinted(entry, "demote")
         size = self._tiers.num_bytes(entry)
         return Answer("accepted", depth * self._tiers.alignment, size, "it leaves the device first")
 
@@ -305,14 +303,13 @@ class Hints:
             ends[place].add(entry.depth)
             place.index.unpin(entry)
         for place, boundaries in ends.items():
-            policy = place.index.policy
             for depth in boundaries:
                 ranked = self._entry(place, match, depth)
                 if ranked is None:
                     continue
-                if place is self._device and isinstance(policy, Watched):
-                    policy.needed(ranked)
-                _tell(place, ranked, "release")
+                if place is self._device:
+                    place.policy.needed(ranked)
+                place.policy.hinted(ranked, "release")
         why = f"{len(found)} pins ended; it is an ordinary prefix again"
         return Answer("accepted", match.num_tokens, 0, why)
 
@@ -329,12 +326,6 @@ class Hints:
             return found.point(depth)
         run = found.run
         return run if run.depth == depth and not run.children else None
-
-
-def _tell(place: Place, entry: Run | ResumePoint, intent: Intent) -> None:
-    """The policy of a place hears what is intended with one of its entries."""
-    if isinstance(place.index.policy, Watched):
-        place.index.policy.hinted(entry, intent)
 
 
 def _boundary(found: Found, limit: int) -> int:

@@ -15,7 +15,6 @@ from .match import Share, Way
 from .places import Found, Place, Tails, Tier, as_rate
 from .stores import Stores
 from .transfers import Transfers
-from .watched import Watched
 from .wrong_rows import forget, held_by
 
 if TYPE_CHECKING:
@@ -139,14 +138,14 @@ class OpenJobs:
         """What a load brought is on the device and in the tiers that it came from."""
         depth = len(parts.keys) // KEY_BYTES
         for place in parts.sources:
-            index, policy = place.index, place.index.policy
-            if isinstance(place, Tier) and isinstance(policy, Watched):
+            index = place.index
+            if isinstance(place, Tier):
                 found = Found(place, *index.find(parts.keys, depth))
                 entry: Run | ResumePoint | None = found.point(depth)
                 if not index.hybrid and found.depth == depth == found.run.depth:
                     entry = None if found.run.locks or found.run.children else found.run
                 if entry is not None and entry not in index.pins:
-                    self._stores.spare(policy, entry)
+                    self._stores.spare(place, entry)
 
     def cancel(self, job: Job) -> None:
         """End a job whose copies do not run, or not any more: it brings nothing.

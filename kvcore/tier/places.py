@@ -19,6 +19,7 @@ from .ledger import Ledger, TierAnnouncer
 from .rates import Rate
 from .records import Journal
 from .restore import restore
+from .watched import Watched
 
 DEVICE = "device"
 MOST_PAGES = 2**31 - 1  # of a tier: ids are int32
@@ -81,6 +82,13 @@ class Place:
 
     def __init__(self, name: str, index: PrefixIndex) -> None:
         self.name, self.index = name, index
+
+    @property
+    def policy(self) -> Watched:
+        """Of the index, once `Tiers` watches it."""
+        policy = self.index.policy
+        assert isinstance(policy, Watched)
+        return policy
 
     @property
     def num_free(self) -> int:

@@ -16,7 +16,7 @@ from .jobs import Job
 from .match import Planner
 from .places import Found, Place, Tier
 from .transfers import Chain, Lack, Transfers, end_of
-from .watched import Watched, coming, is_there
+from .watched import coming, is_there
 
 LOOKED_AT = 16, 4096  # entries of a place in a call, more than in the last one and at most
 SLACK = 16  # of so many pages to be had without a loss one may be missing
@@ -84,13 +84,10 @@ class Stores:
     ) -> list[Job]:
         """Jobs from one place to another; a first one may have more pages, when one segment does."""
         jobs: list[Job] = []
-        entries = self._not_behind(source) if everything else self._due(source)
-        on_run: dict[Run, list[Run | ResumePoint]] | None = None
+        freed = self._not_behind(source) if everything else self._due(source)
+        entries = [entry for entry in freed if self._may_lack(entry, everything)]
+        on_run = _by_run(entries)
         for entry in entries:
-            if not self._may_lack(entry, everything):
-                continue
-            if on_run is None:  # most calls find nothing to do
-                on_run = _by_run(entries)
             run, _ = end_of(entry)
             if run not in on_run:
                 continue  # it went with another
@@ -98,7 +95,8 @@ class Stores:
                 break
             path = [e for node in path_to(run) for e in on_run.pop(node, ())]
             least = self._transfers.least_pages if is_first else 0
-            job = self._store(source, target, path, max(max_pages, least), everything)
+            most = max(max_pages, least)
+            job = self._store(source, target, path, most, everything, freed)
             if job is not None:
                 jobs.append(job)
                 max_pages, is_first = max_pages - job.num_pages, False
@@ -111,37 +109,38 @@ class Stores:
             return [(source, self._places[-1]) for source in self._places[-2::-1]]
         return list(pairwise(self._places))
 
-    def _not_behind(self, source: Place) -> list[Run | ResumePoint]:
-        """Entries of a place that no tier between it and the last has: those go from there."""
+    def _not_behind(self, source: Place) -> dict[Run | ResumePoint, int]:
+        """Entries of a place that no tier between it and the last has: those go from there. And
+        what their eviction would free."""
         between = self._places[self._places.index(source) + 1 : -1]
-        return [
-            entry
+        return {
+            entry: entry.freed
             for entry in every(source.index)
             if not any(self.copy_of(source, place, entry) for place in between)
-        ]
+        }
 
-    def _due(self, source: Place) -> list[Run | ResumePoint]:
-        """Entries of a place that are to have a copy, in the order in which they would go."""
-        index, policy = source.index, source.index.policy
+    def _due(self, source: Place) -> dict[Run | ResumePoint, int]:
+        """Entries of a place that are to have a copy, in the order in which they would go, and what
+        that would free."""
+        index, policy = source.index, source.policy
         needed = self._low(source) - source.num_free - self._underway(source)
-        if isinstance(policy, Watched):
-            # To look passes over all that are kept.
-            if needed - policy.kept_pages <= policy.kept_pages // SLACK:
-                return []
-            needed -= policy.count()
+        # To look passes over all that are kept.
+        if needed - policy.kept_pages <= policy.kept_pages // SLACK:
+            return {}
+        needed -= policy.count()
         if needed <= 0:
-            return []
-        looked, seen = self._due_before.get(source, 0) + LOOKED_AT[0], 0
+            return {}
+        looked, due = self._due_before.get(source, 0) + LOOKED_AT[0], dict[Run | ResumePoint, int]()
         while True:
             entries = coming(index, looked, kept=False)
-            for i, entry in enumerate(entries[seen:], seen):
-                needed -= entry.freed
+            for entry in entries[len(due) :]:
+                due[entry] = freed = entry.freed
+                needed -= freed
                 if needed <= 0:
-                    self._due_before[source] = i + 1
-                    return entries[: i + 1]
-            seen = len(entries)
-            if seen < looked or looked >= LOOKED_AT[1]:
-                return entries
+                    self._due_before[source] = len(due)
+                    return due
+            if len(due) < looked or looked >= LOOKED_AT[1]:
+                return due
             looked *= 4
 
     def _underway(self, source: Place) -> int:
@@ -174,18 +173,21 @@ class Stores:
 
     def _store(
         self, source: Place, target: Tier, entries: list[Run | ResumePoint], max_pages: int,
-        everything: bool,
+        everything: bool, freed: dict[Run | ResumePoint, int],
     ) -> Job | None:  # fmt: skip
         """The job that stores those of `entries`, of one path, that the target lacks, or the first
-        of them. Where it has no room for all, the first one goes alone."""
-        entries = sorted([e for e in entries if self._may_lack(e, everything)], key=DEPTH)
+        of them. Where it has no room for all, the first one goes alone.
+
+        Args:
+            freed: pages that the eviction of each would free now.
+        """
+        entries = sorted(entries, key=DEPTH)
         chain = Chain.of(target, entries[-1])
         entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
         if not entries:
             return None
-        admits, policy = partial(self._admission.admits, source, chain.there), source.index.policy
-        freed = {e: (source, e.freed) for e in entries}  # before locks
-        spare = {*filter(policy.is_spare, entries)} if isinstance(policy, Watched) else set()
+        admits, policy = partial(self._admission.admits, source, chain.there), source.policy
+        spare = [e for e in entries if policy.is_spare(e)]  # they are not once they are locked
         job = self._transfers.store(source, chain, entries, max_pages, admits)
         if isinstance(job, Lack) and len(entries) > 1:
             entries = entries[:1]
@@ -196,9 +198,10 @@ class Stores:
                 self._wait(self._lacks, entries[0].key, LONGEST_WAIT)
             return None
         if job is not None:
-            self._busy |= {e: freed[e] for e in job.parts.entries}
-            self._leaving |= spare.intersection(job.parts.entries)
-            self._admission.came(job.parts.entries)
+            taken = job.parts.entries
+            self._busy |= {e: (source, freed[e]) for e in taken}
+            self._leaving.update(e for e in spare if e in taken)
+            self._admission.came(taken)
         return job
 
     def copy_of(
@@ -228,21 +231,19 @@ class Stores:
         if len(self._copies) > 4 * (source.index.num_points + REMEMBERED):
             self._copies = {e: c for e, c in self._copies.items() if e.run and c.run}
 
-    def spare(self, policy: Watched, entry: Run | ResumePoint) -> None:
+    def spare(self, place: Place, entry: Run | ResumePoint) -> None:
         """The device has `entry` of a tier as well: it goes first, once no open store reads it."""
         if entry in self._busy:
             self._leaving.add(entry)
-        elif not policy.is_spare(entry):
-            policy.spare(entry)
+        elif not place.policy.is_spare(entry):
+            place.policy.spare(entry)
 
     def evicted(self, place: int, entry: Entry) -> None:
         """A place's policy took out `entry`: it is lost where the next tier lacks it."""
         assert isinstance(entry, (Run, ResumePoint))
         spared = self._spared.pop(entry, None)
         if spared is not None:
-            policy = spared[0].index.policy
-            assert isinstance(policy, Watched)
-            policy.needed(spared[1])
+            spared[0].policy.needed(spared[1])
         if place + 1 == len(self._places):
             return
         source, target = self._places[place], self._places[place + 1]
@@ -252,25 +253,25 @@ class Stores:
         copy = self.copy_of(source, target, entry)
         if copy is None:
             target.counters["lost"] += 1
-        elif isinstance(target.index.policy, Watched):
-            target.index.policy.needed(copy)
+        else:
+            target.policy.needed(copy)
 
     # The end of a job.
 
     def unlocked(self, job: Job) -> None:
         """A job of a store ends: its entries may be evicted."""
         self._transfers.is_over(job.parts)
-        index = job.parts.sources[0].index
+        source = job.parts.sources[0]
         for entry in job.parts.entries:
             self._busy.pop(entry, None)
             is_leaving = entry in self._leaving
             self._leaving.discard(entry)
-            if not _may_go(index, entry):
+            if not _may_go(source.index, entry):
                 continue
             if isinstance(entry, ResumePoint):
-                index.offer(entry)
-            if is_leaving and isinstance(index.policy, Watched):
-                index.policy.spare(entry)
+                source.index.offer(entry)
+            if is_leaving:
+                source.policy.spare(entry)
 
     def ended(
         self, job: Job, num_failed: int, segments: int, points: int, *, num_missing: int = 0
@@ -301,13 +302,11 @@ class Stores:
                 self._lacks.pop(entry.key, None)
 
     def _spare(self, source: Place, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
-        policy = source.index.policy
-        if isinstance(policy, Watched):
-            policy.spare(entry, kept=True)
-            self._spared[copy] = source, entry
-            if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
-                known = self._spared.items()
-                self._spared = {c: e for c, e in known if is_there(c) and is_there(e[1])}
+        source.policy.spare(entry, kept=True)
+        self._spared[copy] = source, entry
+        if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
+            known = self._spared.items()
+            self._spared = {c: e for c, e in known if is_there(c) and is_there(e[1])}
 
     def _wait(self, tries: OrderedDict[bytes, tuple[int, int]], key: bytes, most: int) -> None:
         """Try `key` again later, and later each time, after 2**most calls at most."""

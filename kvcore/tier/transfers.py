@@ -104,6 +104,8 @@ class _Chosen:
 
     def fill(self, pages: Int32) -> Int32:
         """`targets`, once there are pages for those that are new."""
+        if len(pages) == self.targets.size:  # all of them are new
+            return pages.reshape(self.targets.shape)
         self.targets[self.is_new] = pages
         for i, (later, earlier) in self.links.items():
             self.targets[i, later] = self.targets[i - 1, earlier]
@@ -216,7 +218,11 @@ class Transfers:
     ) -> _Chosen:  # fmt: skip
         """Those of `entries` that are admitted, up to `max_pages`; see `store`."""
         tails, points = self._tails, [e.pages for e in entries if isinstance(e, ResumePoint)]
-        pages = tails.points.of(source, np.array(points)) if points else NO_POINTS
+        if points:
+            rows = points[0][None] if len(points) == 1 else np.array(points)
+            pages = tails.points.of(source, rows)
+        else:
+            pages = NO_POINTS
         made = _Chosen(there.depth, pages)
         last = 0  # boundary of the last point that is chosen
         for i, entry in enumerate(entries):

@@ -119,6 +119,8 @@ class Watched:
         if len(first) == n:
             return first
         others: list[Entry] = tell(n if kept else n + len(self._kept))
+        if not (self._kept or self._leaving):
+            return others
         return [*first, *(e for e in others if not self.is_spare(e))][:n]
 
     def is_kept(self, entry: Entry) -> bool:
