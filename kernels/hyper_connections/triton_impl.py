@@ -1,4 +1,4 @@
-"""Hyper-connections in three kernels: two collapse the streams of a token, one expands them.
+"""Streams of a token collapsed, in two kernels.
 
 1. products: m' = fn x over all streams x of a token, and the sum of the squares of x. The
    reduction, over 16384 channels and more, is split over programs, each of which leaves a partial
@@ -7,7 +7,6 @@
    (of a head none) make post and comb of a block of tokens each, a token a thread, so that all of
    Sinkhorn stays in that thread's registers and nothing is exchanged. Each of the others makes the
    weighted sum of one token's streams and its norm; neither waits for the other.
-3. expand: post y + comb^T x.
 
 The products run on tensor cores as three of tf32 parts, which lose 2^-22 of each product: streams
 in bf16 or fp16 are exact in tf32, and of fn's parts none but the smallest is left out. On AMD they
@@ -15,7 +14,7 @@ are of fp32.
 
 Layout: streams [num_tokens, n, hidden_size]; fn [rows, n * hidden_size] fp32; partial sums
 [splits, num_tokens, ROWS] fp32, the sum of squares behind those of fn's rows; post, comb fp32.
-Bound by memory: the streams are read once by each kernel and written once by the last.
+Bound by memory: the streams are read once by each kernel.
 
 Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
 """
@@ -30,7 +29,7 @@ from ..common import launch_cache, strided
 from ..common.arch import Arch
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
-from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
+from .call import check_collapse, expect_supported
 
 # Bytes of a token in a tile of the products; parts that the reduction is split into, at most;
 # tiles that a part has, at least.
@@ -38,9 +37,7 @@ BLOCK_BYTES, MAX_SPLITS, MIN_TILES = 128, 32, 4
 # Tokens of a tile of the products: the fewest of a matrix instruction, and where tokens are many
 # as many as read fn seldom enough.
 FEW_TOKENS, MANY_TOKENS = 16, 64
-COLLAPSE_WARPS, EXPAND_WARPS = 8, 4
-# Channels of all streams that a program expands.
-EXPAND_CHANNELS = 1024
+COLLAPSE_WARPS = 8
 # Partial sums that a thread fetches at once.
 UNROLL = 4
 COLLAPSE_MADE = ("out", "post", "comb", "workspace")
@@ -213,37 +210,6 @@ def _collapse_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _expand_kernel(
-    streams,
-    y,
-    post,
-    comb,
-    out,
-    NUM_STREAMS: tl.constexpr,
-    BLOCK_STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < HIDDEN
-    dtype = out.dtype.element_ty
-    target = tl.arange(0, BLOCK_STREAMS)[:, None]
-    real = target < NUM_STREAMS
-    row = tl.load(y.data + token * y.stride_row + channel, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(post + token * NUM_STREAMS + target, mask=real, other=0.0)
-    total = weight.to(dtype).to(tl.float32) * row[None, :]
-    cells = streams.data + token * streams.stride_token + channel
-    for source in tl.static_range(NUM_STREAMS):
-        entry = (token * NUM_STREAMS + source) * NUM_STREAMS + target
-        weight = tl.load(comb + entry, mask=real, other=0.0).to(dtype).to(tl.float32)
-        x = tl.load(cells + source * streams.stride_head, mask=inside, other=0.0)
-        total += weight * x.to(tl.float32)[None, :]
-    written = out + (token * NUM_STREAMS + target) * HIDDEN + channel[None, :]
-    tl.store(written, total.to(dtype), mask=real & inside[None, :])
-
-
 def collapse(
     arguments: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -256,25 +222,11 @@ def collapse(
     return arguments["out"], arguments["post"], arguments["comb"]
 
 
-def expand(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``expand_streams(**arguments)``, as ``collapse`` does."""
-    arguments |= {"out": None}
-    made: torch.Tensor = launch_cache.run(prepare_expand, arguments, _checked_expand)
-    return made
-
-
 def _checked_collapse(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     given = {name: value for name, value in arguments.items() if name not in COLLAPSE_MADE}
     check_collapse(**given)
     tensors, launches = prepare_collapse(*arch_and_sms(arguments["streams"]), **given)
     return given | tensors, launches
-
-
-def _checked_expand(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {name: value for name, value in arguments.items() if name != "out"}
-    check_expand(**given)
-    out, launch = prepare_expand(**given)
-    return given | {"out": out}, [launch]
 
 
 def prepare_collapse(
@@ -291,7 +243,7 @@ def prepare_collapse(
 ) -> tuple[dict[str, torch.Tensor | None], list[Launch]]:
     """What is made for checked arguments of ``collapse_streams``, by name, and the launches."""
     num_tokens, n, hidden_size = streams.shape
-    _expect_supported(n, hidden_size)
+    expect_supported(n, hidden_size)
     # The few rows of a head take the tile of a layer's: one kernel serves both.
     layer_rows, fn_rows = (2 + n) * n, len(fn)
     rows = max(16, next_power_of_2(layer_rows + 1))
@@ -364,37 +316,3 @@ def prepare_collapse(
             },
         ),
     ]
-
-
-def prepare_expand(
-    streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> tuple[torch.Tensor, Launch]:
-    """The result of checked arguments of ``expand_streams``, not filled yet, and the launch."""
-    num_tokens, n, hidden_size = streams.shape
-    _expect_supported(n, hidden_size)
-    out = y.new_empty(num_tokens, n, hidden_size)
-    block = min(EXPAND_CHANNELS, next_power_of_2(hidden_size))
-    return out, Launch(
-        _expand_kernel,
-        (num_tokens, triton.cdiv(hidden_size, block)),
-        {
-            "streams": strided.rows(streams),
-            "y": strided.matrix(y),
-            "post": post,
-            "comb": comb,
-            "out": out,
-            "NUM_STREAMS": n,
-            "BLOCK_STREAMS": next_power_of_2(n),
-            "HIDDEN": hidden_size,
-            "BLOCK": block,
-            "num_warps": EXPAND_WARPS,
-        },
-    )
-
-
-def _expect_supported(num_streams: int, hidden_size: int) -> None:
-    for name, size, most in (
-        ("n", num_streams, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN),
-    ):  # fmt: skip
-        if size > most:
-            raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")

@@ -42,7 +42,6 @@ V4 = {
     "_products_kernel": 2,
     "_collapse_kernel": 1,
     "_expand_kernel": 1,
-    "_combine_kernel": 1,
     "_copy_overlap_kernel": 1,
     "_gated_product_kernel": 1,
     "_residual_norm_kernel": 1,
@@ -54,7 +53,7 @@ V4 = {
 def test_nothing_is_compiled_after_the_start(name):
     """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding.
 
-    A model of K/V has 20 kernels at most; DeepSeek-V4, whose 18 operators serve layers of three kinds, those of ``V4``: where an
+    A model of K/V has 20 kernels at most; DeepSeek-V4, whose 17 operators serve layers of three kinds, those of ``V4``: where an
     operator has several, one for all would be worse at one of them.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
