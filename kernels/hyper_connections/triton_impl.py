@@ -8,9 +8,9 @@
    Sinkhorn stays in that thread's registers and nothing is exchanged. Each of the others makes the
    weighted sum of one token's streams and its norm; neither waits for the other.
 
-The products run on tensor cores as three of tf32 parts, which lose 2^-22 of each product: streams
-in bf16 or fp16 are exact in tf32, and of fn's parts none but the smallest is left out. On AMD they
-are of fp32.
+The products run on tensor cores in tf32 parts, and lose 2^-22 of each product: streams in bf16 or
+fp16 are exact in tf32, so fn alone is taken apart, in two; those of fp32 take three products. On
+AMD they are of fp32.
 
 Layout: streams [num_tokens, n, hidden_size]; fn [rows, n * hidden_size] fp32; partial sums
 [splits, num_tokens, ROWS] fp32, the sum of squares behind those of fn's rows; post, comb fp32.
@@ -34,13 +34,21 @@ from .call import check_collapse, expect_supported
 # Bytes of a token in a tile of the products; parts that the reduction is split into, at most;
 # tiles that a part has, at least.
 BLOCK_BYTES, MAX_SPLITS, MIN_TILES = 128, 32, 4
-# Tokens of a tile of the products: the fewest of a matrix instruction, and where tokens are many
-# as many as read fn seldom enough.
-FEW_TOKENS, MANY_TOKENS = 16, 64
+# Tokens of a tile of the products, as many as read fn seldom enough: a byte of streams in bf16 comes
+# with 0.75 of fn. RDNA multiplies fp32 without matrix instructions, from registers: those of 32
+# tokens spill.
+BLOCK_TOKENS, RDNA_TOKENS = 64, 16
 COLLAPSE_WARPS = 8
 # Partial sums that a thread fetches at once.
 UNROLL = 4
 COLLAPSE_MADE = ("out", "post", "comb", "workspace")
+
+
+@triton.jit
+def _tf32(x):
+    """The nearest numbers of 11 significant bits, which tf32 products take as they are."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "fn_rows"])
@@ -60,6 +68,7 @@ def _products_kernel(
     row = tl.arange(0, ROWS)
     fn_row = tl.minimum(row, fn_rows - 1)
     first = tl.program_id(1) * tiles
+    EXACT: tl.constexpr = PRECISION == "tf32x3" and streams.data.dtype.element_ty != tl.float32
     acc = tl.zeros([BLOCK_T, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     for tile in range(first, tl.minimum(first + tiles, NUM_STREAMS * STREAM_TILES)):
@@ -71,7 +80,12 @@ def _products_kernel(
         x = tl.load(cells, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
         matrix = fn.data + fn_row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
         w = tl.load(matrix, mask=inside[:, None] & (row < FN_ROWS)[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if EXACT:  # x is, in tf32
+            high = _tf32(w)
+            acc = tl.dot(x, high, acc, input_precision="tf32")
+            acc = tl.dot(x, _tf32(w - high), acc, input_precision="tf32")
+        else:
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
         squares += tl.sum(x * x, 1)
     acc = tl.where(row[None, :] == FN_ROWS, squares[:, None], acc)
     sums = workspace + (split * num_tokens + token[:, None]) * ROWS + row[None, :]
@@ -247,9 +261,7 @@ def prepare_collapse(
     # The few rows of a head take the tile of a layer's: one kernel serves both.
     layer_rows, fn_rows = (2 + n) * n, len(fn)
     rows = max(16, next_power_of_2(layer_rows + 1))
-    # RDNA multiplies fp32 without matrix instructions, from registers: those of 32 tokens spill.
-    few = num_tokens <= 8 * FEW_TOKENS or arch.matrix == "wmma"
-    block_t = FEW_TOKENS if few else MANY_TOKENS
+    block_t = RDNA_TOKENS if arch.matrix == "wmma" else BLOCK_TOKENS
     block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
     all_tiles = n * triton.cdiv(hidden_size, block_k)
     blocks = max(1, triton.cdiv(num_tokens, block_t))
@@ -283,7 +295,7 @@ def prepare_collapse(
                 "BLOCK_K": block_k,
                 "PRECISION": arch.fp32_products,
                 "num_warps": 4,
-                "num_stages": arch.stages(3),
+                "num_stages": 4 if arch.maker == "nvidia" else arch.stages(3),
                 **arch.register_limit(MAX_REGISTERS),
             },
         ),

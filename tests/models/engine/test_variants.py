@@ -38,8 +38,7 @@ V4 = {
     "_down_kernel": 2,
     "_order_kernel": 1,
     "_route_kernel": 1,
-    # Tokens up to 128, and more. A tile of 64 reads the matrix a quarter as often; decode has not as many.
-    "_products_kernel": 2,
+    "_products_kernel": 1,
     "_collapse_kernel": 1,
     "_expand_kernel": 1,
     "_copy_overlap_kernel": 1,
