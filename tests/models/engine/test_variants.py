@@ -28,9 +28,7 @@ V4 = {
     # Query heads (44 registers), raw rows to pages (96, if quantized), heads of the indexer (128
     # channels, no norm).
     "_write_latent_kernel": 3,
-    # One token of a sequence (197 instructions a tile), or two of them, as many as a product has
-    # columns for (308).
-    "index_scores_kernel": 2,
+    "index_scores_kernel": 1,
     "index_select_kernel": 1,
     # Rows that one expert has: up to 16, and more. (Of quantized weights, up to 64 too: a tile of 128 rows leaves an SM 8 warps
     # for the widening, one of 64 leaves 12, but takes 1.86 times the instructions for a row of many.)
