@@ -235,7 +235,9 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "collapse_streams": lambda: collapse_streams(
             streams, mix, mix_base, mix_scale, norm_weight=hidden_weight, **impl
         ),
-        "expand_streams": lambda: expand_streams(streams, branch, post, comb, **impl),
+        "expand_streams": lambda: expand_streams(
+            streams, branch, post, comb, rows=expert_rows, weights=expert_weights, **impl
+        ),
         "route_tokens": lambda: route_tokens(logits, top_k=ROUTED, **impl),
         "expert_mlp": lambda: expert_mlp(
             branch, expert_ids, gate_up, down, activation="silu", limit=10.0, **impl

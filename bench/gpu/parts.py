@@ -47,7 +47,10 @@ OPERATOR_TESTS = """
     tests/kernels/gating/test_gated_product.py::test_only_the_result_is_written
     tests/kernels/hyper_connections/test_hyper_connections.py::test_collapse
     tests/kernels/hyper_connections/test_hyper_connections.py::test_expand
+    tests/kernels/hyper_connections/test_hyper_connections.py::test_no_part_of_fn_is_lost
+    tests/kernels/hyper_connections/test_hyper_connections.py::test_no_token_reads_the_rows_of_another
     tests/kernels/hyper_connections/test_hyper_connections.py::test_padding_rows
+    tests/kernels/hyper_connections/test_hyper_connections.py::test_rows_are_added_in_their_order
     tests/kernels/norms/test_residual_norm.py::test_residual_norm
     tests/kernels/norms/test_residual_norm.py::test_only_the_rows_are_written
     tests/kernels/norms/test_residual_norm.py::test_the_norm_is_that_of_the_rounded_residual

@@ -28,7 +28,7 @@ def expert_mlp(
     down_bias: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """What each expert of each token gives, for ``combine_experts`` to add up::
+    """What each expert of each token gives, for ``combine_experts`` or ``expand_streams`` to add up::
 
         gate, up = gate_up[e] x + gate_up_bias[e]
         row      = down[e] gated_product(gate, up) + down_bias[e]

@@ -37,6 +37,8 @@ MADE = ("out", "order", "gated")
 # Rows that a program of the first kernel looks at together, and its warps. Few rows take one turn,
 # and with more at a time prefill would issue as many instructions for each.
 CHUNK, ORDER_WARPS = 1024, 8
+# Registers of a thread that leave an SM 16 warps.
+TWO_PROGRAMS = 128
 # Tiles whose programs run one after another for the same rows of the matrix.
 GROUP = tl.constexpr(8)
 ENTRY = tl.constexpr(3)
@@ -352,11 +354,13 @@ def _blocks(config: ExpertConfig, arch: Arch) -> dict[str, Any]:
         # RDNA's 256 registers of a thread: half of the columns at once, and many rows in more warps.
         block_k = max(32, block_k // 2)
         num_warps = max(8, num_warps) if config.block_m >= 64 else num_warps
+    # There products read the weights from shared memory: two programs of 8 warps fit on an SM.
+    two = config.block_m == 128 and arch.matrix == "wgmma"
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": block_k,
         "num_warps": num_warps,
         "num_stages": arch.stages(config.num_stages),
-        **arch.register_limit(MAX_REGISTERS),
+        **arch.register_limit(TWO_PROGRAMS if two else MAX_REGISTERS),
     }

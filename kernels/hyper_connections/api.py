@@ -1,6 +1,6 @@
 """``collapse_streams`` and ``expand_streams``: check once, choose the implementation by name.
 
-Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+Next: `call`, the checks; then `triton_impl` and `expansion`, or `torch_impl` on a CPU.
 """
 
 from __future__ import annotations
@@ -78,16 +78,24 @@ def expand_streams(
     post: torch.Tensor,
     comb: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Streams after a sub-block: stream k is post[k] y + sum over j of comb[j, k] streams[j].
+    """Streams after a sub-block: stream k is post[k] z + sum over j of comb[j, k] streams[j].
 
-    The weights are rounded to the dtype of the streams first; the arithmetic of the kernel is fp32.
+    z is y; with ``rows`` it is y + the sum over a token's rows, in their order, of weight * row, as
+    ``combine_experts`` gives it with y as its addend, but not rounded in between. post and comb are
+    rounded to the dtype of the streams first; the arithmetic of the kernel is fp32.
 
     Args:
         streams: [num_tokens, n, hidden_size] bf16, fp16 or fp32, last stride 1.
-        y: [num_tokens, hidden_size] in the same dtype, the sub-block's result.
+        y: [num_tokens, hidden_size] in the same dtype, the sub-block's result; with rows what the
+            shared expert gives.
         post, comb: [num_tokens, n] and [num_tokens, n, n] fp32, of ``collapse_streams``.
+        rows: [num_tokens * k, hidden_size] in the same dtype, contiguous, what ``expert_mlp`` gives;
+            None = y is all.
+        weights: [num_tokens, k] fp32, contiguous, of ``route_tokens``; with rows.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
@@ -95,15 +103,15 @@ def expand_streams(
 
     Raises:
         ValueError: a shape, dtype, stride or device is not as above.
-        NotImplementedError: Triton with more than 8 streams.
+        NotImplementedError: Triton with more than 8 streams or 16384 channels.
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
     arguments = locals()  # all of them, by name
     if implementation(arguments.pop("impl"), streams) == "triton":
-        from . import triton_impl as hyper_triton
+        from . import expansion
 
-        return hyper_triton.expand(arguments)
+        return expansion.expand(arguments)
     from . import torch_impl as hyper_torch
 
     check_once(check_expand, arguments)

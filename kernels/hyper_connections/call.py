@@ -43,16 +43,35 @@ def check_collapse(
     expect_int("iterations", iterations, 1)
 
 
-def check_expand(streams: Any, y: Any, post: Any, comb: Any) -> None:
+def check_expand(streams: Any, y: Any, post: Any, comb: Any, rows: Any, weights: Any) -> None:
     """Check the arguments of ``expand_streams``, which says what they are and what is raised."""
     num_streams, hidden_size = _check_streams(streams)
     num_tokens, device = streams.shape[0], streams.device
     expect_tensor("y", y, (num_tokens, hidden_size), streams.dtype, device=device)
     expect_tensor("post", post, (num_tokens, num_streams), FP32, device=device)
     expect_tensor("comb", comb, (num_tokens, num_streams, num_streams), FP32, device=device)
-    for name, weights in (("post", post), ("comb", comb)):
-        if not weights.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got {weights.stride()}")
+    dense = {"post": post, "comb": comb}
+    if (rows is None) != (weights is None):
+        missing = "rows" if rows is None else "weights"
+        raise ValueError(f"{missing}: expected rows and weights or neither, got None")
+    if weights is not None:
+        expect_tensor("weights", weights, (num_tokens, None), FP32, device=device)
+        k = weights.shape[1]
+        expect_int("weights: k", k, 1)
+        expect_tensor("rows", rows, (num_tokens * k, hidden_size), streams.dtype, device=device)
+        dense |= {"rows": rows, "weights": weights}
+    for name, tensor in dense.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got {tensor.stride()}")
+
+
+def expect_supported(num_streams: int, hidden_size: int) -> None:
+    """Require what the Triton kernels hold of a token."""
+    for name, size, most in (
+        ("n", num_streams, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN),
+    ):  # fmt: skip
+        if size > most:
+            raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")
 
 
 def _check_streams(streams: Any) -> tuple[int, int]:

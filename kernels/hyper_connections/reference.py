@@ -84,6 +84,20 @@ def collapsed(
     return out / torch.sqrt((out * out).mean() + norm_eps) * norm_weight.to(out.dtype)
 
 
+def written(
+    y: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """What one token's sub-block writes [hidden_size].
+
+    Args:
+        y: [hidden_size] in the dtype of the arithmetic.
+        rows, weights: [k, hidden_size] and [k]; None = y is all.
+    """
+    if rows is None or weights is None:
+        return y
+    return torch.stack([y, *(weights[i] * rows[i] for i in range(len(rows)))]).sum(0)
+
+
 def expanded(
     streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -67,8 +67,21 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 @without_grad
 def expand(
-    streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``expand_streams`` of checked arguments; both terms are rounded to the dtype of y."""
+    """``expand_streams`` of checked arguments; what is written, and both of its terms, are rounded to
+    the dtype of y."""
+    if rows is not None and weights is not None:
+        parts = rows.unflatten(0, weights.shape)
+        total = y.float()
+        # not sum(dim=1): its order of additions is torch's business
+        for i in range(weights.shape[1]):
+            total = total + parts[:, i] * weights[:, i : i + 1]
+        y = total.to(y.dtype)
     post, comb = post.to(y.dtype), comb.to(y.dtype)
     return post[..., None] * y[:, None] + comb.transpose(1, 2) @ streams

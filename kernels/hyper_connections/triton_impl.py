@@ -1,4 +1,4 @@
-"""Hyper-connections in three kernels: two collapse the streams of a token, one expands them.
+"""Streams of a token collapsed, in two kernels.
 
 1. products: m' = fn x over all streams x of a token, and the sum of the squares of x. The
    reduction, over 16384 channels and more, is split over programs, each of which leaves a partial
@@ -7,15 +7,14 @@
    (of a head none) make post and comb of a block of tokens each, a token a thread, so that all of
    Sinkhorn stays in that thread's registers and nothing is exchanged. Each of the others makes the
    weighted sum of one token's streams and its norm; neither waits for the other.
-3. expand: post y + comb^T x.
 
-The products run on tensor cores as three of tf32 parts, which lose 2^-22 of each product: streams
-in bf16 or fp16 are exact in tf32, and of fn's parts none but the smallest is left out. On AMD they
-are of fp32.
+The products run on tensor cores in tf32 parts, and lose 2^-22 of each product: streams in bf16 or
+fp16 are exact in tf32, so fn alone is taken apart, in two; those of fp32 take three products. On
+AMD they are of fp32.
 
 Layout: streams [num_tokens, n, hidden_size]; fn [rows, n * hidden_size] fp32; partial sums
 [splits, num_tokens, ROWS] fp32, the sum of squares behind those of fn's rows; post, comb fp32.
-Bound by memory: the streams are read once by each kernel and written once by the last.
+Bound by memory: the streams are read once by each kernel.
 
 Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
 """
@@ -30,20 +29,26 @@ from ..common import launch_cache, strided
 from ..common.arch import Arch
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
-from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
+from .call import check_collapse, expect_supported
 
 # Bytes of a token in a tile of the products; parts that the reduction is split into, at most;
 # tiles that a part has, at least.
 BLOCK_BYTES, MAX_SPLITS, MIN_TILES = 128, 32, 4
-# Tokens of a tile of the products: the fewest of a matrix instruction, and where tokens are many
-# as many as read fn seldom enough.
-FEW_TOKENS, MANY_TOKENS = 16, 64
-COLLAPSE_WARPS, EXPAND_WARPS = 8, 4
-# Channels of all streams that a program expands.
-EXPAND_CHANNELS = 1024
+# Tokens of a tile of the products, as many as read fn seldom enough: a byte of streams in bf16 comes
+# with 0.75 of fn. RDNA multiplies fp32 without matrix instructions, from registers: those of 32
+# tokens spill.
+BLOCK_TOKENS, RDNA_TOKENS = 64, 16
+COLLAPSE_WARPS = 8
 # Partial sums that a thread fetches at once.
 UNROLL = 4
 COLLAPSE_MADE = ("out", "post", "comb", "workspace")
+
+
+@triton.jit
+def _tf32(x):
+    """The nearest numbers of 11 significant bits, which tf32 products take as they are."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles", "fn_rows"])
@@ -63,6 +68,7 @@ def _products_kernel(
     row = tl.arange(0, ROWS)
     fn_row = tl.minimum(row, fn_rows - 1)
     first = tl.program_id(1) * tiles
+    EXACT: tl.constexpr = PRECISION == "tf32x3" and streams.data.dtype.element_ty != tl.float32
     acc = tl.zeros([BLOCK_T, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
     for tile in range(first, tl.minimum(first + tiles, NUM_STREAMS * STREAM_TILES)):
@@ -74,7 +80,12 @@ def _products_kernel(
         x = tl.load(cells, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
         matrix = fn.data + fn_row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
         w = tl.load(matrix, mask=inside[:, None] & (row < FN_ROWS)[None, :], other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if EXACT:  # x is, in tf32
+            high = _tf32(w)
+            acc = tl.dot(x, high, acc, input_precision="tf32")
+            acc = tl.dot(x, _tf32(w - high), acc, input_precision="tf32")
+        else:
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
         squares += tl.sum(x * x, 1)
     acc = tl.where(row[None, :] == FN_ROWS, squares[:, None], acc)
     sums = workspace + (split * num_tokens + token[:, None]) * ROWS + row[None, :]
@@ -213,37 +224,6 @@ def _collapse_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _expand_kernel(
-    streams,
-    y,
-    post,
-    comb,
-    out,
-    NUM_STREAMS: tl.constexpr,
-    BLOCK_STREAMS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < HIDDEN
-    dtype = out.dtype.element_ty
-    target = tl.arange(0, BLOCK_STREAMS)[:, None]
-    real = target < NUM_STREAMS
-    row = tl.load(y.data + token * y.stride_row + channel, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(post + token * NUM_STREAMS + target, mask=real, other=0.0)
-    total = weight.to(dtype).to(tl.float32) * row[None, :]
-    cells = streams.data + token * streams.stride_token + channel
-    for source in tl.static_range(NUM_STREAMS):
-        entry = (token * NUM_STREAMS + source) * NUM_STREAMS + target
-        weight = tl.load(comb + entry, mask=real, other=0.0).to(dtype).to(tl.float32)
-        x = tl.load(cells + source * streams.stride_head, mask=inside, other=0.0)
-        total += weight * x.to(tl.float32)[None, :]
-    written = out + (token * NUM_STREAMS + target) * HIDDEN + channel[None, :]
-    tl.store(written, total.to(dtype), mask=real & inside[None, :])
-
-
 def collapse(
     arguments: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -256,25 +236,11 @@ def collapse(
     return arguments["out"], arguments["post"], arguments["comb"]
 
 
-def expand(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``expand_streams(**arguments)``, as ``collapse`` does."""
-    arguments |= {"out": None}
-    made: torch.Tensor = launch_cache.run(prepare_expand, arguments, _checked_expand)
-    return made
-
-
 def _checked_collapse(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     given = {name: value for name, value in arguments.items() if name not in COLLAPSE_MADE}
     check_collapse(**given)
     tensors, launches = prepare_collapse(*arch_and_sms(arguments["streams"]), **given)
     return given | tensors, launches
-
-
-def _checked_expand(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {name: value for name, value in arguments.items() if name != "out"}
-    check_expand(**given)
-    out, launch = prepare_expand(**given)
-    return given | {"out": out}, [launch]
 
 
 def prepare_collapse(
@@ -291,13 +257,11 @@ def prepare_collapse(
 ) -> tuple[dict[str, torch.Tensor | None], list[Launch]]:
     """What is made for checked arguments of ``collapse_streams``, by name, and the launches."""
     num_tokens, n, hidden_size = streams.shape
-    _expect_supported(n, hidden_size)
+    expect_supported(n, hidden_size)
     # The few rows of a head take the tile of a layer's: one kernel serves both.
     layer_rows, fn_rows = (2 + n) * n, len(fn)
     rows = max(16, next_power_of_2(layer_rows + 1))
-    # RDNA multiplies fp32 without matrix instructions, from registers: those of 32 tokens spill.
-    few = num_tokens <= 8 * FEW_TOKENS or arch.matrix == "wmma"
-    block_t = FEW_TOKENS if few else MANY_TOKENS
+    block_t = RDNA_TOKENS if arch.matrix == "wmma" else BLOCK_TOKENS
     block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
     all_tiles = n * triton.cdiv(hidden_size, block_k)
     blocks = max(1, triton.cdiv(num_tokens, block_t))
@@ -331,7 +295,7 @@ def prepare_collapse(
                 "BLOCK_K": block_k,
                 "PRECISION": arch.fp32_products,
                 "num_warps": 4,
-                "num_stages": arch.stages(3),
+                "num_stages": 4 if arch.maker == "nvidia" else arch.stages(3),
                 **arch.register_limit(MAX_REGISTERS),
             },
         ),
@@ -364,37 +328,3 @@ def prepare_collapse(
             },
         ),
     ]
-
-
-def prepare_expand(
-    streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> tuple[torch.Tensor, Launch]:
-    """The result of checked arguments of ``expand_streams``, not filled yet, and the launch."""
-    num_tokens, n, hidden_size = streams.shape
-    _expect_supported(n, hidden_size)
-    out = y.new_empty(num_tokens, n, hidden_size)
-    block = min(EXPAND_CHANNELS, next_power_of_2(hidden_size))
-    return out, Launch(
-        _expand_kernel,
-        (num_tokens, triton.cdiv(hidden_size, block)),
-        {
-            "streams": strided.rows(streams),
-            "y": strided.matrix(y),
-            "post": post,
-            "comb": comb,
-            "out": out,
-            "NUM_STREAMS": n,
-            "BLOCK_STREAMS": next_power_of_2(n),
-            "HIDDEN": hidden_size,
-            "BLOCK": block,
-            "num_warps": EXPAND_WARPS,
-        },
-    )
-
-
-def _expect_supported(num_streams: int, hidden_size: int) -> None:
-    for name, size, most in (
-        ("n", num_streams, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN),
-    ):  # fmt: skip
-        if size > most:
-            raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")

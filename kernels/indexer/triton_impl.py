@@ -90,9 +90,15 @@ def _prepare_scores(
         block_n, num_warps = 16 if element_size == 4 else block_n, 2 * num_warps
     block_heads = max(16, next_power_of_2(num_heads))
     most = max(1, MAX_COLUMNS[element_size] // block_heads)
-    # One token, or as many as fit: what lies between would be a kernel for each number of drafts.
-    block_t = 1 if call.max_seqlen_q <= 1 else most
-    tiles = triton.cdiv(last - first, block_t)
+    # In two blocks, of which decode skips one. Queries of both in registers, as RDNA has them, and
+    # fp32, spill: there decode has columns without tokens.
+    pair = most > 1 and element_size == 2 and arch.matrix != "wmma"
+    if pair and arch.maker == "nvidia" and pages.storage_block_size % block_n == 0:
+        # The second block's queries leave room for two programs where three were: each has a tile
+        # more under way. (A page id for each key takes registers: sm_100 would spill.)
+        num_stages += 1
+    tokens = 1 if call.max_seqlen_q <= 1 else most
+    tiles = triton.cdiv(last - first, tokens)
     # More programs than run at once even out the lengths of a batch; each keeps enough tiles to
     # fill its pipeline.
     entries = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
@@ -114,6 +120,7 @@ def _prepare_scores(
             "q_stride_head": call.q.stride(1),
             # Who sees no more than topk takes all, and needs no scores but to tell them.
             "topk": plan.topk if call.scores is None else 0,
+            "tokens": tokens,
             "weights_stride": call.weights.stride(0),
             "table_stride": call.block_table.stride(0),
             "stride_page": keys.stride(0),
@@ -122,7 +129,8 @@ def _prepare_scores(
             "BLOCK_HEADS": block_heads,
             "INDEX_DIM": pages.index_dim,
             "ROWS": pages.storage_block_size,
-            "BLOCK_T": block_t,
+            "BLOCK_T": most // 2 if pair else most,
+            "PAIR": pair,
             "BLOCK_N": block_n,
             "HARDWARE_FP8": arch.widens_e4m3,
             # fp32 in as many threads as a program has on NVIDIA: more would halve their registers.

@@ -71,16 +71,20 @@ class HyperConnection(nn.Module):
         return x, post, comb
 
     @staticmethod
-    def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, impl: str | None) -> Tensor:
+    def expand(
+        streams: Tensor, y: Tensor, post: Tensor, comb: Tensor, rows: Tensor | None = None,
+        weights: Tensor | None = None, impl: str | None = None,
+    ) -> Tensor:  # fmt: skip
         """Streams after the sub-block: stream k is post[k] y + sum_j comb[j, k] streams[j].
 
         Args:
             streams: [num_tokens, hc_mult, hidden_size].
             y: [num_tokens, hidden_size].
             post, comb: of `collapse`.
+            rows, weights: what is added to y, as of `quire.kernels.expand_streams`; None = nothing.
             impl: "triton" or "torch"; None = by device.
         """
-        return expand_streams(streams, y, post, comb, impl=impl)
+        return expand_streams(streams, y, post, comb, rows=rows, weights=weights, impl=impl)
 
 
 class HyperHead(nn.Module):

@@ -4,7 +4,8 @@ streams (mHC)::
     x, post, comb = attn_hc.collapse(streams, input_layernorm)             # one row a token, normed
     streams = attn_hc.expand(streams, attention(x), post, comb)
     x, post, comb = ffn_hc.collapse(streams, post_attention_layernorm)
-    streams = ffn_hc.expand(streams, moe(x), post, comb)
+    y, rows, weights = moe(x)                                              # what makes up its result
+    streams = ffn_hc.expand(streams, y, post, comb, rows, weights)
 
 Attention has one KV head whose rows are key and value at once. Besides a sliding window of raw
 rows, one of each token, queries see compressed entries: in HCA layers (ratio 128 as released) all
@@ -32,10 +33,10 @@ expand_streams around both halves; between them are plain products of torch. Eac
     route_tokens          routing            _route_kernel
     gated_product         gating             _gated_product_kernel       (shared expert)
     expert_mlp            experts            _order_kernel _gate_up_kernel _down_kernel
-    combine_experts       routing            _combine_kernel
 
 CSA runs copy_overlap and compress twice: for entries, and for the indexer's keys. write_latent also
-norms and rotates the heads of queries, and of the indexer's, without pages.
+norms and rotates the heads of queries, and of the indexer's, without pages. expand_streams adds up
+what experts give; ranks that have parts of each expert add it up with combine_experts before.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -336,7 +337,7 @@ class DecoderLayer(nn.Module):
         impl = attend.impl
         x, post, comb = self.attn_hc.collapse(streams, self.input_layernorm, impl)
         y = self.self_attn(x, positions, cos_sin, attend)
-        streams = self.attn_hc.expand(streams, y, post, comb, impl)
+        streams = self.attn_hc.expand(streams, y, post, comb, impl=impl)
         x, post, comb = self.ffn_hc.collapse(streams, self.post_attention_layernorm, impl)
-        y = self.mlp(x, input_ids, impl)
-        return self.ffn_hc.expand(streams, y, post, comb, impl)
+        y, rows, weights = self.mlp(x, input_ids, impl)
+        return self.ffn_hc.expand(streams, y, post, comb, rows, weights, impl)

@@ -1,8 +1,9 @@
 """Mixture of experts of DeepSeek-V4: router, routed experts and the shared one.
 
 `quire.kernels` does it in three steps: ``route_tokens`` chooses; ``expert_mlp`` gives a row for each
-token and chosen expert, in x's dtype; ``combine_experts`` sums a token's rows by their weights, in
-fp32 and in the router's order, and then adds the shared expert's.
+token and chosen expert, in x's dtype; ``expand_streams`` adds a token's rows by their weights, in
+fp32 and in the router's order, to what the shared expert gives, and writes the sum to the streams.
+Where ranks have parts of each expert, ``combine_experts`` adds them up first, for an all-reduce.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import gated_product, route_tokens
+from quire.kernels import combine_experts, expert_mlp, gated_product, route_tokens
 
 from ..layers.basic import Linear, Stacked, empty_parameter, linear_fp32
-from ..layers.moe import run_experts
 from ..layers.packed_experts import PackedExperts
 from ..parallel.group import Group
 from .config import HASH_MOE, DeepseekV4Config
@@ -99,27 +99,21 @@ class Experts(nn.Module):
         self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
-    def forward(
-        self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None = None,
-        impl: str | None = None,
-    ) -> Tensor:  # fmt: skip
-        """sum_e weight_e down_e(act(gate_e x, up_e x)) over a row's experts e.
+    def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
+        """down_e(act(gate_e x, up_e x)) of each expert e of each row.
 
-        Added up in fp32, in the router's order. act is that of `clamped_swiglu_options`.
+        act is that of `clamped_swiglu_options`.
 
         Args:
             x: [num_tokens, hidden_size].
-            ids, weights: of the router.
-            addend: [num_tokens, hidden_size], added to the sum; None = nothing.
+            ids: [num_tokens, k] of the router.
             impl: "triton" or "torch"; default: by device.
 
         Returns:
-            The shape of x.
+            [num_tokens * k, hidden_size], as of `quire.kernels.expert_mlp`.
         """
         gate_up = self.gate_up_proj.unflatten(1, (2, -1))
-        return run_experts(
-            x, ids, weights, gate_up, self.down_proj, addend=addend, impl=impl, **self.options
-        )
+        return expert_mlp(x, ids, gate_up, self.down_proj, impl=impl, **self.options)
 
 
 class SharedExpert(nn.Module):
@@ -149,7 +143,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts and the shared one, summed; ``gate`` is the router, as in checkpoints.
+    """Routed experts and the shared one; ``gate`` is the router, as in checkpoints.
 
     Args:
         expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
@@ -172,7 +166,9 @@ class MoE(nn.Module):
             )  # fmt: skip
         self.shared_experts = SharedExpert(config, device, dtype)
 
-    def forward(self, x: Tensor, input_ids: Tensor, impl: str | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, input_ids: Tensor, impl: str | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """experts(x) + shared_experts(x), the experts of each row chosen by the router.
 
         Args:
@@ -181,8 +177,14 @@ class MoE(nn.Module):
             impl: "triton" or "torch"; default: by device.
 
         Returns:
-            The shape of x.
+            (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens, k]
+            fp32) for ``expand_streams``: the result is y + the sum over a token's rows of weight *
+            row. With a group it is y, and the others are None.
         """
         ids, weights = self.gate(x, input_ids, impl)
-        out = self.experts(x, ids, weights, self.shared_experts(x, impl), impl)
-        return out if self.group is None else self.group.sum(out)
+        shared = self.shared_experts(x, impl)
+        rows = self.experts(x, ids, impl)
+        if self.group is None:
+            return shared, rows, weights
+        out = combine_experts(rows, weights, addend=shared, impl=impl)
+        return self.group.sum(out), None, None

@@ -21,7 +21,6 @@ def run_experts(
     gate_up: Tensor,
     down: Tensor,
     *,
-    addend: Tensor | None = None,
     impl: str | None = None,
     **options: Any,
 ) -> Tensor:
@@ -33,7 +32,6 @@ def run_experts(
         expert_weights: [num_tokens, k], used in fp32.
         gate_up: [num_experts, 2, intermediate_size, hidden_size], of any strides.
         down: [num_experts, hidden_size, intermediate_size].
-        addend: [num_tokens, hidden_size], added to the sum; None = nothing.
         impl: "triton" or "torch"; default: by device.
         options: the activation, scales and biases, as of `quire.kernels.expert_mlp`.
 
@@ -41,4 +39,4 @@ def run_experts(
         [num_tokens, hidden_size] in the dtype of x.
     """
     rows = expert_mlp(x, expert_ids, gate_up, down, **options, impl=impl)
-    return combine_experts(rows, expert_weights, addend=addend, impl=impl)
+    return combine_experts(rows, expert_weights, impl=impl)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import expert_mlp
 from quire.kernels.common.dequantize import FP4_GROUP
 
 from .basic import empty_parameter
-from .moe import run_experts
 
 FP8_BLOCK = 128
 
@@ -64,23 +64,19 @@ class PackedExperts(nn.Module):
         self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, device)
         self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
 
-    def forward(
-        self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None = None,
-        impl: str | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The weighted sum of every row's experts.
+    def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
+        """What each expert of each row gives.
 
         Args:
             x: [num_tokens, hidden_size].
-            ids, weights: [num_tokens, k] of the router.
-            addend: [num_tokens, hidden_size], added to the sum; None = nothing.
+            ids: [num_tokens, k] of the router.
             impl: "triton" or "torch"; default: by device.
 
         Returns:
-            The shape of x.
+            [num_tokens * k, hidden_size], as of `quire.kernels.expert_mlp`.
         """
         gate_up, down = self.gate_up_proj, self.down_proj
-        return run_experts(
-            x, ids, weights, gate_up.weight, down.weight, gate_up_scale=gate_up.scale,
-            down_scale=down.scale, addend=addend, impl=impl, **self.options,
+        return expert_mlp(
+            x, ids, gate_up.weight, down.weight, gate_up_scale=gate_up.scale,
+            down_scale=down.scale, impl=impl, **self.options,
         )  # fmt: skip

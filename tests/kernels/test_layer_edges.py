@@ -154,12 +154,19 @@ def collapse_arguments():
 
 EXPAND = [
     *no_tensors("streams", F64, first=True),
-    *apart("streams", "y", "post", "comb"),
+    *apart("streams", "y", "post", "comb", "rows", "weights"),
     *no_tensors("y", F16, optional=False),
     *no_tensors("post", F16, optional=False),
     *refused("post", lambda a: zeros(3, 4)[:, :2]),
     *no_tensors("comb", F16, optional=False),
     *refused("comb", lambda a: a["comb"].transpose(0, 1)[[0, 0, 0]]),
+    *no_tensors("rows", F16),
+    *refused("rows", None, lambda a: zeros(5, 16), lambda a: zeros(6, 24)[:, 8:]),
+    *no_tensors("weights", F16),
+    *refused("weights", None, lambda a: zeros(3, 4)[:, :2]),
+    *refused(
+        "weights", lambda a: {"weights": zeros(3, 0), "rows": zeros(0, 16)}, blamed="weights: k"
+    ),
     *IMPL,
 ]
 
@@ -167,6 +174,7 @@ EXPAND = [
 def expand_arguments():
     return {
         "streams": zeros(3, 2, 16), "y": zeros(3, 16), "post": zeros(3, 2), "comb": zeros(3, 2, 2),
+        "rows": zeros(6, 16), "weights": zeros(3, 2),
     }  # fmt: skip
 
 

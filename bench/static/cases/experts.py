@@ -33,7 +33,7 @@ SIZES = {
     "gpt-oss": (2880, 2880, 32, 4),
     "v4-flash": (4096, 2048, 256, 6),
 }
-# Tokens that make each tile shape: up to 16 rows of an expert, 64, and more.
+# Tokens that make each tile shape: up to 16 rows of an expert, and more, few of them and many.
 TOKENS = {
     "gemma4": {"decode": 32, "middle": 512, "prefill": 8192},
     "gpt-oss": {"decode": 32, "middle": 256, "prefill": 8192},
@@ -56,6 +56,7 @@ def cases() -> list[StaticCase]:
         for form in ("fp8", "fp4"):
             table[f"v4-flash-{form}-{phase}"] = Shape("v4-flash", num_tokens, form)
     table["gpt-oss-mxfp4-decode"] = Shape("gpt-oss", 32, "fp4")
+    table["gpt-oss-mxfp4-prefill"] = Shape("gpt-oss", 8192, "fp4")
     table["gemma4-fp16-decode"] = Shape("gemma4", 32, dtype="float16")
     table["gemma4-fp32-decode"] = Shape("gemma4", 32, dtype="float32")
     table["gemma4-fp32-prefill"] = Shape("gemma4", 8192, dtype="float32")

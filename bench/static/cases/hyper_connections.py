@@ -11,6 +11,7 @@ from . import NUM_SMS, StaticCase, meta
 
 NUM_STREAMS = 4
 HIDDEN = {"flash": 4096, "pro": 7168}
+TOP_K = 6
 SAMPLE = ("flash-decode", "pro-decode", "pro-prefill")
 
 
@@ -83,14 +84,16 @@ def collapse_launches(
 def expand_launches(
     arch: Arch, size: str, num_tokens: int, dtype: str = "bfloat16", shared: bool = False
 ) -> list[Any]:
-    """The launch of one ``expand_streams``."""
-    from quire.kernels.hyper_connections import triton_impl
+    """The launch of one ``expand_streams``, with the rows of experts; the kernel is that without."""
+    from quire.kernels.hyper_connections import expansion
 
     n = NUM_STREAMS
-    _, launch = triton_impl.prepare_expand(
+    _, launch = expansion.prepare(
         streams(size, num_tokens, dtype, shared),
         meta(num_tokens, HIDDEN[size], dtype=dtype),
         meta(num_tokens, n, dtype="float32"),
         meta(num_tokens, n, n, dtype="float32"),
+        meta(num_tokens * TOP_K, HIDDEN[size], dtype=dtype),
+        meta(num_tokens, TOP_K, dtype="float32"),
     )
     return [launch]

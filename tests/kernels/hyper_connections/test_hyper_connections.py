@@ -134,27 +134,87 @@ def test_collapse(impl, name):
             assert_within_budget(f"comb of {t}", comb[t], combs[t])
 
 
-@IMPLS
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.head])
-def test_expand(impl, name):
-    case = CASES[name]
-    generator = torch.Generator().manual_seed(5)
+def make_expand(case, k, seed=5):
+    """Keyword arguments of ``expand_streams``; k: rows of a token that are added to y."""
+    generator = torch.Generator().manual_seed(seed)
     streams = make_call(case)["streams"]
     t, n, size = streams.shape
-    y = torch.randn(t, size + 8, generator=generator).to(DEVICE, case.dtype)[:, 8:]
-    post = torch.rand(t, n, generator=generator).to(DEVICE) * 2
-    comb = torch.rand(t, n, n, generator=generator).to(DEVICE)
-    out = expand_streams(streams, y, post, comb, impl=impl)
-    assert out.shape == streams.shape and out.dtype == case.dtype and out.is_contiguous()
-    for i in range(t):
+    return {
+        "streams": streams,
+        "y": torch.randn(t, size + 8, generator=generator).to(DEVICE, case.dtype)[:, 8:],
+        "post": torch.rand(t, n, generator=generator).to(DEVICE) * 2,
+        "comb": torch.rand(t, n, n, generator=generator).to(DEVICE),
+        "rows": torch.randn(t * k, size, generator=generator).to(DEVICE, case.dtype) if k else None,
+        "weights": torch.randn(t, k, generator=generator).to(DEVICE) if k else None,
+    }
+
+
+# Rows of experts: none, fewer than are fetched at once, as many, and more.
+EXPANDED = [
+    *((name, 0) for name, case in CASES.items() if not case.head),
+    *((name, 6) for name in ("no-tokens", "one-token", "bf16", "fp16", "shared", "three-streams")),
+    *(("fp32", k) for k in (1, 2, 6, 7, 13)),
+    *(("channels-of-no-power-of-two", k) for k in (3, 8)),
+]
+
+
+@IMPLS
+@pytest.mark.parametrize(("name", "k"), EXPANDED)
+def test_expand(impl, name, k):
+    case = CASES[name]
+    call = make_expand(case, k)
+    streams, dtype = call["streams"], case.dtype
+    out = expand_streams(**call, impl=impl)
+    assert out.shape == streams.shape and out.dtype == dtype and out.is_contiguous()
+    for i in range(len(streams)):
         with bounding():
-            rows = streams[i].double(), y[i].double()
-            weights = post[i].to(case.dtype).double(), comb[i].to(case.dtype).double()
-            terms = reference.expanded(*rows, *weights)
+            rows = None if k == 0 else call["rows"][i * k : (i + 1) * k].double()
+            weights = None if k == 0 else call["weights"][i].double()
+            y = reference.written(call["y"][i].double(), rows, weights)
+            if impl == "torch" and k:
+                y = rounded(y, dtype)
+            mixing = call["post"][i].to(dtype).double(), call["comb"][i].to(dtype).double()
+            terms = reference.expanded(streams[i].double(), y, *mixing)
             if impl == "torch":
-                terms = [rounded(term, case.dtype) for term in terms]
+                terms = [rounded(term, dtype) for term in terms]
             exact = terms[0] + terms[1]
         assert_within_budget(f"token {i}", out[i], exact)
+
+
+@IMPLS
+def test_rows_are_added_in_their_order(impl):
+    """Terms of 2^24, 1 and -2^24 in fp32, y first: their sum depends on its order, and on nothing else in the batch."""
+    big = 2.0**24
+    for y, weights, total in (
+        (0.0, [big, 1.0, -big], 0.0),
+        (0.0, [big, -big, 1.0], 1.0),
+        (1.0, [big, -big], 0.0),
+        (-big, [big, 1.0], 1.0),
+    ):
+        for num_tokens in (1, 3):
+            out = expand_streams(
+                torch.zeros(num_tokens, 2, 16, device=DEVICE),
+                torch.full((num_tokens, 16), y, device=DEVICE),
+                torch.ones(num_tokens, 2, device=DEVICE),
+                torch.zeros(num_tokens, 2, 2, device=DEVICE),
+                rows=torch.ones(num_tokens * len(weights), 16, device=DEVICE),
+                weights=torch.tensor([weights] * num_tokens, device=DEVICE),
+                impl=impl,
+            )
+            assert out.eq(total).all()
+
+
+@IMPLS
+def test_no_token_reads_the_rows_of_another(impl):
+    """NaN in the rows, or weights, of a token stay with it; without rows nothing but y is read."""
+    case = Case(num_tokens=4)
+    for name in ("rows", "weights"):
+        call = make_expand(case, 2)
+        expected = expand_streams(**call, impl=impl)
+        call[name] = call[name].clone()
+        call[name].unflatten(0, (4, -1))[1::2] = NAN
+        out = expand_streams(**call, impl=impl)
+        assert out[::2].equal(expected[::2]) and out[1::2].isnan().all()
 
 
 @IMPLS
@@ -174,6 +234,22 @@ def test_padding_rows(impl, num_tokens):
     assert expand_streams(streams, y, *got[1:], impl=impl)[1::2].isfinite().all()
     zeros = collapse_streams(torch.zeros_like(streams), **call, impl=impl)
     assert all(part.isfinite().all() for part in zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_part_of_fn_is_lost(dtype):
+    """Of streams with one channel that is not 0 a product has one term: fn rounded to 11 bits would be off by more than all sums may be."""
+    case = Case(num_tokens=5, dtype=dtype, iterations=1)
+    call = make_call(case)
+    one = torch.zeros_like(call["streams"])
+    for i, channel in enumerate((0, 3, 30, 64, 127)):
+        one[i].view(-1)[channel] = 1.0 + i
+    call["streams"] = one
+    _, post, comb = collapse_streams(**call, impl="triton")
+    _, posts, combs = exact_collapse(call, dtype)
+    for t in range(case.num_tokens):
+        assert_within_budget(f"post of {t}", post[t], posts[t])
+        assert_within_budget(f"comb of {t}", comb[t], combs[t])
 
 
 def test_splits_of_the_reduction(monkeypatch):
@@ -246,7 +322,12 @@ REFUSED_EXPAND = [
     ({"post": torch.zeros(3, 3)}, r"post: expected float32 \[3, 4\], got float32 \[3, 3\]"),
     ({"comb": torch.zeros(3, 4)}, r"comb: expected float32 \[3, 4, 4\], got float32 \[3, 4\]"),
     ({"comb": torch.zeros(3, 8, 8)[:, ::2, :4]}, "comb: expected a contiguous tensor"),
-]
+    ({"rows": torch.zeros(6, 32)}, "weights: expected rows and weights or neither, got None"),
+    ({"weights": torch.zeros(3, 2)}, "rows: expected rows and weights or neither, got None"),
+    ({"rows": torch.zeros(0, 32), "weights": torch.zeros(3, 0)}, "weights: k: expected an int >= 1, got 0"),
+    ({"rows": torch.zeros(5, 32), "weights": torch.zeros(3, 2)}, r"rows: expected float32 \[6, 32\], got float32 \[5, 32\]"),
+    ({"rows": torch.zeros(6, 40)[:, 8:], "weights": torch.zeros(3, 2)}, "rows: expected a contiguous tensor"),
+]  # fmt: skip
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="messages about CPU tensors")

@@ -29,3 +29,5 @@ def test_launches_of_a_layer(monkeypatch):
         counts[layer.self_attn.kind] = counter
     for kind, bar in BARS.items():
         assert counts[kind].total() <= bar, f"{kind}: {counts[kind].total()}: {counts[kind]}"
+        # What experts give is added up where it is written to the streams.
+        assert counts[kind]["expand_kernel"] == 2 and "combine_kernel" not in counts[kind]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT
+from quire.kernels import expand_streams
 from quire.kernels.experts import torch_impl as experts
 from quire.models.deepseek_v4 import hyper_connections, layer, moe, rope, unpaged_attention
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING
@@ -107,8 +108,8 @@ def _method(cls, name, make):
     return lambda model, monkeypatch: monkeypatch.setattr(cls, name, make(getattr(cls, name)))
 
 
-def _not_transposed(streams, y, post, comb, impl):
-    return post[..., None] * y[:, None] + comb @ streams
+def _not_transposed(streams, y, post, comb, **more):
+    return expand_streams(streams, y, post, comb.transpose(1, 2).contiguous(), **more)
 
 
 def _comb_not_transposed(model, monkeypatch):

@@ -1,4 +1,4 @@
-"""Which kernels a session of the engine would compile on a GPU, and when: ``python -m tests.support.models.variants NAME``, without a GPU.
+"""Which kernels a session of the engine would compile on a GPU, and when: ``python -m tests.support.models.variants NAME STEPS [EXPERTS]``, without a GPU.
 
 Triton's own launcher specialises each launch, for a driver that says it is sm_90; a hook refuses the compilation, so nothing runs. Prints
 one JSON object: {"start": kernels that a start compiles, "later": [[step, kernel, what it was compiled for]]}.
@@ -19,8 +19,8 @@ SMS = 132
 # Long enough for every block of a top-k, with entries of 4 tokens.
 MAX_LEN, LONGEST = 40000, 38000
 # Of the named configurations: keys of a query that are worth splitting, and so many heads that a
-# query tile is of one token, as in the released models.
-LARGER = {"deepseek-v4-tiny": {"index_topk": 300, "num_heads": 64}}
+# query tile is of one token, as in the released models; and experts whose rows are whole groups of fp4.
+LARGER = {"deepseek-v4-tiny": {"index_topk": 300, "num_heads": 64, "moe_intermediate_size": 64}}
 
 
 def record():
@@ -68,8 +68,25 @@ def pretend():
             module.expect_impl = lambda *args: None
 
 
-def session(name, steps):
-    """Variants compiled at start, and those of a session of varied requests with the step that met them first."""
+def pack_experts(model, kind):
+    """Experts of a DeepSeek-V4 model as they are released, "fp8" or "fp4", of zeros: no value is looked at."""
+    from quire.models.deepseek_v4.moe import clamped_swiglu_options
+    from quire.models.layers.packed_experts import PackedExperts
+
+    config = model.config
+    sizes = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
+    for layer in model.layers:
+        packed = PackedExperts(kind, *sizes, clamped_swiglu_options(config), torch.device("cpu"))
+        for weight in packed.parameters():
+            weight.data = torch.zeros(weight.shape, dtype=weight.dtype)
+        layer.mlp.experts = packed
+
+
+def session(name, steps, experts=None):
+    """Variants compiled at start, and those of a session of varied requests with the step that met them first.
+
+    experts: how those of DeepSeek-V4 are packed; None = not.
+    """
     from quire.models.engine import graphs
     from quire.models.engine.engine import Engine, EngineConfig
     from quire.models.engine.request import SamplingParams
@@ -80,6 +97,8 @@ def session(name, steps):
     found = record()
     config = replace(few(name), max_position_embeddings=MAX_LEN, **LARGER.get(name, {}))
     model = random_model(config, device="cpu", dtype=torch.bfloat16)
+    if experts is not None:
+        pack_experts(model, experts)
     pretend()
     if hasattr(model, "expect_impl"):
         model.expect_impl = lambda impl: None
@@ -111,4 +130,4 @@ def session(name, steps):
 
 if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET")
-    print(json.dumps(session(sys.argv[1], int(sys.argv[2]))))
+    print(json.dumps(session(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])))
