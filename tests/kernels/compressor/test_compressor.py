@@ -248,9 +248,17 @@ CASES = {
     "bf16": Case([[9], [6]], dtype=torch.bfloat16, pages=torch.bfloat16),
     "fp16": Case([[9], [6]], dtype=torch.float16, pages=torch.float16),
     "steep-gates": Case([[9], [6]], gate_size=1e4),
+    "chunks": Case([[20, 31], [9, 3]], ratio=9, overlap=False),
+    "chunks-with-overlap": Case([[23, 12], [4, 5]], ratio=5),
+    "steep-gates-in-chunks": Case([[33], [14]], ratio=17, overlap=False, gate_size=1e4),
+    "wide-rows-in-chunks": Case([[23], [8]], ratio=6, dim=512, rope_dim=64),
+    "bf16-rows-to-fp32-pages-in-chunks": Case([[23], [8]], ratio=6, dtype=torch.bfloat16),
     "index-bf16": Case([[9], [6]], dtype=torch.bfloat16, pages=torch.bfloat16, index=True),
     "index-fp8": Case([[9, 4], [3, 3]], block_size=64, **INDEX_FP8),
+    "index-fp8-fp32-rows": Case([[9, 4], [3, 3]], **{**INDEX_FP8, "dtype": torch.float32}),
+    "index-fp8-narrow": Case([[9, 4], [3, 3]], dim=32, rope_dim=16, pages=torch.uint8, index=True),
     "latent-fp8": Case([[9], [3]], block_size=64, **REAL_FP8),
+    "latent-fp8-fp32-rows": Case([[9], [3]], **{**REAL_FP8, "dtype": torch.float32}),
     "latent-fp8-p2": Case([[9], [3]], block_size=2, **REAL_FP8),
     "real-hca": Case([[1], [2]], ratio=128, overlap=False, start=126, slack=3, block_size=2, **REAL_FP8),
 }  # fmt: skip
@@ -265,7 +273,7 @@ def test_compress(impl, name):
 
 
 @IMPLS
-@pytest.mark.parametrize("overlap, ratio", [(True, 2), (False, 3)])
+@pytest.mark.parametrize("overlap, ratio", [(True, 2), (False, 3), (True, 5), (False, 9)])
 def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
     """Steps of 0 to 2 * ratio + 1 tokens, rings that one launch suffices for and others: entry for entry the one pass."""
     counts = list(range(2 * ratio + 2))
@@ -355,7 +363,7 @@ def test_padding_rows(impl):
 
 def test_more_tokens_than_a_tile(monkeypatch):
     """Tiles of 4 tokens: the first one of window 0 holds only tokens before position 0, the last one of ratio 5 is not full."""
-    monkeypatch.setattr(compress_triton, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(compress_triton, "BLOCK_TOKENS", 4)
     for shape in (dict(), dict(ratio=5)):
         Run(Case([[9], [2]], **shape)).run("triton").check_entries()
 
