@@ -15,6 +15,11 @@ Both kinds of program run in one launch where the ring is so large that no row w
 that is still read, which is so in decode; otherwise the rows are written by a second launch of the
 same kernel.
 
+Entries and index keys of any ratio are made by the same kernel, whose tiles have WIDTH channels:
+those that a row does not have cost no bytes, and stay 0. Eight tokens of 512 channels are all that
+an entry of ratio 4 pools with overlap. Programs are small (4 warps, about 110 registers), so that
+four of them have 128 KiB under way on an SM.
+
 Layout: kv, gate [num_tokens, channels], channels = dim, or 2 * dim with overlap (series a, then b);
 state [num_states, ring, 2, channels] fp32.
 
@@ -155,6 +160,7 @@ def _compress_kernel(
         bias = ape.data + tl.where(second, token - ratio, token) * ape.stride_row + column
         bias = tl.load(bias, mask=new, other=0.0)
         if kv.data.dtype == state.data.dtype and gate.data.dtype == state.data.dtype:
+            # Of a token one address, not two loads of which one is masked.
             c = tl.load(tl.where(old, cell, c_row) + column, mask=live, other=0.0)
             z_row = tl.where(old, cell + state.stride_part, z_row)
             z = tl.load(z_row + column, mask=live, other=float("-inf"))

@@ -9,6 +9,8 @@ in fp32, rounded once to what the page holds; quantized rows round to bf16 and t
 there is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
 
 Layout: x [num_rows, dim], one program takes BLOCK_ROWS rows; pages as in ``common.latent_pages``.
+Without pages, of heads, a program takes rows of one token, and a row of its tile is WIDTH channels:
+one wide head, or as many narrow ones as fit where there is no norm.
 Bound by memory: a row is read once and written once (twice with ``out``).
 
 Source: DeepSeek-V4, kv_norm and rotary embedding of the latent; FlashMLA's tests/quant.py for the

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.bench.common import bounds
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
 from quire.kernels.compressor import reference
 from quire.kernels.compressor import triton_impl as compress_triton
@@ -359,6 +360,10 @@ def test_padding_rows(impl):
     compress(**arguments, impl=impl)
     run.check_state()
     run.check_entries()
+
+
+def test_budgets_count_the_rescalings_of_a_tile():
+    assert compress_triton.BLOCK_TOKENS >= bounds.TILE
 
 
 def test_more_tokens_than_a_tile(monkeypatch):
