@@ -323,6 +323,14 @@ def test_rejected_drafts_leave_no_trace(impl, shape):
 
 
 @IMPLS
+def test_an_index_key_has_one_scale(impl):
+    """Also where the second half of its channels is much smaller than the first."""
+    run = Run(Case([[9]], block_size=64, **INDEX_FP8))
+    run.kv.unflatten(-1, (4, 64))[:, :, ::2] *= 32
+    run.run(impl).check_entries()
+
+
+@IMPLS
 def test_an_entry_without_a_slot_is_not_made(impl):
     """It is left out, its tokens are kept, and the next window pools them."""
     case = Case([[11]])

@@ -200,19 +200,19 @@ HEADS = {
 
 
 @IMPLS
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", ["none", "out", "x and out"])
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_tokens(impl, name, apart):
-    """Positions by token, rows by head, side by side or apart; the second token stands nowhere."""
+    """Positions by token, rows by head, side by side and in place or apart; the second token stands nowhere."""
     tokens, heads, dim, rope_dim, norm = HEADS[name]
     case = Case(tokens * heads, dim, rope_dim, torch.bfloat16, None, norm=norm)
     call = make_call(case)
     call["positions"] = torch.tensor([7, -1, 49, 0, 3][:tokens], device=DEVICE)
-    if not apart:
+    if apart != "x and out":
         call["x"] = call["x"].contiguous()
     oracle = call | {"x": call["x"].clone()}
     wide = torch.full((case.num_rows, dim + 16), NAN, dtype=case.dtype, device=DEVICE)
-    out = wide[:, :dim] if apart else call["x"]
+    out = call["x"] if apart == "none" else wide[:, :dim]
     write_latent(pages=None, **call, out=out, impl=impl)
     assert_rows("out", out.float(), oracle, case)
     assert wide[:, dim:].isnan().all()
