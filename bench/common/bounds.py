@@ -38,8 +38,8 @@ UNIT = 2.0**-23
 # Errors, in units, of an exponential or root; of a hyperbolic tangent made of an exponential.
 EXP_UNITS = 2
 TANH_UNITS = 16
-# Keys of the smallest tile of a softmax.
-TILE = 16
+# Keys of the smallest tile of a softmax: tokens that ``compress`` pools at once.
+TILE = 8
 
 
 class Bounded(Tensor):

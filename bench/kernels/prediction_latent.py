@@ -356,7 +356,8 @@ def _add_compress(case: LatentCase, device: Device, work: _Work) -> None:
     from quire.kernels.compressor import triton_impl as compress_triton
 
     programs = case.batch * max(1, case.q_lens[0] // case.shape.ratio)
-    in_flight = 2 * 4 * compress_triton.TILE_ELEMENTS * min(programs, 2 * device.num_sms)
+    tile = compress_triton.BLOCK_TOKENS * case.shape.head_dim
+    in_flight = 2 * 4 * tile * min(programs, 4 * device.num_sms)
     work.sustained = in_flight / device.latency
     work.kernels += 1 if case.phase == "decode" else 2
 

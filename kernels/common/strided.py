@@ -108,8 +108,8 @@ class PagedRows(NamedTuple):
     Attributes:
         data: the tensor; a pointer in a kernel.
         stride_page: elements from one page to the next.
-        stride_row: elements from one row of a page to the next; 0 for quantized pages, whose
-            layout fixes it.
+        stride_row: elements from one row of a page to the next; 0 where a kernel knows it of
+            quantized pages.
     """
 
     data: Any

@@ -38,7 +38,8 @@ def write_latent(
         slot_mapping: [num_rows] int64, page * storage_block_size + row; -1 = do not write this row.
             None without pages.
         positions: [num_rows] int64 absolute positions in tokens, rows of ``cos_sin``; None = no
-            RoPE. -1 = none, for padding: the row is not turned.
+            RoPE. -1 = none, for padding: the row is not turned. Without pages [num_tokens], each
+            of as many rows, the heads of a token, which follow each other.
         cos_sin: [max_position, rope_dim] fp32, the cosines of rope_dim / 2 pairs and then their
             sines. Pair i is channels 2i and 2i + 1 of the trailing rope_dim channels and turns by
             +angle.

@@ -49,9 +49,15 @@ class LatentCall:
             missing = "positions" if self.positions is None else "cos_sin"
             raise ValueError(f"{missing}: expected positions and cos_sin or neither, got None")
         if self.positions is not None and self.cos_sin is not None:
+            num_tokens = None if self.pages is None else num_rows
             checks.expect_tensor(
-                "positions", self.positions, (num_rows,), torch.int64, device=self.x.device
+                "positions", self.positions, (num_tokens,), torch.int64, device=self.x.device
             )
+            num_tokens = self.positions.shape[0]
+            if num_rows % num_tokens if num_tokens else num_rows:
+                raise ValueError(
+                    f"positions: expected a divisor of {num_rows} rows, got {num_tokens}"
+                )
             check_cos_sin(
                 self.cos_sin,
                 head_dim,

@@ -65,8 +65,9 @@ def write_latent(
     rows = []
     for i in range(x.shape[0]):
         angles = None
-        if positions is not None and cos_sin is not None and positions[i] >= 0:
-            angles = cos_sin[positions[i]]
+        if positions is not None and cos_sin is not None:
+            position = positions[i * len(positions) // len(x)]
+            angles = cos_sin[position] if position >= 0 else None
         rows.append(roped(normed(x[i].to(dtype), norm_weight, eps), angles))
     return torch.stack(rows) if rows else x.to(dtype)
 

@@ -16,6 +16,8 @@ from .call import LatentCall
 def write_latent(call: LatentCall) -> None:
     """Write what a checked call gives."""
     positions = call.positions
+    if positions is not None and len(positions) < len(call.x):
+        positions = positions.repeat_interleave(len(call.x) // len(positions))
     if call.pages is not None and call.slot_mapping is not None:
         written = call.slot_mapping >= 0
         room = call.pages.data.shape[0] * call.pages.storage_block_size

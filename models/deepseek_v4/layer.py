@@ -57,7 +57,7 @@ from ..parallel.group import Group
 from .config import CSA, SLIDING, DeepseekV4Config
 from .hyper_connections import HyperConnection
 from .moe import MoE
-from .rope import HeadPositions, rotated_heads
+from .rope import rotated_heads
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,9 @@ class Attend(Protocol):
 
     Attributes:
         impl: "triton" or "torch" for all kernels of the step; None = by device.
-        head_positions: of the step.
     """
 
     impl: str | None
-    head_positions: HeadPositions
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
         """Attention of one layer.
@@ -174,7 +172,7 @@ class Indexer(GatedPooling):
         self.scorer = Scorer(config, device, dtype)
 
     def inputs(
-        self, q_latent: Tensor, projected: Sequence[Tensor], head_positions: Tensor,
+        self, q_latent: Tensor, projected: Sequence[Tensor], positions: Tensor,
         cos_sin: Tensor, impl: str | None,
     ) -> IndexerInputs:  # fmt: skip
         """Queries of a step, their weights, and what keys are pooled from.
@@ -183,12 +181,12 @@ class Indexer(GatedPooling):
             q_latent: [num_tokens, q_lora_rank].
             projected: kv and gate of the keys' compressor, and the weights of the heads, not scaled
                 yet, each [num_tokens, channels] fp32.
-            head_positions: [num_tokens * index_num_heads] int64.
+            positions: [num_tokens] int64.
             cos_sin: as in `AttentionInputs`.
             impl: of the kernels.
         """
         q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
-        q = rotated_heads(q, head_positions, cos_sin, None, self.kv_norm.eps, impl)
+        q = rotated_heads(q, positions, cos_sin, None, self.kv_norm.eps, impl)
         kv, gate, weights = projected
         return IndexerInputs(q, weights * self.score_scale, kv, gate)
 
@@ -271,7 +269,7 @@ class Attention(nn.Module):
         Returns:
             The shape of x.
         """
-        impl, by_head = attend.impl, attend.head_positions
+        impl = attend.impl
         q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
         # Without a residual a plain RMS norm.
         q_latent = residual_norm(q_latent, self.q_a_norm.weight, eps=self.eps, impl=impl)
@@ -282,16 +280,12 @@ class Attention(nn.Module):
         inputs = AttentionInputs(
             positions=positions,
             cos_sin=cos_sin,
-            q=rotated_heads(
-                q, by_head(positions, q.shape[1]), cos_sin, self._no_weight, self.eps, impl
-            ),
+            q=rotated_heads(q, positions, cos_sin, self._no_weight, self.eps, impl),
             kv=kv,
             compressor=None if compressor is None else (projected[0], projected[1]),
             indexer=None
             if indexer is None
-            else indexer.inputs(
-                q_latent, projected[2:], by_head(positions, indexer.num_heads), cos_sin, impl
-            ),
+            else indexer.inputs(q_latent, projected[2:], positions, cos_sin, impl),
         )
         out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
         weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))

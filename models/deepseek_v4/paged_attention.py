@@ -17,7 +17,7 @@ from .cache import CompressorCache, LayerCache, V4PagePool
 from .cache_plan import COMPRESSED, OVERLAP
 from .layer import Attention, AttentionInputs, Compressor, GatedPooling, Indexer
 from .overlap import OverlapCopies
-from .rope import HeadPositions, apply_rope
+from .rope import apply_rope
 
 
 class PagedAttend:
@@ -43,7 +43,6 @@ class PagedAttend:
 
     def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
         self.attn, self.pool, self.impl = attn, pool, impl
-        self.head_positions = HeadPositions()
         self._lengths = {
             "seq_lens": attn.seq_lens,
             "cu_seqlens_q": attn.cu_seqlens_q,

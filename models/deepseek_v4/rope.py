@@ -50,23 +50,6 @@ def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-class HeadPositions:
-    """Positions of the rows [num_tokens * num_heads] that heads are, made once for all layers."""
-
-    def __init__(self) -> None:
-        self._positions: Tensor | None = None
-        self._by_head: dict[int, Tensor] = {}
-
-    def __call__(self, positions: Tensor, num_heads: int) -> Tensor:
-        """[num_tokens * num_heads] int64 of [num_tokens] int64."""
-        if positions is not self._positions:
-            self._positions, self._by_head = positions, {}
-        if num_heads not in self._by_head:
-            size = len(positions) * num_heads
-            self._by_head[num_heads] = positions.repeat_interleave(num_heads, output_size=size)
-        return self._by_head[num_heads]
-
-
 def rotated_heads(
     x: Tensor,
     positions: Tensor,
@@ -79,7 +62,7 @@ def rotated_heads(
 
     Args:
         x: [num_tokens, num_heads, head_dim], contiguous.
-        positions: [num_tokens * num_heads] int64.
+        positions: [num_tokens] int64.
         cos_sin: [max_positions, rope_dim] fp32, a `rope_table`.
         norm_weight: [head_dim], of an RMS norm of each head; None = no norm.
         eps: of the norm.

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..layers.basic import rms_norm
 from .config import DeepseekV4Config
 from .layer import Attention, AttentionInputs, GatedPooling, IndexerInputs
-from .rope import HeadPositions, apply_rope
+from .rope import apply_rope
 
 if TYPE_CHECKING:
     from ..layers.unpaged_attention import Stored
@@ -38,7 +38,6 @@ class UnpagedAttend:
 
     def __init__(self, config: DeepseekV4Config, stored: Stored | None = None) -> None:
         self.config, self.stored = config, stored
-        self.head_positions = HeadPositions()
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
         """See `models.deepseek_v4.layer.Attend`."""

@@ -11,11 +11,12 @@ from . import StaticCase, meta
 
 NUM_ROWS = 8192
 HEAD_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
-SAMPLE = ("fp8-p64", "csa-fp8-prefill")
+SAMPLE = ("fp8-p64", "heads", "csa-fp8-prefill")
+NUM_HEADS = 64
 
 
 def cases() -> list[StaticCase]:
-    """Each kind of page, in both page geometries where the layout depends on it; each dtype of rows; each optional step left out."""
+    """Each kind of page, in both page geometries where the layout depends on it; each dtype of rows; each optional step left out. The rows of ``compress`` are fp32, as a model's projections are."""
     writes = {
         "bf16": {"kind": "bfloat16"},
         "fp16": {"kind": "float16", "dtype": "float16"},
@@ -24,14 +25,19 @@ def cases() -> list[StaticCase]:
         "fp8-p2": {"kind": "uint8", "block_size": 2},
         "fp8-fp32-rows": {"kind": "uint8", "dtype": "float32"},
         "fp8-only-write": {"kind": "uint8", "fused": False, "out": False},
-        "no-pages": {"kind": None},
+    }
+    heads = {
+        "heads": {"dim": HEAD_DIM, "norm": True},
+        "index-heads": {"dim": INDEX_DIM, "norm": False},
+        "heads-fp32": {"dim": HEAD_DIM, "norm": True, "dtype": "float32"},
     }
     csa = {"ratio": 4, "block_size": 64}
     hca = {"ratio": 128, "block_size": 2}
     pools = {
         "csa-bf16-decode": {**csa, "kind": "bfloat16"},
         "csa-fp8-prefill": {**csa, "kind": "uint8", "q_len": 8192},
-        "csa-fp32-decode": {**csa, "kind": "float32", "dtype": "float32"},
+        "csa-fp32-decode": {**csa, "kind": "float32"},
+        "csa-fp8-bf16-rows": {**csa, "kind": "uint8", "dtype": "bfloat16"},
         "hca-bf16-decode": {**hca, "kind": "bfloat16"},
         "hca-fp8-prefill": {**hca, "kind": "uint8", "q_len": 8192},
         "index-bf16-prefill": {**csa, "kind": "bfloat16", "index": True, "q_len": 8192},
@@ -44,12 +50,13 @@ def cases() -> list[StaticCase]:
             functools.partial(launches, **options),
             sample=case in SAMPLE,
             operator=operator,
-            head_dim=INDEX_DIM if options.get("index") else HEAD_DIM,
-            pages=options["kind"] or "",
-            block_sizes=(options.get("block_size", 64),) if options["kind"] else (),
+            head_dim=INDEX_DIM if "index" in case else HEAD_DIM,
+            pages=options.get("kind", ""),
+            block_sizes=(options.get("block_size", 64),) if "kind" in options else (),
         )
         for name, operator, launches, table in (
             ("latent", "write_latent", write_launches, writes),
+            ("latent", "write_latent", heads_launches, heads),
             ("compress", "compress", compress_launches, pools),
         )
         for case, options in table.items()
@@ -67,7 +74,7 @@ def latent_pages(kind: str, block_size: int) -> Any:
 
 def write_launches(
     arch: Arch,
-    kind: str | None,
+    kind: str,
     dtype: str = "bfloat16",
     block_size: int = 64,
     fused: bool = True,
@@ -79,8 +86,8 @@ def write_launches(
 
     call = latent.LatentCall(
         meta(NUM_ROWS, HEAD_DIM, dtype=dtype),
-        None if kind is None else latent_pages(kind, block_size),
-        None if kind is None else meta(NUM_ROWS, dtype="int64"),
+        latent_pages(kind, block_size),
+        meta(NUM_ROWS, dtype="int64"),
         meta(NUM_ROWS, dtype="int64") if fused else None,
         meta(1 << 20, ROPE_DIM, dtype="float32") if fused else None,
         meta(HEAD_DIM, dtype="float32") if fused else None,
@@ -90,13 +97,26 @@ def write_launches(
     return [latent_triton.prepare(call)]
 
 
+def heads_launches(arch: Arch, dim: int, norm: bool, dtype: str = "bfloat16") -> list[Any]:
+    """The launch that rotates the heads of queries, or of the indexer, in place."""
+    from quire.kernels.latent_write import api as latent
+    from quire.kernels.latent_write import triton_impl as latent_triton
+
+    x = meta(NUM_ROWS * NUM_HEADS, dim, dtype=dtype)
+    positions, cos_sin = meta(NUM_ROWS, dtype="int64"), meta(1 << 20, ROPE_DIM, dtype="float32")
+    weight = meta(dim, dtype="float32") if norm else None
+    return [
+        latent_triton.prepare(latent.LatentCall(x, None, None, positions, cos_sin, weight, 1e-6, x))
+    ]
+
+
 def compress_launches(
     arch: Arch,
     ratio: int,
     block_size: int,
     kind: str,
     q_len: int = 1,
-    dtype: str = "bfloat16",
+    dtype: str = "float32",
     index: bool = False,
 ) -> list[Any]:
     """The launches of one ``compress``, with a ring that a decode step of one token needs no second launch for."""

@@ -375,6 +375,16 @@ shapes = [shape(*w) for w in compiling.distinct((), tiles=("sm_90",))]
 assert set(shapes) == {shape(*w) for w in everything if w[1] == "sm_90"}
 assert len(shapes) == len(set(shapes)) < 180
 """,
+    "uses of a model that share a kernel": """
+def keys(*names):
+    return {repr(compiling.specialise(cases[name].launches(arch_of("sm_90"))[0])) for name in names}
+for pages in ("fp8-prefill", "bf16-decode"):
+    index = {"fp8-prefill": "index-fp8-decode", "bf16-decode": "index-bf16-prefill"}[pages]
+    names = [f"compress-{kind}" for kind in (f"csa-{pages}", f"hca-{pages}", index)]
+    assert len(keys(*names)) == 1, names
+assert len(keys("latent-heads", "latent-index-heads")) == 1
+assert len(keys("latent-heads", "latent-heads-fp32", "compress-csa-fp8-prefill", "compress-csa-bf16-decode")) == 4
+""",
     "samples hold every kernel": """
 every, sample = set(), set()
 for name, case in cases.items():

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.bench.common import bounds
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
 from quire.kernels.compressor import reference
 from quire.kernels.compressor import triton_impl as compress_triton
@@ -248,9 +249,17 @@ CASES = {
     "bf16": Case([[9], [6]], dtype=torch.bfloat16, pages=torch.bfloat16),
     "fp16": Case([[9], [6]], dtype=torch.float16, pages=torch.float16),
     "steep-gates": Case([[9], [6]], gate_size=1e4),
+    "chunks": Case([[20, 31], [9, 3]], ratio=9, overlap=False),
+    "chunks-with-overlap": Case([[23, 12], [4, 5]], ratio=5),
+    "steep-gates-in-chunks": Case([[33], [14]], ratio=17, overlap=False, gate_size=1e4),
+    "wide-rows-in-chunks": Case([[23], [8]], ratio=6, dim=512, rope_dim=64),
+    "bf16-rows-to-fp32-pages-in-chunks": Case([[23], [8]], ratio=6, dtype=torch.bfloat16),
     "index-bf16": Case([[9], [6]], dtype=torch.bfloat16, pages=torch.bfloat16, index=True),
     "index-fp8": Case([[9, 4], [3, 3]], block_size=64, **INDEX_FP8),
+    "index-fp8-fp32-rows": Case([[9, 4], [3, 3]], **{**INDEX_FP8, "dtype": torch.float32}),
+    "index-fp8-narrow": Case([[9, 4], [3, 3]], dim=32, rope_dim=16, pages=torch.uint8, index=True),
     "latent-fp8": Case([[9], [3]], block_size=64, **REAL_FP8),
+    "latent-fp8-fp32-rows": Case([[9], [3]], **{**REAL_FP8, "dtype": torch.float32}),
     "latent-fp8-p2": Case([[9], [3]], block_size=2, **REAL_FP8),
     "real-hca": Case([[1], [2]], ratio=128, overlap=False, start=126, slack=3, block_size=2, **REAL_FP8),
 }  # fmt: skip
@@ -265,7 +274,7 @@ def test_compress(impl, name):
 
 
 @IMPLS
-@pytest.mark.parametrize("overlap, ratio", [(True, 2), (False, 3)])
+@pytest.mark.parametrize("overlap, ratio", [(True, 2), (False, 3), (True, 5), (False, 9)])
 def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
     """Steps of 0 to 2 * ratio + 1 tokens, rings that one launch suffices for and others: entry for entry the one pass."""
     counts = list(range(2 * ratio + 2))
@@ -314,6 +323,14 @@ def test_rejected_drafts_leave_no_trace(impl, shape):
 
 
 @IMPLS
+def test_an_index_key_has_one_scale(impl):
+    """Also where the second half of its channels is much smaller than the first."""
+    run = Run(Case([[9]], block_size=64, **INDEX_FP8))
+    run.kv.unflatten(-1, (4, 64))[:, :, ::2] *= 32
+    run.run(impl).check_entries()
+
+
+@IMPLS
 def test_an_entry_without_a_slot_is_not_made(impl):
     """It is left out, its tokens are kept, and the next window pools them."""
     case = Case([[11]])
@@ -353,9 +370,13 @@ def test_padding_rows(impl):
     run.check_entries()
 
 
+def test_budgets_count_the_rescalings_of_a_tile():
+    assert compress_triton.BLOCK_TOKENS >= bounds.TILE
+
+
 def test_more_tokens_than_a_tile(monkeypatch):
     """Tiles of 4 tokens: the first one of window 0 holds only tokens before position 0, the last one of ratio 5 is not full."""
-    monkeypatch.setattr(compress_triton, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(compress_triton, "BLOCK_TOKENS", 4)
     for shape in (dict(), dict(ratio=5)):
         Run(Case([[9], [2]], **shape)).run("triton").check_entries()
 

@@ -11,6 +11,8 @@ from quire.bench.common.bounds import Bounded, bounded
 from quire.kernels import LatentPages, page_bytes, write_latent
 from quire.kernels.common.tiles import rounded_to_e4m3
 from quire.kernels.latent_write import reference
+from quire.kernels.latent_write import triton_impl as latent_triton
+from quire.kernels.latent_write.call import LatentCall
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
@@ -182,6 +184,51 @@ def test_quantised_bytes(impl, block_size, dtype):
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
 
 
+# Heads of a token: (tokens, heads, head_dim, rope_dim, norm).
+HEADS = {
+    "one-row-each": (5, 1, 512, 64, True),
+    "wide": (3, 9, 512, 64, True),
+    "wide-no-norm": (3, 9, 512, 64, False),
+    "four-in-a-row": (3, 12, 128, 64, False),
+    "four-in-a-row-more-than-a-program": (2, 36, 128, 64, False),
+    "two-in-a-row": (3, 6, 128, 64, False),
+    "none-fit-together": (3, 5, 128, 64, False),
+    "narrow-with-norm": (3, 8, 128, 64, True),
+    "all-roped": (3, 8, 64, 64, False),
+    "32-in-a-row": (3, 64, 16, 2, False),
+}
+
+
+@IMPLS
+@pytest.mark.parametrize("apart", ["none", "out", "x and out"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_tokens(impl, name, apart):
+    """Positions by token, rows by head, side by side and in place or apart; the second token stands nowhere."""
+    tokens, heads, dim, rope_dim, norm = HEADS[name]
+    case = Case(tokens * heads, dim, rope_dim, torch.bfloat16, None, norm=norm)
+    call = make_call(case)
+    call["positions"] = torch.tensor([7, -1, 49, 0, 3][:tokens], device=DEVICE)
+    if apart != "x and out":
+        call["x"] = call["x"].contiguous()
+    oracle = call | {"x": call["x"].clone()}
+    wide = torch.full((case.num_rows, dim + 16), NAN, dtype=case.dtype, device=DEVICE)
+    out = call["x"] if apart == "none" else wide[:, :dim]
+    write_latent(pages=None, **call, out=out, impl=impl)
+    assert_rows("out", out.float(), oracle, case)
+    assert wide[:, dim:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "heads, dim, norm, grid",
+    [(64, 512, True, (3, 16)), (64, 128, False, (3, 4)), (64, 128, True, (3, 16)), (2, 128, False, (3, 1))],
+)  # fmt: skip
+def test_programs_of_heads(heads, dim, norm, grid):
+    """2,048 channels a program, of one token: four heads of the indexer are a row of its tile."""
+    call = make_call(Case(3 * heads, dim, 64, torch.bfloat16, None, norm=norm))
+    call |= {"x": call["x"].contiguous(), "positions": call["positions"][:3]}
+    assert latent_triton.prepare(LatentCall(pages=None, **call, out=call["x"])).grid == grid
+
+
 @triton.jit
 def _round_kernel(x, values, quantized, N: tl.constexpr):
     from_here = tl.program_id(0) * N + tl.arange(0, N)
@@ -290,6 +337,11 @@ def test_refused_without_pages():
         write_latent(x, None, None, out=out)
     x, out = torch.zeros(5, 32), torch.zeros(5, 32)
     positions = torch.zeros(5, dtype=torch.int64)
+    for count in (0, 2, 10):
+        with pytest.raises(
+            ValueError, match=rf"^positions: expected a divisor of 5 rows, got {count}"
+        ):
+            write_latent(x, None, None, positions=positions.new_zeros(count), cos_sin=torch.zeros(9, 8), out=out)  # fmt: skip
     for width in (0, 7, 34):
         with pytest.raises(ValueError, match=r"^cos_sin: expected an even rope_dim in 2\.\.32"):
             write_latent(x, None, None, positions=positions, cos_sin=torch.zeros(9, width), out=out)

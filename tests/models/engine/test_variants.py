@@ -22,12 +22,11 @@ V4 = {
     "compressed_prefill_kernel": 3,
     "compressed_decode_kernel": 3,
     "compressed_merge_kernel": 1,
-    # Entries of CSA (8 tokens, 512 channels: 62 registers, 8 warps), its index keys (128 channels: 40
-    # registers, 4 warps), entries of HCA (128 tokens: 101 registers, 16 warps).
-    "_compress_kernel": 3,
-    # Query heads (44 registers), raw rows to pages (96, if quantized), heads of the indexer (128
-    # channels, no norm).
-    "_write_latent_kernel": 3,
+    # Entries of CSA (8 tokens of 512 channels), of HCA (128 tokens), index keys (128 channels): a loop
+    # over 8 tokens, 108 registers.
+    "_compress_kernel": 1,
+    # Raw rows to pages (96 registers, if quantized); heads of queries and of the indexer (42).
+    "_write_latent_kernel": 2,
     "index_scores_kernel": 1,
     "index_select_kernel": 1,
     # Rows that one expert has: up to 16, and more, of plain and of packed weights.
