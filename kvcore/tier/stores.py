@@ -19,6 +19,7 @@ from .transfers import Chain, Lack, Transfers, end_of
 from .watched import coming, is_there
 
 LOOKED_AT = 16, 4096  # entries of a place in a call, more than in the last one and at most
+RECOUNT = 64  # calls, after which pages to be had without a loss are counted again at the latest
 SLACK = 16  # of so many pages to be had without a loss one may be missing
 REMEMBERED = 1024  # failures
 LONGEST_WAIT = 5  # of what found no room, which others give back soon: 2**5 calls
@@ -124,6 +125,8 @@ class Stores:
         that would free."""
         index, policy = source.index, source.policy
         needed = self._low(source) - source.num_free - self._underway(source)
+        if self._calls % RECOUNT == 0:
+            policy.count()
         # To look passes over all that are kept.
         if needed - policy.kept_pages <= policy.kept_pages // SLACK:
             return {}

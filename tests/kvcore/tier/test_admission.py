@@ -11,6 +11,7 @@ from quire.kvcore.policies.base import Ranked
 from quire.kvcore.prefix.tree import ResumePoint
 from quire.kvcore.tier.admission import AGAIN, beside, left_over
 from quire.kvcore.tier.places import Found
+from quire.kvcore.tier.stores import RECOUNT
 from quire.kvcore.tier.watched import Watched, coming
 from tests.kvcore.tier.test_tiers import DENSE, HYBRID, Setup
 from tests.support.kvcore.entries import Fake, key
@@ -278,6 +279,32 @@ def test_what_has_a_copy_is_not_looked_at_again():
     assert kept and not asked
     s.serve([99, *PROMPT])
     assert s.store() and asked and policy.kept_pages > kept
+
+
+def test_pages_of_what_has_a_copy_are_counted_again():
+    """A request that was admitted before a prefix was there goes on from its end: to evict it frees
+    its window pages alone then."""
+    s = Setup(pages=400, host=400)
+    longer = [*PROMPT, *range(500, 540)]
+    s.e.admit("longer", longer)
+    s.serve(PROMPT)
+    s.store()
+    policy, [point] = (
+        s.e.kv.index.policy,
+        [p for r in s.e.kv.index.runs() for p in r.points.values()],
+    )
+    assert isinstance(policy, Watched) and policy.is_spare(point)
+    before = point.freed
+    assert policy.kept_pages == before
+    s.tiers._stores._watermark = 0  # nothing is due, so that nothing else counts them
+    s.e.step({"longer": 64})
+    s.e.step({"longer": len(longer) - 64})
+    assert point.freed < before and policy.is_spare(point)
+    for _ in range(RECOUNT):
+        s.store()
+    kept = [p for r in s.e.kv.index.runs() for p in r.points.values() if policy.is_spare(p)]
+    assert point in kept and policy.kept_pages == sum(p.freed for p in kept)
+    s.e.release("longer")
 
 
 class Valued(Ranked):
