@@ -28,12 +28,13 @@ Source: DeepSeek-V4, compressed attention: the compressors of the latents and of
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from ..common import launch_cache, strided
 from ..common.latent_pages import IndexPages
-from ..common.launching import Launch
+from ..common.launching import Launch, arch_and_sms
 from ..common.query_tiles import LOG2E
 from ..latent_write.triton_impl import WIDTH, normed, paged_rows, rotated, stored
 from .call import CompressCall
@@ -41,6 +42,7 @@ from .call import CompressCall
 # Tokens that a program of an entry pools at once; sequences that it looks through at once.
 BLOCK_TOKENS = 8
 NUM_WARPS = 4
+REGISTERS = 168, 128  # of a thread, and where rows are fp32: an SM has three programs, or four
 BLOCK_SEQS = 256
 
 
@@ -238,6 +240,7 @@ def prepare(call: CompressCall) -> list[Launch]:
         "BLOCK_SEQS": BLOCK_SEQS,
         "WIDTH": WIDTH,
         "num_warps": NUM_WARPS,
+        **arch_and_sms(call.kv)[0].register_limit(REGISTERS[call.kv.dtype == torch.float32]),
     }
     kept = num_seqs * kept_rows
     # The rows written replace those up to seq_len - 1 - ring, and the windows that close reach back

@@ -23,7 +23,7 @@ V4 = {
     "compressed_decode_kernel": 3,
     "compressed_merge_kernel": 1,
     # Entries of CSA (8 tokens of 512 channels), of HCA (128 tokens), index keys (128 channels): a loop
-    # over 8 tokens, 108 registers.
+    # over 8 tokens, 128 registers.
     "_compress_kernel": 1,
     # Raw rows to pages (96 registers, if quantized); heads of queries and of the indexer (42).
     "_write_latent_kernel": 2,
