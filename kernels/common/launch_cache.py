@@ -294,7 +294,10 @@ def _source(
     """
     source = name if name in tensors else NAMES[name]
     if tensors[source] is None:
-        source = next(other for other, tensor in tensors.items() if tensor is value)
+        at = value.data_ptr()
+        named = [n for n, t in tensors.items() if isinstance(t, Tensor) and t.data_ptr() == at]
+        # That of another shape may lie at the same address, and elsewhere in a later call.
+        source = next((name for name in named if tensors[name] is value), named[0])
     view = _view(value, tensors[source])
     if view is None:
         return source

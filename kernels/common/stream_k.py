@@ -170,3 +170,15 @@ def programs_of(first, units, size, least):
     at = program * size
     end = program - ((at > first) & (border(at, first, units, least) == stop)).to(tl.int32)
     return begin, end - begin + 1
+
+
+@triton.jit
+def next_tile(seq, tile, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The sequence and query tile behind a query tile; past the end the sequence is num_decodes."""
+    tiles, _ = work(seq, batch, BLOCK_Q, BLOCK_N)
+    tile += 1
+    while (tile >= tiles) & (seq < batch[2]):
+        seq += 1
+        tile = 0
+        tiles, _ = work(seq, batch, BLOCK_Q, BLOCK_N)
+    return seq, tile

@@ -148,6 +148,11 @@ class CompressedCall:
         return self.compressed_pages is None or self.topk_indices is not None
 
     @property
+    def ratio(self) -> int:
+        """Raw tokens of an entry; without entries more than a sequence has."""
+        return checks.MAX_TOKENS if self.compress_ratio is None else self.compress_ratio
+
+    @property
     def window_room(self) -> int:
         """Raw rows that the pages of a sequence hold; a later one overwrites the oldest."""
         room = self.window_table.shape[1] * self.window_pages.storage_block_size
@@ -217,7 +222,7 @@ def check_rows(
             raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
         checks.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
         if pages.data.shape[0] * pages.storage_block_size >= 2**31:
-            # A flat index is one int32 (``key_tiles``).
+            # Lists of physical rows are int32 (``flash_mla_with_kvcache``).
             raise NotImplementedError(
                 f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; "
                 "supported are < 2**31"

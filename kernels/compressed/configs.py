@@ -58,8 +58,8 @@ class DecodePlan:
         num_splits: KV splits of each query tile of the others.
         programs: those that divide all query tiles between them instead (``common.stream_k``); 0:
             none do.
-        workspace_numel: fp32 elements; 0 where no tile could be split, and 1 where one could and
-            none is: with memory for parts and without it would be two kernels.
+        workspace_numel: fp32 elements; 1 where no tile is split: with memory for parts and without
+            it would be two kernels.
     """
 
     num_unsplit: int
@@ -133,7 +133,7 @@ def plan_decode(
         min_split_keys=MIN_SPLIT_KEYS,
     )
     if not stream_k.workspace_numel:
-        return DecodePlan(num_decodes, 1, 0, 0)
+        return DecodePlan(num_decodes, 1, 0, 1)
     programs = stream_k.programs
     if not bounded or max_keys is None:
         return DecodePlan(0, 1, programs, stream_k.workspace_numel)

@@ -7,11 +7,15 @@ new row and 512 top-k entries are ten tiles of 64, not twelve. Key x is visible 
 position p if it is born and not yet dead: a raw position j lives from j to j + sliding_window - 1,
 entry w from (w + 1) * ratio - 1 for ever.
 
-What finds the rows of the next tile is carried around the loop (the flat indices of its keys, and
-the top-k entries of the tile after it), since copies of K/V that wait for a load of the same
-iteration are not pipelined. The flat index of a key, page * rows of a page + row, is one int32: two
-numbers would be two vectors in registers, each exchanged through shared memory when the loop takes
-it up. A pool of 2^31 rows (1 TiB) would overflow it.
+All layers of DeepSeek-V4 take this loop: with a window alone there are no entries, and whether these
+are listed, as how many rows a page of theirs has, is known at run time. Then the list's load is
+masked, or not; where there is no list no byte of it is fetched.
+
+What finds the rows of the next tile is carried around the loop (the addresses of its keys, and the
+top-k entries of the tile after it), since copies of K/V that wait for a load of the same iteration
+are not pipelined. A thread carries the address of one key, and gets those of the rows that it
+copies through shared memory: all that finds a row is computed once for a key, not by all of the
+threads that copy it. An address of 0 stands for a key that is nowhere.
 
 With few rows the products are swapped, S^T = KV Q^T and O^T = KV^T P^T: keys and channels fill the
 tensor cores' tiles of 64, and the rows need not be padded to 64. Then accumulators are
@@ -41,7 +45,7 @@ class KeyTile(NamedTuple):
     Attributes:
         HEAD_DIM, ROPE_DIM: channels of a row, and the trailing ones that are roped.
         BLOCK_N: keys of a tile.
-        WINDOW_ROWS, ENTRY_ROWS: rows of a page of the window, and of entries.
+        WINDOW_ROWS: rows of a page of the window.
         SLOTS: the keys come as lists of flat indices; whatever they name is visible.
         HARDWARE_E4M3: convert e4m3 by an instruction.
         SWAP, DIVIDE, HOIST: as in ``common.tiles.update``.
@@ -55,7 +59,6 @@ class KeyTile(NamedTuple):
     ROPE_DIM: Any
     BLOCK_N: Any
     WINDOW_ROWS: Any
-    ENTRY_ROWS: Any
     SLOTS: Any
     HARDWARE_E4M3: Any
     SWAP: Any
@@ -65,51 +68,62 @@ class KeyTile(NamedTuple):
     PARTS: Any
 
 
-class Mask(NamedTuple):
-    """Which keys a query sees.
+class Softmax(NamedTuple):
+    """Which raw rows count, and what a score becomes.
 
     Attributes:
-        sliding_window: raw rows up to its own.
-        ratio: raw tokens of an entry; None without entries.
+        sliding_window: raw rows that a query sees, its own included.
+        scale: factor of q . k, to log2 units.
     """
 
     sliding_window: Any
-    ratio: Any
+    scale: Any
 
 
 class Pages(NamedTuple):
-    """Where the cached rows of one sequence lie, and its compressed entries; None for what is not.
+    """Where the keys lie; of new rows alone all is None.
 
     Attributes:
         window, entries: ``PagedRows``.
-        window_table, entry_table: the sequence's block tables; with SLOTS flat indices of a token.
-        window_width: entries of the window's table.
-        topk_indices: the entries that a token attends to, None = all in order; with SLOTS flat
-            indices too.
+        window_table: ``Table``; with SLOTS flat indices, page * rows of a page + row, of tokens.
+        entry_table, table_stride: the table of entries, and elements from one sequence to the next.
+        entry_rows: rows of a page of entries.
+        topk_indices, topk_stride: lists of entries, and elements from one token to the next; with
+            SLOTS flat indices too.
     """
 
     window: Any
     window_table: Any
-    window_width: Any
     entries: Any
     entry_table: Any
+    table_stride: Any
+    entry_rows: Any
     topk_indices: Any
+    topk_stride: Any
 
 
 class Order(NamedTuple):
-    """How the keys of a query tile are numbered.
+    """Whose keys these are, and how they are numbered.
 
     Attributes:
+        seq: the sequence.
+        token: whose list counts, the tile's first.
+        first_token: of the sequence's step.
         low: position of key 0.
-        context: position of the step's first row.
+        num_paged: keys, the first ones, that are older than the step.
         num_raw: keys that are raw positions; the entries follow.
         num_entries: entries that the last row of the tile sees.
+        num_listed: entries of the token's list; -1: there is none, and all are seen in order.
     """
 
+    seq: Any
+    token: Any
+    first_token: Any
     low: Any
-    context: Any
+    num_paged: Any
     num_raw: Any
     num_entries: Any
+    num_listed: Any
 
 
 @triton.jit
@@ -129,14 +143,14 @@ def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr)
         quantized = tl.load(rows[:, None] + dim[None, :])
         rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
         rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :])
-        packed = tl.load(scales.to(tl.pointer_type(tl.int64)))
+        packed = tl.load(scales)
     else:
         quantized = tl.load(
             rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
         )
         rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
         rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
-        packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+        packed = tl.load(scales, mask=live, other=0)
     group = tl.arange(0, GROUPS)
     exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
     factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
@@ -152,7 +166,7 @@ def _score_quantized(q_rows, rows, scales, scores, KEYS: tl.constexpr):
     PARTS: tl.constexpr = KEYS.PARTS
     WIDTH: tl.constexpr = KEYS.HEAD_DIM // PARTS
     DTYPE: tl.constexpr = q_rows.dtype.element_ty
-    packed = tl.load(scales.to(tl.pointer_type(tl.int64)))
+    packed = tl.load(scales)
     for part in tl.static_range(PARTS):
         dim = part * WIDTH + tl.arange(0, WIDTH)
         queries = tl.load(q_rows[:, None] + dim[None, :])
@@ -170,7 +184,7 @@ def _score_quantized(q_rows, rows, scales, scores, KEYS: tl.constexpr):
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q, position, pages, new_kv, new_stride, order, first, stop, mask, scale,
+    acc, row_max, row_sum, q, position, pages, kv, order, first, stop, ratio, softmax,
     KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys [first, stop) of a query tile.
@@ -178,68 +192,48 @@ def attend_keys(
     Args:
         q: [ROWS, HEAD_DIM]; with PARTS above 1 [ROWS] pointers to rows that all may be read.
         position: [ROWS] int32, of each row.
-        pages, order, mask: ``Pages``, ``Order``, ``Mask``.
-        new_kv: pointer to the step's rows of the sequence, ``new_stride`` elements apart, or None.
+        pages, order, softmax: ``Pages``, ``Order``, ``Softmax``.
+        kv: ``Matrix`` of the step's rows, or None.
+        ratio: raw tokens of an entry.
         KEYS: ``KeyTile``.
         ONE_TOKEN: all rows are of one token, which sees all keys.
     """
     BLOCK_N: tl.constexpr = KEYS.BLOCK_N
-    WINDOW_ROWS: tl.constexpr = KEYS.WINDOW_ROWS
-    ENTRY_ROWS: tl.constexpr = KEYS.ENTRY_ROWS
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, KEYS.HEAD_DIM)
     FP8: tl.constexpr = pages.window is not None and pages.window.data.dtype.element_ty == tl.uint8
-    LISTED: tl.constexpr = KEYS.SLOTS or pages.topk_indices is not None
+    LISTS: tl.constexpr = ONE_TOKEN and pages.window is not None and not KEYS.SLOTS
+    LATE: tl.constexpr = not ONE_TOKEN and KEYS.PARTS == 1
     DTYPE: tl.constexpr = q.dtype.element_ty if KEYS.PARTS > 1 else q.dtype
     ROWS: tl.constexpr = q.shape[0]
-    first_cell = order.low // WINDOW_ROWS // pages.window_width * pages.window_width
     x = first + offs_n
-    entry = _load_entry(x, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
-    flat_index = _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS)
-    entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
+    entry = _load_entry(x, pages, order, LISTS)
+    address, scale_address = _find_rows(x, stop, entry, pages, kv, order, FP8, KEYS)
+    entry = _load_entry(x + BLOCK_N, pages, order, LISTS)
     for start in tl.range(first, stop, BLOCK_N, disable_licm=not KEYS.HOIST):
         x = start + offs_n
         raw = x < order.num_raw
-        key_position = order.low + x
-        flat_index = tl.gather(flat_index, offs_n, 0)
-        # Without lists every key is somewhere.
-        live = flat_index >= 0 if LISTED else x < stop
-        if KEYS.PARTS > 1:
-            # Nothing is masked: of a key that is not live another row is read.
-            flat_index = tl.maximum(flat_index, 0)
-            if pages.window is None:
-                key_position = order.low + tl.minimum(x, stop - 1)
-        # Unsigned, so that dividing by a power of two is a shift.
-        flat_index = flat_index.to(tl.uint32)
         if pages.window is not None:
-            row = (flat_index % WINDOW_ROWS).to(tl.int32)
-            offset = row * (ROW_BYTES if FP8 else pages.window.stride_row)
-            first_scale = tl.full([], WINDOW_ROWS * ROW_BYTES, tl.int32)
-            page_id = (flat_index // WINDOW_ROWS).to(tl.int64)
-            page = pages.window.data + page_id * pages.window.stride_page
-            if pages.entries is not None:
-                entry_row = (flat_index % ENTRY_ROWS).to(tl.int32)
-                row = tl.where(raw, row, entry_row)
-                entry_offset = entry_row * (ROW_BYTES if FP8 else pages.entries.stride_row)
-                offset = tl.where(raw, offset, entry_offset)
-                first_scale = tl.where(raw, first_scale, ENTRY_ROWS * ROW_BYTES)
-                entry_page_id = (flat_index // ENTRY_ROWS).to(tl.int64)
-                entry_page = pages.entries.data + entry_page_id * pages.entries.stride_page
-                page = tl.where(raw, page, entry_page)
-                if KEYS.ALIGNED:
-                    page = tl.multiple_of(page, 16)
-                    offset = tl.multiple_of(offset, 128 // page.dtype.element_ty.primitive_bitwidth)
-                    first_scale = tl.multiple_of(first_scale, 16)
-            rows = page + offset
-            scales = page + (first_scale + row * SCALE_BYTES)
-        if new_kv is not None:
-            new_rows = new_kv + (key_position - order.context).to(tl.int64) * new_stride
-            if pages.window is not None:
-                rows = tl.where(raw & (key_position >= order.context), new_rows, rows)
-                if KEYS.ALIGNED:
-                    rows = tl.multiple_of(rows, 16)
-            else:
-                rows = new_rows
+            address = tl.gather(address, offs_n, 0)
+            scale_address = tl.gather(scale_address, offs_n, 0) if FP8 else scale_address
+            live = address != 0
+            if KEYS.PARTS > 1:
+                # Nothing is masked: of a key that is not live another row is read.
+                address = tl.where(live, address, pages.window.data.to(tl.int64))
+            rows = address.to(pages.window.data.dtype)
+            if KEYS.ALIGNED:
+                rows = tl.multiple_of(rows, 16)
+            scales = scale_address.to(tl.pointer_type(tl.int64))
+        else:
+            live = x < stop
+            new_row = tl.minimum(x, stop - 1) if KEYS.PARTS > 1 else x
+            rows = _new_rows(new_row, kv, order)
+        # The next rows are found where registers are left on RDNA: behind products whose masks differ
+        # from row to row, else ahead of them.
+        next_x = x + BLOCK_N
+        if not LATE:
+            address, scale_address = _find_rows(next_x, stop, entry, pages, kv, order, FP8, KEYS)
+            entry = _load_entry(next_x + BLOCK_N, pages, order, LISTS)
         if KEYS.PARTS > 1:
             tile = None
         elif FP8:
@@ -251,10 +245,10 @@ def attend_keys(
             visible = live[:, None] if KEYS.SWAP else live[None, :]
         else:
             # ``topk_indices`` belong to one token, so the entries are those in order here.
-            birth = key_position
-            death = key_position + (mask.sliding_window - 1)
-            if pages.entries is not None:
-                birth = tl.where(raw, birth, (x - order.num_raw + 1) * mask.ratio - 1)
+            birth = order.low + x
+            death = birth + (softmax.sliding_window - 1)
+            if pages.window is not None:
+                birth = tl.where(raw, birth, (x - order.num_raw + 1) * ratio - 1)
                 death = tl.where(raw, death, FOREVER)
             if KEYS.SWAP:
                 visible = live[:, None] & (birth[:, None] <= position[None, :])
@@ -278,62 +272,90 @@ def attend_keys(
             # A row that is not live may be NaN: 0 * NaN would reach the output.
             tile = tl.where(live[:, None], tile, 0.0)
             acc, row_max, row_sum = update_scored(
-                acc, row_max, row_sum, scores, tile, visible, scale, KEYS.SWAP
+                acc, row_max, row_sum, scores, tile, visible, softmax.scale, KEYS.SWAP
             )
         else:
             acc, row_max, row_sum = update(
-                acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop,
+                acc, row_max, row_sum, q, tile, None, None, visible, softmax.scale, start < stop,
                 KEYS.SWAP, KEYS.DIVIDE, KEYS.HOIST,
             )  # fmt: skip
-        x += BLOCK_N
-        flat_index = _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS)
-        entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
+        if LATE:
+            address, scale_address = _find_rows(next_x, stop, entry, pages, kv, order, FP8, KEYS)
+            entry = _load_entry(next_x + BLOCK_N, pages, order, LISTS)
     return acc, row_max, row_sum
 
 
 @triton.jit
-def _load_entry(x, stop, num_raw, topk_indices, SLOTS: tl.constexpr):
-    """The entry that each key is, -1 or less for raw positions and past the end."""
-    if topk_indices is None or SLOTS:
-        entry = x - num_raw
-    else:
-        entry = tl.load(topk_indices + (x - num_raw), mask=(x >= num_raw) & (x < stop), other=-1)
+def _load_entry(x, pages, order, LISTS: tl.constexpr):
+    """The entry that each key is; below 0 for raw positions and what a list leaves out.
+
+    Without a list this is the key's number among the entries, and nothing is loaded.
+    """
+    entry = x - order.num_raw
+    if LISTS:
+        listed = (entry >= 0) & (entry < order.num_listed)
+        cells = pages.topk_indices + (order.token.to(tl.int64) * pages.topk_stride + entry)
+        entry = tl.load(cells, mask=listed, other=entry)
     return entry
 
 
 @triton.jit
-def _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS: tl.constexpr):
-    """Flat index of each key, page * rows of a page + row; -1 for list entries that name no row.
+def _new_rows(x, kv, order):
+    """Pointers to rows of the step."""
+    row = order.first_token + (x - order.num_paged)
+    return kv.data + row.to(tl.int64) * kv.stride_row
 
-    That of a new row is never used and may be anything.
-    """
-    WINDOW_ROWS: tl.constexpr = KEYS.WINDOW_ROWS
-    ENTRY_ROWS: tl.constexpr = KEYS.ENTRY_ROWS
-    raw = x < order.num_raw
-    if KEYS.SLOTS:
-        cells = pages.window_table + x
-        if pages.topk_indices is not None:
-            cells = tl.where(raw, cells, pages.topk_indices + (x - order.num_raw))
-        flat_index = tl.load(cells, mask=x < stop, other=-1)
-    elif pages.window_table is not None:
-        position = order.low + x
-        live = x < stop
-        if pages.topk_indices is not None:
-            live &= raw | ((entry >= 0) & (entry < order.num_entries))
-        paged = live
-        if new_kv is not None:
-            paged = live & (~raw | (position < order.context))
-        cell = position // WINDOW_ROWS - first_cell
-        cell = tl.where(cell < pages.window_width, cell, cell - pages.window_width)
-        cells = pages.window_table + cell
-        if pages.entry_table is not None:
-            cells = tl.where(raw, cells, pages.entry_table + entry // ENTRY_ROWS)
-        page = tl.load(cells, mask=paged, other=0)
-        flat_index = page * WINDOW_ROWS + position % WINDOW_ROWS
-        if pages.entry_table is not None:
-            flat_index = tl.where(raw, flat_index, page * ENTRY_ROWS + entry % ENTRY_ROWS)
-        if pages.topk_indices is not None:
-            flat_index = tl.where(live, flat_index, -1)
-    else:
-        flat_index = x * 0
-    return flat_index
+
+@triton.jit
+def _find_rows(x, stop, entry, pages, kv, order, FP8: tl.constexpr, KEYS: tl.constexpr):
+    """Addresses of each key's row, 0 for those that are nowhere, and of its scales, or of others in
+    the pool."""
+    address = x.to(tl.int64) * 0
+    scale_address = address
+    if pages.window is not None:
+        WINDOW_ROWS: tl.constexpr = KEYS.WINDOW_ROWS
+        # Unsigned, so that dividing by a power of two is a shift.
+        entry_rows = pages.entry_rows.to(tl.uint32)
+        raw = x < order.num_raw
+        window_cells = (
+            pages.window_table.data + order.seq.to(tl.int64) * pages.window_table.stride_seq
+        )
+        if KEYS.SLOTS:
+            listed = pages.topk_indices + order.token.to(tl.int64) * pages.topk_stride
+            cells = tl.where(raw, window_cells + x, listed + entry)
+            flat_index = tl.load(cells, mask=x < stop, other=-1)
+            live = flat_index >= 0
+            window_index = flat_index.to(tl.uint32)
+            page = tl.where(raw, window_index // WINDOW_ROWS, window_index // entry_rows)
+            entry_index = window_index
+        else:
+            live = (x < stop) & (raw | ((entry >= 0) & (entry < order.num_entries)))
+            paged = live
+            if kv is not None:
+                paged = live & (~raw | (x < order.num_paged))
+            # A table may be a ring.
+            width = pages.window_table.width
+            first_cell = order.low // WINDOW_ROWS // width * width
+            window_index = (order.low + x).to(tl.uint32)
+            entry_index = entry.to(tl.uint32)
+            cell = (window_index // WINDOW_ROWS).to(tl.int32) - first_cell
+            cell = tl.where(cell < width, cell, cell - width)
+            entry_cells = pages.entry_table + order.seq.to(tl.int64) * pages.table_stride
+            entry_cell = (entry_index // entry_rows).to(tl.int32)
+            page = tl.load(window_cells + cell, mask=paged & raw, other=0)
+            page += tl.load(entry_cells + entry_cell, mask=paged & ~raw, other=0)
+        row = tl.where(raw, window_index % WINDOW_ROWS, entry_index % entry_rows).to(tl.int32)
+        window_page = pages.window.data + page.to(tl.int64) * pages.window.stride_page
+        entry_page = pages.entries.data + page.to(tl.int64) * pages.entries.stride_page
+        rows = tl.where(raw, window_page, entry_page)
+        if FP8:
+            rows += row * ROW_BYTES
+            page_rows = tl.where(raw, WINDOW_ROWS, pages.entry_rows)
+            scale_bytes = (page_rows - row) * ROW_BYTES + row * SCALE_BYTES
+            scale_address = (rows + scale_bytes).to(tl.int64)
+        else:
+            rows += row * tl.where(raw, pages.window.stride_row, pages.entries.stride_row)
+        if kv is not None:
+            rows = tl.where(raw & (x >= order.num_paged), _new_rows(x, kv, order), rows)
+        address = tl.where(live, rows.to(tl.int64), 0)
+    return address, scale_address

@@ -38,18 +38,44 @@ class QueryTile(NamedTuple):
     HEAD_TILES: Any
 
 
-class Lists(NamedTuple):
-    """How many entries of a token's lists count; None = all.
+class Sequences(NamedTuple):
+    """Lengths of the batch's sequences; None with SLOTS.
 
     Attributes:
+        seq_lens: [num_seqs] pointer, tokens of each.
+        cu_seqlens_q: [num_seqs + 1] pointer, prefix sums of the new tokens.
+    """
+
+    seq_lens: Any
+    cu_seqlens_q: Any
+
+
+class Lists(NamedTuple):
+    """What lists of keys tokens have, and how many entries of them count; None = all.
+
+    Attributes:
+        topk_indices: [num_tokens, topk] pointer.
         window_lens: [num_lens] pointer, of the window's flat indices (with SLOTS).
         topk_lens: [num_lens] pointer, of ``topk_indices``.
         tokens_per_len: tokens that share an element of these.
     """
 
+    topk_indices: Any
     window_lens: Any
     topk_lens: Any
     tokens_per_len: Any
+
+
+@triton.jit
+def listed_entries(lists, topk, token):
+    """Entries of a token's list that count; -1 where ``topk`` is -1, so that there are no lists."""
+    num_listed = topk
+    if lists.topk_lens is not None:
+        num_listed = tl.load(
+            lists.topk_lens + token // lists.tokens_per_len, mask=topk >= 0, other=-1
+        )
+        num_listed = tl.minimum(tl.maximum(num_listed, 0), topk)
+    return num_listed
 
 
 @triton.jit
@@ -137,8 +163,8 @@ def store_output(
 
 @triton.jit
 def attend_query_tile(
-    q, token, q_first, q_last, context, oldest, split, split_stop, num_splits,
-    pages, new_kv, new_stride, window_len, num_topk, entry_room, mask, scale,
+    q, token, seq, first_token, q_first, q_last, context, oldest, split, split_stop, num_splits,
+    pages, kv, window_len, num_listed, entry_room, ratio, softmax,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the KV splits [split, split_stop) of ``num_splits``.
@@ -147,13 +173,16 @@ def attend_query_tile(
         q: as in ``attend_keys``.
         token: [ROWS] token of each row in its sequence's step; q_first, q_last: the tile's first
             and last.
+        seq, first_token: as in ``Order``.
+        context: tokens of the sequence before the step.
         oldest: position of the first raw row that no later one has overwritten.
-        window_len, num_topk: keys that come as lists.
+        window_len: keys of the window that come as a list, with SLOTS.
+        num_listed: entries of the token's list; -1: there is none.
         entry_room: entries that the table has room for.
-        pages, new_kv, new_stride, mask, KEYS, ONE_TOKEN: as in ``attend_keys``.
+        pages, kv, ratio, softmax, KEYS, ONE_TOKEN: as in ``attend_keys``.
     """
     # One tile cannot hold quantized rows and plain ones: the new rows take a loop of their own.
-    SEPARATE: tl.constexpr = new_kv is not None and pages.window.data.dtype.element_ty == tl.uint8
+    SEPARATE: tl.constexpr = kv is not None and pages.window.data.dtype.element_ty == tl.uint8
     BLOCK_N: tl.constexpr = KEYS.BLOCK_N
     HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
     if KEYS.SWAP:
@@ -167,34 +196,31 @@ def attend_query_tile(
     num_entries = 0
     if KEYS.SLOTS:
         num_raw = window_len
-        num_keys = window_len
     else:
-        low = tl.maximum(tl.maximum(context + q_first - mask.sliding_window + 1, oldest), 0)
+        low = tl.maximum(tl.maximum(context + q_first - softmax.sliding_window + 1, oldest), 0)
         raw_stop = context + q_last + 1
         if SEPARATE:
             raw_stop = tl.minimum(raw_stop, context)
         num_raw = tl.maximum(raw_stop - low, 0)
-        num_keys = num_raw
-        if pages.entries is not None:
-            num_entries = tl.minimum(tl.maximum(context + q_last + 1, 0) // mask.ratio, entry_room)
-            num_keys += num_entries
-    if pages.topk_indices is not None:
-        num_keys = num_raw + num_topk
+        num_entries = tl.minimum(tl.maximum(context + q_last + 1, 0) // ratio, entry_room)
+    num_keys = num_raw + tl.where(num_listed >= 0, num_listed, num_entries)
     num_tiles = ((num_keys + BLOCK_N - 1) // BLOCK_N).to(tl.int64)
     first = (num_tiles * split // num_splits).to(tl.int32) * BLOCK_N
     stop = tl.minimum((num_tiles * split_stop // num_splits).to(tl.int32) * BLOCK_N, num_keys)
-    order = Order(low, context, num_raw, num_entries)
+    order = Order(
+        seq, first_token + q_first, first_token, low, context - low, num_raw, num_entries, num_listed
+    )  # fmt: skip
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q, position, pages, None if SEPARATE else new_kv, new_stride, order,
-        first, stop, mask, scale, KEYS, ONE_TOKEN,
+        acc, row_max, row_sum, q, position, pages, None if SEPARATE else kv, order, first, stop,
+        ratio, softmax, KEYS, ONE_TOKEN,
     )  # fmt: skip
     if SEPARATE:
         low = tl.maximum(low, context)
         num_raw = tl.where(split_stop == num_splits, tl.maximum(context + q_last + 1 - low, 0), 0)
-        nowhere = Pages(None, None, 1, None, None, None)
-        order = Order(low, context, num_raw, 0)
+        nowhere = Pages(None, None, None, None, None, None, None, None)
+        order = Order(seq, first_token + q_first, first_token, low, context - low, num_raw, 0, 0)
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q, position, nowhere, new_kv, new_stride, order,
-            0, num_raw, mask, scale, KEYS, ONE_TOKEN,
+            acc, row_max, row_sum, q, position, nowhere, kv, order, 0, num_raw,
+            ratio, softmax, KEYS, ONE_TOKEN,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -28,9 +28,9 @@ from ..common.tiles import hoists
 from .call import CompressedCall
 from .configs import MIN_SPLIT_KEYS, CompressedConfig, plan_decode, select_config
 from .decode_kernel import compressed_decode_kernel
-from .key_tiles import KeyTile, Mask
+from .key_tiles import KeyTile, Softmax
 from .prefill_kernel import compressed_prefill_kernel
-from .query_tile import Lists, QueryTile
+from .query_tile import Lists, QueryTile, Sequences
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
@@ -93,7 +93,17 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
     """Arguments, constants and options that both attention kernels take."""
     num_heads, head_dim = call.q.shape[1:]
     block_q, heads, head_tiles = tile_heads(num_heads, config.block_m)
-    window, entries = call.window_pages, call.compressed_pages
+    # For what a kind of layer has none of something else stands in, of which nothing is read: all
+    # kinds take the same kernels.
+    window, entries = call.window_pages, call.compressed_pages or call.window_pages
+    window_table = strided.table(call.window_table)
+    entry_table = lists = window_table
+    topk, topk_lens = 0 if call.slots else -1, call.seq_lens
+    if call.compressed_table is not None:
+        entry_table = strided.table(call.compressed_table)
+    if call.topk_indices is not None:
+        lists, topk_lens = strided.table(call.topk_indices), call.topk_lens
+        topk = lists.width
     queries = QueryTile(
         NUM_HEADS=num_heads,
         BLOCK_M=config.block_m,
@@ -106,29 +116,26 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
         ROPE_DIM=window.rope_dim,
         BLOCK_N=config.block_n,
         WINDOW_ROWS=window.storage_block_size,
-        ENTRY_ROWS=1 if entries is None else entries.storage_block_size,
         SLOTS=call.slots,
         HARDWARE_E4M3=arch.widens_e4m3,
         SWAP=config.swap,
         DIVIDE=config.divide,
         # On RDNA what leaves the loop costs registers that are not there.
         HOIST=arch.matrix != "wmma" and hoists(config.swap, config.divide, arch),
-        ALIGNED=launch_cache.rows_at_16_bytes(window, call.kv, entries),
+        # Beside quantized pages new rows are in no tile of theirs.
+        ALIGNED=launch_cache.rows_at_16_bytes(window, None if window.fp8 else call.kv, entries),
         PARTS=config.key_parts,
     )
-    window_table = strided.table(call.window_table)
     return {
         "q": strided.rows(call.q),
         "window_pages": _paged_rows(window),
         "kv": strided.matrix(call.kv),
-        "compressed_pages": None if entries is None else _paged_rows(entries),
+        "compressed_pages": _paged_rows(entries),
         # A kernel divides by the width, also where there are no entries to look up.
         "window_table": window_table._replace(width=max(1, window_table.width)),
-        "compressed_table": _table(call.compressed_table),
-        "topk_indices": _table(call.topk_indices),
-        "lists": Lists(call.window_lens, call.topk_lens, call.tokens_per_len),
-        "seq_lens": call.seq_lens,
-        "cu_seqlens_q": call.cu_seqlens_q,
+        "compressed_table": None if call.slots else entry_table.data,
+        "lists": Lists(lists.data, call.window_lens, topk_lens, call.tokens_per_len),
+        "sequences": Sequences(call.seq_lens, call.cu_seqlens_q),
         "sinks": call.sinks,
         "cos_sin": strided.matrix(call.cos_sin),
         "out": strided.rows(call.out),
@@ -136,8 +143,12 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
         "decode_tokens": 0,
         "window_room": call.window_room,
         "entry_room": call.entry_room,
-        "mask": Mask(call.sliding_window, call.compress_ratio),
-        "scale": call.softmax_scale * LOG2E.value,
+        "entry_rows": entries.storage_block_size,
+        "table_stride": entry_table.stride_seq,
+        "topk": topk,
+        "topk_stride": lists.stride_seq,
+        "ratio": call.ratio,
+        "softmax": Softmax(call.sliding_window, call.softmax_scale * LOG2E.value),
         "QUERIES": queries,
         "KEYS": keys,
         "num_warps": config.num_warps,
@@ -151,10 +162,6 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
 def _paged_rows(pages: LatentPages) -> strided.PagedRows:
     stride_row = 0 if pages.fp8 else pages.data.stride(1)
     return strided.PagedRows(pages.data, pages.data.stride(0), stride_row)
-
-
-def _table(tensor: torch.Tensor | None) -> strided.Table | None:
-    return None if tensor is None else strided.table(tensor)
 
 
 def _config(call: CompressedCall, arch: Arch, tokens: int) -> CompressedConfig:
@@ -213,8 +220,6 @@ def _prepare_decode(
         "decode_tokens": decode_tokens,
         "num_splits": plan.num_splits,
         "programs": plan.programs,
-        "STREAM_K": plan.programs > 0,
-        "LEAST": MIN_SPLIT_KEYS // block_n,
         "cost": splits_left * SPLIT_COST * queries.BLOCK_M // block_n,
         "partial_out": partial_out,
         "first_lse": first_lse,
@@ -241,7 +246,7 @@ def _prepare_decode(
         "num_splits": plan.num_splits,
         "programs": plan.programs,
         "sliding_window": call.sliding_window,
-        "ratio": call.compress_ratio,
+        "ratio": call.ratio,
         "num_heads": num_heads,
         "out_stride_token": call.out.stride(0),
         "out_stride_head": call.out.stride(1),
@@ -252,7 +257,7 @@ def _prepare_decode(
         "HEAD_DIM": head_dim,
         "ROPE_DIM": call.window_pages.rope_dim,
         "BLOCK_N": block_n,
-        "LEAST": decode["LEAST"],
+        "LEAST": MIN_SPLIT_KEYS // block_n,
         "cost": decode["cost"],
         # Whatever the batch: a number of splits is no reason for another kernel.
         "BLOCK_PARTS": block_parts(num_sms, head_dim),

@@ -45,7 +45,10 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    """Every tile shape of ``compressed_configs`` in both page formats, every kind of key, 8 to 128 heads."""
+    """Every tile shape of ``compressed_configs`` in both page formats, 8 to 128 heads.
+
+    Where a query tile is of one token, windows alone and all entries ("hca") take the kernels of lists ("csa").
+    """
     fp8 = "uint8"
     return [
         Shape("decode", "csa", 8),
@@ -58,9 +61,6 @@ def shapes() -> list[Shape]:
         Shape("decode", "hca", 8, fp8, q_len=2),
         Shape("decode", "hca", 16, q_len=2),
         Shape("decode", "hca", 16, fp8, q_len=2),
-        Shape("decode", "hca", 64),
-        Shape("decode", "hca", 64, fp8, in_step=False),
-        Shape("decode", "window", 64, fp8, in_step=False),
         Shape("decode", "slots", 16, in_step=False),
         Shape("decode", "slots", 64, fp8, in_step=False),
         Shape("decode", "csa", 16, "float32"),
@@ -71,9 +71,6 @@ def shapes() -> list[Shape]:
         Shape("prefill", "csa", 128, fp8, topk=1024),
         Shape("prefill", "hca", 8),
         Shape("prefill", "hca", 16, fp8),
-        Shape("prefill", "hca", 64),
-        Shape("prefill", "hca", 128, fp8),
-        Shape("prefill", "window", 64),
         Shape("prefill", "hca", 64, "float32"),
     ]
 

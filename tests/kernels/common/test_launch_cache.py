@@ -373,6 +373,14 @@ def test_a_copy_of_an_argument_is_not_cached():
     assert launch_cache._view(q[:], q) is None
 
 
+def test_a_stand_in_is_the_tensor_itself_or_a_view_of_it():
+    """Another tensor may lie at its address by chance, once."""
+    x = torch.zeros(2, 3, dtype=torch.int32)
+    tensors = {"missing": None, "number": 3, "other": x[0], "x": x}
+    assert launch_cache._source("missing", x, tensors, {}) == "x"
+    assert launch_cache._source("missing", x.flatten(), tensors | {"other": None}, {}) == "x"
+
+
 class Scaled(NamedTuple):
     data: Any
     factor: Any

@@ -66,6 +66,7 @@ CASES = [
     Case("split-hca", [1100], [1], ratio=4, entry_rows=64, num_sms=9),
     Case("split-hca-ragged", [3, 1100, 0, 1600, 9], [1, 2, 1, 1, 1], ratio=4, entry_rows=64, num_decodes=5, num_sms=9),
     Case("split-hca-across-sequences", [1100] * 3, [1] * 3, ratio=4, entry_rows=64, num_decodes=3, num_sms=2),
+    Case("split-hca-past-other-sequences", [30, 1100, 9, 700, 1100, 9, 1100, 20], [0, 1, 0, 3, 1, 0, 1, 5], ratio=4, entry_rows=64, num_decodes=7, num_sms=2),
     Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, in_step=False, num_sms=7),
     Case("split-csa", [1300], [1], ratio=4, topk=270, entry_rows=64, num_sms=3),
     Case("split-csa-in-three", [1800], [1], ratio=4, topk=400, entry_rows=64, num_sms=4),
@@ -107,11 +108,14 @@ def attend_split(batch, num_sms, lse):
     numel = compressed_attention_workspace_numel(head_dim=head_dim, num_sms=num_sms)
     workspace = torch.full((numel,), NAN, device=DEVICE)
     call = CompressedCall(**batch, lse=lse, workspace=workspace)
-    attention, merge = compressed_triton.prepare(call, launching.arch_and_sms(call.q)[0], num_sms)
+    attention, merge, *prefill = compressed_triton.prepare(
+        call, launching.arch_and_sms(call.q)[0], num_sms
+    )
     attention.run()
     parts = workspace[attention.arguments["first_lse"] :].isfinite().sum().item()
     assert parts >= 2 * call.q.shape[1]
-    merge.run()
+    for launch in (merge, *prefill):
+        launch.run()
     return call.out
 
 

@@ -1,0 +1,123 @@
+"""The three kinds of DeepSeek-V4's layers (a window alone, all entries beside it, entries that a list names) take the same kernels: what
+differs is known at run time alone."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.kernels import flash_mla_with_kvcache
+from quire.kernels.common.arch import named
+from quire.kernels.compressed import triton_impl as compressed_triton
+from tests.kernels.compressed import test_flash_mla
+from tests.kernels.compressed.test_compressed import BF16, FP8, attend
+from tests.support.budgets import ordinary
+from tests.support.forked import printed
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.compressed_cases import Case, exactly, make_batch
+
+ROOT = Path(__file__).resolve().parents[3]
+# Of so many heads that a query tile is of one token. Pages of entries are of 64 rows or 2, lists of
+# any width. Triton's launcher tells what it compiles for only where it does not interpret.
+KINDS = """
+import itertools, json
+from quire.bench.static import compiling
+from quire.bench.static.cases import compressed
+from quire.kernels.common.arch import named
+found = []
+for phase, dtype, arch in itertools.product(("prefill", "decode"), ("bfloat16", "uint8"), ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")):
+    variants = set()
+    for kind, topk in (("window", 512), ("hca", 512), ("csa", 512), ("csa", 1000), ("csa", 1)):
+        launch = compressed.launches(compressed.Shape(phase, kind, 64, dtype, topk=topk), named(arch))[0]
+        variants.add((launch.kernel.__name__, len(launch.kernel.arg_names) <= 30, repr(compiling.specialise(launch))))
+    found.append([phase, len(variants), *list(variants)[0][:2]])
+print(json.dumps(found))
+"""
+
+
+def test_one_kernel_for_all_kinds():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    for phase, *found in json.loads(printed(KINDS, cwd=ROOT, env=environment)):
+        assert found == [1, f"compressed_{phase}_kernel", True]
+
+
+def of_kind(batch, kind):
+    """The call of a batch with lists as one of another kind of layer."""
+    entries = dict.fromkeys(("compressed_pages", "compressed_table", "compress_ratio"))
+    lists = dict.fromkeys(("topk_indices", "topk_lens"))
+    return batch | {"csa": {}, "hca": lists, "window": entries | lists}[kind]
+
+
+@ordinary("csa", "hca-fp8-3")
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 48, 64])
+@pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "fp8"])
+@pytest.mark.parametrize("kind", ["csa", "hca"])
+def test_pages_of_any_number_of_rows(kind, options, rows):
+    """Decode and prefill; a table of the window has pages of other sizes."""
+    case = Case("", [141, 23, 70], [1, 1, 6], ratio=2, topk=9 if kind == "csa" else None, entry_rows=rows, num_decodes=2, **options)  # fmt: skip
+    batch = make_batch(case)
+    exact, exact_lse = exactly(batch)
+    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+    assert_within_budget("out", attend(batch, "triton", lse=lse).cpu(), exact)
+    assert_within_budget("lse", lse.cpu(), exact_lse)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 48])
+def test_lists_of_physical_rows_in_pages_of_any_number_of_rows(block_size):
+    arguments, lists = test_flash_mla.make_call(fp8=False)
+    generator = torch.Generator().manual_seed(2)
+    _, rows, length = lists[1]
+    named_rows = {x for x in rows.flatten().tolist() if 0 <= x < 80}
+    num_blocks = -(-80 // block_size)
+    cache, pages = test_flash_mla.bf16_cache(num_blocks, block_size, named_rows, generator)
+    lists[1] = (pages, rows, length)
+    exact, _ = test_flash_mla.exactly(arguments, lists)
+    out, _ = flash_mla_with_kvcache(**arguments | {"extra_k_cache": cache}, impl="triton")
+    assert_within_budget("out", out.flatten(0, 1).cpu(), exact)
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_a_list_of_all_entries_is_no_list(num_decodes):
+    """Bit for bit: -1 and entries of the future may follow them, and what a length leaves out may be anything."""
+    case = Case("", [90, 63], [1, 2], ratio=4, entry_rows=2, num_heads=64, dtype=BF16, num_decodes=num_decodes)  # fmt: skip
+    batch = make_batch(case)
+    visible = torch.tensor([90 // 4, 62 // 4, 63 // 4], device=DEVICE, dtype=torch.int32)
+    order = torch.arange(30, dtype=torch.int32, device=DEVICE).expand(3, 30)
+    beyond = order - visible[:, None]
+    expected = attend(batch, "triton")
+    for tail in (-1, 10**6, -(2**31)):
+        listed = torch.where(beyond < 0, order, tail)
+        lists = {"topk_indices": listed, "topk_lens": None}
+        # Keys that count nothing do not change sums, nor the tiles that the others are in.
+        assert attend(batch | lists, "triton").equal(expected)
+    garbage = torch.where(beyond < 0, order, 0)
+    assert attend(batch | {"topk_indices": garbage, "topk_lens": visible}, "triton").equal(expected)
+    none = {"topk_indices": garbage, "topk_lens": torch.zeros_like(visible)}
+    window = attend(of_kind(batch, "window"), "triton")
+    assert attend(batch | none, "triton").equal(window) and not window.equal(expected)
+
+
+@pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "fp8"])
+def test_no_entry_yet_is_a_window_alone(options):
+    """Bit for bit, beside sequences that have entries, and against the oracle."""
+    case = Case("", [7, 61, 5], [1, 1, 5], ratio=8, num_decodes=2, **options)
+    batch = make_batch(case)
+    expected = attend(batch, "triton")
+    window = attend(of_kind(batch, "window"), "triton")
+    same = [out.equal(other) for out, other in zip(window, expected, strict=True)]
+    assert same == [True, False] + [True] * 5
+    for kind in ("hca", "window"):
+        call = of_kind(batch, kind)
+        assert_within_budget(kind, attend(call, "triton").cpu(), exactly(call)[0])
+
+
+def test_pages_keep_wide_copies_beside_new_rows_that_lie_anywhere():
+    """Quantized pages, whose new rows take a loop of their own; plain ones share a tile with them."""
+    for options, aligned in ((FP8, True), ({"dtype": BF16}, False)):
+        batch = make_batch(Case("", [40], [1], ratio=4, **options))
+        batch["kv"] = torch.zeros(1, batch["kv"].shape[1] + 1, dtype=BF16, device=DEVICE)[:, 1:]
+        call = compressed_triton.CompressedCall(**batch)
+        (launch, *_) = compressed_triton.prepare(call, named("sm_90"), 2)
+        assert launch.arguments["KEYS"].ALIGNED is aligned
