@@ -193,6 +193,7 @@ class Transfers:
             return taken
         segments = taken[: dense.size].reshape(dense.shape)
         points = chosen.fill(taken[dense.size :])
+        is_new = None if dense.size + points.size == len(taken) else chosen.is_new
         run, depth = end_of(chosen.entries[-1])
         stored = [entry for entry in chosen.entries if isinstance(entry, ResumePoint)]
         used = [point.pages for point in stored]
@@ -201,9 +202,7 @@ class Transfers:
         for point in stored:  # to evict it now would free nothing
             source.index.withdraw(point)
         copies = copies_of(self._tails.segments, source, target, dense, segments)
-        copies += copies_of(
-            self._tails.points, source, target, chosen.sources, points, chosen.is_new
-        )
+        copies += copies_of(self._tails.points, source, target, chosen.sources, points, is_new)
         parts = JobParts(
             [source], target, keys[: chosen.end * KEY_BYTES], first, segments, chosen.depths,
             points, holding, [reading], chosen.entries,
