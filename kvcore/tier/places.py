@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..arrays import Flags, Int32, Int64
+from ..arrays import Flags, Int32, Int64, count_true
 from ..attachments import check_policy
 from ..pages import PagePool
 from ..policies.base import EvictionPolicy
@@ -268,6 +268,9 @@ class Columns:
         alone."""
         if n > len(self._repeated):
             self._repeated = self.parts[None].repeat(2 * n, axis=0)
+        if self.is_whole:  # all of them are 0
+            size = n * (mine.stop - mine.start) if some is None else count_true(some)
+            return self._repeated.ravel()[:size]
         rows = self._repeated[:n, mine]
         return rows.ravel() if some is None else rows[some]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -41,7 +42,8 @@ class Stores:
     ) -> None:
         self._places, self._transfers, self._planner = places, transfers, planner
         self._watermark = watermark
-        self._next = dict(pairwise(places))
+        self._onward = list(pairwise(places))
+        self._next = dict(self._onward)
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
         # Copies, and the spare entries whose they are.
@@ -87,14 +89,9 @@ class Stores:
         jobs: list[Job] = []
         freed = self._not_behind(source) if everything else self._due(source)
         entries = [entry for entry in freed if self._may_lack(entry, everything)]
-        on_run = _by_run(entries)
-        for entry in entries:
-            run, _ = end_of(entry)
-            if run not in on_run:
-                continue  # it went with another
+        for path in _paths(entries):
             if max_pages <= 0 and not is_first:
                 break
-            path = [e for node in path_to(run) for e in on_run.pop(node, ())]
             least = self._transfers.least_pages if is_first else 0
             most = max(max_pages, least)
             job = self._store(source, target, path, most, everything, freed)
@@ -108,7 +105,7 @@ class Stores:
         so that nothing has to leave a full tier between for what only passes through."""
         if everything:
             return [(source, self._places[-1]) for source in self._places[-2::-1]]
-        return list(pairwise(self._places))
+        return self._onward
 
     def _not_behind(self, source: Place) -> dict[Run | ResumePoint, int]:
         """Entries of a place that no tier between it and the last has: those go from there. And
@@ -130,10 +127,12 @@ class Stores:
         # To look passes over all that are kept.
         if needed - policy.kept_pages <= policy.kept_pages // SLACK:
             return {}
-        needed -= policy.count()
+        if policy.kept_pages:
+            needed -= policy.count()
         if needed <= 0:
             return {}
-        looked, due = self._due_before.get(source, 0) + LOOKED_AT[0], dict[Run | ResumePoint, int]()
+        looked = self._due_before.get(source, 0) + LOOKED_AT[0]
+        due: dict[Run | ResumePoint, int] = {}
         while True:
             entries = coming(index, looked, kept=False)
             for entry in entries[len(due) :]:
@@ -149,6 +148,8 @@ class Stores:
     def _underway(self, source: Place) -> int:
         """Pages of `source` that are had without a loss once its open stores are done."""
         busy = self._busy.items()
+        if not busy:
+            return 0
         return sum([n for entry, (place, n) in busy if place is source and is_there(entry)])
 
     def _low(self, place: Place) -> int:
@@ -178,13 +179,12 @@ class Stores:
         self, source: Place, target: Tier, entries: list[Run | ResumePoint], max_pages: int,
         everything: bool, freed: dict[Run | ResumePoint, int],
     ) -> Job | None:  # fmt: skip
-        """The job that stores those of `entries`, of one path, that the target lacks, or the first
-        of them. Where it has no room for all, the first one goes alone.
+        """The job that stores those of `entries`, of one path, shortest first, that the target
+        lacks, or the first of them. Where it has no room for all, the first one goes alone.
 
         Args:
             freed: pages that the eviction of each would free now.
         """
-        entries = sorted(entries, key=DEPTH)
         chain = Chain.of(target, entries[-1])
         entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
         if not entries:
@@ -327,12 +327,19 @@ def _may_go(index: EvictableTree, entry: Run | ResumePoint) -> bool:
     return isinstance(entry, ResumePoint) or not (entry.locks or entry.children)
 
 
-def _by_run(entries: list[Run | ResumePoint]) -> dict[Run, list[Run | ResumePoint]]:
-    """Entries by the run in which they end."""
-    found: dict[Run, list[Run | ResumePoint]] = {}
+def _paths(entries: list[Run | ResumePoint]) -> Iterator[list[Run | ResumePoint]]:
+    """Entries, each with those on the path to it, the shortest first. Runs may be split meanwhile."""
+    if len(entries) < 2:
+        yield from ([entry] for entry in entries)
+        return
+    on_run: dict[Run, list[Run | ResumePoint]] = {}
     for entry in entries:
-        found.setdefault(end_of(entry)[0], []).append(entry)
-    return found
+        on_run.setdefault(end_of(entry)[0], []).append(entry)
+    for entry in entries:
+        run, _ = end_of(entry)
+        if run in on_run:  # else it went with another
+            path = [e for node in path_to(run) for e in on_run.pop(node, ())]
+            yield sorted(path, key=DEPTH)
 
 
 def every(index: EvictableTree) -> list[Run | ResumePoint]:
