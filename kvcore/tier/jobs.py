@@ -129,6 +129,8 @@ class JobParts:
     Attributes:
         sources: places that it reads. target: where it goes.
         keys: of the chain up to its last segment.
+        locked_keys: of a store, of the chain in the source up to the end of its last entry, which
+            may be longer.
         first: number of its first segment.
         segments: [n, its pages_per_segment] pages of the target.
         depths: boundaries of the resume points that it brings, ascending.
@@ -149,6 +151,7 @@ class JobParts:
     points: Int32
     holding: Holding
     holdings: list[Holding]
+    locked_keys: bytes = b""
     entries: Sequence[Run | ResumePoint] = ()
     way: Way | None = None
     noted: list[Noted] | None = None

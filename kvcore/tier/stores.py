@@ -46,8 +46,10 @@ class Stores:
         self._next = dict(self._onward)
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
-        # Copies, and the spare entries whose they are.
+        # Copies, and the spare entries whose they are; those of them that may be gone.
         self._spared: dict[Run | ResumePoint, tuple[Place, Run | ResumePoint]] = {}
+        self._doubtful: list[Run | ResumePoint] = []
+        self._counted: dict[Place, int] = {}  # calls in which pages to be had were counted
         # Entries of open stores, whose place, and pages that their eviction would free without
         # these.
         self._busy: dict[Run | ResumePoint, tuple[Place, int]] = {}
@@ -69,6 +71,8 @@ class Stores:
         """
         self._calls += 1
         self._admission.begin()
+        if self._doubtful:
+            self._check_copies()
         jobs: list[Job] = []
         for source, target in self._ways(everything):
             assert isinstance(target, Tier)
@@ -122,8 +126,9 @@ class Stores:
         that would free."""
         index, policy = source.index, source.policy
         needed = self._low(source) - source.num_free - self._underway(source)
-        if self._calls % RECOUNT == 0:
+        if self._calls >= self._counted.setdefault(source, self._calls) + RECOUNT:
             policy.count()
+            self._counted[source] = self._calls
         # To look passes over all that are kept.
         if needed - policy.kept_pages <= policy.kept_pages // SLACK:
             return {}
@@ -258,6 +263,20 @@ class Stores:
             target.counters["lost"] += 1
         else:
             target.policy.needed(copy)
+
+    def discarded(self, entry: Entry) -> None:
+        """A place's policy may not evict `entry` any more: somebody uses it, or it is gone."""
+        if entry in self._spared:
+            assert isinstance(entry, (Run, ResumePoint))
+            self._doubtful.append(entry)
+
+    def _check_copies(self) -> None:
+        """What has lost its copy is spare no more."""
+        for copy in self._doubtful:
+            if copy in self._spared and not is_there(copy):
+                place, entry = self._spared.pop(copy)
+                place.policy.needed(entry)
+        self._doubtful.clear()
 
     # The end of a job.
 

@@ -140,7 +140,7 @@ class Tiers(OpenJobs):
             def on_pop(entry: Entry, i: int = i) -> None:
                 self._stores.evicted(i, entry)
 
-            index.policy = Watched(index.policy, on_pop, on_asked)
+            index.policy = Watched(index.policy, on_pop, on_asked, self._stores.discarded)
 
     def _asked(self, keys: bytes, hit: int, kept: Sequence[int]) -> None:
         for tier in self.tiers:

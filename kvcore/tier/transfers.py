@@ -205,7 +205,7 @@ class Transfers:
         copies += copies_of(self._tails.points, source, target, chosen.sources, points, is_new)
         parts = JobParts(
             [source], target, keys[: chosen.end * KEY_BYTES], first, segments, chosen.depths,
-            points, holding, [reading], chosen.entries,
+            points, holding, [reading], keys[: depth * KEY_BYTES], chosen.entries,
         )  # fmt: skip
         if len(segments):
             self._underway.add(first_key)

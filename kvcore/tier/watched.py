@@ -24,6 +24,7 @@ class Watched:
         policy: the one that decides.
         on_pop: told of each entry that it takes out.
         on_asked: told of each prompt, after the policy.
+        on_discard: told of each entry that may not be evicted any more, or is gone.
 
     Attributes:
         kept_pages: that the eviction of all that is kept would free, as seen when each became so,
@@ -35,9 +36,10 @@ class Watched:
         policy: EvictionPolicy,
         on_pop: Callable[[Entry], None],
         on_asked: Callable[[bytes, int, Sequence[int]], None] | None = None,
+        on_discard: Callable[[Entry], None] | None = None,
     ) -> None:
         self.policy = policy
-        self._on_pop, self._on_asked = on_pop, on_asked
+        self._on_pop, self._on_asked, self._on_discard = on_pop, on_asked, on_discard
         self._kept: OrderedDict[Entry, int] = OrderedDict()  # and the pages of each
         self._leaving: OrderedDict[Entry, None] = OrderedDict()
         self.kept_pages = 0
@@ -50,10 +52,14 @@ class Watched:
     def discard(self, entry: Entry) -> None:
         """As of the policy."""
         self.needed(entry)
+        if self._on_discard is not None:
+            self._on_discard(entry)
         self.policy.discard(entry)
 
     def spare(self, entry: Entry, *, kept: bool = False) -> None:
         """`entry`, which was added, is to go first; `kept`: the next place has it."""
+        if not kept and entry in self._kept:
+            return self._kept.move_to_end(entry, last=False)
         self.needed(entry)
         if kept:
             self._kept[entry] = pages = entry.freed

@@ -44,7 +44,9 @@ class Held:
     columns: Int64 | None = None
 
     def is_on(self, parts: JobParts, tails: Tails) -> bool:
-        """Whether a job brings them, or builds on them."""
+        """Whether a job brings them, or builds on them, or locks them where it reads."""
+        if self.columns is None and parts.locked_keys.startswith(self.keys):
+            return True
         if not parts.keys.startswith(self.keys):
             return False
         return self.columns is None or any(len(self._columns_at(d, tails)) for d in parts.depths)

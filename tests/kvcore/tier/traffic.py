@@ -256,6 +256,23 @@ class TieredTraffic(Traffic):
         for job in self.tiers.stores(max_bytes, everything=everything):
             self._began(job)
             self.checked["stores"] += 1
+        self._check_kept()
+
+    def _check_kept(self):
+        """What goes first, as the next place has it, is behind its place."""
+        places = self.tiers.places
+        for i, place in enumerate(places):
+            kept = [
+                e
+                for run in place.index.runs()
+                for e in (run, *run.points.values())
+                if place.policy.is_kept(e)
+            ]
+            assert place.policy.kept_pages == 0 or kept
+            for entry in kept:
+                behind = [p for p in places[i + 1 :] if self.tiers._stores.copy_of(place, p, entry)]
+                assert behind, f"no copy of an entry of {place.name} at boundary {entry.depth}"
+            self.checked["kept"] += len(kept)
 
     def _began(self, job):
         self.copied[job] = False
