@@ -46,9 +46,10 @@ class Stores:
         self._next = dict(self._onward)
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
-        # Copies, and the spare entries whose they are; those of them that may be gone.
-        self._spared: dict[Run | ResumePoint, tuple[Place, Run | ResumePoint]] = {}
-        self._doubtful: list[Run | ResumePoint] = []
+        # Copies, and the spare entries whose they are, one in a place; those of them that may be
+        # gone.
+        self._spared: dict[Run | ResumePoint, dict[Place, Run | ResumePoint]] = {}
+        self._doubtful: dict[Run | ResumePoint, None] = {}
         self._counted: dict[Place, int] = {}  # calls in which pages to be had were counted
         # Entries of open stores, whose place, and pages that their eviction would free without
         # these.
@@ -249,9 +250,7 @@ class Stores:
     def evicted(self, place: int, entry: Entry) -> None:
         """A place's policy took out `entry`: it is lost where the next tier lacks it."""
         assert isinstance(entry, (Run, ResumePoint))
-        spared = self._spared.pop(entry, None)
-        if spared is not None:
-            spared[0].policy.needed(spared[1])
+        self._lost(entry)
         if place + 1 == len(self._places):
             return
         source, target = self._places[place], self._places[place + 1]
@@ -268,15 +267,21 @@ class Stores:
         """A place's policy may not evict `entry` any more: somebody uses it, or it is gone."""
         if entry in self._spared:
             assert isinstance(entry, (Run, ResumePoint))
-            self._doubtful.append(entry)
+            self._doubtful[entry] = None
 
     def _check_copies(self) -> None:
         """What has lost its copy is spare no more."""
-        for copy in self._doubtful:
-            if copy in self._spared and not is_there(copy):
-                place, entry = self._spared.pop(copy)
-                place.policy.needed(entry)
-        self._doubtful.clear()
+        for copy in [*self._doubtful]:
+            if not is_there(copy):
+                self._lost(copy)
+            elif isinstance(copy, Run) and copy in self._spared:
+                continue  # others go on from its end: it may become part of them unheard
+            del self._doubtful[copy]
+
+    def _lost(self, copy: Run | ResumePoint) -> None:
+        """The entries whose copy this was are spare no more."""
+        for place, entry in self._spared.pop(copy, {}).items():
+            place.policy.needed(entry)
 
     # The end of a job.
 
@@ -325,10 +330,10 @@ class Stores:
 
     def _spare(self, source: Place, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
         source.policy.spare(entry, kept=True)
-        self._spared[copy] = source, entry
+        self._spared.setdefault(copy, {})[source] = entry
         if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
             known = self._spared.items()
-            self._spared = {c: e for c, e in known if is_there(c) and is_there(e[1])}
+            self._spared = {c: e for c, e in known if any(map(is_there, e.values()))}
 
     def _wait(self, tries: OrderedDict[bytes, tuple[int, int]], key: bytes, most: int) -> None:
         """Try `key` again later, and later each time, after 2**most calls at most."""
