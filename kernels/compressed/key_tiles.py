@@ -325,7 +325,7 @@ def _find_rows(x, stop, entry, pages, kv, order, FP8: tl.constexpr, KEYS: tl.con
             cells = tl.where(raw, window_cells + x, listed + entry)
             flat_index = tl.load(cells, mask=x < stop, other=-1)
             live = flat_index >= 0
-            window_index = flat_index.to(tl.uint32)
+            window_index = tl.maximum(flat_index, 0).to(tl.uint32)
             page = tl.where(raw, window_index // WINDOW_ROWS, window_index // entry_rows)
             entry_index = window_index
         else:

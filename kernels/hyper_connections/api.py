@@ -85,8 +85,8 @@ def expand_streams(
     """Streams after a sub-block: stream k is post[k] z + sum over j of comb[j, k] streams[j].
 
     z is y; with ``rows`` it is y + the sum over a token's rows, in their order, of weight * row, as
-    ``combine_experts`` gives it with y as its addend, but not rounded in between. post and comb are
-    rounded to the dtype of the streams first; the arithmetic of the kernel is fp32.
+    ``combine_experts`` gives it with y as its addend, which the kernel does not round. post and comb
+    are rounded to the dtype of the streams first; the arithmetic of the kernel is fp32.
 
     Args:
         streams: [num_tokens, n, hidden_size] bf16, fp16 or fp32, last stride 1.

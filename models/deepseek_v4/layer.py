@@ -16,8 +16,8 @@ pass, which `models.deepseek_v4.paged_attention` provides for caches, and
 `models.deepseek_v4.unpaged_attention` for whole sequences without any.
 
 Over pages, a layer calls these operators of `quire.kernels`, in this order, the first and
-expand_streams around both halves; between them are plain products of torch. Each is in a folder of ``kernels/``, its kernels too (that of splits is in
-``common/``). Groups of pages are those of `models.deepseek_v4.cache_plan`::
+expand_streams around both halves; between them are plain products of torch. Each is in a folder of
+``kernels/``, its kernels too (that of splits is in ``common/``). Groups of pages are those of `models.deepseek_v4.cache_plan`::
 
     operator              folder             kernels                     pages
     collapse_streams      hyper_connections  _products_kernel _collapse_kernel

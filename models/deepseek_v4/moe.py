@@ -169,7 +169,7 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, input_ids: Tensor, impl: str | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """experts(x) + shared_experts(x), the experts of each row chosen by the router.
+        """The parts of experts(x) + shared_experts(x), the experts of each row chosen by the router.
 
         Args:
             x: [num_tokens, hidden_size].
