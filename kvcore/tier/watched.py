@@ -84,7 +84,7 @@ class Watched:
         return self.kept_pages
 
     def pop(self) -> Entry | None:
-        """The entry that has been spare for longest; else as of the policy."""
+        """A spare entry if there is one, as `Watched` says; else as of the policy."""
         spare = next(chain(self._kept, self._leaving), None)
         if spare is None:
             entry = self.policy.pop()
