@@ -5,23 +5,21 @@ from __future__ import annotations
 import torch
 
 IMPLS = ("triton", "torch")
-WITH_FLASHINFER = (*IMPLS, "flashinfer")
 
 
-def expect_impl(impl: str | None, device_type: str, impls: tuple[str, ...] = IMPLS) -> None:
+def expect_impl(impl: str | None, device_type: str) -> None:
     """Says early what a call would find out late.
 
     Args:
-        impl: one of ``impls``, or None = by device, as the public operations take it.
+        impl: one of ``IMPLS``, or None = by device, as the public operations take it.
         device_type: of the tensors, "cpu" or "cuda".
-        impls: of the operation.
 
     Raises:
         ValueError: another impl.
         NotImplementedError: Triton on a CPU, unless its interpreter is on.
     """
-    if impl is not None and impl not in impls:
-        names = ", ".join(map(repr, impls))
+    if impl is not None and impl not in IMPLS:
+        names = ", ".join(map(repr, IMPLS))
         raise ValueError(f"impl: expected {names} or None, got {impl!r}")
     if impl == "triton" and device_type == "cpu":
         import triton
@@ -32,15 +30,15 @@ def expect_impl(impl: str | None, device_type: str, impls: tuple[str, ...] = IMP
             )
 
 
-def implementation(impl: str | None, tensor: torch.Tensor, impls: tuple[str, ...] = IMPLS) -> str:
+def implementation(impl: str | None, tensor: torch.Tensor) -> str:
     """What computes a call whose first tensor this is.
 
-    "torch" for what is no tensor, which the checks refuse. impls: of the operation.
+    "torch" for what is no tensor, which the checks refuse.
     """
     if not isinstance(tensor, torch.Tensor):
-        expect_impl(impl, "", impls)
+        expect_impl(impl, "")
         return "torch"
     if impl is not None:
-        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda", impls)
+        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
         return impl
     return "triton" if tensor.is_cuda else "torch"
