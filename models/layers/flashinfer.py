@@ -151,6 +151,7 @@ class FlashInferAttend(PagedAttend):
         self._groups = flashinfer.groups
         # {group: ([num_kept] pages and rows, their and the new rows' places among the copies)}
         self._copied: dict[int, list[Tensor]] = {}
+        # Waits until the device has what earlier plans send from pinned memory that this one reuses.
         self._cu, self._ends = _on_host(attn.cu_seqlens_q), _on_host(attn.seq_lens)
         counts = np.diff(self._cu)
         self._starts = self._ends - counts

@@ -47,14 +47,14 @@ def seen(monkeypatch):
     return counts
 
 
-def of_64(name, **changes):
+def sized(name, *, head_dim=64, **changes):
     """A tiny configuration with heads of a size that FlashInfer has."""
     config = few(name)
-    sliding = config.sliding and replace(config.sliding, head_dim=64)
-    return replace(config, full=replace(config.full, head_dim=64), sliding=sliding, **changes)
+    sliding = config.sliding and replace(config.sliding, head_dim=head_dim)
+    return replace(config, full=replace(config.full, head_dim=head_dim), sliding=sliding, **changes)
 
 
-# New tokens of each request in a step, 0 = it takes no part; windows are of 16 tokens, pages of 16 and 64 or so.
+# New tokens of each request in a step, 0 = it takes no part; windows are of 16 tokens.
 STEPS = {
     "prompts": [(1, 15, 16, 17, 33)],
     "chunks": [(7, 40), (7, 40), (16, 3), (1, 50)],
@@ -101,18 +101,18 @@ def steps_through_both(config, steps, device, dtype):
 @pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny", "llama-tiny"])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 def test_a_step_attends_to_what_the_kernels_do(name, steps, flashinfer):
-    for theirs, ours in steps_through_both(of_64(name), steps, "cpu", torch.float32):
+    for theirs, ours in steps_through_both(sized(name), steps, "cpu", torch.float32):
         torch.testing.assert_close(theirs, ours)
 
 
 @pytest.fixture(scope="module", params=["gemma3-tiny", "gemma4-tiny"])
 def model(request):
-    return random_model(of_64(request.param), device="cpu")
+    return random_model(sized(request.param), device="cpu")
 
 
 @pytest.fixture(scope="module")
 def gemma():
-    return random_model(of_64("gemma3-tiny"), device="cpu")
+    return random_model(sized("gemma3-tiny"), device="cpu")
 
 
 LENGTHS = (1, 15, 16, 17, 48, 49, 110, 31)
@@ -134,7 +134,7 @@ def test_ragged_requests_equal_each_alone(model, flashinfer, seen):
 
 def test_each_group_is_planned_once_a_step(flashinfer, seen):
     """And all of its layers run with that plan."""
-    config = of_64("gemma3-tiny", layer_types=get_config("gemma3-tiny").layer_types)
+    config = sized("gemma3-tiny", layer_types=get_config("gemma3-tiny").layer_types)
     model = random_model(config, device="cpu")
     engine = Engine(model, EngineConfig(impl="flashinfer", num_pages=300))
     assert engine._graphs is None
@@ -173,7 +173,7 @@ def test_graphs_are_refused(gemma, flashinfer):
 def test_pages_of_e4m3_with_a_scale_for_each_layer(name, flashinfer, seen):
     """Logits are off by as much as rounding of keys and values explains: that of all of them, once for those of the engine and once for those of
     the pass (`bench.prefill_decode.verify`)."""
-    model = random_model(of_64(name), device="cpu")
+    model = random_model(sized(name), device="cpu")
     scale = 0.25
     model.kv_scales = [(scale, scale)] * model.config.num_layers
     run = Recorder(model, impl="flashinfer", kv_cache_dtype="fp8_per_tensor")
@@ -200,12 +200,12 @@ def gemma4_e():
 
 REFUSED = {
     "head_dim": (lambda: few("gemma3-tiny"), {}, r"layer 0 \(sliding_attention\) has a head_dim of 32, supported are \[64, 128, 256\]"),
-    "sinks": (lambda: of_64("gpt-oss-tiny"), {}, r"layer 0 \(sliding_attention\) has attention sinks"),
+    "sinks": (lambda: sized("gpt-oss-tiny"), {}, r"layer 0 \(sliding_attention\) has attention sinks"),
     "shared": (gemma4_e, {}, r"layer 6 \(.*\) reads the keys and values of layer"),
-    "window": (lambda: replace(of_64("gemma3-tiny"), sliding=replace(of_64("gemma3-tiny").sliding, sliding_window=1)), {}, r"layer 0 \(sliding_attention\) has a window of 1"),
+    "window": (lambda: replace(sized("gemma3-tiny"), sliding=replace(sized("gemma3-tiny").sliding, sliding_window=1)), {}, r"layer 0 \(sliding_attention\) has a window of 1"),
     "v4": (lambda: few("deepseek-v4-tiny"), {}, r"layer 0 is sliding_attention, over latents"),
-    "scales": (lambda: of_64("gemma3-tiny"), {"kv_cache_dtype": "fp8"}, "FlashInfer takes no scales of rows"),
-    "replay": (lambda: of_64("gemma3-tiny"), {"replay": True}, "replay=True"),
+    "scales": (lambda: sized("gemma3-tiny"), {"kv_cache_dtype": "fp8"}, "FlashInfer takes no scales of rows"),
+    "replay": (lambda: sized("gemma3-tiny"), {"replay": True}, "replay=True"),
 }  # fmt: skip
 
 
