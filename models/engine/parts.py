@@ -112,6 +112,9 @@ def _make(
         max_draft_tokens=num_drafts,
         drafter_layers=hidden,
     )
+    attention = {}
+    if config.impl == FLASHINFER:  # before the pool, which gets what memory is left
+        attention["flashinfer"] = FlashInfer(model, cache.groups, config.kv_cache_dtype)
     sizes = sizes_to_capture(config, device)
     memory = plan_memory(
         model,
@@ -152,10 +155,7 @@ def _make(
         impl=impl,
         group=group,
     )
-    more = {}
-    if config.impl == FLASHINFER:
-        more["flashinfer"] = FlashInfer(model.config, pool, model.dtype)
-    run = forward_pass(model, pool, impl, hidden=hidden, **more)
+    run = forward_pass(model, pool, impl, hidden=hidden, **attention)
     if tiers is not None:
         run = behind_loads(run, tiers.copier.streams, hasattr(pool, "arrive"))
     if isinstance(drafter, ModelDrafter):

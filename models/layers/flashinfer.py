@@ -15,18 +15,20 @@ queries see the step's own rows quantized, unless they were copied.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quire.kvcore import GroupSpec
 from quire.kvcore.arrays import ragged_arange
 from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
 from .attention import PagedAttend
-from .kv_cache import LayerCache, PageTensors
+from .kv_cache import E4M3, LayerCache, PageTensors
 
 DEVICES = ["cuda"]
 DTYPES = [torch.float16, torch.bfloat16]
@@ -102,37 +104,35 @@ class _Group(NamedTuple):
 
 
 class FlashInfer:
-    """The wrappers of an engine.
+    """The wrappers of an engine, in the order of its cache groups.
 
     Args:
-        config: the model's.
-        pool: the pages of all layers.
-        dtype: queries and outputs.
+        model: gives its config, dtype and device.
+        groups: full attention is dense, sliding windows are not.
+        kv_cache_dtype: one of `KV_CACHE_DTYPES`.
     """
 
-    def __init__(self, config: ModelConfig, pool: PageTensors, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[GroupSpec], kv_cache_dtype: str) -> None:
         make = import_flashinfer().BatchPrefillWithPagedKVCacheWrapper
         # Wrappers may share it, as they run one after another.
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.tensors[0].device)
-        self.groups: dict[int, _Group] = {}
-        for layer, cache in enumerate(pool.layers):
-            if cache.group in self.groups:
-                continue
-            shape = config.attention(layer)
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
+        self.groups: list[_Group] = []
+        for group in groups:
+            shape = model.config.full if group.kind == "dense" else model.config.sliding
             reach = ENDLESS if shape.sliding_window is None else shape.sliding_window - 1
             options = {
                 "num_qo_heads": shape.num_heads,
                 "num_kv_heads": shape.num_kv_heads,
                 "head_dim_qk": shape.head_dim,
-                "page_size": cache.k_pages.shape[1],
+                "page_size": group.block_size,
                 "causal": True,
-                "sm_scale": config.softmax_scale,
+                "sm_scale": model.config.softmax_scale,
                 "window_left": -1 if reach == ENDLESS else reach,
-                "q_data_type": dtype,
-                "kv_data_type": cache.k_pages.dtype,
+                "q_data_type": model.dtype,
+                "kv_data_type": model.dtype if kv_cache_dtype == "auto" else E4M3,
             }
             one, several = (make(workspace, LAYOUT, backend=BACKEND) for _ in range(2))
-            self.groups[cache.group] = _Group(reach, options, one, several)
+            self.groups.append(_Group(reach, options, one, several))
 
 
 class FlashInferAttend(PagedAttend):
@@ -158,7 +158,7 @@ class FlashInferAttend(PagedAttend):
         longer = np.flatnonzero(counts > 1)
         # Sequences of one new token come first.
         n = self._num_ones = int(longer[0]) if len(longer) else len(counts)
-        for g, group in self._groups.items():
+        for g, group in enumerate(self._groups):
             table = _on_host(attn.block_tables[g])
             if n:
                 self._plan_pages(group.one, g, slice(0, n), table)

@@ -4,6 +4,7 @@ run without a cache. On a GPU: `tests.gpu.test_gpu_flashinfer`."""
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,7 +76,8 @@ def steps_through_both(config, steps, device, dtype):
     for pool in pools:
         for tensor in pool.tensors:
             tensor.view(dtype).fill_(float("nan"))
-    wrappers = FlashInfer(config, pools[0], dtype)
+    model = SimpleNamespace(config=config, dtype=dtype, device=device)
+    wrappers = FlashInfer(model, groups, "auto")
     generator = torch.Generator().manual_seed(0)
     lengths = [sum(counts) for counts in zip(*steps, strict=True)]
     tokens = [np.random.default_rng(n).integers(9, 99, n).astype(np.int32) for n in lengths]
