@@ -181,7 +181,7 @@ class FlashInferAttend(PagedAttend):
         cache, n = self._pool.layers[layer], self._num_ones
         group, pages = self._groups[cache.group], (cache.k_pages, cache.v_pages)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-        # Before new rows take the places of rows that the first queries still see.
+        # Before the write: a new row may take the place of one that the first queries still see.
         copies = self._copies(cache, k, v) if cache.group in self._copied else None
         self._write(layer, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
