@@ -67,9 +67,6 @@ setup(
         "vllm": ["vllm>=0.33,<0.34"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20", "xxhash>=3"],
         "dynamo": ["ai-dynamo-runtime>=1.6,<1.7; platform_system == 'Linux'", "xxhash>=3"],
-        # Stores of hand-offs. Mooncake needs libibverbs1 of the system; nixl-cu12 needs no CUDA, and `nixl` would bring packages for two.
-        "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13,<0.4; platform_system == 'Linux'"],
-        "nixl": ["nixl-cu12>=1.5,<2; platform_system == 'Linux'"],
         # Of Hugging Face; to load what `python -m bench.export_hub` writes.
         "hub": ["kernels>=0.17.2"],
         # Wants other versions of torch and transformers than constraints.txt names.

@@ -165,7 +165,6 @@ class KVCache(CacheSteps, RequestCalls):
             debug or events is not None,
         )  # fmt: skip
         self._pins = Pins(self.index, self.max_pinned_pages)
-        self.handoffs = {}
         attach(policy, events)
         if debug:
             Watch(self)

@@ -18,7 +18,6 @@ from .prefix.requests import Sequences
 from .spec import as_int, as_seconds
 
 if TYPE_CHECKING:
-    from .handoff import HandOff
     from .tier.tiers import Tiers
 
 
@@ -31,7 +30,6 @@ class CacheContents:
         index: what is cached.
         sequences: the running requests.
         tiers: what is behind the pool (`tier.Tiers` puts itself here).
-        handoffs: that are open (`handoff`).
     """
 
     alignment: int
@@ -39,7 +37,6 @@ class CacheContents:
     index: PrefixIndex
     sequences: Sequences
     tiers: Tiers | None = None
-    handoffs: dict[HandOff, None]
     _steps: Steps
     _lookup: Lookup
     _pins: Pins
@@ -99,8 +96,6 @@ class CacheContents:
         self._steps.changed()
         if self.tiers is not None:
             self.tiers.clear()
-        for handoff in self.handoffs:
-            handoff.void()
         self.index.clear()
 
     def evict(self, num_pages: int) -> int:
@@ -145,8 +140,6 @@ class CacheContents:
         is_wanted[ids] = True
         if self.tiers is not None:
             self.tiers.forget_copies(is_wanted)
-        for handoff in self.handoffs:
-            handoff.void(is_wanted)
         self.index.drop_pages(is_wanted)
         is_wanted[self.pool.free_pages()] = False
         is_wanted[list(self.pool.withheld)] = False

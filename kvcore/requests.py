@@ -232,8 +232,8 @@ class RequestCalls(CacheContents):
             The ids of the requests that this ended, the one admitted first first.
 
         Raises:
-            ValueError: requests are running, and end_requests is False; or tiers have open jobs,
-                or there are open hand-offs. Nothing changed.
+            ValueError: requests are running, and end_requests is False; or tiers have open jobs.
+                Nothing changed.
         """
         running = self.sequences.ids
         if running and end_requests is not True:
@@ -245,10 +245,6 @@ class RequestCalls(CacheContents):
             raise ValueError(
                 f"reset: expected no open jobs of tiers, got {len(self.tiers.jobs)}: end them with "
                 f"`done` or `cancel`"
-            )
-        if self.handoffs:
-            raise ValueError(
-                f"reset: expected no open hand-offs, got {len(self.handoffs)}: call `end` of each"
             )
         for request_id in running:  # before anything changes
             if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:

@@ -108,8 +108,6 @@ def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
         raise ValueError("kv: expected a cache with enable_caching, got one without")
     if kv.tiers is not None and kv.tiers.jobs:
         raise ValueError("kv: expected no open jobs of tiers: end them with `done` or `cancel`")
-    if kv.handoffs:
-        raise ValueError("kv: expected no open hand-offs: call `end` of each")
     tick, arrays = _parse(kv, data, key)
     check_contents(kv, tick, arrays)
     keys, told = split_keys(arrays["keys"].tobytes()), {}

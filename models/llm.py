@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,9 +29,9 @@ from .config.named import named_configs
 from .deepseek_v4.mtp_drafter import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
-from .engine.interrupts import interrupts_wait
 from .engine.memory import free_memory, weight_bytes
 from .engine.outputs import OutputDelta, RequestError, RequestOutput
+from .engine.report import StepReport
 from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
 from .loading.random_weights import random_model
@@ -37,8 +41,6 @@ from .parallel.lockstep import engine_of_ranks, expect_lockstep
 from .parallel.shard import shard_config
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from .transfer.run import HandedOff
-from .transfer.store import Store
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -50,8 +52,9 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
 class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
-    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else
-    goes on. Several threads may call them at once; their prompts then run together.
+    It belongs to one thread, as its `Engine`. In the main thread, Ctrl-C ends `generate` and `stream`
+    between two steps: their requests are aborted, and all else goes on. A second Ctrl-C does not
+    wait for the step.
 
     Args:
         model: a named configuration (random weights), a Hugging Face directory, or a built model.
@@ -112,8 +115,6 @@ class LLM:
         self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
-        # Of the prompts of calls of `generate` that run: outputs by sample.
-        self._outputs: dict[str, dict[int, RequestOutput]] = {}
 
         def build(group: Group | None = None) -> nn.Module:
             if built:
@@ -180,13 +181,12 @@ class LLM:
         queued: dict[str, dict[int, RequestOutput]] = {}
         try:
             try:
-                with interrupts_wait(), self.engine.lock:
+                with _interrupts_wait():
                     for ids, one in zip(token_ids, params, strict=True):
-                        request_id = self.engine.add_request(ids, one)
-                        queued[request_id] = self._outputs[request_id] = {}
+                        queued[self.engine.add_request(ids, one)] = {}
                 num_outputs = sum(one.n for one in params)
                 with tqdm(total=num_outputs, unit="request", disable=not progress) as bar:
-                    self._run(list(queued.values()), num_outputs, bar)
+                    self._run(queued, num_outputs, bar)
             finally:
                 self._abort(queued)
         finally:  # once more, as an interrupt may have come at the first line of the one above
@@ -219,20 +219,12 @@ class LLM:
         """Says what the caller intends with a prefix, as `Engine.hint`."""
         return self.engine.hint(self._encode(prompt), intent, **options)
 
-    def export_prefix(self, prompt: str | Sequence[int], store: Store, **options: Any) -> HandedOff:
-        """Hands what is cached of a prompt to other engines, as `Engine.export_prefix`."""
-        return self.engine.export_prefix(self._encode(prompt), store, **options)
-
-    def import_prefix(self, prompt: str | Sequence[int], store: Store, **options: Any) -> HandedOff:
-        """Takes in what another engine has computed of a prompt, as `Engine.import_prefix`."""
-        return self.engine.import_prefix(self._encode(prompt), store, **options)
-
     def close(self) -> None:
         """Writes what is cached to `EngineConfig.disk_cache`, and gives the folder free.
 
         See `Engine.close`.
         """
-        with interrupts_wait():
+        with _interrupts_wait():
             self.engine.close()
 
     def encode_chat(
@@ -266,7 +258,7 @@ class LLM:
         queued: list[str] = []
         try:
             try:
-                with interrupts_wait(), self.engine.lock:
+                with _interrupts_wait():
                     queued.append(self.engine.add_request(ids, params, stream=True))
                     self._streams[queued[0]] = mine
                 while mine or queued[0] in self.engine.unfinished:
@@ -281,38 +273,31 @@ class LLM:
 
     def _abort(self, request_ids: Collection[str]) -> None:
         """Ends those of these requests that have not ended, and their streams."""
-        with interrupts_wait(), self.engine.lock:
+        with _interrupts_wait():
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
-                self._outputs.pop(request_id, None)
             for request_id in self.engine.unfinished.intersection(request_ids):
                 self.engine.abort(request_id)
 
-    def _step(self) -> int:
-        """One step of the engine; its tokens.
-
-        What belongs to open streams and to other calls is kept for them, whoever asked for the
-        step.
-        """
-        with interrupts_wait():
+    def _step(self) -> StepReport:
+        """Run one step of the engine; keep what it adds to open streams."""
+        with _interrupts_wait():
             report = self.engine.step()
-            if report is None:
-                return 0  # another thread's step did the rest
-            with self.engine.lock:
-                for delta in report.deltas:
-                    if delta.request_id in self._streams:
-                        self._streams[delta.request_id].append(delta)
-                for output in report.finished:
-                    if output.request_id in self._outputs:
-                        self._outputs[output.request_id][output.sample] = output
-        return report.num_tokens
+            for delta in report.deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
+        return report
 
-    def _run(self, outputs: Sequence[Mapping[int, RequestOutput]], count: int, bar: tqdm) -> None:
-        """Steps until there are ``count`` outputs."""
+    def _run(self, outputs: dict[str, dict[int, RequestOutput]], count: int, bar: tqdm) -> None:
+        """Step until there are ``count`` outputs, by request and sample."""
         num_tokens = 0
-        while (done := sum(map(len, outputs))) < count:
+        while (done := sum(map(len, outputs.values()))) < count:
             bar.update(done - bar.n)
-            num_tokens += self._step()
+            report = self._step()
+            num_tokens += report.num_tokens
+            for output in report.finished:
+                if output.request_id in outputs:
+                    outputs[output.request_id][output.sample] = output
             bar.set_postfix_str(
                 f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
             )
@@ -345,6 +330,33 @@ class LLM:
             )
             error.__cause__ = cause
             return replace(output, finish_reason="error", error=output.error or error)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold back SIGINT until the block has ended; a second one is not held back.
+
+    In the middle of a step it would leave pages that no request owns. Only in the main thread, and
+    where a Python function handles the signal.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(held) == 1:
+            handler(*held[0])
 
 
 def default_params(directory: Path | None) -> SamplingParams:

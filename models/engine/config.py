@@ -8,7 +8,6 @@ from numbers import Real
 
 from quire.kvcore.spec import as_int
 
-from ..transfer.store import STORE_METHODS, Store
 from .scheduler import SchedulerPolicy
 
 MEMORY_SETTINGS = (
@@ -51,8 +50,7 @@ class EngineConfig:
             (`quire.models.engine.tiering`). None = none.
         disk_cache: a folder behind these, for one engine at a time, which outlives the process
             (`Engine.close` writes what is not there yet); None = none. It goes with one model: with
-            other weights or settings it is refused. Or a store (`quire.models.transfer.store`),
-            which has pages while the engine lives (`quire.models.transfer.tier`).
+            other weights or settings it is refused.
         disk_cache_gib: GiB that it may take.
         max_hint_gib: GiB of prefixes that one tenant (one salt) may have retained by `Engine.hint`,
             as tiers count them; None = no limit but that of pins.
@@ -103,7 +101,7 @@ class EngineConfig:
     hash_seed: bytes = b""
     replay: bool = False
     host_cache_gib: float | None = None
-    disk_cache: str | os.PathLike[str] | Store | None = None
+    disk_cache: str | os.PathLike[str] | None = None
     disk_cache_gib: float = 16.0
     max_hint_gib: float | None = None
     tier_dtype: str = "auto"
@@ -156,9 +154,8 @@ class EngineConfig:
         if isinstance(limit, bool) or not isinstance(limit, Real) or not 0 < limit < 2**31:
             raise ValueError(f"rank_timeout: expected a number of seconds > 0, got {limit!r}")
         place = self.disk_cache
-        is_store = all(callable(getattr(place, name, None)) for name in STORE_METHODS)
-        if not (place is None or isinstance(place, str | os.PathLike) or is_store):
-            raise ValueError(f"disk_cache: expected a path, a store or None, got {place!r}")
+        if not (place is None or isinstance(place, str | os.PathLike)):
+            raise ValueError(f"disk_cache: expected a path or None, got {place!r}")
         if self.has_tiers and not self.enable_caching:
             raise ValueError(
                 "enable_caching: expected True with host_cache_gib or disk_cache, got False"

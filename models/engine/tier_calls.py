@@ -15,7 +15,6 @@ from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
 from .request import SamplingParams
 from .tiering import EngineTiers
-from .turns import StepTurns
 
 if TYPE_CHECKING:
     from .batch import LaunchedStep
@@ -37,7 +36,7 @@ class TierCalls:
     scheduler: Scheduler
     inputs: InputProcessor
     outputs: OutputProcessor
-    _turns: StepTurns
+    _expect_between_steps: Callable[[str], None]
     _in_flight: LaunchedStep | None
     _receive: Callable[[LaunchedStep], dict[str, Any]]
     _report: Callable[..., StepReport]
@@ -53,8 +52,7 @@ class TierCalls:
         priority: int = 0,
         max_bytes: int | None = None,
     ) -> Answer:
-        """Says what the caller intends with a prefix. It waits for a step that runs; outputs never
-        change.
+        """Says what the caller intends with a prefix. Outputs never change.
 
         Args:
             prompt_token_ids: of the prefix; or the id of an unfinished request: what is cached yet
@@ -78,7 +76,8 @@ class TierCalls:
             prompt = self.inputs.check(prompt_token_ids, SamplingParams())
         if until is not None and ttl is not None:
             raise ValueError(f"ttl, until: expected one of them, got {ttl!r} and {until!r}")
-        with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+        self._expect_between_steps("hint")
+        with torch.cuda.device_of(tiers.copier.addresses):
             if is_request:
                 request = self.outputs.unfinished_sample(prompt_token_ids)
                 prompt, salt = request.tokens, request.salt
@@ -93,11 +92,10 @@ class TierCalls:
         The tokens of the step before are good."""
         before = self._in_flight
         delivered = {} if before is None else self._receive(before)
-        with self.lock:
-            admitted = self.scheduler.take_back_admitted(step)
-            self.scheduler.take_back(set(step.requests) - admitted)
-            self.tiers.drop_lost()
-            return self._report(**delivered)
+        admitted = self.scheduler.take_back_admitted(step)
+        self.scheduler.take_back(set(step.requests) - admitted)
+        self.tiers.drop_lost()
+        return self._report(**delivered)
 
     def close(self) -> None:
         """Waits for what is copied, and writes what is cached to `EngineConfig.disk_cache`, whose
@@ -106,5 +104,6 @@ class TierCalls:
         """
         tiers = self.tiers
         if tiers is not None:
-            with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+            self._expect_between_steps("close")
+            with torch.cuda.device_of(tiers.copier.addresses):
                 tiers.close()

@@ -23,7 +23,6 @@ What a folder holds is of use to the same weights in the same pages only
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -43,7 +42,6 @@ from quire.kvcore.tier.pagefile import DIRECT_BLOCKS, stride_of
 from ..tiers.copier import FinishedJob, PageCopier
 from ..tiers.host_pages import HostPages, row_stride
 from ..tiers.parts import PageParts, page_parts
-from ..transfer.tier import StoredPages
 from .layout import layout
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ MOST_EMPTY = 4  # calls in a row that find nothing to store, at the end
 
 
 class EngineTiers:
-    """Loads and stores of one engine. The thread that steps calls it, between steps.
+    """Loads and stores of one engine, which calls it between steps.
 
     Args:
         kv: the cache. tiers: of it.
@@ -84,7 +82,7 @@ class EngineTiers:
         copier: PageCopier,
         parts: PageParts,
         sizes: dict[str, int],
-        disk: DiskStore | StoredPages | None = None,
+        disk: DiskStore | None = None,
     ) -> None:
         self._kv, self.tiers, self.copier, self._disk = kv, tiers, copier, disk
         self._parts, self._sizes = parts, sizes
@@ -108,7 +106,7 @@ class EngineTiers:
         return request in self._loading
 
     def forget(self, request: Request) -> None:
-        """A request waits no more. Any thread may call it that has the engine's lock."""
+        """A request waits no more."""
         self._loading.pop(request, None)
         self._tries.pop(request, None)
 
@@ -235,7 +233,7 @@ class EngineTiers:
                 closed.callback(self._disk.close)
             closed.callback(self.copier.close)
             self.settle()
-            if isinstance(self._disk, DiskStore):  # which outlives the process
+            if self._disk is not None:  # which outlives the process
                 self.store_everything()
 
     def _expect_open(self) -> None:
@@ -348,8 +346,7 @@ def make_tiers(
         _expect_a_page(
             "disk_cache_gib", memory.disk_bytes, stride_of(pages.num_bytes, DIRECT_BLOCKS[-1])
         )
-        is_folder = isinstance(config.disk_cache, str | os.PathLike)
-        disk = (DiskStore if is_folder else StoredPages)(
+        disk = DiskStore(
             config.disk_cache,
             page_bytes=pages.num_bytes,
             capacity=memory.disk_bytes,
@@ -357,8 +354,7 @@ def make_tiers(
             | {"tier_dtype": config.tier_dtype, "parts": repr(parts.shape)},
         )
         opened.callback(disk.close)
-        journal = disk if is_folder else None
-        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=journal, lossy=lossy)
+        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk, lossy=lossy)
         sizes["disk"] = disk.stride
     # What a step may take is to be had without a loss.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)

@@ -7,15 +7,11 @@ With each plan rank 0 says a digest of all plans so far, every few steps also of
 step reads. A rank that has another one stops before it runs the model: it would send tensors of
 other sizes, for which gloo ends a process and NCCL waits.
 
-What comes while a step runs waits for its end. So all ranks change their requests between the same
-two steps.
-
 How a model or its context is dealt to the ranks is not seen here: it is the same for the engine.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,7 +25,6 @@ from torch import nn
 
 from quire.kvcore import StepPlan
 
-from ..config.fields import shown
 from ..engine.batch import LaunchedStep
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
@@ -49,8 +44,7 @@ STEP, PLAN, CALL, CLOSE = "step", "plan", "call", "close"
 class LockstepEngine(Engine):
     """An engine on one of several ranks: rank 0's is called, the others `follow` it.
 
-    As `Engine`, but what is added or aborted while a step runs takes effect at its end, and after an
-    error in a step no rank can go on: every further one raises `RankError`.
+    As `Engine`, but after an error in a step no rank can go on: every further one raises `RankError`.
 
     Args:
         model: built for the group of ``ranks``.
@@ -78,44 +72,14 @@ class LockstepEngine(Engine):
         super().__init__(model, config, tokenizer=tokenizer, drafter=drafter)
         self.ranks, self.group = ranks, ranks.group
         self._taken: list[tuple[Any, ...]] = []  # calls since the last step
-        self._waiting_calls: list[tuple[Any, ...]] = []  # that came while a step runs
-        self._silent: set[str] = set()  # requests aborted in a step that runs
         self._failed = ""
         self._digest = self._num_steps = 0
 
-    @property
-    def unfinished(self) -> frozenset[str]:
-        """As `Engine.unfinished`."""
-        with self.lock:
-            added = {call[3] for call in self._waiting_calls if call[0] == "add"}
-            return frozenset((set(self.outputs.unfinished) - self._silent) | added)
-
-    @property
-    def has_work(self) -> bool:
-        """As `Engine.has_work`."""
-        return bool(self.unfinished)
-
     def abort(self, request_id: str) -> RequestOutput:
         """As `Engine.abort`."""
-        with self.lock:
-            if not isinstance(request_id, str) or request_id not in self.unfinished:
-                raise ValueError(
-                    f"request_id: expected an unfinished request, got {shown(request_id)}"
-                )
-            if not self._turns.is_taken:
-                self._taken.append(("abort", request_id))
-                return super().abort(request_id)
-            for i, call in enumerate(self._waiting_calls):
-                if call[0] == "add" and call[3] == request_id:
-                    del self._waiting_calls[i]
-                    ids = tuple(call[1].tolist())
-                    return RequestOutput(request_id, ids, (), "abort", 0, "", 0, 0.0, ())
-            # Its step goes on as on other ranks; nobody hears of it any more.
-            request = copy.copy(self.outputs.unfinished[request_id][0])
-            request.text = copy.copy(request.text)
-            self._silent.add(request_id)
-            self._waiting_calls.append(("abort", request_id))
-            return request.output("abort")
+        output = super().abort(request_id)
+        self._taken.append(("abort", request_id))
+        return output
 
     def everywhere(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """``function(engine, *arguments)`` on all ranks, between two steps; what rank 0's gives.
@@ -123,9 +87,8 @@ class LockstepEngine(Engine):
         Args:
             function: that can be pickled, as can be its arguments.
         """
-        with self._turns.take(self._end_aborted):
-            self.group.say((CALL, function, arguments))
-            return function(self, *arguments)
+        self.group.say((CALL, function, arguments))
+        return function(self, *arguments)
 
     def forget_graphs(self) -> None:
         """No step of this rank is replayed any more: what is sent is then counted. For `everywhere`."""
@@ -145,32 +108,19 @@ class LockstepEngine(Engine):
 
     def close(self) -> None:
         """Ends all ranks. No step may follow."""
-        with self._turns.take():
-            failed = self._failed or self.ranks.watch.verdict()
-            if not failed:
-                self.group.say((CLOSE,))
-            self.ranks.close(failed)
-            self._failed = failed or "the engine is closed"
+        failed = self._failed or self.ranks.watch.verdict()
+        if not failed:
+            self.group.say((CLOSE,))
+        self.ranks.close(failed)
+        self._failed = failed or "the engine is closed"
 
     def _add(
         self, prompt: np.ndarray, params: SamplingParams, request_id: str | None, salt: bytes,
         stream: bool,
     ) -> str:  # fmt: skip
-        unfinished = self.unfinished
-        if request_id is None:
-            waiting = sum(call[0] == "add" for call in self._waiting_calls)
-            request_id = str(self._num_added + waiting)
-        if request_id in unfinished:
-            raise ValueError(
-                f"request_id: expected a new id, got {shown(request_id)}, which is unfinished"
-            )
-        call = ("add", prompt, params, request_id, salt, stream)
-        if self._turns.is_taken:
-            self._waiting_calls.append(call)
-        else:
-            super()._add(*call[1:])
-            self._taken.append(call)
-        return request_id
+        added = super()._add(prompt, params, request_id, salt, stream)
+        self._taken.append(("add", prompt, params, added, salt, stream))
+        return added
 
     def _take(self, name: str, arguments: list[Any]) -> None:
         """Adds or aborts a request on this rank."""
@@ -178,14 +128,6 @@ class LockstepEngine(Engine):
             super()._add(*arguments)
         elif arguments[0] in self.outputs.unfinished:
             super().abort(*arguments)
-
-    def _end_aborted(self) -> None:
-        super()._end_aborted()
-        self._silent.clear()
-        calls, self._waiting_calls = self._waiting_calls, []
-        for name, *arguments in calls:
-            self._take(name, arguments)
-        self._taken += calls
 
     def _step(self) -> StepReport | None:
         watch, first = self.ranks.watch, self.group.rank == 0
@@ -195,10 +137,9 @@ class LockstepEngine(Engine):
         try:
             watch.is_busy = True
             if first:
-                with self.lock:
-                    calls, self._taken = self._taken, []
+                calls, self._taken = self._taken, []
                 self.group.say((STEP, calls))
-            report = super()._step()
+            return super()._step()
         except BaseException as error:
             waits = isinstance(error, Exception) and not isinstance(error, RankError)
             self._failed = watch.verdict(SECONDS_TO_KNOW if waits else 0.0)
@@ -209,10 +150,6 @@ class LockstepEngine(Engine):
             raise
         finally:
             watch.is_busy = False
-        if report is not None and self._silent:
-            for kept in (report.finished, report.deltas):
-                kept[:] = [one for one in kept if one.request_id not in self._silent]
-        return report
 
     def _forward(self, step: ScheduledStep) -> LaunchedStep:
         self._agree(step.plan)

@@ -34,8 +34,6 @@ from .ways import PageWays
 if TYPE_CHECKING:
     from quire.kvcore.tier import Copies, DiskStore, Job
 
-    from ..transfer.tier import StoredPages
-
 DEVICE, HOST, DISK = "device", "host", "disk"
 STAGING_BYTES = 128 * 2**20
 PARTS_AT_ONCE = 4  # that these are enough for
@@ -112,7 +110,7 @@ class PageCopier:
         pool: PoolPages,
         *,
         host: HostPages | None = None,
-        disk: DiskStore | StoredPages | None = None,
+        disk: DiskStore | None = None,
         num_tensors: int | None = None,
     ) -> None:
         self._pool, self._host, self._disk = pool, host, disk

@@ -10,7 +10,6 @@ from quire.kvcore.page_layout import LayoutMismatch
 from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.loading.random_weights import random_model
-from quire.models.transfer.memory import DictStore
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_tiering import TieredPool, cached, end, leave, tiered
 from tests.support.models.few import few
@@ -186,12 +185,3 @@ def test_a_folder_goes_with_its_form(tmp_path):
     output = again.run()[request]
     assert output.num_cached_tokens == output.lossy_tokens == 128
     again.engine.close()
-
-
-def test_no_prefix_is_handed_off():
-    """The engine that gets it could not tell. It may get one."""
-    run, store = recorder("llama-tiny"), DictStore()
-    run.add(TOKENS, max_tokens=1)
-    run.run()
-    with pytest.raises(ValueError, match=r"^tier_dtype: expected 'auto' to hand a prefix off"):
-        run.engine.export_prefix(TOKENS, store)

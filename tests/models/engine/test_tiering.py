@@ -550,7 +550,7 @@ def test_settings(tmp_path):
         ({"host_cache_gib": 0}, "host_cache_gib: expected a number > 0, got 0"),
         ({"host_cache_gib": "1"}, "host_cache_gib: expected a number > 0, got '1'"),
         ({"host_cache_gib": float("nan")}, "host_cache_gib: expected a number > 0, got nan"),
-        ({"disk_cache": 3}, "disk_cache: expected a path, a store or None, got 3"),
+        ({"disk_cache": 3}, "disk_cache: expected a path or None, got 3"),
         ({"disk_cache_gib": None}, "disk_cache_gib: expected a number > 0, got None"),
         ({"host_cache_gib": 1, "enable_caching": False}, "enable_caching: expected True with host"),
     ]:

@@ -31,7 +31,6 @@ from quire.models.parallel import launch
 from quire.models.parallel.launch import Ranks, launched
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine, declared, expect_same
 from quire.models.parallel.watch import RankError
-from quire.models.transfer.memory import DictStore
 from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import (
@@ -154,12 +153,6 @@ def test_one_model_on_several_ranks(processes, name, split):
 
 def _ngram(model, max_draft_tokens):
     return NGramDrafter(max_draft_tokens, min_ngram=1)
-
-
-def test_a_hand_off_is_refused(processes):
-    for name in ("export_prefix", "import_prefix"):
-        with pytest.raises(ValueError, match="tensor_parallel_size: expected 1 for a hand-off"):
-            getattr(processes.llm, name)(PREFIX, DictStore())
 
 
 def test_a_process_has_one_model_at_a_time(processes):
