@@ -21,8 +21,7 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "dynamo", "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "xxhash",
-        "zmq",
+        "msgspec", "numpy", "sglang", "torch", "transformers", "vllm", "xxhash", "zmq",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {

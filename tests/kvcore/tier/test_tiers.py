@@ -1107,28 +1107,6 @@ def test_stats_by_tier():
     )
 
 
-def test_metrics_by_tier():
-    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-    from quire.models.integrations.prometheus import metrics_text
-
-    s = Setup(disk=100)
-    s.serve(PROMPT)
-    s.store()
-    text, stats = metrics_text(s.e.kv), s.e.kv.stats()
-    assert (
-        f'quire_kv_tier_stored_segments_total{{tier="host"}} {stats["tier_stored_segments/host"]:.1f}'
-        in text
-    )
-    assert 'quire_kv_tier_loaded_pages_total{tier="disk"} 0.0' in text
-    for key, value in stats.items():
-        name, _, tier = key.partition("/")
-        if name.startswith("tier_"):
-            assert f"quire_kv_{name}" in text and f'{{tier="{tier}"}} {float(value)}' in text
-    assert "quire_kv_tier" not in metrics_text(
-        KVCache(HYBRID, num_pages=9, max_requests=1, max_model_len=9)
-    )
-
-
 def test_what_tiers_refuse():
     kv = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100)
     spec = TierSpec(10, 1e9)
