@@ -185,7 +185,7 @@ class EngineTiers:
             self._tries[request] = MOST_LOADS
             return
         self._tries[request] = self._tries.get(request, 0) + 1
-        ahead = bool(job.copies) and (is_idle or self._is_hidden(job, request))
+        ahead = self._runs_ahead(job, request, is_idle)
         self.copier.start(job, ahead=ahead)
         if ahead:
             share = self.tiers.done(job)
@@ -195,8 +195,11 @@ class EngineTiers:
             self._loading[request] = job
             self._loads[job] = request
 
-    def _is_hidden(self, job: Job, request: Request) -> bool:
-        """Whether the prefill of what is left of a request takes as long as its load."""
+    def _runs_ahead(self, job: Job, request: Request, is_idle: bool) -> bool:
+        """Whether steps run ahead of a load: no other request waits for its copies, or the prefill
+        of what is left of the request takes as long."""
+        if is_idle or not job.copies:
+            return bool(job.copies)
         host = self.tiers.host
         left = request.match.prompt.num_tokens - job.num_tokens
         return host.queued_bytes <= host.bytes_per_second * self.tiers.prefill_seconds(left)
