@@ -18,9 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.kvcore.tier import Answer
-from quire.kvcore.tier.hints import Intent
-
 from .chat import PLAIN, ChatTemplate
 from .config.fields import shown
 from .config.files import read_generation_config
@@ -215,15 +212,8 @@ class LLM:
         self.engine.check(ids, params)
         return self._deltas(ids, params)
 
-    def hint(self, prompt: str | Sequence[int], intent: Intent, **options: Any) -> Answer:
-        """Says what the caller intends with a prefix, as `Engine.hint`."""
-        return self.engine.hint(self._encode(prompt), intent, **options)
-
     def close(self) -> None:
-        """Writes what is cached to `EngineConfig.disk_cache`, and gives the folder free.
-
-        See `Engine.close`.
-        """
+        """Wait for the copies of the host tier, as `Engine.close`."""
         with _interrupts_wait():
             self.engine.close()
 

@@ -47,10 +47,9 @@ from .request import SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
-from .tier_calls import TierCalls
 
 
-class Engine(TierCalls):
+class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     What fails in one request, such as its text that cannot be decoded, ends that request alone,
@@ -213,8 +212,7 @@ class Engine(TierCalls):
 
     @torch.inference_mode()
     def step(self) -> StepReport | None:
-        """Runs one step of the batch; None when there is nothing to do. Copies of tiers go on in each
-        call alone: what a hint prefetches from a disk needs some, also while nobody asks for more.
+        """Runs one step of the batch; None when there is nothing to do.
 
         Raises:
             Exception: what the model or a drafter in it raises, such as that the device is out of
@@ -366,6 +364,26 @@ class Engine(TierCalls):
             # Its tokens would have said whether its rows may be found.
             self.scheduler.clear_cache()
         self.outputs.end_failed()
+
+    def _drop_step(self, step: ScheduledStep) -> StepReport:
+        """Take back a step that ran ahead of a load which failed: its requests wait again, and find
+        what is left. The tokens of the step before are good."""
+        before = self._in_flight
+        delivered = {} if before is None else self._receive(before)
+        admitted = self.scheduler.take_back_admitted(step)
+        self.scheduler.take_back(set(step.requests) - admitted)
+        self.tiers.drop_lost()
+        return self._report(**delivered)
+
+    def close(self) -> None:
+        """Wait for the copies of the host tier. No step may follow: it raises RuntimeError. Without
+        a host tier, and a second time, it does nothing.
+        """
+        tiers = self.tiers
+        if tiers is not None:
+            self._expect_between_steps("close")
+            with torch.cuda.device_of(tiers.copier.addresses):
+                tiers.close()
 
     def _report(self, **numbers: Any) -> StepReport:
         """What ended and was streamed since the last report, and the step that gave its tokens."""

@@ -53,16 +53,6 @@ class OutputProcessor:
         if len(samples) > 1:
             self.siblings[samples[0]] = samples[1:]
 
-    def unfinished_sample(self, request_id: str) -> Request:
-        """The first sample of a request that has not ended.
-
-        Raises:
-            ValueError: an unknown id.
-        """
-        if not isinstance(request_id, str) or request_id not in self.unfinished:
-            raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
-        return self.unfinished[request_id][0]
-
     def abort(self, request_id: str) -> RequestOutput:
         """Ends all samples of a request; returns the output of the first unfinished one.
 
@@ -72,7 +62,8 @@ class OutputProcessor:
         Raises:
             ValueError: an unknown id.
         """
-        self.unfinished_sample(request_id)
+        if not isinstance(request_id, str) or request_id not in self.unfinished:
+            raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
         outputs = []
         for request in list(self.unfinished[request_id]):
             # From where `finish` takes them.
