@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -51,6 +52,9 @@ from .speculative import Drafter, ModelDrafter, SamplingDrafter
 from .tier_calls import TierCalls
 from .turns import StepTurns
 
+if TYPE_CHECKING:
+    from ..parallel.lead import Lead
+
 
 class Engine(TierCalls, HandOffCalls):
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
@@ -69,6 +73,7 @@ class Engine(TierCalls, HandOffCalls):
         config: settings; None = `EngineConfig()`.
         tokenizer: for stop strings and streamed text.
         drafter: speculates; None = one token a step.
+        ranks: makes the other ranks run the steps of this one, which is rank 0; None = one rank.
 
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
@@ -95,16 +100,22 @@ class Engine(TierCalls, HandOffCalls):
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
+        ranks: Lead | None = None,
     ) -> None:
         config = config or EngineConfig()
         self.model, self._config, self.drafter = model, config, drafter
         parts = make_parts(model, config, drafter)
+        runner = parts.runner
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
-        self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
-        self.tiers = parts.tiers
+        self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
+        self.tiers = runner.tiers
         self.max_model_len = self.memory.max_model_len
-        self.scheduler, self._builder, self._sampler = parts.scheduler, parts.builder, parts.sampler
-        self._run, self._graphs, self._is_async = parts.run, parts.graphs, parts.is_async
+        self.scheduler, self._builder, self._sampler = (
+            parts.scheduler,
+            runner.builder,
+            parts.sampler,
+        )
+        self._run, self._graphs, self._is_async = runner.run, runner.graphs, runner.is_async
         self._observer = drafter if isinstance(drafter, ModelDrafter) else None
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
@@ -115,6 +126,9 @@ class Engine(TierCalls, HandOffCalls):
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
         )
         self._num_added = 0
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.attach(self.kv, runner.tables, drafter)
         self._turns = StepTurns()
         self.lock = self._turns.lock
 
@@ -229,7 +243,15 @@ class Engine(TierCalls, HandOffCalls):
         """
         # Launches, streams and captures are those of the current device.
         with self._turns.take(self._end_aborted), torch.cuda.device_of(self._builder.tables):
-            return self._step()
+            with nullcontext() if self._ranks is None else self._ranks.step():
+                return self._step()
+
+    def close(self) -> None:
+        """Ends the other ranks; and as `TierCalls.close`. No step may follow."""
+        super().close()
+        if self._ranks is not None:
+            with self._turns.take():
+                self._ranks.close()
 
     def _end_aborted(self) -> None:
         """Those give up their pages that were aborted while a step ran."""
@@ -293,6 +315,8 @@ class Engine(TierCalls, HandOffCalls):
         batch = shape = None
         if self._graphs is not None and len(rows) == len(input_ids):  # all decode
             shape = self._graphs.shape_of(plan)
+        if self._ranks is not None:
+            plan = self._ranks.run(plan, input_ids, rows, shape)
         if shape is None or self._observer is not None:
             batch = self._builder.build(plan, input_ids, rows)
         clock.switch(MODEL)
@@ -310,6 +334,8 @@ class Engine(TierCalls, HandOffCalls):
         sampled = self._sampler(logits, requests, num_rows, self._builder.sampled[:unknown])
         if self._is_async:
             self._builder.sampled[: len(ready)] = sampled.ids
+            if self._ranks is not None:
+                self._ranks.group.from_first(self._builder.sampled[: len(ready)])
         self._idle.end()
         return LaunchedStep(step, ready, input_ids, sampled, batch, hidden)
 
