@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -31,10 +27,13 @@ from .engine.outputs import OutputDelta, RequestError, RequestOutput
 from .engine.report import StepReport
 from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
+from .interrupts import interrupts_wait
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
-from .parallel.lockstep import engine_of_ranks, expect_lockstep
+from .parallel.heartbeat import EXIT_STATUS
+from .parallel.launch import Work, expect_ranks, join_ranks
+from .parallel.lead import Lead
 from .parallel.shard import shard_config
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -44,6 +43,34 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "mtp": MTPDrafter,
 }
 """What drafts, by name: (model, drafts of a step) -> drafter."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        config: of the whole model.
+        directory: a Hugging Face directory; None = random weights.
+        dtype, seed: as of `LLM`.
+    """
+
+    config: Any
+    directory: Path | None
+    dtype: torch.dtype | None
+    seed: int
+
+    def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
+        """The model, or one rank's part of it.
+
+        Raises:
+            ValueError: as `load_model`, or random weights that do not fit the memory.
+        """
+        if self.directory is not None:
+            return load_model(self.directory, device=device, dtype=self.dtype, group=group)
+        dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        expect_room(self.config, device, dtype)
+        return random_model(self.config, seed=self.seed, device=device, dtype=dtype, group=group)
 
 
 class LLM:
@@ -91,9 +118,8 @@ class LLM:
         if built and (device is not None or dtype is not None):
             raise ValueError("device, dtype: expected None with a built model, which has its own")
         settings = engine or EngineConfig()
-        given = {"model": model, "engine": engine, "drafter": drafter, "device": device}
-        given |= {"dtype": dtype, "seed": seed}
-        device = None if built else find_device(device)
+        if not built:
+            find_device(device)
         dtype = None if dtype is None else find_dtype(dtype)
         self._directory: Path | None = None
         if built:
@@ -113,35 +139,40 @@ class LLM:
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
 
-        def build(group: Group | None = None) -> nn.Module:
-            if built:
-                return model
-            place = device if group is None else group.device
-            if self._directory is not None:
-                return load_model(self._directory, device=place, dtype=dtype, group=group)
-            kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-            expect_room(config, place, kind)
-            return random_model(config, seed=seed, device=place, dtype=kind, group=group)
-
+        source = None if built else ModelSource(config, self._directory, dtype, seed)
         if settings.tensor_parallel_size > 1:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
             # What does not fit is said before any process starts.
-            expect_lockstep(settings)
-            split = settings.context_parallel_size > 1
-            shard_config(config, settings.tensor_parallel_size, split_context=split)
-            self.engine = engine_of_ranks(
-                build, settings, model=config, tokenizer=self.tokenizer, drafter=drafter,
-                device=given["device"], work=given,
-            )  # fmt: skip
-            # Others end with this object, or the process.
-            weakref.finalize(self, self.engine.close)
+            expect_ranks(settings)
+            shard_config(config, settings.tensor_parallel_size)
+            self.engine = self._lead(Work(source, settings, drafter, device))
         else:
+            loaded = model if built else source.build(find_device(device))
             self.engine = Engine(
-                loaded := build(), settings, tokenizer=self.tokenizer,
+                loaded, settings, tokenizer=self.tokenizer,
                 drafter=drafter(loaded) if callable(drafter) else drafter,
             )  # fmt: skip
         self.model = self.engine.model
+
+    def _lead(self, work: Work) -> Engine:
+        """The engine of rank 0; on other ranks this ends the process when rank 0 is done."""
+        ranks = join_ranks(work)
+        if ranks.channel.rank != 0:
+            try:
+                ranks.follow()
+            except Exception as error:
+                print(f"quire: rank {ranks.channel.rank}: {error}", file=sys.stderr, flush=True)
+                raise SystemExit(EXIT_STATUS) from error
+            raise SystemExit(0)
+        with ranks.failing():
+            model, drafter = work.parts(ranks.group)
+            lead = Lead(ranks)
+            engine = Engine(
+                model, work.config, tokenizer=self.tokenizer, drafter=drafter, ranks=lead
+            )
+        weakref.finalize(self, lead.close)  # the other ranks end with this object, or the process
+        return engine
 
     def generate(
         self,
@@ -178,7 +209,7 @@ class LLM:
         queued: dict[str, dict[int, RequestOutput]] = {}
         try:
             try:
-                with _interrupts_wait():
+                with interrupts_wait():
                     for ids, one in zip(token_ids, params, strict=True):
                         queued[self.engine.add_request(ids, one)] = {}
                 num_outputs = sum(one.n for one in params)
@@ -213,8 +244,8 @@ class LLM:
         return self._deltas(ids, params)
 
     def close(self) -> None:
-        """Wait for the copies of the host tier, as `Engine.close`."""
-        with _interrupts_wait():
+        """End the other ranks, and wait for the copies of the host tier, as `Engine.close`."""
+        with interrupts_wait():
             self.engine.close()
 
     def encode_chat(
@@ -248,7 +279,7 @@ class LLM:
         queued: list[str] = []
         try:
             try:
-                with _interrupts_wait():
+                with interrupts_wait():
                     queued.append(self.engine.add_request(ids, params, stream=True))
                     self._streams[queued[0]] = mine
                 while mine or queued[0] in self.engine.unfinished:
@@ -263,7 +294,7 @@ class LLM:
 
     def _abort(self, request_ids: Collection[str]) -> None:
         """Ends those of these requests that have not ended, and their streams."""
-        with _interrupts_wait():
+        with interrupts_wait():
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
             for request_id in self.engine.unfinished.intersection(request_ids):
@@ -271,7 +302,7 @@ class LLM:
 
     def _step(self) -> StepReport:
         """Run one step of the engine; keep what it adds to open streams."""
-        with _interrupts_wait():
+        with interrupts_wait():
             report = self.engine.step()
             for delta in report.deltas:
                 if delta.request_id in self._streams:
@@ -320,33 +351,6 @@ class LLM:
             )
             error.__cause__ = cause
             return replace(output, finish_reason="error", error=output.error or error)
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold back SIGINT until the block has ended; a second one is not held back.
-
-    In the middle of a step it would leave pages that no request owns. Only in the main thread, and
-    where a Python function handles the signal.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(held) == 1:
-            handler(*held[0])
 
 
 def default_params(directory: Path | None) -> SamplingParams:

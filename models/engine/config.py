@@ -69,9 +69,6 @@ class EngineConfig:
             and all do where there are drafts. None = on a GPU.
         tensor_parallel_size: ranks that run the model together, each on a device of its own, with a
             part of its weights and of its cache (`quire.models.parallel.shard`).
-        context_parallel_size: ranks that share a context: each has every so many-th token of what
-            full attention has in pages, or entry of DeepSeek-V4. 1, or tensor_parallel_size. See
-            `quire.models.parallel.context`.
         rank_timeout: seconds after which a rank that gets no further ends all of them, with an
             error that names it; more than the longest step takes, compiling included. One that dies
             is noticed at once.
@@ -102,7 +99,6 @@ class EngineConfig:
     decode_graphs: bool | None = None
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
     rank_timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -115,16 +111,10 @@ class EngineConfig:
             ("base_block_size", 1),
             ("seed", 0),
             ("tensor_parallel_size", 1),
-            ("context_parallel_size", 1),
         ):
             value = getattr(self, name)
             if value is not None or name in (*REQUIRED, "seed") or name.endswith("parallel_size"):
                 object.__setattr__(self, name, as_int(name, value, low))
-        if self.context_parallel_size not in (1, self.tensor_parallel_size):
-            raise ValueError(
-                f"context_parallel_size: expected 1 or tensor_parallel_size="
-                f"{self.tensor_parallel_size}, got {self.context_parallel_size}"
-            )
         by_device = ("decode_graphs", "async_scheduling")
         for name in ("enable_caching", "replay", *by_device):
             value = getattr(self, name)

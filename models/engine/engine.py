@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
 
+if TYPE_CHECKING:
+    from ..parallel.lead import Lead
+
 
 class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
@@ -66,6 +70,7 @@ class Engine:
         config: settings; None = `EngineConfig()`.
         tokenizer: for stop strings and streamed text.
         drafter: speculates; None = one token a step.
+        ranks: makes the other ranks run the steps of this one, which is rank 0; None = one rank.
 
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
@@ -90,16 +95,22 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
+        ranks: Lead | None = None,
     ) -> None:
         config = config or EngineConfig()
         self.model, self._config, self.drafter = model, config, drafter
         parts = make_parts(model, config, drafter)
+        runner = parts.runner
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
-        self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
-        self.tiers = parts.tiers
+        self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
+        self.tiers = runner.tiers
         self.max_model_len = self.memory.max_model_len
-        self.scheduler, self._builder, self._sampler = parts.scheduler, parts.builder, parts.sampler
-        self._run, self._graphs, self._is_async = parts.run, parts.graphs, parts.is_async
+        self.scheduler, self._builder, self._sampler = (
+            parts.scheduler,
+            runner.builder,
+            parts.sampler,
+        )
+        self._run, self._graphs, self._is_async = runner.run, runner.graphs, runner.is_async
         self._observer = drafter if isinstance(drafter, ModelDrafter) else None
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
@@ -111,6 +122,9 @@ class Engine:
         )
         self._num_added = 0
         self._is_stepping = False
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.attach(self.kv, runner.tables, drafter)
 
     @property
     def unfinished(self) -> frozenset[str]:
@@ -224,7 +238,8 @@ class Engine:
         try:
             # Launches, streams and captures are those of the current device.
             with torch.cuda.device_of(self._builder.tables):
-                return self._step()
+                with nullcontext() if self._ranks is None else self._ranks.step():
+                    return self._step()
         finally:
             self._is_stepping = False
 
@@ -288,6 +303,8 @@ class Engine:
         batch = shape = None
         if self._graphs is not None and len(rows) == len(input_ids):  # all decode
             shape = self._graphs.shape_of(plan)
+        if self._ranks is not None:
+            plan = self._ranks.run(plan, input_ids, rows, shape)
         if shape is None or self._observer is not None:
             batch = self._builder.build(plan, input_ids, rows)
         clock.switch(MODEL)
@@ -305,6 +322,8 @@ class Engine:
         sampled = self._sampler(logits, requests, num_rows, self._builder.sampled[:unknown])
         if self._is_async:
             self._builder.sampled[: len(ready)] = sampled.ids
+            if self._ranks is not None:
+                self._ranks.group.from_first(self._builder.sampled[: len(ready)])
         self._idle.end()
         return LaunchedStep(step, ready, input_ids, sampled, batch, hidden)
 
@@ -376,14 +395,15 @@ class Engine:
         return self._report(**delivered)
 
     def close(self) -> None:
-        """Wait for the copies of the host tier. No step may follow: it raises RuntimeError. Without
-        a host tier, and a second time, it does nothing.
+        """End the other ranks, and wait for the copies of the host tier. No step may follow: it
+        raises RuntimeError. Without ranks and host tier, and a second time, it does nothing.
         """
-        tiers = self.tiers
-        if tiers is not None:
-            self._expect_between_steps("close")
-            with torch.cuda.device_of(tiers.copier.addresses):
-                tiers.close()
+        self._expect_between_steps("close")
+        if self.tiers is not None:
+            with torch.cuda.device_of(self.tiers.copier.addresses):
+                self.tiers.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _report(self, **numbers: Any) -> StepReport:
         """What ended and was streamed since the last report, and the step that gave its tokens."""

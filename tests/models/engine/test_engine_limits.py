@@ -184,7 +184,7 @@ WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fract
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
 def test_settings_of_another_type_are_named(name):
     kinds = {
-        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size", "tensor_parallel_size", "context_parallel_size"), WRONG[int]),
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size", "tensor_parallel_size"), WRONG[int]),
         **dict.fromkeys(("enable_caching", "replay", "decode_graphs", "async_scheduling"), WRONG[bool]),
         "memory_fraction": WRONG["fraction"],
         "policy": ("fcfs", SchedulerPolicy),

@@ -9,7 +9,8 @@ import pytest
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.llm import LLM, _interrupts_wait
+from quire.models.interrupts import interrupts_wait
+from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from tests.support.budgets import budget, ordinary
 from tests.support.models.few import few
@@ -134,7 +135,7 @@ def test_an_interrupt_that_is_raised_in_a_step_leaves_an_engine_that_goes_on(way
 
 
 def test_a_second_interrupt_does_not_wait():
-    with pytest.raises(KeyboardInterrupt), _interrupts_wait():
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
         signal.raise_signal(signal.SIGINT)
         reached = True
         signal.raise_signal(signal.SIGINT)
@@ -143,7 +144,7 @@ def test_a_second_interrupt_does_not_wait():
 
 
 def test_an_interrupt_comes_after_the_block_whatever_ended_it():
-    with pytest.raises(KeyboardInterrupt) as caught, _interrupts_wait():
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_wait():
         signal.raise_signal(signal.SIGINT)
         raise ValueError("of the block")
     assert isinstance(caught.value.__context__, ValueError)
@@ -153,7 +154,7 @@ def test_nothing_is_changed_in_other_threads_or_where_nobody_handles_the_signal(
     seen = []
 
     def look():
-        with _interrupts_wait():
+        with interrupts_wait():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
