@@ -66,7 +66,7 @@ class Rollbacks:
                 f"num_tokens: expected {possible} (computed {computed}, last boundary "
                 f"{self._chains.cached[slot]}, max_draft_tokens {self._max_drafts}), "
                 f"got {num_tokens}; to go back further, release the request and admit it again "
-                f"with the tokens that stay as its prompt, or fork it earlier"
+                f"with the tokens that stay as its prompt"
             )
 
     def take_back(self, slot: int, num_tokens: int) -> None:

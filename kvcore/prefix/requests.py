@@ -97,18 +97,6 @@ class Sequences:
         self._last_key[slot] = prompt.last_key
         return slot
 
-    def fork(self, request_id: Hashable, source: int) -> int:
-        """Give a request a free slot and the tokens of the request of slot `source`."""
-        slot = self._slots[request_id] = self._free[-1]
-        del self._free[-1]
-        self._checked = None
-        for of_slot in (self.active, self.num_computed, self.prompt_len, self._open):
-            of_slot[slot] = of_slot[source]
-        self._prompt_keys[slot] = self._prompt_keys[source]
-        self._more_keys[slot] = bytearray(self._more_keys[source])
-        self._last_key[slot] = self._last_key[source]
-        return slot
-
     def remove(self, request_id: Hashable) -> None:
         """Free the slot of a request."""
         slot = self._slots.pop(request_id)

@@ -106,15 +106,6 @@ class Chains(Boundaries):
                 self._counters["resume_points_used"] += 1
                 self._counters["resume_points_kept"] += index.num_points - known
 
-    def fork(self, source: int, slot: int) -> None:
-        """A request starts where that of slot `source` is."""
-        replays = self.replays
-        for of_slot in (self.cached, replays.start, replays.stop, self._keep, self._keep_end):
-            of_slot[slot] = of_slot[source]
-        self.runs[slot] = run = self.runs[source]
-        self.index.lock(run)
-        self._tables.fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
-
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
         """A request ends after `computed` tokens: its last boundary becomes a resume point, if it
         is to `keep` one.

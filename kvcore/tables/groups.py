@@ -18,8 +18,8 @@ from ..pages import PagePool
 from ..spec import Layout
 from .decode import NOWHERE, DecodeBatch, DecodeChanges, DecodeTables
 from .drafts import DraftBatch, Drafts
-from .forks import ForkTables
 from .prefill import Chunk
+from .rows import RowTables
 from .state import NO_COPIES, SNAPSHOT, StateStep
 
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
@@ -79,7 +79,7 @@ class Effects:
     copies: Int32
 
 
-class Tables(ForkTables):
+class Tables(RowTables):
     """Steps of all tables: each class plans its part, of chunks and of states; `decode` all of
     them.
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from quire.kvcore import KVCache, StepPlan
+from quire.kvcore import KVCache, StepArrays, StepPlan
 from quire.kvcore.device import AttnMetadata, BatchBuilder, Staging
 
 from .config import FLASHINFER, EngineConfig
@@ -138,7 +138,7 @@ class DecodeGraphs:
         return next(fitting, None)
 
     def __call__(
-        self, shape: Shape, plan: StepPlan, input_ids: np.ndarray
+        self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs one step, to be called between the plan and its commit.
 
@@ -231,7 +231,8 @@ def capture_each(
             stacklevel=3,
         )
     if group is not None:
-        failed = set().union(*group.all_say(set(failed)))
+        told = group.channel.all_say([*failed])
+        failed = {Shape(*shape) for shapes_of_rank in told for shape in shapes_of_rank}
     return [shape for shape in shapes if shape not in failed]
 
 

@@ -26,7 +26,6 @@ from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
-from ..parallel.context import split_context
 from ..parallel.group import Group
 
 BASE_BLOCK_SIZE = 16
@@ -149,13 +148,11 @@ class Decoder(nn.Module):
                 raise ValueError(
                     f"kv_scales: expected {self.config.num_layers} pairs, got {len(kv_scales)}"
                 )
-        context = split_context(self.group)
         groups, placement = cache_groups(
             self.config,
             dtype,
             base_block_size=BASE_BLOCK_SIZE if base_block_size is None else base_block_size,
             row_scales=kv_scales is None,
-            context_size=1 if context is None else context.size,
         )
 
         def allocate(num_pages: int) -> PageTensors:
@@ -167,7 +164,6 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=self.device,
                 kv_scales=kv_scales,
-                context=context,
             )
 
         return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
@@ -228,9 +224,7 @@ class Decoder(nn.Module):
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        attend = UnpagedAttend(
-            self.config, rows=rows, stored=stored, context=split_context(self.group)
-        )
+        attend = UnpagedAttend(self.config, rows=rows, stored=stored)
         return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()

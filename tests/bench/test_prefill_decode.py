@@ -318,23 +318,16 @@ def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
 def test_what_ranks_send(tmp_path, capsys):
     """Counted by hand."""
     config, file = get_config("gemma4-tiny"), tmp_path / "result.json"
-    ranks = ["--tensor-parallel-size", "2", "--context-parallel-size", "2"]
+    ranks = ["--tensor-parallel-size", "2"]
     assert prefill_decode.main([*ONE, "--no-baseline", *ranks, "--json", str(file)]) == 0
     found, layers = json.loads(file.read_text())["ranks"], len(config.layer_types)
-    context = found["context"]
-    full, hidden = config.layer_types.count("full_attention"), config.hidden_size
-    heads, width = config.full.num_heads, config.full.head_dim
-    assert found["size"] == found["context_size"] == 2
+    hidden = config.hidden_size
+    assert found["size"] == 2
     assert found["sum_bytes_per_layer_token"] == 4 * hidden * (1 + 2 * layers) / layers
     assert found["gather_bytes_per_row"] == 4 * -(-config.vocab_size // 2)
-    # To the other rank: the queries of half the heads; of the other half the parts, and their lse.
-    assert context["queries_bytes_per_layer_token"] == 4 * full * heads / 2 * width / layers
-    assert context["parts_bytes_per_layer_token"] == 4 * full * heads / 2 * (width + 1) / layers
-    assert context["topk_bytes_per_layer_token"] == 0
-    assert context["least_bytes_per_layer_token"] == 4 * full * heads * width / layers
+    # gemma4-tiny has two KV heads in some layers, so each rank has half.
     assert found["capacity"] >= 0.9 * 2
-    out = capsys.readouterr().out
-    assert "for the context that they share: " in out and "holds 2.00 x the context" in out
+    assert "holds 2.00 x the context" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("module", ["prefill_decode", "static", "kvcore"])

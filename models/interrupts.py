@@ -1,7 +1,4 @@
-"""Ctrl-C between the steps of an engine instead of within one.
-
-There it would leave pages that no request owns.
-"""
+"""Ctrl-C between the steps of an engine."""
 
 from __future__ import annotations
 
@@ -14,12 +11,10 @@ from types import FrameType
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Holds back SIGINT until the block has ended.
+    """Hold back SIGINT until the block has ended; a second one is not held back.
 
-    A second one is not held back, for a block that hangs.
-
-    Only in the main thread and where a Python function handles the signal, such as the one that
-    raises KeyboardInterrupt; else nothing is changed.
+    In the middle of a step it would leave pages that no request owns. Only in the main thread, and
+    where a Python function handles the signal.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
