@@ -61,9 +61,7 @@ class PageCopier:
         num_bytes: moved since the start, by direction (`TO_HOST`, `TO_DEVICE`).
     """
 
-    def __init__(
-        self, pool: PoolPages, host: HostPages, *, num_tensors: int | None = None
-    ) -> None:
+    def __init__(self, pool: PoolPages, host: HostPages, *, num_tensors: int | None = None) -> None:
         self._pool, self._host = pool, host
         self.streams, self._ways = CopyStreams(pool.device), PageWays(pool, num_tensors)
         self._ahead_tensors = [None] if num_tensors is None else [*range(num_tensors)]

@@ -622,7 +622,18 @@ def test_tiers_against_none(tmp_path, capsys):
 @ordinary()
 def test_tiers_in_e4m3(tmp_path, capsys):
     """Outputs are those of a cache of e4m3, which the check allows; the report says how many tokens of hits are lossy."""
-    small = [*TINY, "--limit", "4", "--scale", "0.2", "--num-pages", "60", "--no-baseline", "--check", "2"]
+    small = [
+        *TINY,
+        "--limit",
+        "4",
+        "--scale",
+        "0.2",
+        "--num-pages",
+        "60",
+        "--no-baseline",
+        "--check",
+        "2",
+    ]
     small += ["--host-cache", "0.02", "--tier-dtype", "fp8", "--json", str(tmp_path / "out.json")]
     assert prefill_decode.main(small) == 0
     result = json.loads((tmp_path / "out.json").read_text())
