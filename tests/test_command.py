@@ -215,7 +215,7 @@ MOST = {
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "disk_cache", "host", "disk",
+    "baseline", "unpack", "target", "retention", "host",
 }  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from .data import percent, rows, table
+from .data import NONE, percent, rows, table
 
 POLICIES = {
     "lru": "`LRU`",
@@ -100,6 +101,13 @@ def pr43447() -> str:
             shares = [percent(row["mean_hit"]), percent(row["hit_rate"])]
             lines.append([prompts, f"`{row['retention']}`", *shares])
     return table(["prompts", "`retention=`", "mean hit", "prompt tokens from the cache"], lines)
+
+
+def _line(rates: dict[str | None, float], pools: Sequence[str | None]) -> list[str]:
+    """Percentages by pool; the same in all for what does not depend on it."""
+    if None in rates:
+        return [percent(rates[None])] * len(pools)
+    return [percent(rates[pool]) if pool in rates else NONE for pool in pools]
 
 
 def _size(pool: str | None) -> str:

@@ -17,8 +17,8 @@ from .places import Found, Place, Tier
 from .transfers import Chain, Lack, Transfers, end_of
 
 LOOKED_AT = 64, 4096  # entries of the device in a call, at first and at most
-REMEMBERED = 1024  # keys that wait
-LONGEST_WAIT = 10  # 2**10 calls
+REMEMBERED = 4096  # keys that wait
+STORED, LONGEST = 6, 10  # binary logarithms of calls: the first wait of what was stored, any wait
 DEPTH = attrgetter("depth")
 
 
@@ -130,6 +130,11 @@ class Stores:
         if len(self._copies) > 4 * (self._device.index.num_segments + REMEMBERED):
             self._copies = {e: c for e, c in self._copies.items() if is_there(e)}
 
+    def clear(self) -> None:
+        """Forget what was stored when, as the host forgets everything."""
+        self._tries.clear()
+        self._copies.clear()
+
     # The end of a job.
 
     def unlocked(self, job: Job) -> None:
@@ -154,13 +159,15 @@ class Stores:
         count["stored_pages"] += job.num_pages - num_failed
         count["store_failures"] += bool(num_failed)
         for entry in filter(is_there, job.parts.entries):
-            if num_failed or self._copy_of(entry) is not None:
+            if self._copy_of(entry) is not None:
+                self._wait(entry.key, STORED)
+            elif num_failed:
                 self._wait(entry.key)
 
-    def _wait(self, key: bytes) -> None:
-        """Try `key` again after some calls, and after twice as many each time: what was stored and
-        is lost again would else be written again and again to a host that is too small."""
-        times = min(self._tries.get(key, (0, 0))[0] + 1, LONGEST_WAIT)
+    def _wait(self, key: bytes, least: int = 1) -> None:
+        """Try `key` again after 2**least calls, and after twice as many each time: what was stored
+        and is lost again would else be written again and again to a host that is too small."""
+        times = min(max(least, self._tries.get(key, (0, 0))[0] + 1), LONGEST)
         self._tries[key] = times, self._calls + 2**times
         self._tries.move_to_end(key)
         if len(self._tries) > REMEMBERED:

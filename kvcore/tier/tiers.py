@@ -162,7 +162,9 @@ class Tiers:
         for job in made:
             if announcer is not None:
                 parts = job.parts
-                parts.noted = announcer.of_segments(split_keys(parts.keys[parts.first * KEY_BYTES :]))
+                parts.noted = announcer.of_segments(
+                    split_keys(parts.keys[parts.first * KEY_BYTES :])
+                )
             self.jobs[job] = None
         return made
 
@@ -368,6 +370,7 @@ class Tiers:
             if not job.parts.is_void:
                 self._void(job)
         self.host.index.clear(tell_each=True)
+        self._stores.clear()
 
     def forget_copies(self, is_wanted: npt.NDArray[np.bool_]) -> None:
         """Forget the copies of what the device's cached pages `is_wanted` [num_pages] hold, and

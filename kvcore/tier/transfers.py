@@ -98,7 +98,11 @@ class _Chosen:
     def only_chosen(self) -> None:
         """Forget the rows that were not taken."""
         n = len(self.depths)
-        self.sources, self.targets, self.is_new = self.sources[:n], self.targets[:n], self.is_new[:n]
+        self.sources, self.targets, self.is_new = (
+            self.sources[:n],
+            self.targets[:n],
+            self.is_new[:n],
+        )
 
     def fill(self, pages: Int32) -> Int32:
         """`targets`, once there are pages for those that are new."""

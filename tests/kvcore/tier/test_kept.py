@@ -25,7 +25,7 @@ def test_a_copy_that_a_failed_load_took_is_stored_again():
     s.tiers.done(job, failed=[int(t) for c in job.copies for t in c.targets])
     alone = points(index).keys() - points(host).keys()
     assert alone
-    for _ in range(4):  # though not at once
+    for _ in range(200):  # though not at once
         s.store()
     assert points(index).keys() <= points(host).keys()
     s.forget()

@@ -1,6 +1,5 @@
 """Loads of an engine for clients that go away, or that wait for those of others."""
 
-
 from quire.kvcore import OutOfPages
 from quire.models.engine import tiering
 from tests.models.engine.test_engine_many import alone

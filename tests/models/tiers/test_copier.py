@@ -356,7 +356,10 @@ def test_rows_in_e4m3_go_to_the_host_and_back():
     pool = PoolPages(tensors, 1, form)
     host = HostPages(9, pool.num_bytes, CPU)
     copier = PageCopier(pool, host)
-    for kind, one in (("store", copies([2, 7, 5], [4, 1, 8])), ("load", copies([4, 1, 8], [1, 4, 3]))):
+    for kind, one in (
+        ("store", copies([2, 7, 5], [4, 1, 8])),
+        ("load", copies([4, 1, 8], [1, 4, 3])),
+    ):
         assert run(copier, kind, one).error is None
     assert host.rows[[4, 1, 8]].equal(kept)
     for tensor, other in zip(tensors, expected.tensors, strict=True):

@@ -70,7 +70,9 @@ class Memory:
         assert (c.targets > 0).all() and (c.sources > 0).all()
         parts, n = c.parts.tolist(), self.parts[c.group]
         assert set(parts) <= {*range(n)}
-        for place, pages in zip(ends_of(job), (c.sources.tolist(), c.targets.tolist()), strict=True):
+        for place, pages in zip(
+            ends_of(job), (c.sources.tolist(), c.targets.tolist()), strict=True
+        ):
             if place == "device":
                 every = {(p, part) for p in set(pages) for part in range(n)}
                 assert set(zip(pages, parts, strict=True)) == every and len(pages) == len(every)
