@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
 LOCAL = "127.0.0.1"
-ONE_MODEL, PORTS = "quire/models", "quire/ports"  # keys in the store
+ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
 SECONDS_TO_END = 5.0
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
@@ -111,6 +111,7 @@ class Ranks:
             device = _device_of(work.device, local_rank)
             if self._owns_group:
                 _meet(store, channel, heartbeat.timeout)
+            dist.group.WORLD.get_group_store().set(ONE_MODEL, "")
             self.group = Group(device, channel, heartbeat.timeout)
             heartbeat.calls = self.group.calls.total
 
@@ -199,7 +200,7 @@ def join_ranks(work: Work) -> Ranks:
     if found == 1:
         return _start(work)
     if rank == 0:
-        if store.add(ONE_MODEL, 1) > 1:
+        if dist.is_initialized() and store.check([ONE_MODEL]):
             raise ValueError(
                 "tensor_parallel_size: expected ranks without a model; `close` the one they have, "
                 "or start other processes"
@@ -241,7 +242,6 @@ def _start(work: Work) -> Ranks:
             f"{type(error).__name__}: {error}"
         ) from error
     store = dist.TCPStore(LOCAL, 0, size, is_master=True, wait_for_workers=False)
-    store.add(ONE_MODEL, 1)
     heartbeat, channel = Heartbeat(0, size, timeout, (LOCAL, 0)), Channel(0, size, (LOCAL, 0))
     threads = max(1, torch.get_num_threads() // size)
     torch.set_num_threads(threads)
