@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +31,6 @@ class Lead:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.group = ranks, ranks.group
-        self._failed = ""
 
     def attach(self, kv: KVCache, tables: WorkerTables, drafter: Any) -> None:
         """Called once by the engine, with its allocator and this rank's copy of the tables.
@@ -58,20 +54,15 @@ class Lead:
         Raises:
             RankError: another rank died, failed or is stuck, now or before.
         """
+        if ended := self.ranks.ended:
+            raise RankError(ended)
         heartbeat = self.ranks.heartbeat
-        if failed := self._failed or heartbeat.verdict:
-            raise RankError(failed)
-        with _interrupts_wait():
+        with self.ranks.failing():
+            if heartbeat.verdict:
+                raise RankError(heartbeat.verdict)
             heartbeat.is_stepping = True
             try:
                 yield
-            except BaseException as error:
-                self._failed = f"rank 0 failed: {type(error).__name__}: {error}"
-                if verdict := self.ranks.verdict_about(error):
-                    self._failed = verdict
-                    raise RankError(verdict) from error
-                heartbeat.leave(failed=f"{type(error).__name__}: {error}")
-                raise
             finally:
                 heartbeat.is_stepping = False
 
@@ -107,11 +98,10 @@ class Lead:
 
     def close(self) -> None:
         """End all ranks. No step may follow."""
-        failed = self._failed or self.ranks.heartbeat.verdict
-        if not failed:
-            self.group.channel.send(pack(Message(CLOSE)))
-        self.ranks.close(failed)
-        self._failed = failed or "the engine is closed"
+        if not self.ranks.ended:
+            with suppress(ConnectionError):  # one that died meanwhile
+                self.group.channel.send(pack(Message(CLOSE)))
+            self.ranks.close()
 
     def _send(self, message: Message) -> None:
         self.group.channel.send(pack(message))
@@ -119,26 +109,3 @@ class Lead:
 
 
 _EMPTY = Message(RUN).step
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold back the first Ctrl-C until the step has ended on all ranks."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1:  # a step that hangs
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if held:
-        handler(*held[0])

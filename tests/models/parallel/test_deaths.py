@@ -123,7 +123,7 @@ def test_a_rank_that_fails_or_leaves(beats):
 
 
 def test_ranks_that_leave_are_not_missed(beats):
-    first, second, ended = beats
+    first, second, _ = beats
     second.leave()
     second.join()
     assert not verdict(first, 4.0)

@@ -24,11 +24,10 @@ from quire.models.engine.memory import model_cache
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.room import pages_of_request
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.llm import LLM, ModelSource
+from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.parallel import launch
 from quire.models.parallel.heartbeat import RankError
-from quire.models.parallel.launch import Work
 from quire.models.parallel.steps import RUN, Message, pack, unpack
 from tests.support.budgets import ordinary
 from tests.support.models.few import few
@@ -240,31 +239,6 @@ def test_the_buffer_of_a_step():
             assert one.dtype == two.dtype and one.shape == two.shape and (one == two).all()
 
 
-def test_ranks_with_other_settings():
-    """All of them say which, and who has what."""
-
-    def work(group):
-        given = {"device": "cpu", "seed": None if group.rank == 1 else 3}
-        told = group.channel.all_say({name: str(value) for name, value in given.items()})
-        with pytest.raises(ValueError, match=r"^seed: expected the same on all ranks, got 3 on rank 0 and None on rank 1$"):  # fmt: skip
-            launch._expect_same(told)
-        launch._expect_same([told[0]] * 3)
-        return True
-
-    assert on_ranks(3, work) == [True] * 3
-
-
-def test_what_a_configuration_has_worked_out_is_no_setting():
-    """Of two ranks one may have asked its configuration already."""
-    asked, new = (replace(get_config("gemma4-e-tiny")) for _ in range(2))
-    assert asked.kv_donor(0) == 0 and vars(asked) != vars(new)
-    declared = [
-        Work(ModelSource(config, None, None, 0), EngineConfig(), None, None).declared()
-        for config in (asked, new)
-    ]
-    assert declared[0] == declared[1]
-
-
 def test_shapes_that_one_rank_cannot_capture():
     """No rank replays them: the others would send sums of other sizes."""
     shapes = [Shape(1, 1), Shape(2, 1), Shape(4, 1)]
@@ -317,22 +291,6 @@ class OtherDrafter(MTPDrafter):
 def test_a_drafter_of_another_model_is_refused():
     with pytest.raises(NotImplementedError, match=r"^drafter: supported with tensor_parallel_size > 1 are MTPDrafter"):  # fmt: skip
         run_on_ranks(2, config_of("deepseek-v4-tiny"), run, drafter=OtherDrafter, num_pages=600)
-
-
-def test_machines_that_announce_addresses_of_nobody_else(monkeypatch):
-    class Store:
-        def set_timeout(self, seconds):
-            pass
-
-    class One:
-        rank, size = 0, 2
-
-    def refused(backend, **options):
-        raise RuntimeError("Gloo connectFullMesh failed")
-
-    monkeypatch.setattr(dist, "init_process_group", refused)
-    with pytest.raises(RankError, match=r"do not reach each other.* GLOO_SOCKET_IFNAME: Gloo conn"):
-        launch._meet(Store(), One(), 1.0)
 
 
 # Processes.
@@ -390,21 +348,18 @@ def test_ctrl_c_ends_a_call_and_no_more(llm):
 
 @ordinary()
 def test_two_launchers_as_of_two_machines():
-    """The first prints what was generated; where options differ, both end and say which."""
+    """The first prints what was generated; options are those of the first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]  # fmt: skip
     program = ["-m", "quire.models.generate", "--model", "llama-tiny", "--device", "cpu"]
-    for others, status in ((["--seed", "0"], 0), (["--max-num-seqs", "2"], 1)):
-        nodes = [
-            subprocess.Popen(
-                [*torchrun, "--node-rank", str(node), *program, *options],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT.parent,
-            )
-            for node, options in enumerate((["--prompt", "Once", "--max-tokens", "8"], others))
-        ]  # fmt: skip
-        (first, one), (second, two) = (node.communicate(timeout=200) for node in nodes)
-        assert [node.returncode for node in nodes] == [status] * 2, one + two
-        assert bool(first.strip()) == (status == 0) and not second
-        if status:
-            assert "max_num_seqs: expected the same on all ranks, got 16 on rank 0 and 2" in one + two  # fmt: skip
+    nodes = [
+        subprocess.Popen(
+            [*torchrun, "--node-rank", str(node), *program, *options],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT.parent,
+        )
+        for node, options in enumerate((["--prompt", "Once", "--max-tokens", "8"], ["--max-num-seqs", "2"]))
+    ]  # fmt: skip
+    (first, one), (second, two) = (node.communicate(timeout=200) for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], one + two
+    assert first.strip() and not second

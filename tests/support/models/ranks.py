@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -9,12 +10,10 @@ import torch
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.loading.random_weights import random_model
-from quire.models.parallel.channel import Channel
+from quire.models.parallel.channel import LOCAL, Channel
 from quire.models.parallel.follow import follow
 from quire.models.parallel.group import Group
 from quire.models.parallel.lead import Lead
-
-LOCAL = "127.0.0.1"
 
 
 class ThreadGroup(Group):
@@ -87,13 +86,21 @@ def on_ranks(size, work):
 class ThreadRanks:
     """In place of `quire.models.parallel.launch.Ranks`: no processes, and nothing is noticed."""
 
-    def __init__(self, group):
-        self.group, self.heartbeat = group, SimpleNamespace(verdict="", leave=self.close)
+    ended = ""
 
-    def verdict_about(self, error):
-        return ""
+    def __init__(self, group):
+        self.group, self.heartbeat = group, SimpleNamespace(verdict="")
+
+    @contextmanager
+    def failing(self):
+        try:
+            yield
+        except BaseException as error:
+            self.close(f"rank {self.group.rank} failed: {type(error).__name__}: {error}")
+            raise
 
     def close(self, failed=""):
+        self.ended = failed or "closed"
         if failed:
             self.group.abort()
 
