@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.engine.config import EngineConfig
+from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
-from quire.models.parallel.lockstep import LockstepEngine
 
 from ..common.hf_checkpoint import save_checkpoint
 from ..common.workload import Workload
@@ -81,15 +81,16 @@ def run_on_ranks(
     }
 
 
-def bytes_sent(engine: LockstepEngine, num_tokens: int) -> dict[str, int]:
+def bytes_sent(engine: Engine, num_tokens: int) -> dict[str, int]:
     """Bytes of each kind of message in so many decode steps of one request."""
-    engine.everywhere(LockstepEngine.forget_graphs)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     engine.add_request([engine.model.config.vocab_size - 1], params)
-    before, computed = engine.group.sent.copy(), 0
+    sent, graphs, engine._graphs = engine.model.group.sent, engine._graphs, None  # counted eagerly
+    before, computed = sent.copy(), 0
     while engine.has_work:
         report = engine.step()
         assert report is not None
         computed += report.num_tokens
     assert computed == num_tokens, (computed, num_tokens)
-    return engine.group.sent - before
+    engine._graphs = graphs
+    return sent - before

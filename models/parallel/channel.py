@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+LOCAL = "127.0.0.1"
 POLL = 0.1  # seconds
 
 

@@ -53,7 +53,7 @@ class Heartbeat(threading.Thread):
         self._connections: dict[int, socket.socket] = {}
         self._states: dict[int, dict[str, Any]] = {other: {} for other in others}
         self._missed = dict.fromkeys(others, 0)  # beats in a row in which nothing came
-        self._progress = time.monotonic(), 0
+        self._sum, self._stalled = 0, 0  # of all calls, and beats in a row without one
         self._has_left = threading.Event()
         self._server = socket.create_server(address) if rank == 0 else None
         if self._server is None:
@@ -72,6 +72,7 @@ class Heartbeat(threading.Thread):
         while not self._has_left.is_set() and not self.verdict:
             self._send()
             self._missed = {rank: count + 1 for rank, count in self._missed.items()}
+            self._stalled += 1
             until = time.monotonic() + BEAT
             while not self.verdict and (left := until - time.monotonic()) > 0:
                 self._receive(min(left, 0.1))
@@ -114,9 +115,9 @@ class Heartbeat(threading.Thread):
             if self._missed[rank] * BEAT > self.timeout:
                 return f"rank {rank} died: nothing was heard of it for {self.timeout:g} s"
         calls = {self.rank: self.calls()} | {r: s.get("calls", 0) for r, s in self._states.items()}
-        if not self.is_stepping or sum(calls.values()) != self._progress[1]:
-            self._progress = time.monotonic(), sum(calls.values())
-        elif time.monotonic() - self._progress[0] > self.timeout + 2 * BEAT:
+        if not self.is_stepping or sum(calls.values()) != self._sum:
+            self._sum, self._stalled = sum(calls.values()), 0
+        elif (self._stalled - 2) * BEAT > self.timeout:
             least = [str(rank) for rank, count in calls.items() if count == min(calls.values())]
             return f"rank {', '.join(least)} is stuck: no progress for {self.timeout:g} s"
         return ""

@@ -6,7 +6,7 @@ Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.wo
     rank 0                                        rank 1
     listens, starts the others  ----- stdin --->  heartbeat, before torch is imported
     heartbeat  <--------------------------------> heartbeat
-    all_say    <----------- channel ------------> all_say: the same settings?
+    channel    ------------- work --------------> channel
     process group  <------- gloo, NCCL ---------> process group
     weights, pool, graphs                         weights, pool, graphs
     Engine     -------- channel: steps ---------> follow
@@ -15,6 +15,7 @@ Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.wo
 from __future__ import annotations
 
 import datetime
+import json
 import pickle
 import signal
 import subprocess
@@ -22,16 +23,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
 from ..engine.config import FLASHINFER, EngineConfig
 from ..engine.speculative import Drafter
-from .channel import Channel
+from .channel import LOCAL, Channel
 from .follow import follow
 from .group import MARGIN, Group
 from .heartbeat import Heartbeat, RankError
@@ -40,15 +42,14 @@ if TYPE_CHECKING:
     from ..llm import ModelSource
 
 WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
-LOCAL = "127.0.0.1"
-ONE_MODEL, PORTS = "quire/models", "quire/ports"  # keys in the store
+ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
 SECONDS_TO_END = 5.0
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all ranks run.
+    """What all ranks run; rank 0 sends it to the others.
 
     Attributes:
         source: of the weights.
@@ -62,16 +63,7 @@ class Work:
     drafter: Any
     device: torch.device | str | None
 
-    def declared(self) -> dict[str, str]:
-        """Settings that have to be the same on all ranks."""
-        model, drafter = self.source.config, self.drafter
-        said = {f"model.{each.name}": getattr(model, each.name) for each in fields(model)}
-        said |= {"dtype": self.source.dtype, "seed": self.source.seed}
-        said["drafter"] = getattr(drafter, "__qualname__", type(drafter).__qualname__)
-        said |= {each.name: getattr(self.config, each.name) for each in fields(self.config)}
-        return {name: str(value) for name, value in said.items()}
-
-    def parts(self, group: Group) -> tuple[Any, Drafter | None]:
+    def parts(self, group: Group) -> tuple[nn.Module, Drafter | None]:
         """The model of a rank, and its drafter."""
         model = self.source.build(group.device, group)
         return model, self.drafter(model) if callable(self.drafter) else self.drafter
@@ -83,58 +75,64 @@ class Ranks:
     Args:
         heartbeat, channel: of this rank; the channel of rank 0 still waits for the others.
         store: of torch.distributed.
-        work: what all run.
         local_rank: number of this rank on its machine.
+        work: pickled `Work`; rank 0 has it.
         processes: those that this rank has started, by rank.
 
     Attributes:
+        work: what all run.
         group: of the ranks.
+        ended: why no step can follow; "" = one can.
 
     Raises:
-        ValueError: settings that differ between ranks, or a device that is not there.
+        ValueError: a device that is not there.
         RankError: a rank that does not come.
     """
 
     group: Group
 
     def __init__(
-        self, heartbeat: Heartbeat, channel: Channel, store: Any, work: Work, local_rank: int,
-        processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
+        self, heartbeat: Heartbeat, channel: Channel, store: Any, local_rank: int,
+        work: bytes = b"", processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
     ) -> None:  # fmt: skip
-        self.heartbeat, self.channel, self.work = heartbeat, channel, work
+        self.heartbeat, self.channel, self.ended = heartbeat, channel, ""
         self.processes, self._owns_group = processes or {}, not dist.is_initialized()
         heartbeat.give_up = self._give_up
+        seconds = datetime.timedelta(seconds=heartbeat.timeout + MARGIN)
         with self.failing():
             if channel.rank == 0:
                 channel.accept(self._check)
-            _expect_same(channel.all_say(work.declared()))
-            device = _device_of(work.device, local_rank)
+                channel.send(work)
+            self.work: Work = pickle.loads(work or channel.receive())
+            channel.all_say(None)  # all have imported what they need
+            device = _device_of(self.work.device, local_rank)
             if self._owns_group:
-                _meet(store, channel, heartbeat.timeout)
+                store.set_timeout(seconds)
+                dist.init_process_group(
+                    "gloo", store=store, rank=channel.rank, world_size=channel.size, timeout=seconds
+                )
+            dist.group.WORLD.get_group_store().set(ONE_MODEL, "")
             self.group = Group(device, channel, heartbeat.timeout)
             heartbeat.calls = self.group.calls.total
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """On an error end all ranks; if another rank is its reason, raise RankError."""
+        """On an error end all ranks; raise RankError if another rank is its reason."""
         try:
             yield
         except BaseException as error:
-            verdict = self.verdict_about(error)
-            self.close(verdict or f"{type(error).__name__}: {error}")
-            if verdict:
-                raise RankError(verdict) from error
+            broken = isinstance(error, ConnectionError | RankError | dist.DistError)
+            until = time.monotonic() + SECONDS_TO_KNOW
+            if broken or type(error) is RuntimeError:  # gloo's
+                while not self.heartbeat.verdict and time.monotonic() < until:
+                    time.sleep(0.01)
+                if self.heartbeat.verdict:
+                    self.close(self.heartbeat.verdict)
+                    raise RankError(self.heartbeat.verdict) from error
+            failed = f"{type(error).__name__}: {error}"
+            self.ended = f"rank {self.channel.rank} failed: {failed}"
+            self.close(failed)
             raise
-
-    def verdict_about(self, error: BaseException) -> str:
-        """Which rank made a call fail; "" = the error is this rank's own."""
-        kinds = (ConnectionError, RankError, dist.DistError)
-        if type(error) is not RuntimeError and not isinstance(error, kinds):
-            return ""
-        until = time.monotonic() + SECONDS_TO_KNOW
-        while not self.heartbeat.verdict and time.monotonic() < until:
-            time.sleep(0.01)
-        return self.heartbeat.verdict
 
     def follow(self) -> None:
         """Run the steps of rank 0 until it closes."""
@@ -149,16 +147,16 @@ class Ranks:
         Args:
             error: of this rank, for which the others end; "" = all are done.
         """
+        self.ended = self.ended or error or "the engine is closed"
         self.heartbeat.leave(error)
         self.channel.close()
         for process in self.processes.values():
             if error:
                 process.kill()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
         if self._owns_group and dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
@@ -196,26 +194,28 @@ def join_ranks(work: Work) -> Ranks:
     store, rank, found = _found()
     if found != size and (found > 1 or dist.is_initialized()):
         raise ValueError(f"tensor_parallel_size: expected {found}, the ranks, got {size}")
+    if rank != 0:
+        return _join(store, rank, size, timeout)
+    if dist.is_initialized() and store.check([ONE_MODEL]):
+        raise ValueError(
+            "tensor_parallel_size: expected ranks without a model; `close` the one they have, or "
+            "start other processes"
+        )
+    try:
+        pickled = pickle.dumps(work)
+    except Exception as error:
+        raise ValueError(
+            "tensor_parallel_size: expected arguments that can be sent to another process, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    host = LOCAL if found == 1 else ""
+    heartbeat, channel = Heartbeat(0, size, timeout, (host, 0)), Channel(0, size, (host, 0))
     if found == 1:
-        return _start(work)
-    if rank == 0:
-        if store.add(ONE_MODEL, 1) > 1:
-            raise ValueError(
-                "tensor_parallel_size: expected ranks without a model; `close` the one they have, "
-                "or start other processes"
-            )
-        heartbeat, channel = Heartbeat(0, size, timeout, ("", 0)), Channel(0, size, ("", 0))
-        store.set(PORTS, f"{heartbeat.port} {channel.port}")
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
-        try:
-            store.wait([PORTS], datetime.timedelta(seconds=timeout))
-        except dist.DistStoreError as error:
-            raise RankError(f"rank 0 died: it did not come within {timeout:g} s") from error
-        ports, host = map(int, store.get(PORTS).split()), _host(store)
-        heartbeat = Heartbeat(rank, size, timeout, (host, next(ports)))
-        channel = Channel(rank, size, (host, next(ports)))
-    return Ranks(heartbeat, channel, store, work, dist.get_node_local_rank(fallback_rank=rank))
+        store = dist.TCPStore(LOCAL, 0, size, is_master=True, wait_for_workers=False)
+        processes = _start(heartbeat, channel, store.port)
+        return Ranks(heartbeat, channel, store, 0, pickled, processes)
+    store.set(PORTS, f"{heartbeat.port} {channel.port}")
+    return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=0), pickled)
 
 
 def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
@@ -225,35 +225,43 @@ def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
         spec: of `_start`.
     """
     rank, size = spec["rank"], spec["size"]
-    channel = Channel(rank, size, (LOCAL, spec["channel"]))
     torch.set_num_threads(spec["threads"])
+    channel = Channel(rank, size, (LOCAL, spec["channel"]))
     store = dist.TCPStore(LOCAL, spec["store"], size, is_master=False)
-    Ranks(heartbeat, channel, store, pickle.loads(spec["work"]), rank).follow()
+    Ranks(heartbeat, channel, store, rank).follow()
 
 
-def _start(work: Work) -> Ranks:
-    size, timeout = work.config.tensor_parallel_size, work.config.rank_timeout
-    try:
-        pickled = pickle.dumps(work)
-    except Exception as error:
-        raise ValueError(
-            "tensor_parallel_size: expected arguments that can be sent to another process, got "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    store = dist.TCPStore(LOCAL, 0, size, is_master=True, wait_for_workers=False)
-    store.add(ONE_MODEL, 1)
-    heartbeat, channel = Heartbeat(0, size, timeout, (LOCAL, 0)), Channel(0, size, (LOCAL, 0))
-    threads = max(1, torch.get_num_threads() // size)
+def _start(heartbeat: Heartbeat, channel: Channel, port: int) -> dict[int, subprocess.Popen[bytes]]:
+    """Start the other ranks on this machine.
+
+    Args:
+        port: of the store.
+    """
+    threads = max(1, torch.get_num_threads() // channel.size)
     torch.set_num_threads(threads)
-    spec = {"size": size, "timeout": timeout, "threads": threads, "work": pickled}
-    spec |= {"heartbeat": heartbeat.port, "channel": channel.port, "store": store.port}
+    spec = {"size": channel.size, "timeout": heartbeat.timeout, "threads": threads}
+    spec |= {"heartbeat": heartbeat.port, "channel": channel.port, "store": port}
     processes = {}
-    for rank in range(1, size):
+    for rank in range(1, channel.size):
         process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE)
         processes[rank] = process
         with suppress(BrokenPipeError), process.stdin as stdin:
-            pickle.dump(spec | {"rank": rank}, stdin)
-    return Ranks(heartbeat, channel, store, work, 0, processes)
+            stdin.write(json.dumps(spec | {"rank": rank}).encode())
+    return processes
+
+
+def _join(store: Any, rank: int, size: int, timeout: float) -> Ranks:
+    """Meet rank 0, which is there already or is about to come."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+    try:
+        store.wait([PORTS], datetime.timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        raise RankError(f"rank 0 died: it did not come within {timeout:g} s") from error
+    beats, messages = map(int, store.get(PORTS).split())
+    host = _host(store)
+    heartbeat = Heartbeat(rank, size, timeout, (host, beats))
+    channel = Channel(rank, size, (host, messages))
+    return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=rank))
 
 
 def _found() -> tuple[Any, int, int]:
@@ -263,23 +271,6 @@ def _found() -> tuple[Any, int, int]:
     if dist.is_torchelastic_launched():
         return next(rendezvous("env://"))
     return None, 0, 1
-
-
-def _meet(store: Any, channel: Channel, timeout: float) -> None:
-    """Make the process group of all ranks."""
-    seconds = datetime.timedelta(seconds=timeout + MARGIN)
-    store.set_timeout(seconds)
-    try:
-        dist.init_process_group(
-            "gloo", store=store, rank=channel.rank, world_size=channel.size, timeout=seconds
-        )
-    except RuntimeError as error:
-        # Of Debian and Ubuntu machines the name is a loopback address, unless somebody changes it.
-        raise RankError(
-            "the ranks do not reach each other. Of several machines each announces the address "
-            "that its own name has, or that of the network interface in GLOO_SOCKET_IFNAME: "
-            f"{error}"
-        ) from error
 
 
 def expect_ranks(config: EngineConfig) -> None:
@@ -294,17 +285,6 @@ def expect_ranks(config: EngineConfig) -> None:
             "impl: supported with tensor_parallel_size > 1 are 'triton' and 'torch', got "
             f"{config.impl!r}"
         )
-
-
-def _expect_same(told: list[dict[str, str]]) -> None:
-    """Raise ValueError, on all ranks, for a setting that differs between them."""
-    for name, first in told[0].items():
-        for rank, theirs in enumerate(told):
-            if theirs.get(name) != first:
-                raise ValueError(
-                    f"{name}: expected the same on all ranks, got {first} on rank 0 and "
-                    f"{theirs.get(name)} on rank {rank}"
-                )
 
 
 def _device_of(device: torch.device | str | None, local_rank: int) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,6 @@ class Lead:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.group = ranks, ranks.group
-        self._failed = ""
 
     def attach(self, kv: KVCache, tables: WorkerTables, drafter: Any) -> None:
         """Called once by the engine, with its allocator and this rank's copy of the tables.
@@ -56,20 +55,15 @@ class Lead:
         Raises:
             RankError: another rank died, failed or is stuck, now or before.
         """
+        if ended := self.ranks.ended:
+            raise RankError(ended)
         heartbeat = self.ranks.heartbeat
-        if failed := self._failed or heartbeat.verdict:
-            raise RankError(failed)
-        with interrupts_wait():
+        with self.ranks.failing(), interrupts_wait():
+            if heartbeat.verdict:
+                raise RankError(heartbeat.verdict)
             heartbeat.is_stepping = True
             try:
                 yield
-            except BaseException as error:
-                self._failed = f"rank 0 failed: {type(error).__name__}: {error}"
-                if verdict := self.ranks.verdict_about(error):
-                    self._failed = verdict
-                    raise RankError(verdict) from error
-                heartbeat.leave(failed=f"{type(error).__name__}: {error}")
-                raise
             finally:
                 heartbeat.is_stepping = False
 
@@ -105,11 +99,10 @@ class Lead:
 
     def close(self) -> None:
         """End all ranks. No step may follow."""
-        failed = self._failed or self.ranks.heartbeat.verdict
-        if not failed:
-            self.group.channel.send(pack(Message(CLOSE)))
-        self.ranks.close(failed)
-        self._failed = failed or "the engine is closed"
+        if not self.ranks.ended:
+            with suppress(ConnectionError):  # one that died meanwhile
+                self.group.channel.send(pack(Message(CLOSE)))
+            self.ranks.close()
 
     def _send(self, message: Message) -> None:
         self.group.channel.send(pack(message))

@@ -1,23 +1,22 @@
-"""A rank that `quire.models.parallel.launch` starts; stdin says which one, and of what.
+"""A rank that `quire.models.parallel.launch` starts; stdin says which one.
 
 Torch is imported after the heartbeat has started: that takes seconds.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import signal
 import sys
 
+from .channel import LOCAL
 from .heartbeat import Heartbeat
-
-LOCAL = "127.0.0.1"
 
 
 def main() -> None:
     """Run the rank until rank 0 closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
-    spec = pickle.load(sys.stdin.buffer)
+    spec = json.load(sys.stdin)
     rank, address = spec["rank"], (LOCAL, spec["heartbeat"])
     try:
         heartbeat = Heartbeat(rank, spec["size"], spec["timeout"], address)
