@@ -120,13 +120,6 @@ class Announcer:
             self._identities[slot] = identity_of(prompt.salt, prompt.marks)
         self._told[slot] = 0
 
-    def forked(self, source: int, slot: int, request_id: Hashable) -> None:
-        """A request starts with the tokens of that of slot `source`."""
-        self._prompts[slot], self._request_ids[slot] = self._prompts[source], request_id
-        self._identities[slot] = self._identities[source]
-        self._answers[slot] = self._answers[source]
-        self._told[slot] = self._told[source]
-
     def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
         stay."""

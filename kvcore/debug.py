@@ -12,7 +12,6 @@ import numpy as np
 from .arrays import Int32, as_token_ids
 from .plan import OutOfPages, StepPlan
 from .prefix.lookup import Match
-from .requests import Fork
 from .spec import NULL_BLOCK
 from .step import Step
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 CALLS = (
     "match",
     "admit",
-    "fork",
     "cut",
     "needed",
     "plan",
@@ -57,7 +55,7 @@ class Watch:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._admit, self._fork = cache.admit, cache.fork
+        self._admit = cache.admit
         self._plan, self._commit = cache.plan, cache.commit
         self._begin = cache.begin
         self._prompts: dict[int, Int32] = {}  # by slot
@@ -99,14 +97,6 @@ class Watch:
         assert match.prompt.tokens is not None
         self._prompts[slot] = match.prompt.tokens
         return slot
-
-    def fork(self, slot: int, request_id: Hashable) -> Fork | OutOfPages:
-        """`KVCache.fork`; remembers the prompt."""
-        made = self._fork(slot, request_id)
-        if isinstance(made, Fork):
-            self._prompts[made.slot] = self._prompts[slot]
-            assert np.all(made.copies[:, 1] != NULL_BLOCK), "a copy to page 0"
-        return made
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
         """`KVCache.plan`; no row that it writes may be on page 0."""

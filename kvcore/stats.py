@@ -25,7 +25,6 @@ def new_counters(layout: Layout) -> dict[str, int]:
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",
         "resume_points_kept", "resume_points_used", "replays", "replayed_tokens", "lossy_tokens",
-        "forks",
         "resumed_requests", "resumed_prompt_tokens", "resumed_hit_tokens",
     ]  # fmt: skip
     reasons = get_args(Reason)

@@ -33,7 +33,7 @@ from quire.kvcore import (
     Ranked,
     snapshot,
 )
-from quire.kvcore.tables.drafts import DraftBatch
+
 from tests.support.kvcore.device import POISON, Device, Request, Text
 from tests.support.kvcore.digest import digest
 from tests.support.kvcore.forks import Forks
@@ -407,7 +407,7 @@ class Life(Misuse, Forks):
             self.admit()
             self.evict()
             self.device.wipe_free_pages()
-        self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
+        self.calls["with drafts"] += accepted is not None
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
@@ -638,7 +638,7 @@ class Life(Misuse, Forks):
     def take(self, name: str) -> None:
         """One step. In some, the user's policy and log fail."""
         if (
-            name in ("step", "decode", "release", "rollback", "evict", "fork", "evict_pages")
+            name in ("step", "decode", "release", "rollback", "evict", "evict_pages")
             and self.rng.random() < 0.1
         ):
             if isinstance(self.policy, Moody):
@@ -663,7 +663,7 @@ class Life(Misuse, Forks):
 
 
 WEIGHTS = {
-    "admit": 5, "fork": 1, "abort": 0.7, "evict_pages": 0.4, "restore_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
+    "admit": 5, "abort": 0.7, "evict_pages": 0.4, "restore_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
     "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "restore": 0.15, "stale_plan": 0.7, "foreign_plan": 0.2,
     "wrong_arguments": 0.7,
 }  # fmt: skip

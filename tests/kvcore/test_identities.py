@@ -128,19 +128,6 @@ def test_only_a_log_with_identities_names_them():
         EventLog(identities=1)
 
 
-def test_a_fork_stores_with_the_identity_of_its_source_and_its_own_name():
-    log = EventLog(identities=True)
-    kv = cache(log, (4, None))
-    slot = kv.admit("a", kv.match([1, 2, 3, 4, 5], salt=b"t"))
-    kv.commit(kv.plan([slot], [5]), [1, 2, 3, 4, 5])
-    fork = kv.fork(slot, "b").slot
-    kv.release("a")
-    kv.commit(kv.plan([fork], [3]), [6, 7, 8])
-    assert [(e.request_id, e.salt) for e in stored(log)] == [("a", b"t"), ("b", b"t")]
-    kv.announce()
-    assert [e.request_id for e in stored(log)] == [None]
-
-
 def test_a_slot_is_another_identity_when_it_is_used_again():
     log = EventLog(identities=True)
     kv = cache(log, (4, None))

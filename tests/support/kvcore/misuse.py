@@ -103,7 +103,7 @@ class Misuse:
             ("match", text.tokens, {"extra_keys": [(1, 1, b"")]}), ("match", text.tokens, {"extra_keys": [(-1, 1, b"")]}),
             ("match", text.tokens, {"extra_keys": [(0, len(text) + 1, b"")]}), ("match", text.tokens, {"extra_keys": [(len(text), None, b"")]}),
             ("match", text.tokens, {"max_tokens": -1}), ("match", text.tokens, {"max_tokens": 1.0}),
-            ("fork", kv.max_requests, "new"), ("fork", -1, "new"), ("fork", good[0], []), ("release", "unknown", {"discard": True}),
+            ("release", "unknown", {"discard": True}),
             ("evict_pages", [1], {"withhold": 1}), ("restore_pages", [0]), ("restore_pages", 3), ("evict_pages", [0]), ("evict_pages", [kv.num_pages]), ("evict_pages", [1.0]), ("evict_pages", [[1]]), ("evict_pages", None),
             ("admit", "new", None), ("admit", "new", other), ("admit", [], match), ("admit", "new", match.prompt),
             ("plan", [], []), ("plan", good, [1] * (len(good) + 1)), ("plan", [kv.max_requests], [1]),
@@ -124,9 +124,6 @@ class Misuse:
         ]  # fmt: skip
         wrong += [("plan", [s], [1]) for s in idle] + [("rollback", s, 1) for s in idle]
         wrong += [("admit", r.rid, match) for r in self.requests]
-        wrong += [("fork", r.slot, r.rid) for r in self.requests] + [
-            ("fork", s, "new") for s in idle
-        ]
         wrong += [("reset", {"end_requests": 0})] * bool(self.requests)
         if not idle:
             wrong.append(("admit", "one too many", match))
