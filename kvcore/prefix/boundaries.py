@@ -93,10 +93,10 @@ class Boundaries:
         counts = end - start
         if self._tables.states:
             snapshot = (end % a < np.minimum(counts, drafts + 1)).nonzero()[0]
-        several = counts > 1  # the rings have the tail of a boundary that one token passes
-        if not several.any():
-            return none, snapshot
-        rows = (several & (end // a > start // a)).nonzero()[0]
+        # Of a boundary that no more than the drafts follow, the next query sees the whole tail.
+        rows = (counts > drafts + 1).nonzero()[0]
+        if rows.size:
+            rows = rows[end[rows] // a > start[rows] // a]
         if not rows.size:
             return none, snapshot
         slots, start, end = slots[rows], start[rows], end[rows]

@@ -140,9 +140,7 @@ class Sequences:
             more[start * KEY_BYTES : (last - split) * KEY_BYTES]
         )
 
-    def feed(
-        self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32
-    ) -> None:
+    def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
         """Tokens [start, end) [n] of each request, which begin at index `first` [n] of `tokens`;
         those of prompts are known."""
         a, k = self.alignment, self.lookahead

@@ -114,7 +114,9 @@ class Tables(RowTables):
         super().__init__(layout, max_requests, pool, track_deltas)
         self._flat = self.array.reshape(-1)
         self._row: Int64 = np.array(layout.num_columns)
-        each = [(b.spec, t, f) for b in self.blocks for t, f in zip(b.spec.tables, b.first, strict=True)]
+        each = [
+            (b.spec, t, f) for b in self.blocks for t, f in zip(b.spec.tables, b.first, strict=True)
+        ]
         self._num_dense = sum(b.spec.num_tables for b in self.dense)
 
         def per_table(values: list[int]) -> Int64:

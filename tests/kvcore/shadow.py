@@ -33,7 +33,6 @@ from quire.kvcore import (
     Ranked,
     snapshot,
 )
-
 from tests.support.kvcore.device import POISON, Device, Request, Text
 from tests.support.kvcore.digest import digest
 from tests.support.kvcore.forks import Forks
