@@ -17,7 +17,7 @@ import numpy as np
 from .announcer import Announcer
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .attachments import attach, check_log, check_policy
-from .debug import Watch
+from .debug import CALLS, Checks
 from .events import EventLog
 from .invariants import check_invariants
 from .open_steps import OpenSteps
@@ -165,10 +165,10 @@ class KVCache(CacheSteps, RequestCalls):
             debug or events is not None,
         )  # fmt: skip
         self._pins = Pins(self.index, self.max_pinned_pages)
-        self.handoffs = {}
         attach(policy, events)
         if debug:
-            Watch(self)
+            self._steps.checks = checks = Checks(layout)
+            checks.expect_one_thread(self, CALLS)
 
     # What can be read.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import Int32, Int64, as_ints
+from .debug import STEP_CALLS
 from .part import Part
 from .plan import OutOfPages, StepPlan, Steps
 from .prefix.tracker import Chains, Passed
@@ -71,8 +72,10 @@ class OpenSteps:
                 )
             self.building.cancel()
         self.steps.planned = None  # the newest plan may need what is reserved from here on
-        self.building = Step(self)
-        return self.building
+        self.building = step = Step(self)
+        if self.steps.checks is not None:
+            self.steps.checks.expect_one_thread(step, STEP_CALLS)
+        return step
 
     # What a request needs.
 
@@ -113,6 +116,8 @@ class OpenSteps:
             self.pool.num_reserved += reserved
             raise
         assert isinstance(plan, StepPlan) and plan.changes.num_new <= reserved, "pages of parts"
+        if self.steps.checks is not None:
+            self.steps.checks.expect_pages(plan)
         self.steps.planned = self.building = None
         step.pages = self.pool.peek(plan.changes.num_new)
         self.pool.take(plan.changes.num_new)

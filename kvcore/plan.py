@@ -42,6 +42,7 @@ from .tables.planner import StepChanges, Tables
 
 if TYPE_CHECKING:
     from .announcer import Announcer
+    from .debug import Checks
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class Steps:
     Attributes:
         planned: the one plan that `commit` takes; None once something changed.
         rollbacks: how far tokens may be taken back.
+        checks: of `KVCache(debug=True)`; else None.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Steps:
         self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
         self.rollbacks = Rollbacks(chains, tables)
         self.planned: StepPlan | None = None
+        self.checks: Checks | None = None
 
     def changed(self) -> None:
         """Something changes: the newest plan is void, and what is used from here on is newer."""
@@ -231,6 +234,8 @@ class Steps:
             )
         if len(ids) != len(plan.positions):
             raise wrong_size(len(plan.positions), ids)
+        if self.checks is not None:
+            self.checks.expect_tokens(plan, ids, set(plan.slots.tolist()))
         end = plan.changes.end if accepted is None else self.end_of(plan, accepted)
         self._pool.take(plan.changes.num_new)
         return self.finish(plan, ids, end)

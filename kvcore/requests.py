@@ -1,4 +1,4 @@
-"""Calls on one request: its prompt is looked up, it starts, goes on as two, and ends."""
+"""Calls on one request: its prompt is looked up, it starts, and it ends."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ class RequestCalls(CacheContents):
                 is of a cache with other segments or another hash_seed. Nothing changed, neither if
                 the policy's `asked` raises.
         """
-        self._check_new(request_id)
+        if request_id in self.sequences:
+            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
+        if not self.sequences.num_free:
+            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         match, run = self._lookup.again(match)
         keep = self._chains.ask(match)
         self._steps.changed()
@@ -111,14 +114,11 @@ class RequestCalls(CacheContents):
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
+        if self._steps.checks is not None:
+            assert match.prompt.tokens is not None
+            self._steps.checks.prompts[slot] = match.prompt.tokens
         count_admission(self.counters, match, resumed)
         return slot
-
-    def _check_new(self, request_id: Hashable) -> None:
-        if request_id in self.sequences:
-            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
-        if not self.sequences.num_free:
-            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
 
     def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
         """The pages that a step would need. A plan made before stays good.
@@ -162,7 +162,7 @@ class RequestCalls(CacheContents):
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
         """Forget everything cached, pinned or not, in tiers too: for new weights, or pages that lost their rows.
 
-        All pages but those withheld are free afterwards. Counters go on; a `Match` made before may
+        All pages are free afterwards. Counters go on; a `Match` made before may
         still be admitted, and hits nothing.
 
         Args:
@@ -173,8 +173,8 @@ class RequestCalls(CacheContents):
             The ids of the requests that this ended, the one admitted first first.
 
         Raises:
-            ValueError: requests are running, and end_requests is False; or tiers have open jobs,
-                or there are open hand-offs. Nothing changed.
+            ValueError: requests are running, and end_requests is False; or tiers have open jobs.
+                Nothing changed.
         """
         running = self.sequences.ids
         if running and end_requests is not True:
@@ -186,10 +186,6 @@ class RequestCalls(CacheContents):
             raise ValueError(
                 f"reset: expected no open jobs of tiers, got {len(self.tiers.jobs)}: end them with "
                 f"`done` or `cancel`"
-            )
-        if self.handoffs:
-            raise ValueError(
-                f"reset: expected no open hand-offs, got {len(self.handoffs)}: call `end` of each"
             )
         for request_id in running:  # before anything changes
             if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:

@@ -78,8 +78,7 @@ def stats(cache: KVCache) -> dict[str, int]:
         "pages_in_use": cache.num_pages
         - 1
         - cache.num_free_pages
-        - cache.num_evictable_pages
-        - len(cache.pool.withheld),
+        - cache.num_evictable_pages,
         **({} if cache.tiers is None else cache.tiers.stats()),
     }
 

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.kvcore.tier import Answer
-from quire.kvcore.tier.hints import Intent
-
 from .chat import PLAIN, ChatTemplate
 from .config.fields import shown
 from .config.files import read_generation_config
@@ -37,8 +34,6 @@ from .parallel.lockstep import engine_of_ranks, expect_lockstep
 from .parallel.shard import shard_config
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from .transfer.run import HandedOff
-from .transfer.store import Store
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -215,23 +210,8 @@ class LLM:
         self.engine.check(ids, params)
         return self._deltas(ids, params)
 
-    def hint(self, prompt: str | Sequence[int], intent: Intent, **options: Any) -> Answer:
-        """Says what the caller intends with a prefix, as `Engine.hint`."""
-        return self.engine.hint(self._encode(prompt), intent, **options)
-
-    def export_prefix(self, prompt: str | Sequence[int], store: Store, **options: Any) -> HandedOff:
-        """Hands what is cached of a prompt to other engines, as `Engine.export_prefix`."""
-        return self.engine.export_prefix(self._encode(prompt), store, **options)
-
-    def import_prefix(self, prompt: str | Sequence[int], store: Store, **options: Any) -> HandedOff:
-        """Takes in what another engine has computed of a prompt, as `Engine.import_prefix`."""
-        return self.engine.import_prefix(self._encode(prompt), store, **options)
-
     def close(self) -> None:
-        """Writes what is cached to `EngineConfig.disk_cache`, and gives the folder free.
-
-        See `Engine.close`.
-        """
+        """Wait for the copies of the host tier, as `Engine.close`."""
         with interrupts_wait():
             self.engine.close()
 

@@ -38,7 +38,6 @@ from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import LaunchedStep
 from .config import EngineConfig
-from .handoff_calls import HandOffCalls
 from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
@@ -48,11 +47,10 @@ from .request import SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
-from .tier_calls import TierCalls
 from .turns import StepTurns
 
 
-class Engine(TierCalls, HandOffCalls):
+class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     What fails in one request, such as its text that cannot be decoded, ends that request alone,
@@ -219,8 +217,7 @@ class Engine(TierCalls, HandOffCalls):
 
     @torch.inference_mode()
     def step(self) -> StepReport | None:
-        """Runs one step of the batch; None when there is nothing to do. Copies of tiers go on in each
-        call alone: what a hint prefetches from a disk needs some, also while nobody asks for more.
+        """Runs one step of the batch; None when there is nothing to do.
 
         Raises:
             Exception: what the model or a drafter in it raises, such as that the device is out of
@@ -370,6 +367,26 @@ class Engine(TierCalls, HandOffCalls):
             if before is not None:
                 # Its tokens would have said whether its rows may be found.
                 self.scheduler.clear_cache()
+
+    def _drop_step(self, step: ScheduledStep) -> StepReport:
+        """Take back a step that ran ahead of a load which failed: its requests wait again, and find
+        what is left. The tokens of the step before are good."""
+        before = self._in_flight
+        delivered = {} if before is None else self._receive(before)
+        with self.lock:
+            admitted = self.scheduler.take_back_admitted(step)
+            self.scheduler.take_back(set(step.requests) - admitted)
+            self.tiers.drop_lost()
+            return self._report(**delivered)
+
+    def close(self) -> None:
+        """Wait for the copies of the host tier. No step may follow: it raises RuntimeError. Without
+        a host tier, and a second time, it does nothing.
+        """
+        tiers = self.tiers
+        if tiers is not None:
+            with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+                tiers.close()
 
     def _report(self, **numbers: Any) -> StepReport:
         """What ended and was streamed since the last report, and the step that gave its tokens."""

@@ -128,7 +128,7 @@ def _make(
     kv, clock = make_allocator(model, memory, config), StepClock()
     pool = cache.allocate(memory.num_pages)
     tiers = None
-    if config.has_tiers:
+    if config.host_cache_gib is not None:
         tiers = make_tiers(model, kv, pool, memory, config, opened)
     scheduler = Scheduler(
         kv,

@@ -236,10 +236,10 @@ class LockstepEngine(Engine):
 
 def expect_lockstep(config: EngineConfig) -> None:
     """Raises ValueError for settings by which ranks would not make the same steps."""
-    if config.has_tiers:
+    if config.host_cache_gib is not None:
         raise ValueError(
-            "host_cache_gib, disk_cache: expected none with tensor_parallel_size > 1: copies end at "
-            "another time on each rank"
+            "host_cache_gib: expected None with tensor_parallel_size > 1: copies end at another "
+            "time on each rank"
         )
 
 

@@ -10,7 +10,7 @@ from quire.kvcore import pages
 from quire.kvcore.prefix import index, keys, lookup
 from quire.kvcore.prefix import requests as sequences
 from quire.kvcore.prefix import tracker as chains
-from quire.kvcore.tables import drafts, forks
+from quire.kvcore.tables import drafts
 from quire.kvcore.tables import groups as tables
 from quire.kvcore.tables import prefill as chunks
 from quire.kvcore.tables import state as states
@@ -35,11 +35,9 @@ def test_lives(budget):
         "release",
         "pin",
         "evict",
-        "restore",
         "refused",
         "out of pages",
         "with drafts",
-        "fork",
         "evict_pages",
         "add",
         "drop",
@@ -129,36 +127,6 @@ def all_stay(original):
     return commit
 
 
-def shares_all(original):
-    """A fork copies no open block."""
-
-    def plan_fork(self, source, cached, computed, lowest):
-        plan = original(self, source, computed, computed, computed + 99)
-        plan.columns, plan.tables = plan.columns[:0], plan.tables[:0]
-        return plan
-
-    return plan_fork
-
-
-def forgets_answer(original):
-    """The keys of a fork are those of its prompt."""
-
-    def fork(self, request_id, source):
-        slot = original(self, request_id, source)
-        self._last_key[slot] = self._prompt_keys[slot][-32:]
-        return slot
-
-    return fork
-
-
-def no_lock(original):
-    def fork(self, source, slot):
-        original(self, source, slot)
-        self.index.root.locks, self.runs[slot] = 1, self.index.root
-
-    return fork
-
-
 def all_at_once(original):
     """An extra key splits the whole prompt."""
 
@@ -199,9 +167,6 @@ def any_length(original):
 
 
 PLANTED = {
-    "open blocks of a fork are shared": (forks.ForkTables, "plan_fork", shares_all),
-    "a fork forgets its answer": (sequences.Sequences, "fork", forgets_answer),
-    "a fork does not lock": (chains.Chains, "fork", no_lock),
     "extra keys are forgotten": (keys, "marked_key", lambda original: lambda key, marks: key),
     "extra keys split all": (keys, "by_segment", all_at_once),
     "what is discarded is kept": (chains.Chains, "end", keeps),
@@ -225,12 +190,12 @@ PLANTED = {
 
 # Lives that are tried first, where the first few find nothing; another finds the fault when these no longer do.
 FOUND_BY = {
-    "a fork forgets its answer": 8, "what is discarded is kept": 12, "wanted pages of segments stay": 16, "a longer hit than asked for": 3,
+    "what is discarded is kept": 12, "wanted pages of segments stay": 16, "a longer hit than asked for": 3,
     "a tail of the wrong blocks": 4, "a snapshot is not copied": 4, "tenants share keys": 8, "a hit without its window": 4, "junctions are forgotten": 6,
 }  # fmt: skip
 
 
-@ordinary("a page leaks", "a fork does not lock", "extra keys")
+@ordinary("a page leaks", "keys of other tokens", "extra keys")
 @pytest.mark.parametrize("what", PLANTED)
 def test_the_shadow_notices(what, monkeypatch):
     """One fault planted in kvcore, and a life that must fail."""

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from quire.kvcore.announcer import Announcer
 from quire.kvcore.prefix.holdings import Holding
-from quire.kvcore.prefix.pins import Pins
-from quire.kvcore.tier import open_jobs, transfers
-from quire.kvcore.tier.ledger import Ledger, TierAnnouncer
+from quire.kvcore.tier import tiers, transfers
 from quire.kvcore.tier.match import Planner
 from quire.kvcore.tier.places import Columns, Found, Place, Tails
 from quire.kvcore.tier.transfers import Transfers
@@ -60,8 +59,8 @@ def no_use(original):
 def other_order(original):
     """Sources do not go with their targets."""
 
-    def copies_of(columns, source, target, sources, *others):
-        return original(columns, source, target, sources[::-1, ::-1], *others)
+    def copies_of(columns, sources, *others):
+        return original(columns, sources[::-1, ::-1], *others)
 
     return copies_of
 
@@ -104,35 +103,22 @@ def always(original):
 def too_long(original):
     """A hit goes one segment past the last resume point."""
 
-    def boundary(self, found, limit):
-        return min(original(self, found, limit) + 1, limit)
+    def boundary(self, device, host, limit):
+        return min(original(self, device, host, limit) + 1, limit)
 
     return boundary
 
 
 def only_the_device(original):
-    def boundary(self, found, limit):
-        return original(self, found[:1], limit)
+    def boundary(self, device, host, limit):
+        return original(self, device, device, limit)
 
     return boundary
 
 
-def no_pin(original):
-    """What is pinned may be evicted."""
-
-    def pin(self, run, depth, expiry, priority=0):
-        kept = original(self, run, depth, expiry, priority)
-        for entry in list(self._index.pins):
-            self._index.unpin(entry)
-        return kept
-
-    return pin
-
-
 FAULTS = [
-    (TierAnnouncer, "point_removed", never),
-    (TierAnnouncer, "segments_removed", never),
-    (Pins, "pin", no_pin),
+    (Announcer, "point_removed", never),
+    (Announcer, "segments_removed", never),
     (Transfers, "adopt", all_came),
     (Tails, "shared", swapped),
     (Found, "hold", no_lock),
@@ -140,12 +126,11 @@ FAULTS = [
     (transfers, "copies_of", other_order),
     (transfers, "copies_of", other_parts),
     (Columns, "of", other_columns),
-    (Ledger, "flush", never),
     (Place, "make_room", always),
     (Held, "is_on", never),
-    (open_jobs, "forget", never),
-    (Planner, "boundary", too_long),
-    (Planner, "boundary", only_the_device),
+    (tiers, "forget", never),
+    (Planner, "_boundary", too_long),
+    (Planner, "_boundary", only_the_device),
 ]
 
 

@@ -423,7 +423,7 @@ def test_what_ranks_refuse():
         LLM("llama-tiny", engine=replace(config, tensor_parallel_size=3))
     with pytest.raises(ValueError, match=r"expected one of \[1, 2\] .* num_heads=4 and o_groups=2 are divided, got 4"):  # fmt: skip
         LLM("deepseek-v4-tiny", engine=replace(config, tensor_parallel_size=4))
-    with pytest.raises(ValueError, match="host_cache_gib, disk_cache: expected none with tensor_"):
+    with pytest.raises(ValueError, match="host_cache_gib: expected None with tensor_"):
         LLM("llama-tiny", engine=replace(config, host_cache_gib=1.0))
     for field, value in (("tensor_parallel_size", 0), ("rank_timeout", 0), ("rank_timeout", "1")):
         with pytest.raises(ValueError, match=f"^{field}: expected"):
