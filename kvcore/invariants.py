@@ -10,7 +10,7 @@ import numpy as np
 from .arrays import NO_ROWS, Int32, Int64
 from .prefix.eviction import EvictableTree
 from .prefix.tree import Run, path_to
-from .tables.state import SNAPSHOT
+from .tables.rows import SNAPSHOT
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -23,7 +23,6 @@ def check_invariants(cache: KVCache) -> None:
         AssertionError: any count or owner is wrong.
     """
     index, a = cache.index, cache.alignment
-    cache._tables.batches.check(cache.num_computed)
     owners: list[Int32 | Int64] = []
     users: list[Int32 | Int64] = []
     locks: Counter[int] = Counter()

@@ -13,7 +13,7 @@ from .prefix.lookup import Match
 from .prefix.tracker import Chains
 from .spec import Layout
 from .stats import count_admission
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from .part import Part
 from .plan import OutOfPages, StepPlan
 from .prefix.tracker import Passed
 from .spec import as_int
-from .tables.state import NO_COPIES
+from .tables.planner import NO_COPIES
 
 if TYPE_CHECKING:
     from .open_steps import OpenSteps

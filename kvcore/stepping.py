@@ -13,7 +13,7 @@ from .prefix.requests import Sequences
 from .prefix.tracker import Chains
 from .spec import as_int
 from .step import Step
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 
 class CacheSteps:

@@ -21,8 +21,8 @@ nothing, and CSA, whose next entry overlaps the window before, its series a (4 r
 block's rows none but its last 4 are ever stored. So a prefix hit takes all pages of "compressed"
 before its end, the last two of each window group, and one of "overlap".
 
-A new block gets its page when the allocator plans the step (`quire.kvcore`: ``tables/decode.py``
-for the next token, ``tables/prefill.py`` for a chunk). Until the commit it is in the slot mapping
+A new block gets its page when the allocator plans the step (`quire.kvcore`:
+``tables/planner.py``). Until the commit it is in the slot mapping
 alone: tables show the context before the step.
 
 Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps

@@ -32,7 +32,6 @@ from quire.kvcore import (
     OutOfPages,
     Ranked,
 )
-from quire.kvcore.tables.drafts import DraftBatch
 from tests.support.kvcore.device import Device, Request, Text
 from tests.support.kvcore.digest import digest
 from tests.support.kvcore.misuse import Misuse
@@ -402,7 +401,7 @@ class Life(Misuse, TakenAway):
             self.admit()
             self.evict()
             self.device.wipe_free_pages()
-        self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
+        self.calls["with drafts"] += accepted is not None
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
