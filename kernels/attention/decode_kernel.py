@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common import split_kv
-from ..common.query_tiles import readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import row_pointers, rows_of_tile
 from .arguments import KeySplit, QueryTile, Source
 from .quantized_tile import Scales
 from .query_tile import attend_query_tile, store_query_tile
@@ -70,17 +70,12 @@ def decode_kernel(
     token, group_head, live = rows_of_tile(
         head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
     )
-    if CONFIG.KEY_PARTS > 1:
-        q_token, q_head = readable_rows(token, group_head, live, 0)
-    else:
-        q_token, q_head = token, group_head
-    q_tile = row_pointers(
-        q.data, first_token, first_head, q_token, q_head, q.stride_token, q.stride_head
+    q_rows = row_pointers(
+        q.data, first_token, first_head, token, group_head, q.stride_token, q.stride_head
     )
-    if CONFIG.KEY_PARTS == 1:
-        q_tile = tl.load(
-            q_tile[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
-        )
+    q_tile = tl.load(
+        q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+    )
     scales = None
     if CONFIG.SCALES == "rows":
         scales = Scales(

@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, split_kv, strided
+from ..common import split_kv, strided
 from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS
-from ..common.launching import Launch
+from ..common.launching import Launch, run
 from ..common.merging import block_parts, load_sink, merge_rows
-from .call import AttentionCall, check_merge
+from .call import AttentionCall
 from .configs import DecodePlan
 
 
@@ -112,14 +112,16 @@ def _merge_splits_kernel(
 MERGE_REGISTERS = 80
 
 
-def merge(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``quire.kernels.merge_partials(**arguments)``; returns ``out``."""
-    return launch_cache.run(prepare, arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    checked = {**arguments, "out": check_merge(**arguments)}
-    return checked, [prepare(**checked)]
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.merge_partials``; returns ``out``."""
+    run([prepare(partial_out, partial_lse, sinks, out, lse)], out)
+    return out
 
 
 def prepare(

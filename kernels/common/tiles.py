@@ -138,42 +138,6 @@ def update(
 
 
 @triton.jit
-def score_parts(q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, HARDWARE_E4M3: tl.constexpr = False):  # fmt: skip
-    """Products of rows of queries and keys over DIM channels, added to ``scores``.
-
-    One of PARTS after the other, each read from memory: where registers hold neither rows of
-    queries nor of keys. The loads have no masks, which on AMD are branches: LLVM would move all
-    products behind the last of them, and keep what they multiply until there.
-
-    Args:
-        q_rows, rows: pointers to rows that all may be read. Those of queries must not be known to
-            be the same for every tile, or they are read ahead of the loop. Keys may be e4m3 bytes.
-        HARDWARE_E4M3: as in ``halve_e4m3``.
-    """
-    for part in tl.static_range(PARTS):
-        dim = part * (DIM // PARTS) + tl.arange(0, DIM // PARTS)
-        queries = tl.load(q_rows[:, None] + dim[None, :])
-        keys = tl.load(rows[:, None] + dim[None, :])
-        if rows.dtype.element_ty == tl.uint8:
-            keys = widen_e4m3(keys, queries.dtype, HARDWARE_E4M3)
-        scores = multiply(queries, keys, scores, SWAP)
-    return scores
-
-
-@triton.jit
-def update_scored(acc, row_max, row_sum, scores, tile, visible, scale, SWAP: tl.constexpr):
-    """``update`` with the products of a tile at hand: shaped as ``visible``, unscaled."""
-    weights, decay, row_max, row_sum = _weigh(
-        row_max, row_sum, scores, visible, scale, tile.dtype, SWAP
-    )
-    if SWAP:
-        acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
-    else:
-        acc = tl.dot(weights, tile, acc * decay[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
-
-
-@triton.jit
 def find_sequence(token, cu_seqlens_q, num_seqs):
     """The sequence of a token: how many sequences end at it or before.
 
