@@ -59,7 +59,7 @@ TILES = TileTable(Path(__file__).with_name("tiles.json"), Config)
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the decode part of a batch is split (``common.split_kv``).
+    """How the decode part of a batch is split (``split_kv``).
 
     Attributes:
         block_m: rows of the query tile.

@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import split_kv, strided
+from ..common import strided
 from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS
 from ..common.launching import Launch, run
 from ..common.merging import block_parts, load_sink, merge_rows
+from . import split_kv
 from .call import AttentionCall
 from .configs import DecodePlan
 
@@ -75,7 +76,7 @@ def _merge_splits_kernel(
     target_items, sliding_window, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
     MIN_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the KV splits of one head of one decode sequence, numbered as in `common.split_kv`."""
+    """Merge the KV splits of one head of one decode sequence, numbered as in `split_kv`."""
     seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = tl.load(cu_seqlens_q + seq)

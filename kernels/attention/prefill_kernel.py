@@ -8,8 +8,8 @@ turns. Neither changes a bit of the result. Next: `query_tile`, which walks the 
 import triton
 import triton.language as tl
 
-from ..common import split_kv
 from ..common.query_tiles import find_query_tile, row_pointers, rows_of_tile
+from . import split_kv
 from .arguments import KeySplit, QueryTile, Source, Tiles
 from .quantized_tile import Scales
 from .query_tile import attend_query_tile, store_query_tile

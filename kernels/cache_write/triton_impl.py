@@ -20,9 +20,8 @@ import triton.language as tl
 from ..common import strided
 from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import Launch, run
-from ..common.row_scales import row_scales
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import rounded_to_e4m3
+from ..common.tiles import rounded_to_e4m3, row_scales
 
 # Elements of K that one program holds; V the same.
 ELEMENTS_PER_PROGRAM = 2048

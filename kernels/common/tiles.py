@@ -1,5 +1,5 @@
-"""Triton helpers of tiles of keys: e4m3 widened and rounded, the step of a softmax over latents,
-the sequence of a token.
+"""Triton helpers of tiles of keys: e4m3 widened and rounded, its scales, the step of a softmax over
+latents, the sequence of a token.
 
 Source: OCP 8-bit floating point specification for e4m3.
 """
@@ -8,9 +8,14 @@ import triton
 import triton.language as tl
 
 from .arch import Arch
+from .e4m3 import E4M3_MAX, MIN_SCALE
 
-# Bit patterns of fp32: infinity, 448, and the smallest normal e4m3 value 2^-6.
+LARGEST = tl.constexpr(E4M3_MAX)
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
+# Bit patterns of fp32: infinity, the largest finite number, 448, and the smallest normal e4m3 value
+# 2^-6.
 INF_BITS = tl.constexpr(0x7F800000)
+MAX_BITS = tl.constexpr(0x7F7FFFFF)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 # Sequences whose lengths a program looks at together.
@@ -172,3 +177,13 @@ def rounded_to_e4m3(x):
     byte = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
     value = tl.where(is_nan, float("nan"), tl.where(bits < 0, -value, value))
     return value, tl.where(is_nan, 0x7F, byte) | tl.where(bits < 0, 0x80, 0)
+
+
+@triton.jit
+def row_scales(rows):
+    """Scales [ROWS] of rows [ROWS, DIM] fp32, as ``e4m3.quantize`` has them."""
+    # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
+    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)
+    scales = tl.math.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    return tl.where(scales < LEAST_SCALE, LEAST_SCALE, scales)

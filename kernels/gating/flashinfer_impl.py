@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 
 from ..common.flashinfer import expect_rows, import_flashinfer, refuse
-from ..common.grad import without_grad
 
 
-@without_grad
+@torch.no_grad()
 def gated_product(
     gate: torch.Tensor,
     up: torch.Tensor,

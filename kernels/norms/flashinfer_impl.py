@@ -8,13 +8,12 @@ from __future__ import annotations
 import torch
 
 from ..common.flashinfer import expect_rows, import_flashinfer, refuse
-from ..common.grad import without_grad
 
 # How functions begin that add an offset to the weight.
 PREFIXES = {0.0: "", 1.0: "gemma_"}
 
 
-@without_grad
+@torch.no_grad()
 def residual_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -19,10 +19,9 @@ import triton.language as tl
 from ..common.arch import Arch
 from ..common.checks import expect_tensor
 from ..common.launching import Launch, arch_and_sms, run
-from ..common.row_scales import row_scales
 from ..common.strided import rows_at_16_bytes
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import rounded_to_e4m3, widen_e4m3
+from ..common.tiles import rounded_to_e4m3, row_scales, widen_e4m3
 from .pool_pages import ALIGNMENT, FASTEST, SCALE_BYTES, E4m3Rows, PoolPages
 
 # Words of a piece: of each of 128 threads four loads of 16 bytes are under way.

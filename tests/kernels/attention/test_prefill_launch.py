@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.attention import split_kv
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.call import AttentionCall, check_attention
 from quire.kernels.attention.configs import Config
-from quire.kernels.common import launching, split_kv
+from quire.kernels.common import launching
 from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
 from tests.support.helpers import (
