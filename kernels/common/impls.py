@@ -1,4 +1,4 @@
-"""Where the implementations of the public operations run."""
+"""Implementations of the public operations, and the choice between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ WITH_FLASHINFER = (*IMPLS, "flashinfer")
 
 
 def expect_impl(impl: str | None, device_type: str, impls: tuple[str, ...] = IMPLS) -> None:
-    """Says early what a call would find out late.
+    """Check the name of an implementation, and that it runs on a device.
 
     Args:
-        impl: one of ``impls``, or None = by device, as the public operations take it.
-        device_type: of the tensors, "cpu" or "cuda".
-        impls: of the operation.
+        impl: one of ``impls``; None = by device.
+        device_type: device type of the tensors, "cpu" or "cuda".
+        impls: implementations that the operation has.
 
     Raises:
         ValueError: another impl.
@@ -33,9 +33,13 @@ def expect_impl(impl: str | None, device_type: str, impls: tuple[str, ...] = IMP
 
 
 def implementation(impl: str | None, tensor: torch.Tensor, impls: tuple[str, ...] = IMPLS) -> str:
-    """What computes a call whose first tensor this is.
+    """Choose the implementation of a call by its first tensor.
 
-    "torch" for what is no tensor, which the checks refuse. impls: of the operation.
+    Args:
+        impl: as the public operations take it.
+        tensor: first tensor of the call. Of anything else the answer is "torch", and the checks
+            raise.
+        impls: implementations that the operation has.
     """
     if not isinstance(tensor, torch.Tensor):
         expect_impl(impl, "", impls)

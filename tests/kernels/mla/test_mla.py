@@ -117,7 +117,7 @@ def test_given_memory_is_filled_and_nothing_else(impl):
 
 def test_the_workspace_of_one_kv_head_is_enough():
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
-    batch = make_mla_batch(MlaCase("", [900, 600], [3, 1], num_decodes=2, num_heads=6))
+    batch = make_mla_batch(MlaCase("", [560, 300], [3, 1], num_decodes=2, num_heads=6))
     numel = workspace_numel(
         num_decodes=2, max_seqlen_q=3, num_heads=6, num_kv_heads=1, head_dim=16, num_sms=num_sms
     )
