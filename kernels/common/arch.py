@@ -28,7 +28,6 @@ class Arch:
         tiles: the GPUs that share entries of a table of tile shapes.
         matrix: the instruction that multiplies matrices.
         shared_memory: bytes of shared memory (AMD: LDS) that a program may use.
-        registers: of a thread, at most; on CDNA those for accumulators count too.
         lanes: threads of a warp (AMD: wavefront).
         widens_e4m3: whether Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is
             for another format, e4m3fnuz.
@@ -43,7 +42,6 @@ class Arch:
     tiles: Tiles
     matrix: Literal["mma", "wgmma", "tcgen05", "mfma"]
     shared_memory: int
-    registers: int = 255
     lanes: int = 32
     widens_e4m3: bool = False
     fp32_products: Literal["tf32x3", "ieee"] = "ieee"
@@ -73,10 +71,8 @@ _HOPPER = replace(
     widens_e4m3=True, descriptors=True, grouped_products=True,
 )  # fmt: skip
 _BLACKWELL = replace(_HOPPER, name="sm_100", tiles="blackwell", matrix="tcgen05")
-_CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, registers=512, lanes=64)
-_CDNA4 = Arch(
-    "gfx950", "amd", "cdna4", "mfma", 160 << 10, registers=512, lanes=64, widens_e4m3=True
-)
+_CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, lanes=64)
+_CDNA4 = Arch("gfx950", "amd", "cdna4", "mfma", 160 << 10, lanes=64, widens_e4m3=True)
 
 
 @cache
