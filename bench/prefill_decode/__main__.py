@@ -68,7 +68,6 @@ from typing import Any
 
 import torch
 
-from quire.kernels.common import flashinfer
 from quire.models.command import (
     MAX_DRAFTS,
     MAX_PAGES,
@@ -86,7 +85,8 @@ from quire.models.engine.config import FLASHINFER, IMPLS, TIER_DTYPES
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
-from quire.models.flashinfer.support import expect_supported
+from quire.models.layers.flashinfer import expect_supported
+from quire.models.layers.flashinfer import import_flashinfer as import_installed
 from quire.models.llm import DRAFTERS
 from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
@@ -396,9 +396,9 @@ def _check_differing(
 
 def _expect_flashinfer(built: BenchModel, settings: EngineConfig, peers: Path | None) -> None:
     """Says before anything runs what stands against FlashInfer."""
-    expect_supported(built.model, settings)
+    expect_supported(built.model, kv_cache_dtype=settings.kv_cache_dtype, replay=settings.replay)
     if peers is None:
-        flashinfer.import_flashinfer()
+        import_installed()
         return
     import_flashinfer(peers)
     config = built.model.config

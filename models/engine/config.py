@@ -63,15 +63,15 @@ class EngineConfig:
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
         impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
-            through FlashInfer where that can serve all layers (`quire.models.flashinfer.support`),
-            and other kernels by device.
+            through FlashInfer where that can serve all layers (`quire.models.layers.flashinfer`),
+            without graphs, and other kernels by device.
         rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not
             depend on it. "strict" = the output is that of the same seed without drafts. "standard"
             = drafters that can, draw, and where outputs are diverse more of their drafts stay; the
             same distribution, but other tokens. See `quire.models.engine.speculative`.
         decode_graphs: decode through CUDA graphs of a few batch sizes, which are captured, and all
             kernels compiled, when the engine is made (`quire.models.engine.graphs`); on a CPU
-            through the same buffers. None = on a GPU, unless impl is "torch".
+            through the same buffers. None = on a GPU, unless impl is "torch" or "flashinfer".
         async_scheduling: while the device runs a step, the host prepares the next one, whose input
             ids go from sampler to model on the device; a step's tokens are in the report of the
             call after it. The same output. Steps that preempt wait for the tokens before them,

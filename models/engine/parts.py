@@ -16,7 +16,7 @@ from quire.kernels.common.impls import expect_impl
 from quire.kvcore import KVCache
 from quire.kvcore.device import BatchBuilder
 
-from ..flashinfer.planner import FlashInfer
+from ..layers.flashinfer import FlashInfer, expect_supported
 from ..parallel.group import Group
 from ..tiers.streams import behind_loads
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
@@ -100,7 +100,8 @@ def _make(
     expect_impl(impl, device.type)
     if hasattr(model, "expect_impl"):
         model.expect_impl(impl or ("triton" if on_gpu else "torch"))
-    planner = FlashInfer(model, config).planner if config.impl == FLASHINFER else None
+    if config.impl == FLASHINFER:
+        expect_supported(model, kv_cache_dtype=config.kv_cache_dtype, replay=config.replay)
     num_drafts = drafter.max_draft_tokens if drafter else 0
     hidden = isinstance(drafter, ModelDrafter)
     cache = model_cache(
@@ -111,15 +112,16 @@ def _make(
         max_draft_tokens=num_drafts,
         drafter_layers=hidden,
     )
+    attention = {}
+    if config.impl == FLASHINFER:  # before the pool, which gets what memory is left
+        attention["flashinfer"] = FlashInfer(model, cache.groups, config.kv_cache_dtype)
     sizes = sizes_to_capture(config, device)
     memory = plan_memory(
         model,
         cache,
         config,
         max_draft_tokens=num_drafts,
-        graph_bytes=graph_bytes(
-            model, cache, config, sizes, num_drafts, hidden=hidden, make_planner=planner
-        ),
+        graph_bytes=graph_bytes(model, cache, config, sizes, num_drafts, hidden=hidden),
     )
     if group is not None:  # what is free differs
         num_pages = min(group.all_say(memory.num_pages))
@@ -143,7 +145,7 @@ def _make(
     is_async = wanted and drafter is None
     # Of each request its newest token, or the drafts behind it.
     unknown = num_drafts if hidden else int(is_async)
-    builder = BatchBuilder(kv, device, planner, max_placeholders=config.max_num_seqs * unknown)
+    builder = BatchBuilder(kv, device, max_placeholders=config.max_num_seqs * unknown)
     sampler = Sampler(
         model.config.vocab_size,
         config.max_num_seqs,
@@ -153,11 +155,12 @@ def _make(
         impl=impl,
         group=group,
     )
-    run, graphs = forward_pass(model, pool, config.impl, hidden=hidden), None
+    run = forward_pass(model, pool, impl, hidden=hidden, **attention)
     if tiers is not None:
         run = behind_loads(run, tiers.copier.streams, hasattr(pool, "arrive"))
     if isinstance(drafter, ModelDrafter):
-        drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=config.impl)
+        drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=impl)
+    graphs = None
     if sizes:
         graphs = DecodeGraphs(
             run,

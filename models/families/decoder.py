@@ -18,11 +18,10 @@ from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore.device import AttnMetadata
 
 from ..config.named import FULL, SLIDING, ModelConfig
-from ..engine.config import FLASHINFER
 from ..engine.memory import ModelCache
-from ..flashinfer.attention import FlashInferAttend
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.flashinfer import FlashInfer, FlashInferAttend
 from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
@@ -182,6 +181,7 @@ class Decoder(nn.Module):
         *,
         logits_rows: Tensor | None = None,
         impl: str | None = None,
+        flashinfer: FlashInfer | None = None,
     ) -> Tensor:
         """One step of a ragged batch.
 
@@ -193,16 +193,15 @@ class Decoder(nn.Module):
             attn: tables, lengths and slots of this step.
             pool: the pages of all layers, updated in place.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            impl: "triton" or "torch" for the kernels, "flashinfer" for attention; default: by
-                device.
+            impl: "triton" or "torch" for the kernels; default: by device.
+            flashinfer: wrappers to attend through instead of the kernels.
 
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
-        if impl == FLASHINFER:
-            return self._run(
-                input_ids, positions, FlashInferAttend(self.config, attn, pool), logits_rows
-            )
+        if flashinfer is not None:
+            attend = FlashInferAttend(self.config, attn, pool, flashinfer)
+            return self._run(input_ids, positions, attend, logits_rows)
         attend = PagedAttend(self.config, attn, pool, impl=impl)
         if self.config.num_kv_shared_layers:
             # Where each sequence has one token, choosing rows saves nothing.

@@ -175,12 +175,12 @@ def test_flashinfer_beside_ours(tmp_path, capsys, monkeypatch):
     for name in ("hit", "pages"):
         assert other["run"][name] == result["cached"][name]
     assert other["comparison"]["identical_tokens"] == result["workload"]["output_tokens"]
-    run = flashinfer_stand_in.BatchDecodeWithPagedKVCacheWrapper.run
+    run = flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper.run
 
     def wrong(self, q, *arguments, out, **options):
         run(self, q, *arguments, out=out, **options).neg_()
 
-    monkeypatch.setattr(flashinfer_stand_in.BatchDecodeWithPagedKVCacheWrapper, "run", wrong)
+    monkeypatch.setattr(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper, "run", wrong)
     assert prefill_decode.main([*ONE, *options]) == 1
     assert "refusing to report: " in capsys.readouterr().err
 

@@ -13,8 +13,6 @@ import pytest
 from tests.support import flashinfer_stand_in
 
 FILES = ("decode.py", "prefill.py")
-OF_FUNCTIONS = ("norm.py", "norm/__init__.py", "activation.py")  # of one version or another
-OURS = ("bias",)  # what the stand-in's functions share
 
 
 def installed() -> Path:
@@ -67,32 +65,6 @@ def test_calls_of_the_stand_in_are_calls_of_the_package(wrapper, method):
     for parameter in parameters:
         if parameter.default is not parameter.empty:
             assert repr(parameter.default) == defaults[parameter.name], parameter.name
-
-
-def function_of(folder: Path, name: str) -> tuple[list[str], dict[str, str]]:
-    """The signature of a function."""
-    found = [
-        node
-        for file in OF_FUNCTIONS
-        if (folder / file).is_file()
-        for node in ast.parse((folder / file).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    ]
-    assert len(found) == 1, f"{name} is in one of {OF_FUNCTIONS}"
-    return signature_of(found[0])
-
-
-@pytest.mark.parametrize(
-    "function", flashinfer_stand_in.FUNCTIONS, ids=lambda function: function.__name__
-)
-def test_functions_of_the_stand_in_are_functions_of_the_package(function):
-    positional, defaults = function_of(installed(), function.__name__)
-    parameters = dict(inspect.signature(function).parameters)
-    ours = [name for name in parameters if name not in OURS]
-    assert ours == positional[: len(ours)]
-    for name in ours:
-        if (default := parameters[name].default) is not inspect.Parameter.empty:
-            assert repr(default) == defaults[name], name
 
 
 def test_what_does_not_fit_is_seen(tmp_path):
