@@ -205,7 +205,7 @@ class _MlaEntry(TableEntry):
 
     rows: int
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "parts", "nonkdim")
+    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "nonkdim")
     module, table = mla_triton, mla_configs.TILES
 
     @property
@@ -219,10 +219,9 @@ class _MlaEntry(TableEntry):
         found = [self.current(arch)]
         per_sm = (1, 2) if self.rows == 16 else (1,)
         warps, stages, nonkdims = _launch_choices(arch).values()
-        parts = (1, 4, 8) if arch.matrix == "wmma" else (1,)
         divides = (True, False) if arch.maker == "nvidia" else (False,)
         for shape in product(
-            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, parts, nonkdims
+            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, nonkdims
         ):
             config = mla_configs.MlaConfig(self.rows, *shape)
             if _fits(config, 2 * (512 + 64), arch) and config not in found:

@@ -1,4 +1,4 @@
-"""Where the implementations of the public operations run."""
+"""Implementations of the public operations, and the choice between them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ IMPLS = ("triton", "torch")
 
 
 def expect_impl(impl: str | None, device_type: str) -> None:
-    """Says early what a call would find out late.
+    """Check the name of an implementation, and that it runs on a device.
 
     Args:
-        impl: one of ``IMPLS``, or None = by device, as the public operations take it.
-        device_type: of the tensors, "cpu" or "cuda".
+        impl: one of ``IMPLS``; None = by device.
+        device_type: device type of the tensors, "cpu" or "cuda".
 
     Raises:
         ValueError: another impl.
@@ -31,9 +31,9 @@ def expect_impl(impl: str | None, device_type: str) -> None:
 
 
 def implementation(impl: str | None, tensor: torch.Tensor) -> str:
-    """What computes a call whose first tensor this is.
+    """Choose the implementation of a call by its first tensor.
 
-    "torch" for what is no tensor, which the checks refuse.
+    Of anything but a tensor the answer is "torch", and the checks raise.
     """
     if not isinstance(tensor, torch.Tensor):
         expect_impl(impl, "")

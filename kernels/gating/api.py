@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_gated_product
 
@@ -50,12 +49,18 @@ def gated_product(
 
     Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), gate) == "triton":
-        from . import triton_impl
-
-        return triton_impl.gated_product(arguments)
-    from . import torch_impl
-
-    check_once(check_gated_product, arguments)
-    return torch_impl.gated_product(**arguments)
+    chosen = implementation(impl, gate)
+    check_gated_product(gate, up, activation, limit, alpha, up_offset, out)
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.gated_product(
+        gate,
+        up,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        out=out,
+    )

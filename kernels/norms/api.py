@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_residual_norm
 
@@ -55,14 +54,20 @@ def residual_norm(
     Source: RMSNorm (arXiv 1910.07467); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), x) == "triton":
-        from . import triton_impl
-
-        made = triton_impl.residual_norm(arguments)
+    chosen = implementation(impl, x)
+    check_residual_norm(x, weight, eps, offset, residual, post_weight, scalar, out)
+    if chosen == "triton":
+        from . import triton_impl as module
     else:
-        from . import torch_impl
-
-        check_once(check_residual_norm, arguments)
-        made = torch_impl.residual_norm(**arguments)
+        from . import torch_impl as module
+    made = module.residual_norm(
+        x,
+        weight,
+        eps=eps,
+        offset=offset,
+        residual=residual,
+        post_weight=post_weight,
+        scalar=scalar,
+        out=out,
+    )
     return residual if made is None else made

@@ -1,21 +1,18 @@
-"""Triton's interpreter, made to compute as devices do, and without work that it repeats."""
+"""Triton's interpreter, made to round and multiply bf16 as devices do."""
 
 from __future__ import annotations
 
 import torch
 from triton.runtime import interpreter
 
-from tests.support import quick_interpreter
-
 FP32, BF16 = interpreter.tl.float32, interpreter.tl.bfloat16
 
 
 def repair() -> None:
-    """Replace what is wrong or slow in the interpreter; import it with ``TRITON_INTERPRET=1`` only."""
+    """Replace what is wrong in the interpreter; import it with ``TRITON_INTERPRET=1`` only."""
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _widening_dot(builder.create_dot)
     builder.cast_impl = _rounding_cast(builder.cast_impl)
-    quick_interpreter.quicken()
 
 
 def _widening_dot(create_dot):

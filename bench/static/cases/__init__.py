@@ -16,16 +16,16 @@ from typing import Any
 from quire.kernels.common.arch import Arch
 
 # Streaming multiprocessors of A100, RTX 3090, RTX 4090, H100, B200, RTX 5090; what torch counts of
-# MI300X, MI355X, RX 7900 XTX and RX 9070 XT.
+# MI300X and MI355X.
 NUM_SMS = {
     "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170,
-    "gfx942": 304, "gfx950": 256, "gfx1100": 48, "gfx1201": 32,
+    "gfx942": 304, "gfx950": 256,
 }  # fmt: skip
 ARCHS = tuple(NUM_SMS)
 # What is compiled unless asked otherwise: every tile shape for the first, the samples for the others.
-DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950", "gfx1100", "gfx1201")
+DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950")
 # Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
-ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")  # fmt: skip
+ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 # Kernels that walk tiles of keys, by how their names end.
 PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
 

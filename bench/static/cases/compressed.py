@@ -117,18 +117,23 @@ def launches(shape: Shape, arch: Arch) -> list[Any]:
     lse = meta(shape.num_heads, num_tokens, dtype="float32")
     sinks = meta(shape.num_heads, dtype="float32")
     if shape.kind == "slots":
-        from quire.kernels.compressed import flash_mla
-
-        call = flash_mla.slots_call(
+        call = CompressedCall(
             q,
-            (pages(64), meta(num_tokens, SLIDING_WINDOW, dtype="int32"), meta(num_tokens, dtype="int32")),
-            (pages(64), meta(num_tokens, shape.topk, dtype="int32"), meta(num_tokens, dtype="int32")),
+            pages(64),
+            meta(num_tokens, SLIDING_WINDOW, dtype="int32"),
+            None,
+            None,
+            sliding_window=SLIDING_WINDOW,
+            max_seqlen_q=1,
+            compressed_pages=pages(64),
+            topk_indices=meta(num_tokens, shape.topk, dtype="int32"),
+            topk_lens=meta(num_tokens, dtype="int32"),
             sinks=sinks,
-            softmax_scale=None,
-            out=None,
+            num_decodes=num_tokens,
             lse=lse,
-            workspace=None,
-        )  # fmt: skip
+            slots=True,
+            window_lens=meta(num_tokens, dtype="int32"),
+        )
         return compressed_triton.prepare(call, arch, NUM_SMS[arch.name])
     entries = (
         {}

@@ -27,7 +27,7 @@ from quire.bench.static import compiling
 from quire.bench.static.cases import compressed
 from quire.kernels.common.arch import named
 found = []
-for phase, dtype, arch in itertools.product(("prefill", "decode"), ("bfloat16", "uint8"), ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")):
+for phase, dtype, arch in itertools.product(("prefill", "decode"), ("bfloat16", "uint8"), ("sm_80", "sm_90", "sm_100", "gfx942")):
     variants = set()
     for kind, topk in (("window", 512), ("hca", 512), ("csa", 512), ("csa", 1000), ("csa", 1)):
         launch = compressed.launches(compressed.Shape(phase, kind, 64, dtype, topk=topk), named(arch))[0]

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import CHUNK
+from ..common.tiles import CHUNK
 
 
 class Batch(NamedTuple):
