@@ -130,33 +130,57 @@ def _prepare_decode(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
     shared = _shared_arguments(call, config, arch)
     block_q, block_n = shared["BLOCK_Q"], shared["BLOCK_N"]
     partial_out, first_lse = partials(plan.workspace_numel, dim, call.workspace, call.q.device)
-    split = {
-        "partial_out": partial_out,
-        "first_lse": first_lse,
-        "decode_tokens": max(max_seqlen_q, block_q),
-        "programs": plan.programs,
-        "LEAST": MIN_SPLIT_KEYS // block_n if plan.workspace_numel else NEVER,
-        "cost": 2 * SPLIT_COST * config.block_m // block_n,
-    }
+    cost = 2 * SPLIT_COST * config.block_m // block_n
+    least = MIN_SPLIT_KEYS // block_n if plan.workspace_numel else NEVER
+    decode_tokens = max(max_seqlen_q, block_q)
     attention = Launch(
-        mla_decode_kernel, (plan.programs * shared["HEAD_TILES"],), {**shared, **split}
+        mla_decode_kernel,
+        (plan.programs * shared["HEAD_TILES"],),
+        {
+            **shared,
+            "partial_out": partial_out,
+            "first_lse": first_lse,
+            "decode_tokens": decode_tokens,
+            "programs": plan.programs,
+            "LEAST": least,
+            "cost": cost,
+        },
     )
     if partial_out is None:
         return [attention]
-    more = {
-        **dict.fromkeys(("sinks", "cos_sin", "sliding_window", "ratio")),
-        **dict.fromkeys(("num_unsplit", "num_splits", "cos_sin_stride"), 0),
-        "num_heads": num_heads,
-        "out": call.out,
-        "lse": call.lse,
-        "out_stride_token": call.out.stride(0),
-        "out_stride_head": call.out.stride(1),
-        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
-        "SLOTS": False,
-        "HEAD_DIM": dim,
-        "BLOCK_PARTS": block_parts(plan.programs, dim),
-    }
-    kernel = compressed_merge_kernel
-    arguments = {name: (shared | split | more)[name] for name in kernel.arg_names}
-    merging = Launch(kernel, (call.num_decodes * num_heads,), arguments | {"num_warps": 4})
-    return [attention, merging]
+    merge = Launch(
+        compressed_merge_kernel,
+        (call.num_decodes * num_heads,),
+        {
+            "partial_out": partial_out,
+            "first_lse": first_lse,
+            "seq_lens": call.seq_lens,
+            "cu_seqlens_q": call.cu_seqlens_q,
+            "sinks": None,
+            "cos_sin": None,
+            "out": call.out,
+            "lse": call.lse,
+            "num_unsplit": 0,
+            "num_decodes": call.num_decodes,
+            "decode_tokens": decode_tokens,
+            "num_splits": 0,
+            "programs": plan.programs,
+            "cost": cost,
+            "sliding_window": None,
+            "ratio": None,
+            "num_heads": num_heads,
+            "out_stride_token": call.out.stride(0),
+            "out_stride_head": call.out.stride(1),
+            "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
+            "cos_sin_stride": 0,
+            "BLOCK_Q": block_q,
+            "SLOTS": False,
+            "HEAD_DIM": dim,
+            "ROPE_DIM": shared["ROPE_DIM"],
+            "BLOCK_N": block_n,
+            "LEAST": least,
+            "BLOCK_PARTS": block_parts(plan.programs, dim),
+            "num_warps": 4,
+        },
+    )
+    return [attention, merge]
