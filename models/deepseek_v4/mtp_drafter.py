@@ -133,7 +133,7 @@ class MTPDrafter:
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request]) -> Tensor:
         """As `quire.models.engine.speculative.ModelDrafter`."""
-        return self._drafts(requests, greedy)
+        return self._chain(requests, greedy)
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[Tensor, list[Tensor | None]]:
@@ -157,7 +157,7 @@ class MTPDrafter:
             masses.append(mass)
             return self._of_rank_0(ids.clamp_min(0))
 
-        ids, probs = self._drafts(requests, choose), torch.stack(masses, dim=1)
+        ids, probs = self._chain(requests, choose), torch.stack(masses, dim=1)
         return ids, [p if r.temperature > 0 else None for p, r in zip(probs, params, strict=True)]
 
     @torch.inference_mode()
@@ -167,18 +167,18 @@ class MTPDrafter:
         def choose(logits: Tensor) -> Tensor:
             return self._of_rank_0(logits.new_empty(len(logits), dtype=torch.int64))
 
-        return self._chain(slots, seq_lens, greedy if is_greedy else choose)
+        return self._run_chain(slots, seq_lens, greedy if is_greedy else choose)
 
-    def _drafts(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
+    def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
         """[num_requests, num_drafts] int64."""
         slots = np.array([request.slot for request in requests], dtype=np.int64)
         # Each waits for one token: the one that its last computed row was told.
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
         if self.lead is not None:
             self.lead.draft(slots, seq_lens, choose is greedy)
-        return self._chain(slots, seq_lens, choose)
+        return self._run_chain(slots, seq_lens, choose)
 
-    def _chain(
+    def _run_chain(
         self, slots: np.ndarray, seq_lens: np.ndarray, choose: Callable[[Tensor], Tensor]
     ) -> Tensor:
         longest = int(seq_lens.max())

@@ -45,8 +45,9 @@ class Channel:
         while len(self._links) < self.size - 1:
             check()
             with suppress(TimeoutError):
-                link = _without_delay(self._server.accept()[0])
-                self._links[int.from_bytes(_receive(link), "little")] = link
+                link = self._server.accept()[0]
+                link.settimeout(1.0)  # for its first message
+                self._links[int.from_bytes(_receive(link), "little")] = _without_delay(link)
         self._server.close()
 
     def send(self, data: bytes | bytearray) -> None:

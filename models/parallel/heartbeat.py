@@ -1,8 +1,7 @@
 """Heartbeat: notice that a rank died, is stuck or failed, and end the others with its name.
 
-Every `BEAT` each rank sends its state to rank 0, and rank 0 to each rank. A rank is dead when its
-connection breaks, or when it was silent for `timeout` seconds. Rank 0 sends its verdict to the
-others, which print it and exit; in rank 0 the call fails that waits for them.
+Each rank sends its state to rank 0, and rank 0 to each rank. A rank is dead when its connection
+breaks, or when it was silent too long. The other ranks print that and exit; rank 0's call fails.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from contextlib import suppress
 from select import select
 from typing import Any
 
-BEAT = 0.5  # seconds
-MESSAGE, LONGEST_VERDICT = 1024, 150  # bytes; characters, at most 6 bytes each
+BEAT, MESSAGE, LONGEST_VERDICT = 0.5, 1024, 150  # seconds; bytes; characters of 6 bytes at most
 EXIT_STATUS = 1
 
 
@@ -45,39 +43,39 @@ class Heartbeat(threading.Thread):
 
     def __init__(self, rank: int, size: int, timeout: float, address: tuple[str, int]) -> None:
         super().__init__(name="quire-heartbeat", daemon=True)
-        self.rank, self.timeout, self.port = rank, timeout, address[1]
-        self.verdict, self.is_stepping = "", False
+        self.rank, self.timeout = rank, timeout
+        self.verdict, self.is_stepping, self._has_left = "", False, False
         self.calls: Callable[[], int] = lambda: 0
         self.give_up: Callable[[], None] = lambda: None
-        others = range(1, size) if rank == 0 else [0]
         self._connections: dict[int, socket.socket] = {}
-        self._states: dict[int, dict[str, Any]] = {other: {} for other in others}
-        self._missed = dict.fromkeys(others, 0)  # beats in a row in which nothing came
-        self._sum, self._stalled = 0, 0  # of all calls, and beats in a row without one
-        self._has_left = threading.Event()
-        self._server = socket.create_server(address) if rank == 0 else None
-        if self._server is None:
+        others = range(1, size) if rank == 0 else [0]
+        self._states: dict[int, dict[str, Any]] = {other: {"silent": 0.0} for other in others}
+        self._sum, self._stalled = 0, 0.0  # calls of all, and seconds since the last one
+        self._servers = [socket.create_server(address)] if rank == 0 else []
+        self.port = self._servers[0].getsockname()[1] if rank == 0 else address[1]
+        if rank != 0:
             self._connections[0] = socket.create_connection(address, timeout)
-        else:
-            self.port = self._server.getsockname()[1]
         self.start()
 
     def leave(self, failed: str = "") -> None:
-        """End this heartbeat; the other ranks end too if this one failed."""
-        self._has_left.set()
+        """End this heartbeat; if this rank failed, the others end too."""
+        self._has_left = True
         self._send(left=not failed, verdict=failed and f"rank {self.rank} failed: {failed}")
 
     def run(self) -> None:
-        """Send and receive until this rank leaves, or another one is dead."""
-        while not self._has_left.is_set() and not self.verdict:
+        """Send and receive until this rank leaves or another one is dead."""
+        now = time.monotonic()
+        while not self._has_left and not self.verdict:
+            last, now = now, time.monotonic()
+            passed = min(now - last, 2 * BEAT)  # not while this process was stopped itself
+            self._stalled += passed
+            for state in self._states.values():
+                state["silent"] += passed
             self._send()
-            self._missed = {rank: count + 1 for rank, count in self._missed.items()}
-            self._stalled += 1
-            until = time.monotonic() + BEAT
-            while not self.verdict and (left := until - time.monotonic()) > 0:
+            while not self.verdict and (left := now + BEAT - time.monotonic()) > 0:
                 self._receive(min(left, 0.1))
                 self.verdict = self._judge()
-        if self.verdict and not self._has_left.is_set():
+        if self.verdict and not self._has_left:
             self._send(verdict=self.verdict)
             if self.rank != 0:
                 print(f"quire: rank {self.rank} ends: {self.verdict}", file=sys.stderr, flush=True)
@@ -85,7 +83,7 @@ class Heartbeat(threading.Thread):
             self.give_up()
 
     def _send(self, **more: Any) -> None:
-        state = {"rank": self.rank, "calls": self.calls(), **more}
+        state = {"rank": self.rank, "calls": self.calls(), "silent": 0.0, **more}
         state["verdict"] = state.get("verdict", "")[:LONGEST_VERDICT]
         for connection in list(self._connections.values()):
             with suppress(OSError):  # the next receive tells
@@ -93,15 +91,14 @@ class Heartbeat(threading.Thread):
 
     def _receive(self, seconds: float) -> None:
         by_socket = {connection: rank for rank, connection in self._connections.items()}
-        for ready in select([*by_socket, *filter(None, [self._server])], [], [], seconds)[0]:
-            connection, data = ready.accept()[0] if ready is self._server else ready, b""
+        for ready in select([*by_socket, *self._servers], [], [], seconds)[0]:
+            connection, data = ready.accept()[0] if ready in self._servers else ready, b""
             connection.settimeout(1.0)
             with suppress(OSError):
                 data = connection.recv(MESSAGE, socket.MSG_WAITALL)
             if len(data) == MESSAGE:
                 state = json.loads(data)
-                self._connections[state["rank"]] = connection
-                self._states[state["rank"]], self._missed[state["rank"]] = state, 0
+                self._connections[state["rank"]], self._states[state["rank"]] = connection, state
             elif ready in by_socket:
                 self._states[by_socket[ready]]["is_closed"] = True
                 del self._connections[by_socket[ready]]
@@ -112,12 +109,12 @@ class Heartbeat(threading.Thread):
                 return str(state["verdict"])
             if state.get("is_closed"):
                 return f"rank {rank} died: its process has ended"
-            if self._missed[rank] * BEAT > self.timeout:
+            if state["silent"] > self.timeout:
                 return f"rank {rank} died: nothing was heard of it for {self.timeout:g} s"
         calls = {self.rank: self.calls()} | {r: s.get("calls", 0) for r, s in self._states.items()}
         if not self.is_stepping or sum(calls.values()) != self._sum:
-            self._sum, self._stalled = sum(calls.values()), 0
-        elif (self._stalled - 2) * BEAT > self.timeout:
+            self._sum, self._stalled = sum(calls.values()), 0.0
+        elif self._stalled > self.timeout + 2 * BEAT:
             least = [str(rank) for rank, count in calls.items() if count == min(calls.values())]
             return f"rank {', '.join(least)} is stuck: no progress for {self.timeout:g} s"
         return ""
