@@ -95,7 +95,7 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
-        self.model, self._config, self.drafter = model, config, drafter
+        self.model, self.drafter = model, drafter
         parts = make_parts(model, config, drafter)
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
         self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
