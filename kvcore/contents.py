@@ -126,7 +126,11 @@ class CacheContents:
         Raises:
             ValueError: not integers, or out of range. Nothing changed.
         """
-        ids = self._page_ids(pages)
+        ids = as_ints("pages", pages)
+        if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
+            raise ValueError(
+                f"pages: expected a vector of 1..{self.pool.num_pages - 1}, got {ids.tolist()}"
+            )
         self._steps.planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
@@ -136,14 +140,6 @@ class CacheContents:
         is_wanted[self.pool.free_pages()] = False
         needed: Int64 = is_wanted.nonzero()[0]
         return needed
-
-    def _page_ids(self, pages: Any) -> Int64:
-        ids = as_ints("pages", pages)
-        if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
-            raise ValueError(
-                f"pages: expected a vector of 1..{self.pool.num_pages - 1}, got {ids.tolist()}"
-            )
-        return ids
 
     def announce(self) -> None:
         """Write events that tell everything cached now to a reader that is late or lost track.

@@ -98,7 +98,7 @@ class Engine:
         ranks: Lead | None = None,
     ) -> None:
         config = config or EngineConfig()
-        self.model, self._config, self.drafter = model, config, drafter
+        self.model, self.drafter = model, drafter
         parts = make_parts(model, config, drafter)
         runner = parts.runner
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()

@@ -12,7 +12,7 @@ from quire.kvcore.policies import adaptive, base
 from quire.kvcore.policies.returns import hazard
 from tests.support.budgets import ordinary
 from tests.support.kvcore.engine import Engine, groups
-from tests.support.kvcore.entries import Fake, key
+from tests.support.kvcore.entries import Fake, chance, key
 
 GEMMA = ((32, None), (16, 64), (16, 64))
 POLICIES = [LRU, CostAware, S3FIFO, Adaptive]
@@ -393,7 +393,7 @@ def test_adaptive_weighs_savings_against_age():
         policy.asked(key("cheap"), 0)
     policy.add(cheap)
     policy.asked(key("x"), 0)
-    rates = [policy.chance(entry) for entry in (dear, cheap)]
+    rates = [chance(policy, entry) for entry in (dear, cheap)]
     assert rates[0] * 2 < rates[1] < rates[0] * 4
     assert popped(policy) == [cheap.key, dear.key]
 
