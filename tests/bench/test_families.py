@@ -6,7 +6,6 @@ import torch
 
 from quire.bench.common import floors
 from quire.bench.common.workload import chat_workload
-from quire.bench.layers import few_layers
 from quire.bench.prefill_decode.build import build_model
 from quire.bench.prefill_decode.drive import run_workload
 from quire.bench.prefill_decode.verify import check_outputs, computing_in
@@ -123,8 +122,3 @@ def test_decode_reads_rows_of_tables_and_chosen_experts(built):
             share = len(batch) / len(weight)
         expected += 4 * share * weight.numel()
     assert floors.decode_bytes(model, batch) == pytest.approx(expected, abs=100)
-
-
-def test_few_layers_of_a_model_that_shares_keys():
-    assert few_layers("gemma-4-e2b", 20).num_kv_shared_layers == 5
-    assert few_layers("gemma-4-e2b", 10).num_kv_shared_layers == 0
