@@ -70,7 +70,7 @@ setup(
         # Stores of hand-offs. Mooncake needs libibverbs1 of the system; nixl-cu12 needs no CUDA, and `nixl` would bring packages for two.
         "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13,<0.4; platform_system == 'Linux'"],
         "nixl": ["nixl-cu12>=1.5,<2; platform_system == 'Linux'"],
-        # Of Hugging Face; to load what `python -m bench.export_hub` writes.
+        # Of Hugging Face; to load what `quire.models.integrations.hub_kernels` writes.
         "hub": ["kernels>=0.17.2"],
         # Wants other versions of torch and transformers than constraints.txt names.
         "sglang": ["sglang==0.5.23; python_version >= '3.11'"],

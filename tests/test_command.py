@@ -58,7 +58,6 @@ sys.meta_path.insert(0, Stop())
 
 def test_the_programs_are_found():
     assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
-    assert len(PROGRAMS) == 16
 
 
 def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
@@ -252,7 +251,7 @@ def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     module = import_module(MODULES[name])
     required = {
         "models.generate": ["--model", "gemma3-tiny"],
-        "bench.export_hub": [f"{tmp_path}/new"],
+        "models.integrations.hub_kernels": [f"{tmp_path}/new"],
     }
     required = required.get(name, [])
     for action in options(name):
