@@ -108,7 +108,7 @@ def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
 @ordinary()
 def test_ctrl_c_ends_workers_without_a_word(tmp_path):
     pytest.importorskip("triton")
-    arguments = ["bench.static", "--only", "write", "--arch", "sm_90", "--jobs", "2", "--fresh"]
+    arguments = ["bench.static", "--only", "write", "--arch", "sm_90", "--jobs", "2"]
     assert interrupted(tmp_path, arguments, "torch", worker=True) == (130, b"interrupted\n")
 
 

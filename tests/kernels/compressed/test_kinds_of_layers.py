@@ -23,16 +23,17 @@ ROOT = Path(__file__).resolve().parents[3]
 # any width. Triton's launcher tells what it compiles for only where it does not interpret.
 KINDS = """
 import itertools, json
-from quire.bench.static import compiling
-from quire.bench.static.cases import compressed
+from quire.bench.static import cases, compiling
+from quire.bench.static.cases import latent
 from quire.kernels.common.arch import named
 found = []
-for phase, dtype, arch in itertools.product(("prefill", "decode"), ("bfloat16", "uint8"), ("sm_80", "sm_90", "sm_100", "gfx942", "gfx1100")):
+for q_len, pages, arch in itertools.product((None, 1), ("bfloat16", "uint8"), ("sm_80", "sm_90", "sm_100", "gfx942")):
     variants = set()
     for kind, topk in (("window", 512), ("hca", 512), ("csa", 512), ("csa", 1000), ("csa", 1)):
-        launch = compressed.launches(compressed.Shape(phase, kind, 64, dtype, topk=topk), named(arch))[0]
-        variants.add((launch.kernel.__name__, len(launch.kernel.arg_names) <= 30, repr(compiling.specialise(launch))))
-    found.append([phase, len(variants), *list(variants)[0][:2]])
+        case = latent.compressed("", kind, 64, q_len, pages, topk=topk)
+        launch = cases.launches_of(case, named(arch))[0]
+        variants.add((launch.name, len(launch.kernel.arg_names) <= 30, repr(compiling.specialise(launch))))
+    found.append(["decode" if q_len else "prefill", len(variants), *list(variants)[0][:2]])
 print(json.dumps(found))
 """
 
