@@ -31,7 +31,7 @@ lint: $(STAMP)  ## lint, format, types
 	$(VENV)/bin/mypy --strict kvcore
 
 check: lint  ## lint, format, types, layering, quick tests of each package
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not nightly" $(QUICK)
 
 format: $(STAMP)  ## apply the formatter and safe fixes
 	$(VENV)/bin/ruff check --fix .

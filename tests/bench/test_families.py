@@ -11,7 +11,6 @@ from quire.bench.prefill_decode.drive import run_workload
 from quire.bench.prefill_decode.verify import check_outputs, computing_in
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.layers import attention
-from tests.support.budgets import ordinary
 
 NAMES = ("gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
@@ -27,7 +26,7 @@ def generate(built):
     return run_workload(engine, workload, concurrency=2).outputs
 
 
-@ordinary("gemma4-e-tiny", "gpt-oss-tiny")
+@pytest.mark.parametrize("built", ["gemma4-e-tiny", "gpt-oss-tiny"], indirect=True)
 def test_output_is_checked_and_a_wrong_cache_refused(built, monkeypatch):
     outputs = generate(built)
     assert any(o.num_cached_tokens for o in outputs.values())

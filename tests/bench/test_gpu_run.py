@@ -23,14 +23,12 @@ from quire.bench.gpu import carry
 from quire.bench.gpu.outcomes import read_outcomes, summary_of
 from quire.bench.gpu.parts import Part, plan
 from quire.bench.gpu.runner import Runner
-from tests.support.budgets import ordinary
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in ("environment", "peers", "warm-up")]  # fmt: skip
 
 
-@ordinary("prefill-decode", "kernels", "latents", "compile")
 @pytest.mark.parametrize("part", PROGRAMS, ids=lambda part: part.name)
 def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
     """As the dry run calls it, but in this process, which has torch already."""
@@ -72,7 +70,7 @@ def bare_python(folder, *wanted):
     return folder / "bin" / "python"
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_bare_checkout_and_a_bare_environment_are_enough(tmp_path):
     """The command itself, its results carried to another folder, and a second call, which has nothing left to do."""

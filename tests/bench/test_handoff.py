@@ -11,7 +11,6 @@ import pytest
 
 from quire.bench.handoff import __main__ as handoff
 from quire.bench.handoff import ends
-from tests.support.budgets import ordinary
 
 
 class Thread(threading.Thread):
@@ -82,7 +81,7 @@ def test_a_process_that_fails_is_named(threads, monkeypatch):
         handoff.main(ARGUMENTS)
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_processes(capsys):
     assert handoff.main([*ARGUMENTS, "--models", "llama-tiny"]) == 0

@@ -27,7 +27,6 @@ from quire.kernels.compressed.configs import CompressedConfig
 from quire.kernels.mla import configs as mla_configs
 from quire.kernels.mla import triton_impl as dense_triton
 from quire.kernels.mla.configs import MlaConfig
-from tests.support.budgets import ordinary
 
 ARCHS = [named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")]
 HOPPER = named("sm_90")
@@ -38,7 +37,7 @@ def case_of(phase):
     return case
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
     def time_calls(calls, device, seconds):
@@ -88,7 +87,7 @@ def test_a_dry_run_for_another_architecture(name, monkeypatch):
     assert ("decode 32 x16", named(name)) in asked and {arch for _, arch in asked} == {named(name)}
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     """And the kernels of each are launched with the tile shape in question."""
@@ -326,7 +325,7 @@ def test_no_entry_is_begun_after_its_time(capsys, monkeypatch):
     assert "out of time: decode " in capsys.readouterr().out
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_bad_arguments_are_named(capsys):
     assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
     assert "only: expected part of an entry's name, got 'decode 7'" in capsys.readouterr().err

@@ -8,7 +8,6 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.layers.attention import PagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.support.budgets import ordinary
 from tests.support.models.toy import ToyModel
 
 # Sliding layers with keys and values of their own, of 16 tokens each.
@@ -44,8 +43,11 @@ def expected_start(run):
     return (to - 15 * NUM_WINDOWS[run.engine.model.config.name]) // alignment * alignment, to
 
 
-@ordinary("gemma4-e-tiny", "gemma3-tiny-17")
-@pytest.mark.parametrize("budget", [17, 500])
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [("gemma4-e-tiny", 17), ("gemma4-e-tiny", 500), ("gemma3-tiny", 17)],
+    indirect=["model"],
+)
 def test_logits_after_a_replay_equal_a_cold_run(model, budget):
     """In chunks that end inside of what is computed once more, at its end, and behind the prompt."""
     run = without_points(model, max_num_batched_tokens=budget)

@@ -21,7 +21,6 @@ from tests.models.engine.test_tiering import (
     recount,
     tiered,
 )
-from tests.support.budgets import budget
 from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
@@ -92,7 +91,7 @@ def life(model, folder, is_async):
     return engine
 
 
-@budget(24, long=1)
+@pytest.mark.parametrize("budget", [24])
 @pytest.mark.parametrize("how", FAILURES)
 def test_each_call_fails_in_turn(how, budget, tmp_path, monkeypatch):
     """Some of them in an ordinary run. Outputs are those without tiers, and all pages are accounted for."""

@@ -25,7 +25,6 @@ from quire.models.tiers import ways
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
-from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel, ToyPool
 
@@ -132,16 +131,11 @@ class Hints:
         self.outcomes[intent, answer.outcome] += 1
 
 
-@ordinary("host-0.25-False-3", "host and disk-0.25-True", "disk-0.25-False-0")
 @pytest.mark.parametrize(
     "where, share, is_async, num_drafts",
     [
-        ("host", 0.0, False, 0),
-        ("host", 0.25, True, 0),
         ("host", 0.25, False, 3),
         ("disk", 0.25, False, 0),
-        ("host and disk", 0.0, True, 0),
-        ("host and disk", 0.25, False, 2),
         ("host and disk", 0.25, True, 0),
     ],
 )
@@ -693,13 +687,10 @@ def test_hints():
         Engine(ToyModel(), EngineConfig(num_pages=40)).hint(LONG, "prefetch")
 
 
-@ordinary("deepseek-v4-tiny-4-mtp", "gemma3-tiny")
 @pytest.mark.parametrize(
     "name, num_users, drafter",
     [
         ("gemma3-tiny", 4, None),
-        ("gemma4-tiny", 6, "ngram"),
-        ("deepseek-v4-tiny", 3, None),
         ("deepseek-v4-tiny", 4, "mtp"),
     ],
 )

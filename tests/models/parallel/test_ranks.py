@@ -32,7 +32,6 @@ from quire.models.parallel.launch import Ranks, launched
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine, declared, expect_same
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
-from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import (
     Processes,
@@ -101,12 +100,12 @@ def processes():
     pool.llm.close()
 
 
-# Threads run all families with every ``make test`` (`test_context`), over the same parts of models.
 CASES = [(name, split) for name in FAMILIES for split in (False, True)]
+CASES.remove(("gemma4-e-tiny", False))
+NIGHTLY = [pytest.param(*case, marks=pytest.mark.nightly) for case in CASES]
 
 
-@ordinary("gemma4-e-tiny-False")
-@pytest.mark.parametrize(("name", "split"), CASES)
+@pytest.mark.parametrize(("name", "split"), [("gemma4-e-tiny", False), *NIGHTLY])
 def test_one_model_on_several_ranks(processes, name, split):
     """Logits up to the order of sums; tokens with hits, chunks, drafts and preemption, every plan and table compared."""
     config = config_of(name)
@@ -170,7 +169,7 @@ def test_a_process_has_one_model_at_a_time(processes):
         LLM("llama-tiny", engine=replace(config, tensor_parallel_size=4 if SIZE == 2 else 2))
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_a_rank_that_is_killed(processes):
     """The last test of this file that has the processes."""
     llm, victim = processes.llm, processes.llm.engine.ranks.processes[-1]
@@ -377,7 +376,7 @@ def test_a_rank_that_dies_before_it_is_watched(monkeypatch):
         Ranks(2, "cpu", timeout=20, work={})
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_two_launchers_as_of_two_machines():
     """The first prints what was generated; where options differ, both end and say which."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -430,7 +429,7 @@ def test_what_ranks_refuse():
             EngineConfig(**{field: value})
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["launched", "started"])
 def test_each_rank_is_killed_at_random_steps(how):
     """Who survives says who died, and ends."""
