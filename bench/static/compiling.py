@@ -93,7 +93,8 @@ def distinct(
         samples: architectures of the samples alone.
         tiles: architectures of one launch for each kernel, dtype, head_dim and tile shape.
     """
-    work, seen = [], set()
+    work: list[tuple[str, str, int]] = []
+    seen: set[tuple[Any, ...]] = set()
     # Samples come first, so that a kernel goes by one name in every run.
     cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
     for arch in (*archs, *tiles, *samples):
@@ -101,13 +102,17 @@ def distinct(
             if only not in name or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(launches_of(case, named(arch))):
-                keys = [(arch, launch.name, repr(specialise(launch)))]
+                compiled = (arch, launch.name, repr(specialise(launch)))
+                if compiled in seen:
+                    continue
+                seen.add(compiled)
                 if arch in tiles:
                     head_dim = launch.values.get("HEAD_DIM")
-                    keys.append((arch, launch.name, case.dtype, head_dim, config(launch)))
-                if not seen.intersection(keys):
-                    work.append((name, arch, index))
-                    seen.update(keys)
+                    shape = (arch, launch.name, case.dtype, head_dim, config(launch))
+                    if shape in seen:
+                        continue
+                    seen.add(shape)
+                work.append((name, arch, index))
     return work
 
 

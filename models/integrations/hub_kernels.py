@@ -13,7 +13,7 @@ Source: huggingface.co/docs/kernels, "Kernel requirements" and "Writing kernels"
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from quire.models.command import run
+    from ..command import run
 
     run("quire.models.integrations.hub_kernels")
 
