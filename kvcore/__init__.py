@@ -13,7 +13,7 @@ from .policies.lru import LRU
 from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
-from .requests import Fork, PagesNeeded
+from .requests import PagesNeeded
 from .spec import NULL_BLOCK, GroupSpec
 from .step import Step
 from .tables.formats import PagedRows, linear_table, paged_rows
@@ -32,7 +32,6 @@ __all__ = [
     "Entry",
     "EventLog",
     "EvictionPolicy",
-    "Fork",
     "GroupSpec",
     "KVCache",
     "LayerPlacement",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,27 +31,6 @@ _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 Noted = tuple[Int32, Identity]  # of a segment: its tokens, and what else parts prompts there
 
 
-class Listener(Protocol):
-    """What an index tells of what it has and has not any more; see `Announcer`."""
-
-    def adopted(
-        self, keys: bytes, noted: Sequence[Noted] | None, parent: bytes | None, first: int
-    ) -> None:
-        """Segments came, by pages that somebody else filled."""
-
-    def point(self, run: Run, depth: int) -> None:
-        """A resume point came."""
-
-    def segments_removed(self, keys: bytes) -> None:
-        """Segments went, parents first."""
-
-    def point_removed(self, key: bytes, depth: int) -> None:
-        """A resume point went."""
-
-    def cleared(self) -> None:
-        """Everything went."""
-
-
 class Announcer:
     """Writes the events of one cache; keeps the tokens of running requests and cached segments,
     which events must name.
@@ -76,9 +54,6 @@ class Announcer:
         self.alignment = layout.alignment
         self.tokens: dict[bytes, Int32] = {}
         self.identities: dict[bytes, Identity] = {}
-        # How often besides a key is cached: in several places only after a snapshot that somebody
-        # forged.
-        self.copies: Counter[bytes] = Counter()
         self._sequences = sequences
         self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
         self._identities: list[Identity] = [NOTHING] * sequences.max_requests
@@ -119,13 +94,6 @@ class Announcer:
         if self.log.identities:
             self._identities[slot] = identity_of(prompt.salt, prompt.marks)
         self._told[slot] = 0
-
-    def forked(self, source: int, slot: int, request_id: Hashable) -> None:
-        """A request starts with the tokens of that of slot `source`."""
-        self._prompts[slot], self._request_ids[slot] = self._prompts[source], request_id
-        self._identities[slot] = self._identities[source]
-        self._answers[slot] = self._answers[source]
-        self._told[slot] = self._told[source]
 
     def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
@@ -174,8 +142,6 @@ class Announcer:
         answer = self._answers[slot, columns % self._answers.shape[1]]
         parts = np.concatenate([prompt[first * a : last * a], answer]).reshape(-1, a)
         for i, (key, tokens) in enumerate(zip(keys, parts, strict=True)):
-            if key in self.tokens:
-                self.copies[key] += 1
             self.tokens[key] = tokens.copy()
             if self._identities[slot] is not NOTHING:
                 begin = (first + i) * a
@@ -193,8 +159,6 @@ class Announcer:
         assert noted is not None
         hashes = split_keys(keys)
         for key, (tokens, identity) in zip(hashes, noted, strict=True):
-            if key in self.tokens:
-                self.copies[key] += 1
             self.tokens[key] = tokens.copy()
             if identity is not NOTHING:
                 self.identities[key] = identity
@@ -346,11 +310,8 @@ class Announcer:
         """Segments with these keys are not cached any more."""
         hashes = split_keys(keys)
         for key in hashes:
-            if self.copies[key]:
-                self.copies[key] -= 1
-            else:
-                del self.tokens[key]
-                self.identities.pop(key, None)
+            del self.tokens[key]
+            self.identities.pop(key, None)
         if self._dense:
             names = self._dense_names
             self._tell(BlockRemoved("dense", self._dense, names, hashes, self.medium))
@@ -365,5 +326,4 @@ class Announcer:
         """Nothing is cached any more."""
         self.tokens.clear()
         self.identities.clear()
-        self.copies.clear()
         self._tell(AllBlocksCleared())

@@ -3,7 +3,7 @@
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Steps
 treat the whole batch. The calls are here, in `stepping` (steps) and in `requests` (one request);
 what they do is in `plan` (steps planned and committed), `step` (steps built request by request),
-`tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
+`tables.planner` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
 `prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
 `contents` (pins, eviction, announcements).
 """
@@ -17,7 +17,7 @@ import numpy as np
 from .announcer import Announcer
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .attachments import attach, check_log, check_policy
-from .debug import Watch
+from .debug import CALLS, Checks
 from .events import EventLog
 from .invariants import check_invariants
 from .open_steps import OpenSteps
@@ -36,7 +36,7 @@ from .requests import RequestCalls
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
 from .stats import describe, new_counters, stats
 from .stepping import CacheSteps
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 
 class KVCache(CacheSteps, RequestCalls):
@@ -143,7 +143,7 @@ class KVCache(CacheSteps, RequestCalls):
         self.index = PrefixIndex(
             self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between
         )
-        self.sequences = Sequences(max_requests, self.alignment, layout.lookahead, max_draft_tokens)
+        self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
         self.index.announcer = self._announcer
@@ -165,10 +165,10 @@ class KVCache(CacheSteps, RequestCalls):
             debug or events is not None,
         )  # fmt: skip
         self._pins = Pins(self.index, self.max_pinned_pages)
-        self.handoffs = {}
         attach(policy, events)
         if debug:
-            Watch(self)
+            self._steps.checks = checks = Checks(layout)
+            checks.expect_one_thread(self, CALLS)
 
     # What can be read.
 

@@ -18,7 +18,6 @@ from .prefix.requests import Sequences
 from .spec import as_int, as_seconds
 
 if TYPE_CHECKING:
-    from .handoff import HandOff
     from .tier.tiers import Tiers
 
 
@@ -31,7 +30,6 @@ class CacheContents:
         index: what is cached.
         sequences: the running requests.
         tiers: what is behind the pool (`tier.Tiers` puts itself here).
-        handoffs: that are open (`handoff`).
     """
 
     alignment: int
@@ -39,7 +37,6 @@ class CacheContents:
     index: PrefixIndex
     sequences: Sequences
     tiers: Tiers | None = None
-    handoffs: dict[HandOff, None]
     _steps: Steps
     _lookup: Lookup
     _pins: Pins
@@ -90,17 +87,13 @@ class CacheContents:
         Raises:
             ValueError: `now` is not a finite number.
         """
-        now = as_seconds("now", now)
-        in_tiers = 0 if self.tiers is None else self.tiers.expire_pins(now)
-        return self._pins.expire(now) + in_tiers
+        return self._pins.expire(as_seconds("now", now))
 
     def clear(self) -> None:
         """Forget everything cached that no running request needs, pinned or not, in tiers too."""
         self._steps.changed()
         if self.tiers is not None:
             self.tiers.clear()
-        for handoff in self.handoffs:
-            handoff.void()
         self.index.clear()
 
     def evict(self, num_pages: int) -> int:
@@ -118,15 +111,13 @@ class CacheContents:
         self.index.evict(min(num_pages, self.index.num_evictable))
         return self.pool.num_free - before
 
-    def evict_pages(self, pages: Any, *, withhold: bool = False) -> Int64:
+    def evict_pages(self, pages: Any) -> Int64:
         """Free certain pages, with what cannot be found without them: to give them back, or because
         their rows turned out wrong, for which reason copies of them in tiers go too. Looks at all
         that is cached.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
-            withhold: hand them out no more, until `restore_pages`: the pool shrinks. Else the next
-                plan may hand them out.
 
         Returns:
             [m] int64, ascending: those of them that running requests need. They are not free, and
@@ -136,38 +127,15 @@ class CacheContents:
             ValueError: not integers, or out of range. Nothing changed.
         """
         ids = self._page_ids(pages)
-        if not isinstance(withhold, bool):
-            raise ValueError(f"withhold: expected True or False, got {withhold!r}")
-        if withhold and self.pool.num_reserved:
-            raise ValueError("withhold: expected no step that is being built: plan or cancel it")
         self._steps.planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
         if self.tiers is not None:
             self.tiers.forget_copies(is_wanted)
-        for handoff in self.handoffs:
-            handoff.void(is_wanted)
         self.index.drop_pages(is_wanted)
         is_wanted[self.pool.free_pages()] = False
-        is_wanted[list(self.pool.withheld)] = False
-        if withhold:
-            self.pool.withhold(np.unique(ids))
         needed: Int64 = is_wanted.nonzero()[0]
         return needed
-
-    def restore_pages(self, pages: Any) -> None:
-        """Pages that `evict_pages` withheld may be handed out again.
-
-        Raises:
-            ValueError: not integers, or pages that are not withheld. Nothing changed.
-        """
-        ids = np.unique(self._page_ids(pages))
-        other = set(ids.tolist()) - self.pool.withheld
-        if other:
-            raise ValueError(f"pages: expected pages that are withheld, got {sorted(other)}")
-        self._steps.planned = None
-        self.pool.withheld.difference_update(ids.tolist())
-        self.pool.put(ids)
 
     def _page_ids(self, pages: Any) -> Int64:
         ids = as_ints("pages", pages)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import Int32, Int64, as_ints
+from .debug import STEP_CALLS
 from .part import Part
 from .plan import OutOfPages, StepPlan, Steps
 from .prefix.tracker import Chains, Passed
 from .step import Step
-from .tables.decode import DecodeChanges
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 if TYPE_CHECKING:
     from .announcer import Announcer
@@ -55,7 +55,9 @@ class OpenSteps:
         self.quiet = gcd(*(g.block_size for g in self.layout.groups))
         self.plain = not (tables.states or has_replays)
         self._enable_caching = enable_caching
-        self._few = max(1, tables.drafts.most) if tables.blocks else 1
+        # Tokens of a request that start at most one block a table, all of which survives the step.
+        sizes = [g.block_size for g in self.layout.groups if g.kind != "state"]
+        self._few = min([self.layout.drafts + 1, self.layout.alignment, *sizes])
         self._alignment, self._replays_stop = self.layout.alignment, chains.replays.stop
         self.building: Step | None = None
         self.by_slot: dict[int, Part] = {}
@@ -70,8 +72,10 @@ class OpenSteps:
                 )
             self.building.cancel()
         self.steps.planned = None  # the newest plan may need what is reserved from here on
-        self.building = Step(self)
-        return self.building
+        self.building = step = Step(self)
+        if self.steps.checks is not None:
+            self.steps.checks.expect_one_thread(step, STEP_CALLS)
+        return step
 
     # What a request needs.
 
@@ -79,14 +83,14 @@ class OpenSteps:
         """Whether a request that starts no block takes no page for its next token either."""
         states = self._tables.states
         if states:  # which rule replays out
-            return bool((start + 1) % self._alignment and self._tables.is_steady(slot))
+            return bool((start + 1) % self._alignment and self._tables.has_states(slot))
         return start >= self._replays_stop.item(slot)
 
     def reserve(self, slot: int, start: int, num: int) -> int | OutOfPages:
         """Reserve pages for `num` tokens of a request from `start` on; returns how many."""
         steps, tables, pool, changes = self.steps, self._tables, self.pool, None
         is_few = num <= self._few and start >= self._replays_stop.item(slot)
-        if is_few and tables.is_steady(slot):
+        if is_few and tables.has_states(slot):
             need = tables.needed_by_few(slot, start, num, self._enable_caching)
         else:
             changes = steps.changes_of([slot], [num])
@@ -112,6 +116,8 @@ class OpenSteps:
             self.pool.num_reserved += reserved
             raise
         assert isinstance(plan, StepPlan) and plan.changes.num_new <= reserved, "pages of parts"
+        if self.steps.checks is not None:
+            self.steps.checks.expect_pages(plan)
         self.steps.planned = self.building = None
         step.pages = self.pool.peek(plan.changes.num_new)
         self.pool.take(plan.changes.num_new)
@@ -127,7 +133,7 @@ class OpenSteps:
             ([m, 2] pages to copy after the step, what is to be published; None for nothing).
         """
         self.steps.changed()
-        copies, passed = self.steps.advance(plan, end, None)
+        copies, passed = self.steps.advance(plan, end)
         if passed is not None:
             self.chains.wait(passed)
         return copies, passed
@@ -140,22 +146,18 @@ class OpenSteps:
         self.steps.changed()
         if not self._enable_caching:
             return
-        changes, slots, made = plan.changes, plan.slots, None
-        if isinstance(changes, DecodeChanges) and not gone:
-            made = self.sequences.feed_next(slots, changes.start, end, ids, None)
-        else:
-            rows = np.arange(len(slots))
-            if gone:
-                is_gone = np.isin(slots, list(gone))
-                rows, end = rows[~is_gone], np.where(is_gone, 0, end)
-            self.sequences.forget_batch()
-            self.sequences.feed_several(
-                slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
-            )
+        changes, slots = plan.changes, plan.slots
+        rows = np.arange(len(slots))
+        if gone:
+            is_gone = np.isin(slots, list(gone))
+            rows, end = rows[~is_gone], np.where(is_gone, 0, end)
+        self.sequences.feed(
+            slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
+        )
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
         if passed is not None:
-            self.chains.publish_late(passed, made)
+            self.chains.publish_late(passed)
 
     def has_advanced(self, step: Step) -> None:
         """`step` has: its requests may be in other steps, and released."""

@@ -30,7 +30,6 @@ class PagePool:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
         counts: [num_pages] int64, both at once: users + (holds << 32).
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
-        withheld: pages that are not handed out, though nobody has them.
         num_reserved: free pages that a step which is being built will take.
         lossy: [num_pages] bool, pages of `mark_lossy` that nobody else took since; None: it never
             was called.
@@ -49,7 +48,6 @@ class PagePool:
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
-        self.withheld: set[int] = set()
         self.num_held_only = 0  # window pages that only resume points hold
         self.lossy: Flags | None = None
 
@@ -70,27 +68,11 @@ class PagePool:
         if self.lossy is not None:
             self.lossy[self._stack[self.num_free : self.num_free + n]] = False
 
-    def claim(self, pages: Int32) -> None:
-        """Remove `pages` (distinct, free) from wherever in the stack they are."""
-        free = self.free_pages()
-        rest = free[~np.isin(free, pages)]
-        assert len(rest) == len(free) - len(pages)
-        self._stack[: len(rest)] = rest
-        self.num_free = len(rest)
-        if self.lossy is not None:
-            self.lossy[pages] = False
-
     def mark_lossy(self, pages: Int32) -> None:
         """What `pages` hold is not bit for bit what a request would compute."""
         if self.lossy is None:
             self.lossy = np.zeros(self.num_pages, dtype=np.bool_)
         self.lossy[pages] = True
-
-    def withhold(self, pages: Int64) -> None:
-        """Hand out those of `pages` (distinct) that are free no more."""
-        free = pages[np.isin(pages, self._stack[: self.num_free])]
-        self.claim(free.astype(np.int32))
-        self.withheld.update(free.tolist())
 
     def put(self, pages: Int32 | Int64) -> None:
         """Give pages back; none may be free already or have users or holds."""

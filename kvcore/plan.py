@@ -1,17 +1,13 @@
 """Steps: `StepPlan`, `OutOfPages`, and how steps are planned and committed.
 
-Most steps are *decode steps*, one token for each request. Where the rows of the tokens go, and
-which entries of the tables change, is in `tables.decode`; the rest of such a step is here:
-
-    plan     which batch    that of the last step, if the same requests come in the same order; else
-                            `Batches.of` makes one
-             pages          free ones are a stack: `peek` shows those that `take` will remove
+    plan     pages          `Tables.plan` counts them; free ones are a stack: `peek` shows those that
+                            `take` will remove
              too few        `PrefixIndex.evict`: cached pages that no running request needs
-    commit   tokens, keys   `Sequences.feed_next`: each token joins the open segment of its request.
-                            The last one of a segment (one alignment) makes its key, a hash of the
-                            key before and the tokens of the segment: tokens whose rows are
-                            computed, so not the one that the step's logits give
-             entries        `DecodeTables.commit`
+    commit   tokens, keys   `Sequences.feed`: each token joins the open segment of its request. The
+                            last one of a segment (one alignment) makes its key, a hash of the key
+                            before and the tokens of the segment: tokens whose rows are computed, so
+                            not the one that the step's logits give
+             entries        `Tables.commit`
              segments       `Chains.publish`: the dense pages of a segment that ends belong to the
                             index now, under its key; if it has the key already, the request takes
                             the index's pages and gives its own back. A boundary that retention
@@ -26,9 +22,6 @@ of 16, whose first pages are 2 and 1:
     32            33         [2, 1]      0 .. 31         48 = 3 * 16
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
-Any other step (chunks of prompts, drafts, new states) takes the same way through
-`Chains.boundaries` (what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.advance`.
-
 A commit *advances* the requests (the rows count as computed, and nothing of that depends on what
 the tokens are) and *publishes* what they completed. A `step` that is followed by others before its
 tokens are known does one after the other.
@@ -41,18 +34,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import NO_ROWS, ONE, Int32, Int64, as_token_ids, count_true
+from .arrays import NO_ROWS, Int32, Int64, as_token_ids
 from .checks import as_batch, check_batch, wrong_size
-from .prefix.replays import cached_rows
 from .prefix.tracker import Chains, Passed
 from .rollbacks import Rollbacks
-from .tables.decode import DecodeBatch, DecodeChanges, Ending
-from .tables.drafts import DraftBatch
-from .tables.groups import StepChanges, Tables
-from .tables.state import NO_COPIES
+from .tables.planner import StepChanges, Tables
 
 if TYPE_CHECKING:
     from .announcer import Announcer
+    from .debug import Checks
 
 
 @dataclass(frozen=True)
@@ -78,10 +68,9 @@ class OutOfPages:
         )
 
 
-@dataclass(slots=True, eq=False)  # freezing it would cost a decode step several microseconds
+@dataclass(slots=True, eq=False)
 class StepPlan:
-    """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve
-    several plans.
+    """One step of a batch, as the kernels need it. Arrays are not to be written to.
 
     From `KVCache.plan` it holds until the cache changes: another plan, an admission, a commit,
     rollback, release or eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a
@@ -119,10 +108,7 @@ class StepPlan:
     replay_slots: Int64
     copies: Int32
     state_pages: Int32
-    changes: StepChanges | DecodeChanges = field(repr=False)
-
-
-AnyChanges = StepChanges | DecodeChanges
+    changes: StepChanges = field(repr=False)
 
 
 class Steps:
@@ -137,6 +123,7 @@ class Steps:
     Attributes:
         planned: the one plan that `commit` takes; None once something changed.
         rollbacks: how far tokens may be taken back.
+        checks: of `KVCache(debug=True)`; else None.
     """
 
     def __init__(
@@ -150,14 +137,13 @@ class Steps:
     ) -> None:
         self._chains, self._tables, self._announcer = chains, tables, announcer
         self._sequences, self._index = chains.sequences, chains.index
-        self._batches, self._decodes = tables.batches, tables.decodes
         self._pool, self._layout = tables.pool, tables.layout
         self._max_model_len, self._enable_caching = max_model_len, enable_caching
         self._has_replays = has_replays
-        self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
         self.rollbacks = Rollbacks(chains, tables)
         self.planned: StepPlan | None = None
+        self.checks: Checks | None = None
 
     def changed(self) -> None:
         """Something changes: the newest plan is void, and what is used from here on is newer."""
@@ -166,114 +152,54 @@ class Steps:
 
     # Plan.
 
-    def _asked(
-        self, slots: Any, num_new_tokens: Any
-    ) -> tuple[Int64, Int64, Int64, Int64, DecodeBatch | None]:
-        """The step that is asked for, checked: slots, counts, and tokens before and after it [n];
-        the batch of the last step, if it is its next one."""
-        slots, counts = as_batch(slots, num_new_tokens)
-        batch = self._batches.newest
-        if batch is not None and batch.is_again(slots, counts):
-            slots, counts = batch.slots, batch.counts
-            start, end, longest = batch.start, batch.end, batch.longest
+    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
+        """`KVCache.plan`."""
+        step = self.changes_of(slots, num_new_tokens)
+        if step.num_new > self._pool.num_available:
+            short = self._make_room(step)
+            if short is not None:
+                return short
+        counts = step.end - step.start
+        if step.inside is not None:  # one token each
+            cu, positions = np.arange(len(counts) + 1, dtype=np.int32), step.start
         else:
-            batch = None
-            slots, counts = slots.copy(), counts.copy()  # the caller may use its buffers again
-            check_batch(slots, counts, self._sequences)
-            start = self._sequences.num_computed[slots]
-            end = start + counts
-            longest = int(end[0] if len(slots) == 1 else np.maximum.reduce(end))
-        if longest > self._max_model_len:
+            cu = np.zeros(len(counts) + 1, dtype=np.int32)
+            np.cumsum(counts, out=cu[1:])
+            positions = np.arange(int(cu[-1])) + (step.start - cu[:-1]).repeat(counts)
+        mapping = self._tables.fill(step, self._pool.peek(step.num_new), cu, len(positions))
+        replays = self._tables.cached_rows(step, cu) if step.replaying else self._no_replays
+        self.planned = plan = StepPlan(
+            step.slots, counts, cu, step.end.astype(np.int32), positions, mapping, *replays,
+            step.copies, step.state_pages, step,
+        )  # fmt: skip
+        return plan
+
+    def changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
+        """Pages that a step needs, and what it will change; nothing changes here.
+
+        Raises:
+            ValueError: as `KVCache.plan`.
+        """
+        slots, counts = as_batch(slots, num_new_tokens)
+        check_batch(slots, counts, self._sequences)
+        slots = slots.copy()  # the caller may use its buffer again
+        start = self._sequences.num_computed[slots]
+        end = start + counts
+        if end.max() > self._max_model_len:
             i = int(end.argmax())
             raise ValueError(
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self._max_model_len}"
             )
-        return slots, counts, start, end, batch
-
-    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """`KVCache.plan`."""
-        slots, counts, start, end, batch = self._asked(slots, num_new_tokens)
-        changes: AnyChanges
-        if batch is not None and batch.size == 1 and batch.is_steady:
-            changes = self._decodes.plan(batch, self._enable_caching)
-        else:
-            changes = self._changes(slots, counts, start, end, batch)
-        if changes.num_new > self._pool.num_available:
-            short = self._make_room(changes)
-            if short is not None:
-                return short
-        if isinstance(changes, DecodeChanges):
-            return self._filled_decode(changes)
-        step, batch = changes, changes.batch
-        if step.chunk_rows.size:
-            cu = np.zeros(len(slots) + 1, dtype=np.int32)
-            cu[1:] = np.add.accumulate(counts)
-            if len(slots) == 1:
-                positions = np.arange(start[0], end[0])
-            else:
-                positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
-        elif isinstance(batch, DraftBatch):
-            cu, positions = batch.cu, start.take(batch.row_of) + batch.steps - ONE
-        else:
-            cu, positions = self._cu_of(len(slots)), start
-        pages = self._pool.peek(step.num_new)
-        mapping = self._tables.fill(step, pages, cu, len(positions))
-        replays = self._no_replays
-        if step.replaying:
-            replays = cached_rows(step, cu, self._tables.dense, len(mapping))
-        seq_lens = end.astype(np.int32)
-        self.planned = plan = StepPlan(
-            slots, counts, cu, seq_lens, positions, mapping, *replays, step.copies,
-            step.state_pages, step,
-        )  # fmt: skip
-        return plan
-
-    def _filled_decode(self, changes: DecodeChanges) -> StepPlan:
-        """The plan of one token for each request of a batch, whose states all have live pages."""
-        batch = changes.batch
-        mapping = self._decodes.fill(changes, self._pool.peek(changes.num_new))
-        self.planned = plan = StepPlan(
-            batch.slots, batch.counts, self._cu_of(len(batch.slots)), batch.end.astype(np.int32),
-            batch.start, mapping, *self._no_replays, NO_COPIES, batch.state_pages, changes,
-        )  # fmt: skip
-        return plan
-
-    def changes_of(self, slots: Any, num_new_tokens: Any) -> AnyChanges:
-        """What a step would need and change; nothing changes here.
-
-        Raises:
-            ValueError: as `KVCache.plan`.
-        """
-        return self._changes(*self._asked(slots, num_new_tokens))
-
-    def _changes(
-        self, slots: Int64, counts: Int64, start: Int64, end: Int64, batch: DecodeBatch | None
-    ) -> AnyChanges:
-        """What a step needs, and changes once it is committed; nothing changes here."""
-        written, chunks = start, NO_ROWS
-        if batch is None:
-            several = counts > ONE
-            if self._has_replays:
-                written = self._chains.replays.written_from(slots, start)
-                several |= written > start
-            chunks = several.nonzero()[0]
-            if not len(chunks):
-                batch = self._batches.of(slots, start)
-            elif len(chunks) == len(slots) and (
-                written is start or not count_true(written > start)
-            ):
-                batch = self._batches.with_drafts(slots, start, counts)
-                if batch is not None:
-                    chunks = NO_ROWS
-        if batch is not None and batch.size == 1 and batch.is_steady:
-            return self._decodes.plan(batch, self._enable_caching)
+        written = start
+        if self._has_replays:
+            written = self._chains.replays.written_from(slots, start)
         kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
-        if self._enable_caching and (chunks.size or self._tables.states):
-            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
-        return self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
+        if self._enable_caching:
+            kept, snapshot = self._chains.boundaries(slots, start, end)
+        return self._tables.plan(slots, start, end, written, kept, snapshot)
 
-    def _make_room(self, changes: AnyChanges) -> OutOfPages | None:
+    def _make_room(self, changes: StepChanges) -> OutOfPages | None:
         """Evict what a step needs, more than is free, if that is enough; else nothing, and say what
         it lacks."""
         free = self._pool.num_available
@@ -294,12 +220,6 @@ class Steps:
         self.planned = None
         self._index.evict(num_pages)
 
-    def _cu_of(self, n: int) -> Int32:
-        """cu_seqlens_q of n requests with one token each."""
-        if len(self._ones_cu) != n + 1:
-            self._ones_cu = np.arange(n + 1, dtype=np.int32)
-        return self._ones_cu
-
     # Commit.
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any) -> Int32:
@@ -314,6 +234,8 @@ class Steps:
             )
         if len(ids) != len(plan.positions):
             raise wrong_size(len(plan.positions), ids)
+        if self.checks is not None:
+            self.checks.expect_tokens(plan, ids, set(plan.slots.tolist()))
         end = plan.changes.end if accepted is None else self.end_of(plan, accepted)
         self._pool.take(plan.changes.num_new)
         return self.finish(plan, ids, end)
@@ -324,76 +246,33 @@ class Steps:
         Raises:
             ValueError: as `KVCache.commit`.
         """
-        taken = self.rollbacks.checked(plan.changes.batch, plan.num_new_tokens, accepted)
-        end: Int64 = plan.changes.start + taken
+        end: Int64 = plan.changes.start + self.rollbacks.checked(plan.num_new_tokens, accepted)
         return end
 
     def finish(self, plan: StepPlan, ids: Int32, end: Int64) -> Int32:
         """Advance and publish a step whose pages are taken, up to `end` [n] tokens; returns the
         copies to run after it."""
-        changes, made, ending = plan.changes, None, None
-        self.planned = None  # `changed`, without the call: each step comes here
-        self._index.tick += 1
+        self.changed()
         if self._enable_caching:
-            if isinstance(changes, DecodeChanges):
-                b = changes.batch
-                made = self._sequences.feed_next(b.slots, b.start, b.end, ids, b.ending)
-            else:
-                made, ending = self._feed(plan, changes, ids, end)
+            start, first = plan.changes.start, plan.cu_seqlens_q[:-1]
+            self._sequences.feed(plan.slots, start, end, ids, first)
             if self._announcer is not None:
                 self._announcer.computed(plan, ids, end)
-        copies, passed = self.advance(plan, end, ending)
+        copies, passed = self.advance(plan, end)
         if passed is not None:
-            self._chains.publish(passed, made)
+            self._chains.publish(passed)
         return copies
 
-    def advance(
-        self, plan: StepPlan, end: Int64, ending: Ending | None
-    ) -> tuple[Int32, Passed | None]:
-        """The tokens of a step, whose pages are taken, count as computed up to `end` [n].
-
-        Args:
-            ending: whose segments end, if a step with drafts knows.
-        """
+    def advance(self, plan: StepPlan, end: Int64) -> tuple[Int32, Passed | None]:
+        """The tokens of a step, whose pages are taken, count as computed up to `end` [n]."""
         changes, passed = plan.changes, None
         if self._layout.drafts:
             self.rollbacks.reached(plan.slots, changes.end)
-        if isinstance(changes, DecodeChanges):
-            batch = changes.batch
-            due: tuple[Ending, Int64, Int64] | None = None
-            if not batch.age:  # its first step
-                self._batches.keep(batch)
-            if self._enable_caching and (self._layout.lookahead or batch.ending.slot_list):
-                # Before the tables move on: whose segments end here.
-                due = self._chains.due(batch)
-            copies = self._decodes.commit(changes)
-            if due is not None:
-                passed = self._chains.passed(batch, *due)
-        elif self._enable_caching:
-            copies, passed = self._chains.advance(changes, end, ending)
+        if self._enable_caching:
+            copies, passed = self._chains.advance(changes, end)
         else:
             effects = self._tables.commit(changes, end, (NO_ROWS, NO_ROWS))
-            self._tables.settle(changes, effects)
+            self._tables.settle(effects)
             copies = effects.copies
         self._sequences.num_computed[plan.slots] = end
         return copies, passed
-
-    def _feed(
-        self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64
-    ) -> tuple[list[bytes] | None, Ending | None]:
-        """Give the tokens of a step to the key chains.
-
-        Returns:
-            What `Chains` need not find out of a step with drafts: (keys of the segments that end in
-            it, whose they are); None where it must.
-        """
-        batch, rows = step.batch, step.chunk_rows
-        if isinstance(batch, DraftBatch):
-            return self._sequences.feed_drafts(batch, ids, end)
-        if batch is not None:
-            ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
-            self._sequences.feed_next(batch.slots, batch.start, batch.end, ones, batch.ending)
-        if rows.size:
-            slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
-            self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
-        return None, None

@@ -1,21 +1,19 @@
-"""Calls on one request: its prompt is looked up, it starts, goes on as two, and ends."""
+"""Calls on one request: its prompt is looked up, it starts, and it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from .arrays import Int32
 from .contents import CacheContents
 from .open_steps import OpenSteps
-from .plan import OutOfPages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.lookup import Match
 from .prefix.tracker import Chains
 from .spec import Layout
 from .stats import count_admission
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 
 @dataclass(frozen=True)
@@ -36,19 +34,6 @@ class PagesNeeded:
     def fits(self) -> bool:
         """Whether `KVCache.plan` would plan it."""
         return self.needed <= self.free + self.evictable
-
-
-class Fork(NamedTuple):
-    """A request that goes on as another one does.
-
-    Attributes:
-        slot: its slot.
-        copies: [m, 2] int32 pages (source, destination) to copy before the next step, after all
-            copies of the steps before.
-    """
-
-    slot: int
-    copies: Int32
 
 
 class RequestCalls(CacheContents):
@@ -117,7 +102,10 @@ class RequestCalls(CacheContents):
                 is of a cache with other segments or another hash_seed. Nothing changed, neither if
                 the policy's `asked` raises.
         """
-        self._check_new(request_id)
+        if request_id in self.sequences:
+            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
+        if not self.sequences.num_free:
+            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         match, run = self._lookup.again(match)
         keep = self._chains.ask(match)
         self._steps.changed()
@@ -126,58 +114,11 @@ class RequestCalls(CacheContents):
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
+        if self._steps.checks is not None:
+            assert match.prompt.tokens is not None
+            self._steps.checks.prompts[slot] = match.prompt.tokens
         count_admission(self.counters, match, resumed)
         return slot
-
-    def _check_new(self, request_id: Hashable) -> None:
-        if request_id in self.sequences:
-            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
-        if not self.sequences.num_free:
-            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
-
-    def fork(self, slot: int, request_id: Hashable) -> Fork | OutOfPages:
-        """Start a request that goes on as another one does: a beam, or one of several samples.
-
-        The two share the pages of all tokens that are cached, or that are in full blocks of
-        windows; of the others the new request gets copies (see `tables.forks`). Both go on from
-        ``num_computed[slot]``, and may be rolled back as far. When free pages run short, cached
-        entries are evicted as in `plan`.
-
-        Args:
-            slot: from `admit`, or of a fork.
-            request_id: of the new request: any hashable that is not admitted now.
-
-        Returns:
-            Fork, whose copies are to run before the next step; or OutOfPages, and nothing changed.
-
-        Raises:
-            ValueError: the slot is unknown, the id is admitted already or not hashable, or all
-                slots are taken. Nothing changed.
-        """
-        source = self.sequences.checked(slot)
-        self._open.expect_settled(source)
-        self._check_new(request_id)
-        cached, computed = int(self._chains.cached[source]), int(self.sequences.lengths[source])
-        lowest = self._steps.rollbacks.lowest(source)
-        plan = self._tables.plan_fork(source, cached, computed, lowest)
-        demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
-        for table in plan.tables.tolist():
-            demand[self.layout.groups[self.layout.tables[table][0]].name] += 1
-        lacks = len(plan.columns) - self.pool.num_available
-        if lacks > self.index.num_evictable:
-            return self._steps.lacking(len(plan.columns), demand)
-        if lacks > 0:
-            self._steps.evict(lacks)
-        self._steps.changed()
-        new = self.sequences.fork(request_id, source)
-        self._steps.rollbacks.floor[new] = self._steps.rollbacks.floor[source]
-        if self._announcer is not None:
-            self._announcer.forked(source, new, request_id)
-        self._chains.fork(source, new)
-        pages = self.pool.peek(len(plan.columns))
-        self.pool.take(len(pages))
-        self.counters["forks"] += 1
-        return Fork(new, self._tables.fork(source, new, plan, pages))
 
     def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
         """The pages that a step would need. A plan made before stays good.
@@ -199,7 +140,7 @@ class RequestCalls(CacheContents):
         same request after preemption, resumes there.
 
         Args:
-            request_id: from `admit` or `fork`.
+            request_id: from `admit`.
             discard: nothing becomes findable by this: no resume point, no pin of `pin_request`.
                 What its commits made findable stays, as others may have hit it; if its rows turned
                 out wrong, `evict_pages` removes them.
@@ -221,7 +162,7 @@ class RequestCalls(CacheContents):
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
         """Forget everything cached, pinned or not, in tiers too: for new weights, or pages that lost their rows.
 
-        All pages but those withheld are free afterwards. Counters go on; a `Match` made before may
+        All pages are free afterwards. Counters go on; a `Match` made before may
         still be admitted, and hits nothing.
 
         Args:
@@ -232,8 +173,8 @@ class RequestCalls(CacheContents):
             The ids of the requests that this ended, the one admitted first first.
 
         Raises:
-            ValueError: requests are running, and end_requests is False; or tiers have open jobs,
-                or there are open hand-offs. Nothing changed.
+            ValueError: requests are running, and end_requests is False; or tiers have open jobs.
+                Nothing changed.
         """
         running = self.sequences.ids
         if running and end_requests is not True:
@@ -245,10 +186,6 @@ class RequestCalls(CacheContents):
             raise ValueError(
                 f"reset: expected no open jobs of tiers, got {len(self.tiers.jobs)}: end them with "
                 f"`done` or `cancel`"
-            )
-        if self.handoffs:
-            raise ValueError(
-                f"reset: expected no open hand-offs, got {len(self.handoffs)}: call `end` of each"
             )
         for request_id in running:  # before anything changes
             if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:

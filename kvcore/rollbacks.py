@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ONE, Int64, as_ints, count_true
+from .arrays import Int64, as_ints
 from .prefix.tracker import Chains
-from .tables.decode import DecodeBatch
-from .tables.drafts import DraftBatch
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 
 class Rollbacks:
@@ -27,29 +25,21 @@ class Rollbacks:
         self._chains, self._sequences, self._tables = chains, chains.sequences, tables
         self._lookahead = tables.layout.lookahead
         self._max_drafts = tables.layout.drafts
-        self._drafts: Int64 = np.array(self._max_drafts)
         self.floor: Int64 = np.zeros(chains.sequences.max_requests, dtype=np.int64)
 
     def reached(self, slots: Int64, end: Int64) -> None:
         """A step takes the requests `slots` to `end` [n] tokens, rejected ones counted."""
         self.floor[slots] = np.maximum(self.floor[slots], end - self._max_drafts)
 
-    def checked(self, batch: DecodeBatch | None, most: Int64, accepted: Any) -> Int64:
+    def checked(self, most: Int64, accepted: Any) -> Int64:
         """`accepted` as [n] of the `most` [n] tokens of a step.
 
         Raises:
             ValueError: as `KVCache.commit`.
         """
         taken = as_ints("accepted", accepted)
-        if isinstance(batch, DraftBatch):
-            limit = batch.tokens
-        else:
-            limit = np.minimum(most, self._drafts + ONE)
-        # Fewer than none rejected are, without a sign, very many.
-        if taken.shape != most.shape or count_true(
-            (most - taken).view(np.uint64) >= limit.view(np.uint64)
-        ):
-            least = np.maximum(1, most - self._max_drafts)
+        least = np.maximum(1, most - self._max_drafts)
+        if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
             raise ValueError(
                 f"accepted: expected between {least.tolist()} and {most.tolist()}, "
                 f"got {taken.tolist()}"
@@ -66,7 +56,7 @@ class Rollbacks:
                 f"num_tokens: expected {possible} (computed {computed}, last boundary "
                 f"{self._chains.cached[slot]}, max_draft_tokens {self._max_drafts}), "
                 f"got {num_tokens}; to go back further, release the request and admit it again "
-                f"with the tokens that stay as its prompt, or fork it earlier"
+                f"with the tokens that stay as its prompt"
             )
 
     def take_back(self, slot: int, num_tokens: int) -> None:

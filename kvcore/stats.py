@@ -25,7 +25,6 @@ def new_counters(layout: Layout) -> dict[str, int]:
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",
         "resume_points_kept", "resume_points_used", "replays", "replayed_tokens", "lossy_tokens",
-        "forks",
         "resumed_requests", "resumed_prompt_tokens", "resumed_hit_tokens",
     ]  # fmt: skip
     reasons = get_args(Reason)
@@ -76,11 +75,7 @@ def stats(cache: KVCache) -> dict[str, int]:
         "demoted_pins": index.num_demoted_pins,
         "free_pages": cache.num_free_pages,
         "evictable_pages": cache.num_evictable_pages,
-        "pages_in_use": cache.num_pages
-        - 1
-        - cache.num_free_pages
-        - cache.num_evictable_pages
-        - len(cache.pool.withheld),
+        "pages_in_use": cache.num_pages - 1 - cache.num_free_pages - cache.num_evictable_pages,
         **({} if cache.tiers is None else cache.tiers.stats()),
     }
 

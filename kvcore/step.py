@@ -31,7 +31,7 @@ from .part import Part
 from .plan import OutOfPages, StepPlan
 from .prefix.tracker import Passed
 from .spec import as_int
-from .tables.state import NO_COPIES
+from .tables.planner import NO_COPIES
 
 if TYPE_CHECKING:
     from .open_steps import OpenSteps
@@ -235,6 +235,8 @@ class Step:
                     f"advanced, got {taken.tolist()}: with drafts, commit without `advance`"
                 )
         self._open.expect_in_order(self)
+        if steps.checks is not None:
+            steps.checks.expect_tokens(shown, ids, self.slots)
         if self._is_shown is not None:
             known, ids = ids, np.zeros(len(full.positions), dtype=np.int32)
             ids[self._is_shown] = known

@@ -13,7 +13,7 @@ from .prefix.requests import Sequences
 from .prefix.tracker import Chains
 from .spec import as_int
 from .step import Step
-from .tables.groups import Tables
+from .tables.planner import Tables
 
 
 class CacheSteps:
@@ -71,7 +71,10 @@ class CacheSteps:
         steps = self._open
         if steps.by_slot or steps.advanced:
             steps.expect_none_of(slots)
-        return self._steps.plan(slots, num_new_tokens)
+        plan = self._steps.plan(slots, num_new_tokens)
+        if self._steps.checks is not None and isinstance(plan, StepPlan):
+            self._steps.checks.expect_pages(plan)
+        return plan
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
         """Make a planned step real: its rows become context, whole segments become findable.

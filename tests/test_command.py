@@ -196,18 +196,18 @@ NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
 LEAST = {
     "seed": 0, "models.generate seed": -(2**63), "model_seed": 0, "top_k": 0, "models.generate speculate": 0, "bench.kvcore repeats": 0,
     "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "bench.gpu seconds": 1, "prompt_tokens": 2,
-    "bench.prefill_decode tensor_parallel_size": 2, "bench.prefill_decode context_parallel_size": 2,
+    "bench.prefill_decode tensor_parallel_size": 2,
 }  # fmt: skip
 # Of what takes memory for each.
 MOST = {
     "num_pages": 2**24, "max_num_batched_tokens": 2**20, "context": 2**20, "draft_tokens": 128, "models.generate speculate": 128,
-    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "prompt_tokens": 2**20, "bench.handoff max_tokens": 2**20, "jobs": 1024, "compile": 1024, "n": 16_384,
-    "tensor_parallel_size": 1024, "context_parallel_size": 1024,
+    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "prompt_tokens": 2**20, "jobs": 1024, "compile": 1024, "n": 16_384,
+    "tensor_parallel_size": 1024,
 }  # fmt: skip
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "disk_cache", "host", "disk", "models", "listen",
+    "baseline", "unpack", "target", "retention", "host",
 }  # fmt: skip
 
 

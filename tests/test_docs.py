@@ -28,7 +28,7 @@ NOT_RUN = {
     for what in ("a GPU", "a checkpoint", "nano-vllm", "nano-vllm and a GPU", "the extra hub")
 }
 # Run by the tests of the adapters, where these are (`tests.support.models.page_blocks`).
-NOT_RUN |= {f'python title="needs {what}"' for what in ("transformers", "vLLM", "Dynamo")}
+NOT_RUN.add('python title="needs transformers"')
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"

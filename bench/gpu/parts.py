@@ -164,14 +164,10 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
     ]  # fmt: skip
     if num_gpus > 1:
         ranks = 2 ** min(3, num_gpus.bit_length() - 1)
-        for name, what, more in (
-            ("ranks", f"the main job on {ranks} GPUs beside one", ()),
-            ("context", f"the same where {ranks} GPUs share the context", ("--context-parallel-size", str(ranks))),
-        ):  # fmt: skip
-            parts.append(Part(
-                name, RANKS_SECONDS, what,
-                (*job, *size("--limit 4 --num-pages 2000 --no-baseline --check 2", tiny), "--tensor-parallel-size", str(ranks), *more),
-            ))  # fmt: skip
+        parts.append(Part(
+            "ranks", RANKS_SECONDS, f"the main job on {ranks} GPUs beside one",
+            (*job, *size("--limit 4 --num-pages 2000 --no-baseline --check 2", tiny), "--tensor-parallel-size", str(ranks)),
+        ))  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]
 

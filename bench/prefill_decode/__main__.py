@@ -10,7 +10,7 @@ right, then says how fast it was.
     python -m bench.prefill_decode --compare torch --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
     python -m bench.prefill_decode --num-pages 400 --host-cache 0.25 --no-baseline
-    python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2 --context-parallel-size 2
+    python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
 format. At most --max-num-seqs requests are in the engine at once; the next is added when one is
@@ -34,16 +34,14 @@ model's own drafter layer. The prompts then run once more, with caching and with
 outputs that differ are checked in both runs. How often a random model's drafter is right is a
 matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
 
-With --host-cache, --disk-cache or both, what leaves the pool is kept there
-(`quire.models.engine.tiering`), and the prompts run once more without them, which outputs of the
-first run are compared with. Another run with the same folder starts with what was in it. With
+With --host-cache what leaves the pool is kept in host memory (`quire.models.engine.tiering`), and the
+prompts run once more without it, which outputs of the first run are compared with. With
 --tier-dtype fp8 pages are rounded there, and outputs checked as those of a cache of e4m3 are.
 
 With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
 part of the model. What they generate is checked by the passes of one rank, which has to hold the
 whole model; then come the bytes that a rank sends, against the least that tensor parallel can, and
-the context that a pool of the same bytes holds, against one rank's. With --context-parallel-size N
-as well they share the context, and what they send for that comes apart.
+the context that a pool of the same bytes holds, against one rank's.
 
 With --compare the prompts run once more, with caching and the other implementation, and both are
 printed side by side; what it generates is checked as well. "flashinfer" is attention through
@@ -68,7 +66,6 @@ from typing import Any
 
 import torch
 
-from quire.kernels.common import flashinfer
 from quire.models.command import (
     MAX_DRAFTS,
     MAX_PAGES,
@@ -86,7 +83,8 @@ from quire.models.engine.config import FLASHINFER, IMPLS, TIER_DTYPES
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
-from quire.models.flashinfer.support import expect_supported
+from quire.models.layers.flashinfer import expect_supported
+from quire.models.layers.flashinfer import import_flashinfer as import_installed
 from quire.models.llm import DRAFTERS
 from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
@@ -123,7 +121,7 @@ class Measured:
     bytes_per_token: float
     describe: str
     moved: dict[str, int]
-    space: dict[str, tuple[int, int]]
+    space: tuple[int, int] | None
 
 
 @program
@@ -134,23 +132,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.draft_tokens is not None and not args.speculate:
             raise ValueError("draft_tokens: expected --speculate with it, got none")
-        has_tiers = args.host_cache is not None or args.disk_cache is not None
-        if args.disk_cache_gib is not None and args.disk_cache is None:
-            raise ValueError("disk_cache_gib: expected --disk-cache with it, got none")
-        if args.tier_dtype != "auto" and not has_tiers:
-            raise ValueError("tier_dtype: expected --host-cache or --disk-cache with it, got none")
-        if has_tiers and (args.compare or args.speculate or (args.split or 1) > 1):
+        has_host = args.host_cache is not None
+        if args.tier_dtype != "auto" and not has_host:
+            raise ValueError("tier_dtype: expected --host-cache with it, got none")
+        if has_host and (args.compare or args.speculate or (args.split or 1) > 1):
+            raise ValueError("host_cache: expected no --compare, --speculate or --split with it")
+        if args.tensor_parallel_size is not None and (has_host or args.speculate):
             raise ValueError(
-                "host_cache, disk_cache: expected no --compare, --speculate or --split with them"
-            )
-        if args.tensor_parallel_size is not None and (has_tiers or args.speculate):
-            raise ValueError(
-                "tensor_parallel_size: expected no --host-cache, --disk-cache or --speculate with it"
-            )
-        if args.context_parallel_size not in (None, args.tensor_parallel_size):
-            raise ValueError(
-                "context_parallel_size: expected as many as --tensor-parallel-size, "
-                f"{args.tensor_parallel_size}, got {args.context_parallel_size}"
+                "tensor_parallel_size: expected no --host-cache or --speculate with it"
             )
         torch.set_num_threads(args.threads)
         if args.plot:
@@ -165,9 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_cache_dtype=_rounding(args.kv_cache_dtype, args.tier_dtype),
         )  # fmt: skip
         if args.tensor_parallel_size is not None:
-            split = args.context_parallel_size is not None
             # Says what does not fit.
-            shard_config(built.model.config, args.tensor_parallel_size, split_context=split)
+            shard_config(built.model.config, args.tensor_parallel_size)
         workload = _workload(args, built)
         settings = _settings(args, device, workload)
         if FLASHINFER in (args.impl, args.compare):
@@ -183,7 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             split_runs=args.split or 1,
             compare=args.compare,
             num_ranks=args.tensor_parallel_size,
-            split_context=args.context_parallel_size is not None,
             keep=lambda result: write_json(args.json, result, final=False, indent=2),
         )
         write_json(args.json, result, indent=2)
@@ -214,7 +201,6 @@ def measure(
     split_runs: int = 1,
     compare: str | None = None,
     num_ranks: int | None = None,
-    split_context: bool = False,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
@@ -228,7 +214,6 @@ def measure(
             the first.
         compare: None, or the implementation to run once more with.
         num_ranks: None, or how many ranks to run once more on.
-        split_context: whether these share the context.
         keep: gets the dictionary as far as it is known, whenever a run is checked.
 
     Raises:
@@ -241,7 +226,7 @@ def measure(
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     # One size for all engines: what is free is not quite the same for each.
-    without = replace(settings, host_cache_gib=None, disk_cache=None, tier_dtype="auto")
+    without = replace(settings, host_cache_gib=None, tier_dtype="auto")
     warmed = _run(built, warm, without, "warm-up", drafter=drafter())
     settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
     others = replace(settings, impl=compare)
@@ -310,7 +295,7 @@ def measure(
             },
         )
 
-    if settings.has_tiers:
+    if settings.host_cache_gib is not None:
         keep(known())
         prompts = cached.run.prompts
         untiered = _run(built, workload, without, "without tiers", prompts=prompts)
@@ -333,12 +318,11 @@ def measure(
     if num_ranks:
         keep(known())
         prompts = cached.run.prompts
-        context_size = num_ranks if split_context else 1
         parallel = run_on_ranks(
             built,
             built.directory,
             workload,
-            replace(settings, tensor_parallel_size=num_ranks, context_parallel_size=context_size),
+            replace(settings, tensor_parallel_size=num_ranks),
             prompts,
             bytes_per_token=cached.bytes_per_token,
         )
@@ -366,13 +350,12 @@ def _run(
     run = run_workload(
         engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
     )
+    engine.close()
     moved = {} if engine.tiers is None else engine.tiers.copier.num_bytes
-    space = {} if engine.tiers is None else engine.tiers.space()
-    engine.close()  # a disk gets what is cached, and is counted
+    space = None if engine.tiers is None else engine.tiers.space()
     del engine
     gc.collect()
-    names = {f"{source} to {target}": count for (source, target), count in moved.items()}
-    return Measured(run, num_pages, bytes_per_token, describe, names, space)
+    return Measured(run, num_pages, bytes_per_token, describe, moved, space)
 
 
 def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
@@ -396,9 +379,9 @@ def _check_differing(
 
 def _expect_flashinfer(built: BenchModel, settings: EngineConfig, peers: Path | None) -> None:
     """Says before anything runs what stands against FlashInfer."""
-    expect_supported(built.model, settings)
+    expect_supported(built.model, kv_cache_dtype=settings.kv_cache_dtype, replay=settings.replay)
     if peers is None:
-        flashinfer.import_flashinfer()
+        import_installed()
         return
     import_flashinfer(peers)
     config = built.model.config
@@ -438,8 +421,6 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         impl=args.impl,
         decode_graphs=False if args.no_graphs else None,
         host_cache_gib=args.host_cache,
-        disk_cache=args.disk_cache,
-        disk_cache_gib=args.disk_cache_gib or EngineConfig.disk_cache_gib,
         tier_dtype=args.tier_dtype,
     )
 
@@ -480,12 +461,6 @@ def _parser() -> Parser:
         type=integer(2, MAX_SIZE),
         metavar="N",
         help="run once more on N ranks of this machine",
-    )
-    add(
-        "--context-parallel-size",
-        type=integer(2, MAX_SIZE),
-        metavar="N",
-        help="these ranks share the context; N as above",
     )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add(
@@ -528,18 +503,6 @@ def _parser() -> Parser:
         type=number(above=True),
         metavar="GIB",
         help="host memory behind the pool; default: none",
-    )
-    add(
-        "--disk-cache",
-        type=Path,
-        metavar="DIR",
-        help="folder behind these, which outlives the run; default: none",
-    )
-    add(
-        "--disk-cache-gib",
-        type=number(above=True),
-        metavar="GIB",
-        help="what it may take; default: 16",
     )
     add(
         "--tier-dtype",

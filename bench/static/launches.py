@@ -9,7 +9,7 @@ from unittest import mock
 
 from triton.runtime.jit import KernelInterface
 
-from quire.kernels.common import launch_cache, launching
+from quire.kernels.common import launching
 from quire.kernels.common.arch import Arch
 
 from .limits import NUM_SMS
@@ -47,7 +47,6 @@ def record(call: Callable[[], object], arch: Arch) -> list[Launch]:
 
         return launch
 
-    launch_cache.clear()  # it does not tell the architectures of one device apart
     with (
         mock.patch.object(KernelInterface, "__getitem__", getitem),
         mock.patch.object(launching, "INTERPRETER_ARCH", arch),

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS, SPLIT_COST
-from ..common.launching import Launch, arch_and_sms, given, partials
+from ..common.launching import Launch, arch_and_sms, given, partials, run
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
@@ -32,18 +32,10 @@ from .prefill_kernel import mla_prefill_kernel
 NEVER = 1 << 28
 
 
-def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``mla_attention(**arguments)``; returns ``out``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    aligned = launch_cache.at_16_bytes(arguments["pages"], arguments["kv"])
-    return launch_cache.run((select_config, aligned), arguments, _prepared)
-
-
-def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = MlaCall(**arguments)
-    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
+def attention(call: MlaCall) -> torch.Tensor:
+    """Launch a checked call; returns ``out``."""
+    run(prepare(call, *arch_and_sms(call.q)), call.q)
+    return call.out
 
 
 def prepare(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
@@ -94,8 +86,7 @@ def _shared_arguments(call: MlaCall, config: MlaConfig, arch: Arch) -> dict[str,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
         "HOIST": hoists(config.swap, config.divide, arch),
-        "PARTS": config.key_parts,
-        "ALIGNED": launch_cache.rows_at_16_bytes(call.pages, call.kv),
+        "ALIGNED": strided.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from ..arrays import NO_ROWS, ONE, Int64
-from ..policies.retention import kept_boundaries, kept_of_one
-from ..tables.decode import NOBODY, DecodeBatch, Ending
-from ..tables.drafts import DraftBatch
-from ..tables.groups import Tables
+from ..arrays import NO_ROWS, Int64
+from ..policies.retention import kept_boundaries
+from ..tables.planner import Tables
 from .replays import Replays
 from .requests import Sequences
 
-FOREVER = 1 << 62  # steps
+
+class Ending(NamedTuple):
+    """Requests of a step that complete segments.
+
+    Attributes:
+        rows, slots: [m] int64 rows in the step, and their slots. slot_list: these as ints.
+        end: [m] int64 tokens up to which their segments are complete.
+    """
+
+    rows: Int64
+    slots: Int64
+    slot_list: list[int]
+    end: Int64
+
+
+NONE_ENDING = Ending(NO_ROWS, NO_ROWS, [], NO_ROWS)
 
 
 class Boundaries:
@@ -32,22 +47,19 @@ class Boundaries:
         self.layout = layout = tables.layout
         self.alignment, self.interval = layout.alignment, interval
         self._drafts = layout.drafts
-        self._segment: Int64 = np.array(layout.alignment)
         self.sequences, self._tables = sequences, tables
         n = sequences.max_requests
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
         self.replays = Replays(n)
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
-        self._keep_end: Int64 = np.zeros(n, dtype=np.int64)  # the last of these
         # The ends that a chunk may have: with and without its drafts, with and without the key of
         # its last segment.
         late = {0, layout.lookahead}
-        self._late = sorted(late | {k + layout.drafts for k in late})
-        self._uncertain = np.array(self._late)
+        self._uncertain = np.array(sorted(late | {k + layout.drafts for k in late}))
 
     def keep(self, slot: int, boundaries: tuple[int, ...]) -> None:
         """The request of `slot` keeps these besides those of the interval."""
-        self._keep[slot], self._keep_end[slot] = boundaries or 0, max(boundaries, default=0)
+        self._keep[slot] = boundaries or 0
 
     # Before a step.
 
@@ -63,81 +75,60 @@ class Boundaries:
         return nearest
 
     def boundaries(
-        self, slots: Int64, start: Int64, end: Int64, chunks: Int64, batch: DecodeBatch | None
+        self, slots: Int64, start: Int64, end: Int64
     ) -> tuple[tuple[Int64, Int64], Int64]:
-        """What a step must not lose.
+        """Boundaries that a step must not lose.
 
         Args:
             slots, start, end: [n] requests and their tokens before and after the step.
-            chunks: rows that compute several tokens, or cached ones again.
-            batch: of the other rows, if there are no chunks.
 
         Returns:
-            ((index in chunks, boundary) of tails that must survive the step, rows that may need a
-            snapshot of their state).
+            ((row, boundary) of tails that must survive the step, rows that may need a snapshot of
+            their state).
         """
-        none = (NO_ROWS, NO_ROWS)
+        none, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
+        a, drafts = self.alignment, self._drafts
         if not self.layout.hybrid:
             return none, NO_ROWS
-        a = self.alignment
-        snapshot = NO_ROWS
+        counts = end - start
         if self._tables.states:
-            if batch is not None:
-                snapshot = batch.reaching if isinstance(batch, DraftBatch) else batch.ending.rows
-            else:
-                within = end % self._segment
-                most = np.minimum(end - start, self._drafts + 1) if self._drafts else ONE
-                snapshot = (within < most).nonzero()[0]
-        if not chunks.size:
+            snapshot = (end % a < np.minimum(counts, drafts + 1)).nonzero()[0]
+        # Of a boundary that no more than the drafts follow, the next query sees the whole tail.
+        rows = (counts > drafts + 1).nonzero()[0]
+        if rows.size:
+            rows = rows[end[rows] // a > start[rows] // a]
+        if not rows.size:
             return none, snapshot
-        if len(chunks) == 1:
-            i = chunks[0]
-            kept = self._boundaries_of_one(int(slots[i]), int(start[i]), int(end[i]))
-            return kept, snapshot
-        slots, start, end = slots[chunks], start[chunks], end[chunks]
+        slots, start, end = slots[rows], start[rows], end[rows]
         # The windows are not exact before the end of a replay.
-        start = self.replays.exact_after(slots, start, end)
+        start = np.minimum(end, np.maximum(start, self.replays.stop[slots] - 1))
         if self._tables.states:  # no state is kept but where a step may end
-            start = np.maximum(start, end - (self._drafts + 1))
+            start = np.maximum(start, end - (drafts + 1))
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
         ends = (end[:, None] - self._uncertain) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
-        return kept_boundaries(start, end, always, self.interval), snapshot
-
-    def _boundaries_of_one(self, slot: int, start: int, end: int) -> tuple[Int64, Int64]:
-        """The tails of `boundaries` for one chunk."""
-        a = self.alignment
-        start = min(end, max(start, int(self.replays.stop[slot]) - 1))
-        if self._tables.states:
-            start = max(start, end - (self._drafts + 1))
-        ends = [(end - known) // a * a for known in self._late]
-        return kept_of_one(start, end, self._keep[slot].tolist() + ends, self.interval)
+        which, kept = kept_boundaries(start, end, always, self.interval)
+        return (rows[which], kept), snapshot
 
     # After a step.
 
     def ending(self, slots: Int64, end: Int64) -> Ending:
         """Which of the requests `slots` have segments to cache, and up to which token."""
-        rows = (end - self.cached[slots] >= self._segment).nonzero()[0]
+        rows = (end - self.cached[slots] >= self.alignment).nonzero()[0]
         if not rows.size:
-            return NOBODY
+            return NONE_ENDING
         slots, to = slots[rows], end[rows]
-        to = to - to % self._segment
+        to = to - to % self.alignment
         if self.layout.lookahead:
             known = np.maximum(end[rows], self.sequences.prompt_len[slots]) - self.layout.lookahead
-            known -= known % self._segment
+            known -= known % self.alignment
             ready = known > self.cached[slots]
             rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
         return Ending(rows, slots, slots.tolist(), to)
 
-    def kept(self, batch: DecodeBatch | None, end: Int64, ending: Ending) -> tuple[Int64, Int64]:
-        """Rows of those `ending` segments that keep a resume point, and at which boundaries;
-        `batch`: of all rows, if there are no chunks."""
+    def kept(self, end: Int64, ending: Ending) -> tuple[Int64, Int64]:
+        """Rows of those `ending` segments that keep a resume point, and at which boundaries."""
         slots = ending.slots
-        if batch is not None:
-            if batch.age >= batch.quiet_until:
-                batch.quiet_until = batch.age + self._quiet_steps(batch)
-            if batch.age < batch.quiet_until:
-                return NO_ROWS, NO_ROWS
         rows, kept = kept_boundaries(
             self.cached[slots], ending.end, self._keep[slots], self.interval
         )
@@ -146,13 +137,3 @@ class Boundaries:
             known |= kept == self._tables.snapshot_at[slots[rows]]
             rows, kept = rows[known], kept[known]
         return ending.rows[rows], kept
-
-    def _quiet_steps(self, batch: DecodeBatch) -> int:
-        """In how many steps from this one on no request of `batch` keeps a boundary."""
-        cached = self.cached[batch.slots]
-        if np.count_nonzero(self._keep_end[batch.slots] > cached):
-            return 0
-        if not self.interval:
-            return FOREVER
-        tokens = cached // self.interval * self.interval + self.interval - batch.start
-        return (int(tokens.min()) - 1) // batch.size

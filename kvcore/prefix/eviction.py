@@ -1,8 +1,7 @@
 """Eviction and pins: in which order cached entries go, and what goes with them.
 
 Order of eviction: first dense segments past the last resume point of their chain, which can serve
-no hit; then entries as the policy ranks them; then pinned ones, the lowest priority and then the
-oldest pin first. An entry is a resume point or, in models without window and state groups, the end
+no hit; then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a resume point or, in models without window and state groups, the end
 of a chain. A parent is never evicted before its children, and segments on the path of a running
 request are locked:
 
@@ -17,13 +16,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ..announcer import Listener
+from ..announcer import Announcer
 from ..arrays import Int32
 from ..pages import PagePool
 from ..policies.base import EvictionPolicy
@@ -49,7 +48,6 @@ class EvictableTree:
         num_segments, num_locked_segments, num_points: what is cached, and what running requests
             need.
         pins: expiry of each pinned entry, the oldest pin first.
-        on_pin_end: told of each pin that ends, or that somebody makes anew.
         announcer: told of what goes; None if nobody listens.
         holdings: what jobs keep here.
     """
@@ -70,13 +68,11 @@ class EvictableTree:
         self.num_useless_evicted = 0  # of these segments, those that could serve no hit
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
-        self.announcer: Listener | None = None
+        self.announcer: Announcer | None = None
         self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
         # Calls of the policy that raised, to be repeated: `add` (True) or `discard`.
         self._failed: dict[Run | ResumePoint, bool] = {}
         self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()
-        self._priorities: dict[Run | ResumePoint, int] = {}  # of pins, where it is not 0
-        self.on_pin_end: Callable[[Run | ResumePoint], None] | None = None
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
         self.num_demoted_pins = 0
@@ -149,9 +145,8 @@ class EvictableTree:
         """Pages of pinned entries, with the dense pages below them."""
         return self.num_pinned_segments * self.pages_per_segment + self.num_pinned_point_pages
 
-    def pin(self, run: Run, expiry: float, priority: int = 0) -> None:
-        """Pin the entry at the end of `run`, or renew its pin as the newest; pins of a lower
-        `priority` end before it."""
+    def pin(self, run: Run, expiry: float) -> None:
+        """Pin the entry at the end of `run`, or renew its pin as the newest."""
         entry = run.points[run.depth] if self.hybrid else run
         if entry not in self.pins:
             for node in path_to(run):
@@ -161,20 +156,12 @@ class EvictableTree:
             if isinstance(entry, ResumePoint):
                 self.num_pinned_point_pages += len(entry.pages)
             self.withdraw(entry)
-        elif self.on_pin_end is not None:
-            self.on_pin_end(entry)
         self.pins[entry] = expiry
         self.pins.move_to_end(entry)
-        self._priorities.pop(entry, None)
-        if priority:
-            self._priorities[entry] = priority
 
     def unpin(self, entry: Run | ResumePoint) -> None:
         """Make a pinned entry an ordinary one."""
         del self.pins[entry]
-        if self.on_pin_end is not None:
-            self.on_pin_end(entry)
-        self._priorities.pop(entry, None)
         run = entry.run if isinstance(entry, ResumePoint) else entry
         assert run is not None
         for node in path_to(run):
@@ -188,16 +175,9 @@ class EvictableTree:
             self.became_leaf(entry)
         merge(run, self.hybrid)
 
-    def priority(self, entry: Run | ResumePoint) -> int:
-        """Of a pinned entry."""
-        return self._priorities.get(entry, 0)
-
     def demote_oldest(self) -> None:
-        """Unpin the entry that was pinned first, of those of the lowest priority."""
-        first = next(iter(self.pins))
-        if self._priorities:
-            first = min(self.pins, key=self.priority)
-        self.unpin(first)
+        """Unpin the entry that was pinned first."""
+        self.unpin(next(iter(self.pins)))
         self.num_demoted_pins += 1
 
     # Eviction.

@@ -6,7 +6,7 @@ import math
 
 from ..spec import as_seconds
 from .index import PrefixIndex
-from .tree import ResumePoint, Run, merge, path_to
+from .tree import ResumePoint, Run, merge
 
 
 class Pins:
@@ -14,8 +14,8 @@ class Pins:
 
     Args:
         index: what is cached.
-        max_pages: pages of pinned entries; past it pins are demoted at once, those of the lowest
-            priority first, of these the oldest. What does not fit even then is not pinned.
+        max_pages: pages of pinned entries; past it the oldest pins are demoted at once. What does
+            not fit even alone is not pinned.
 
     Attributes:
         at_release: expiry of the pin that each slot's request gets when it is released.
@@ -25,46 +25,33 @@ class Pins:
         self._index, self._max_pages = index, max_pages
         self.at_release: dict[int, float] = {}
 
-    def pin(self, run: Run, depth: int, expiry: float, priority: int = 0) -> int:
+    def pin(self, run: Run, depth: int, expiry: float) -> int:
         """Pin the boundary `depth` on the path to `run`; returns the segments pinned: 0, and all
         other pins as they were, where it does not fit."""
         index = self._index
-        if not self.fits(run, depth, priority):
+        if not self._fits(run, depth):
             return 0
-        index.pin(index.end_at(run, depth), expiry, priority)
+        index.pin(index.end_at(run, depth), expiry)
         while index.num_pinned_pages > self._max_pages:
             index.demote_oldest()
         return depth
 
-    def fits(self, run: Run, depth: int, priority: int = 0) -> bool:
+    def _fits(self, run: Run, depth: int) -> bool:
         """Whether there is an entry at the boundary `depth` on the path to `run`, made now if its
-        neighbours allow it, and it is within the budget beside what has a higher priority."""
+        neighbours allow it, and it alone is within the budget."""
         index = self._index
         if not depth:
             return False
         end = index.end_at(run, depth)
         entry = index.point_at(end) if index.hybrid else end
-        fits = entry is not None and (entry in index.pins or self._fits(entry, end, priority))
+        fits = entry is not None and (entry in index.pins or self._fits_alone(entry, end))
         if not fits:
             merge(end, index.hybrid)
         return fits
 
-    def _fits(self, entry: Run | ResumePoint, end: Run, priority: int) -> bool:
-        index, nodes = self._index, set(path_to(end))
+    def _fits_alone(self, entry: Run | ResumePoint, end: Run) -> bool:
         own = len(entry.pages) if isinstance(entry, ResumePoint) else 0
-        added = sum(node.length for node in nodes if not node.pins) * index.pages_per_segment
-        if index.num_pinned_pages + added + own <= self._max_pages:
-            return True
-        for other in index.pins:
-            if index.priority(other) > priority:
-                if isinstance(other, ResumePoint):
-                    assert other.run is not None
-                    own += len(other.pages)
-                    nodes.update(path_to(other.run))
-                else:
-                    nodes.update(path_to(other))
-        segments = sum(node.length for node in nodes)
-        return segments * index.pages_per_segment + own <= self._max_pages
+        return end.depth * self._index.pages_per_segment + own <= self._max_pages
 
     def unpin(self, run: Run, depth: int) -> bool:
         """End the pin of the boundary `depth` on the path to `run`; False if it is not pinned."""

@@ -28,9 +28,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..arrays import Int32, Int64, ragged_arange
-from ..tables.groups import StepChanges
-from ..tables.prefill import BlockTables
+from ..arrays import Int64
+from ..tables.planner import StepChanges
 
 
 def replay_range(
@@ -69,13 +68,9 @@ class Replays:
 
     def written_from(self, slots: Int64, start: Int64) -> Int64:
         """Positions [n] from which a step from `start` [n] on writes the rows of dense groups."""
-        written: Int64 = np.maximum(start, self.stop[slots])
-        return written
-
-    def exact_after(self, slots: Int64, start: Int64, end: Int64) -> Int64:
-        """Positions [n] in [start, end] after which boundaries of a step have exact windows."""
-        exact: Int64 = np.minimum(end, np.maximum(start, self.stop[slots] - 1))
-        return exact
+        stop = self.stop[slots]
+        written: Int64 = np.maximum(start, stop)
+        return written if (stop > start).any() else start
 
     def finished(
         self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
@@ -95,28 +90,3 @@ class Replays:
         rows, kept = np.concatenate([rows, done]), np.concatenate([kept, stop[done]])
         order = np.lexsort((kept, rows))
         return rows[order], kept[order]
-
-
-def cached_rows(
-    step: StepChanges, cu: Int32, dense: list[BlockTables], num_tables: int
-) -> tuple[Int64, Int64]:
-    """Rows of a step that dense groups hold already, and where.
-
-    Args:
-        step: of which some tokens are computed again.
-        cu: [n + 1] its cu_seqlens_q.
-        dense: tables of the dense groups.
-        num_tables: tables of all groups.
-
-    Returns:
-        (rows of the step [m] int64, their slots [num_tables, m] int64, -1 in other groups).
-    """
-    counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
-    which, positions = ragged_arange(step.start, counts)
-    rows = cu[which] + positions - step.start[which]
-    where = np.full((num_tables, len(rows)), -1, dtype=np.int64)
-    for block in dense:
-        size = block.spec.block_size
-        pages = block.pages(step.slots[which], positions // size).T
-        where[block.spec.tables] = pages * np.int64(size) + positions % size
-    return rows, where

@@ -13,11 +13,10 @@ from functools import partial
 import numpy as np
 
 from ..announcer import Announcer
-from ..arrays import NO_ROWS, ONE, Int32, Int64
+from ..arrays import NO_ROWS, Int32, Int64
 from ..policies.retention import replay_boundaries
-from ..tables.decode import DecodeBatch, Ending
-from ..tables.groups import StepChanges, Tables
-from .boundaries import Boundaries
+from ..tables.planner import StepChanges, Tables
+from .boundaries import Boundaries, Ending
 from .index import PrefixIndex
 from .lookup import Match
 from .requests import Sequences
@@ -29,12 +28,11 @@ class Passed:
     """What the requests of a step passed, to be cached once its tokens are known.
 
     Attributes:
-        ending: whose segments end. has_chunks: whether several of one request may.
+        ending: requests whose segments end.
         slots, boundaries, tails: resume points, and their pages, which are held.
     """
 
     ending: Ending
-    has_chunks: bool
     slots: list[int]
     boundaries: list[int]
     tails: list[Int32]
@@ -106,15 +104,6 @@ class Chains(Boundaries):
                 self._counters["resume_points_used"] += 1
                 self._counters["resume_points_kept"] += index.num_points - known
 
-    def fork(self, source: int, slot: int) -> None:
-        """A request starts where that of slot `source` is."""
-        replays = self.replays
-        for of_slot in (self.cached, replays.start, replays.stop, self._keep, self._keep_end):
-            of_slot[slot] = of_slot[source]
-        self.runs[slot] = run = self.runs[source]
-        self.index.lock(run)
-        self._tables.fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
-
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
         """A request ends after `computed` tokens: its last boundary becomes a resume point, if it
         is to `keep` one.
@@ -139,67 +128,27 @@ class Chains(Boundaries):
 
     # After a step.
 
-    def advance(
-        self, step: StepChanges, end: Int64, ending: Ending | None = None
-    ) -> tuple[Int32, Passed | None]:
+    def advance(self, step: StepChanges, end: Int64) -> tuple[Int32, Passed | None]:
         """Make a step real up to `end` [n].
-
-        Args:
-            ending: whose segments end here, if a step with drafts knows.
 
         Returns:
             ([m, 2] pages to copy after the step, what to publish once the tokens are known).
         """
         slots = step.slots
-        ending = ending or self.ending(slots, end)
+        ending = self.ending(slots, end)
         rows = kept = NO_ROWS
         if ending.slot_list and self.layout.hybrid:
-            rows, kept = self.kept(None if step.chunk_rows.size else step.batch, end, ending)
+            rows, kept = self.kept(end, ending)
         if step.replaying:
             rows, kept = self.replays.finished(step, end, rows, kept)
-        in_chunk = (NO_ROWS, NO_ROWS)
-        if rows.size:
-            several = (step.end - step.start)[rows] > 1
-            if step.drafts is not None:  # the rings keep these tails
-                several[:] = False
-            in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
-        effects = self._tables.commit(step, end, in_chunk)
+        effects = self._tables.commit(step, end, (rows, kept))
         passed = None
         if ending.slot_list or rows.size:
             self.cached[ending.slots] = ending.end
-            passed = Passed(ending, step.chunk_rows.size > 0, [], [], [])
-        if passed is not None and rows.size:
-            tails = iter(effects.tails)
-            where, boundaries = slots[rows].tolist(), kept.tolist()
-            pages = [
-                next(tails) if chunk else self._tables.tail(slot, boundary)
-                for slot, boundary, chunk in zip(where, boundaries, several.tolist(), strict=True)
-            ]
-            passed.slots, passed.boundaries, passed.tails = self._hold(where, boundaries, pages)
-        self._tables.settle(step, effects)
+            held = self._hold(slots[rows].tolist(), kept.tolist(), list(effects.tails))
+            passed = Passed(ending, *held)
+        self._tables.settle(effects)
         return effects.copies, passed
-
-    def due(self, batch: DecodeBatch) -> tuple[Ending, Int64, Int64]:
-        """What a decode step completes; to be asked before its tables are committed.
-
-        Returns:
-            (whose segments end, rows that keep resume points, and at which boundaries).
-        """
-        ending = self.ending(batch.slots, batch.end) if self.layout.lookahead else batch.ending
-        if ending.slot_list and self.layout.hybrid:
-            return ending, *self.kept(batch, batch.end, ending)
-        return ending, NO_ROWS, NO_ROWS
-
-    def passed(self, batch: DecodeBatch, ending: Ending, rows: Int64, kept: Int64) -> Passed | None:
-        """What a decode step completed, as `due` said, once its tables are committed."""
-        if not ending.slot_list:
-            return None
-        self.cached[ending.slots] = ending.end
-        if not rows.size:
-            return Passed(ending, False, [], [], [])
-        where, boundaries = batch.slots[rows].tolist(), kept.tolist()
-        tails = [*map(self._tables.tail, where, boundaries)]
-        return Passed(ending, False, *self._hold(where, boundaries, tails))
 
     def _hold(
         self, slots: list[int], boundaries: list[int], tails: list[Int32]
@@ -222,20 +171,16 @@ class Chains(Boundaries):
         if passed.tails:
             self.index.pool.use_held(np.concatenate(passed.tails))
 
-    def publish_late(self, passed: Passed, made: list[bytes] | None) -> None:
+    def publish_late(self, passed: Passed) -> None:
         """`publish`, after `wait`."""
-        self.publish(passed, made)
+        self.publish(passed)
         if passed.tails:
             self.index.pool.unuse(np.concatenate(passed.tails))
 
-    def publish(self, passed: Passed, made: list[bytes] | None) -> None:
-        """Cache what a step completed.
-
-        Args:
-            made: keys of the segments that end, if they are known.
-        """
+    def publish(self, passed: Passed) -> None:
+        """Cache the segments and resume points that a step completed."""
         if passed.ending.slot_list:
-            self._cache_segments(passed.ending, passed.has_chunks, made)
+            self._cache_segments(passed.ending)
         if passed.slots:
             self._add_points(passed.slots, passed.boundaries, passed.tails)
 
@@ -253,41 +198,34 @@ class Chains(Boundaries):
             self.index.pool.unhold(tail)
             self.index.pool.unuse(tail)
 
-    def _cache_segments(self, ending: Ending, chunks: bool, made: list[bytes] | None) -> None:
-        """Cache the segments that end; one each unless there are `chunks`."""
-        slots, to = ending.slots, ending.end
-        if not chunks:
-            self._cache_one_each(ending.slot_list, to, made)
-            return
-        whole = to // self._segment
-        first = np.array([self.runs[slot].depth for slot in ending.slot_list])
-        several = (whole - first > ONE).nonzero()[0]
-        if several.size < len(slots):
-            one = slice(None) if not several.size else whole - first == 1
-            self._cache_one_each(slots[one].tolist(), to[one])
-        for i in several.tolist():
-            slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
-            keys = self.sequences.keys(slot, begin, end)
-            found = self.index.insert(self.runs[slot], keys, self._sources[slot])
-            self.runs[slot], known = found
-            if known:
-                self._adopt(slot, begin, known)
-            if self._announcer is not None and begin + known < end:
-                self._announcer.segments(slot, begin + known, end)
+    def _cache_segments(self, ending: Ending) -> None:
+        """Cache the segments that end."""
+        ends = (ending.end // self.alignment).tolist()
+        ones: list[int] = []
+        keys: list[bytes] = []
+        for slot, end in zip(ending.slot_list, ends, strict=True):
+            begin = self.runs[slot].depth
+            if end - begin > 1:
+                self._cache_several(slot, begin, end)
+            else:
+                ones.append(slot)
+                keys.append(self.sequences.keys(slot, begin, end))
+        known = set(self.index.append(self.runs, ones, keys, self._sources))
+        for i, slot in enumerate(ones):
+            end = self.runs[slot].depth
+            if i in known:
+                self._adopt(slot, end - 1, 1)
+            elif self._announcer is not None:
+                self._announcer.segments(slot, end - 1, end)
 
-    def _cache_one_each(self, where: list[int], to: Int64, keys: list[bytes] | None = None) -> None:
-        """Cache the segment of each of the slots `where` that ends at token `to` [n]."""
-        if keys is None:
-            newest = self.sequences.newest_key
-            ends = (to // self.alignment).tolist()
-            keys = [newest(slot, end - 1) for slot, end in zip(where, ends, strict=True)]
-        known = self.index.append(self.runs, where, keys, self._sources)
-        for i in known:
-            self._adopt(where[i], int(to[i]) // self.alignment - 1, 1)
-        if self._announcer is not None:
-            for i in sorted(set(range(len(where))) - set(known)):
-                end = int(to[i]) // self.alignment
-                self._announcer.segments(where[i], end - 1, end)
+    def _cache_several(self, slot: int, begin: int, end: int) -> None:
+        """Cache the segments [begin, end) of one request."""
+        keys = self.sequences.keys(slot, begin, end)
+        self.runs[slot], known = self.index.insert(self.runs[slot], keys, self._sources[slot])
+        if known:
+            self._adopt(slot, begin, known)
+        if self._announcer is not None and begin + known < end:
+            self._announcer.segments(slot, begin + known, end)
 
     def _adopt(self, slot: int, first: int, n: int) -> None:
         """The `n` segments from `first` on were cached by someone else: keep one copy, theirs; or

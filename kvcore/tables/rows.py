@@ -1,4 +1,4 @@
-"""The fused table, and what happens to the row of one request: a hit, a rollback, a release."""
+"""The fused block table, and changes to the row of one request: a hit, a rollback, a release."""
 
 from __future__ import annotations
 
@@ -6,12 +6,52 @@ import numpy as np
 
 from ..arrays import Int32, Int64
 from ..pages import UNSHARED, PagePool
-from ..spec import NULL_BLOCK, Layout
-from .batches import Batches
-from .decode import recycles
-from .drafts import DraftTables
-from .prefill import BlockTables
-from .state import LIVE, SNAPSHOT, StateTables
+from ..spec import NULL_BLOCK, GroupClass, Layout
+
+LIVE, SNAPSHOT = 0, 1  # columns of a state table
+
+
+class ClassTables:
+    """The tables of one class (kind, block size, window): a view of the fused table.
+
+    Args:
+        spec: the class.
+        array: [max_requests, num_columns] int32, the fused table.
+
+    Attributes:
+        table: [max_requests, num_tables, width] int32 view of `array`.
+        first: [num_tables] int64 first column of each table.
+    """
+
+    def __init__(self, spec: GroupClass, array: Int32) -> None:
+        self.spec = spec
+        columns = array[:, spec.offset : spec.offset + spec.num_columns]
+        self.table = columns.reshape(len(array), spec.num_tables, spec.width)
+        assert np.shares_memory(self.table, array)
+        self.first: Int64 = spec.offset + np.arange(spec.num_tables) * spec.width
+        self._flat, self._row = array.reshape(-1), array.shape[1]
+
+    @property
+    def is_window(self) -> bool:
+        """Whether these are rings of a window."""
+        return self.spec.spec.kind == "window"
+
+    def indices(self, slots: Int64, blocks: Int64) -> Int64:
+        """Flat indices in the fused table of `blocks` [m, j] of `slots` [m]: [m, num_tables, j]."""
+        columns = (slots * self._row)[:, None] + blocks % self.spec.width
+        indices: Int64 = columns[:, None, :] + self.first[:, None]
+        return indices
+
+    def read(self, slot: int, blocks: Int64) -> Int32:
+        """Pages of `blocks` [j] of one request, 0 before the sequence: [num_tables, j]."""
+        pages: Int32 = np.where(blocks < 0, 0, self.table[slot][:, blocks % self.spec.width])
+        return pages
+
+    def write(self, slot: int, blocks: Int64, pages: Int32) -> Int64:
+        """Set `blocks` [j] of one request to `pages` [num_tables, j]; returns the flat indices."""
+        indices: Int64 = self.indices(np.array([slot]), blocks[None, :])[0]
+        self._flat[indices] = pages
+        return indices
 
 
 class RowTables:
@@ -27,10 +67,7 @@ class RowTables:
         array: [max_requests, num_columns] int32, all tables side by side.
         snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for
             none.
-        blocks: tables of dense and window groups. dense, windows: those of one kind.
-        states: tables of state groups.
-        drafts: steps with drafts of all of them.
-        batches: the decode batch of the last step.
+        dense, windows, states: the classes of each kind. blocks: dense and windows, in this order.
         deltas: (flat indices, pages) of entries that changed since `KVCache.take_deltas`; None if
             they are not tracked.
     """
@@ -38,95 +75,71 @@ class RowTables:
     def __init__(
         self, layout: Layout, max_requests: int, pool: PagePool, track_deltas: bool
     ) -> None:
-        self.layout = layout
-        self.pool = pool
+        self.layout, self.pool = layout, pool
         self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self.blocks = [
-            BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
-            for c in layout.classes
-            if c.spec.kind != "state"
-        ]
-        self.dense = [b for b in self.blocks if not b.is_window]
-        self.windows = [b for b in self.blocks if b.is_window]
-        self.states = [
-            StateTables(c, self.array, layout.alignment, pool)
-            for c in layout.classes
-            if c.spec.kind == "state"
-        ]
-        self.drafts = DraftTables(
-            self.array, self.blocks, self.states, layout.alignment, layout.drafts, pool
-        )
-        self.batches = Batches(layout, self.array, self.blocks, self.states, self.drafts.most)
+        by_kind: dict[str, list[ClassTables]] = {"dense": [], "window": [], "state": []}
+        for c in layout.classes:
+            by_kind[c.spec.kind].append(ClassTables(c, self.array))
+        self.dense, self.windows, self.states = by_kind.values()
+        self.blocks = self.dense + self.windows
         self.deltas: list[tuple[Int64, Int32]] | None = [] if track_deltas else None
 
-    def is_steady(self, slot: int) -> bool:
-        """Whether the states of a request have live pages."""
+    def has_states(self, slot: int) -> bool:
+        """Whether the states of a request have live pages (there may be none)."""
         states = self.states  # which get them in the same step
         return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
 
     def needed_by_few(self, slot: int, start: int, num: int, snapshots: bool) -> int:
-        """Pages that a request needs for one token, or for drafts, from `start` on, as a decode
-        step or one with drafts gives them out.
+        """Pages that a request takes for `num` tokens from `start` on, none of them cached.
 
         Args:
-            num: at most `DraftTables.most`. snapshots: whether states are kept at boundaries.
+            num: at most the rows of the smallest block, so that all blocks survive the step.
+            snapshots: whether states are kept at boundaries.
         """
-        need, counts = 0, self.pool.counts
+        need = 0
         for block in self.blocks:
-            spec = block.spec
-            if -start % spec.block_size < num:
-                if num == 1 and block.is_window and recycles(block):
-                    old = block.table[slot, :, start // spec.block_size % spec.width]
-                    need += int(np.count_nonzero(counts[old] != UNSHARED))
-                else:
-                    need += spec.num_tables
+            if -start % block.spec.block_size < num:
+                need += block.spec.num_tables
         if snapshots and (start + num) % self.layout.alignment < num:
             for state in self.states:
                 old = state.table[slot, :, SNAPSHOT]
-                need += int(np.count_nonzero(counts[old] != UNSHARED))
+                need += int(np.count_nonzero(self.pool.counts[old] != UNSHARED))
         return need
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
-        """A hit: the request starts at `boundary` with the resume point's `pages`
-        [pages_per_point]."""
+        """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""
         self.pool.use(pages[pages != 0])
         for block in self.windows:
             c = block.spec
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
             valid = blocks >= 0
-            where = np.full(int(valid.sum()), slot)
-            part = pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail]
-            part = part.reshape(c.num_tables, c.tail).T[valid]
-            self._delta(block.write(where, blocks[valid], part), part)
+            part = self._of_class(c, pages)[:, valid]
+            self.note(block.write(slot, blocks[valid], part), part)
         for state in self.states:
-            c = state.spec
-            state.table[slot, :, SNAPSHOT] = pages[c.tail_offset : c.tail_offset + c.num_tables]
+            state.table[slot, :, SNAPSHOT] = self._of_class(state.spec, pages)[:, 0]
         self.snapshot_at[slot] = boundary
 
     def tail(self, slot: int, boundary: int) -> Int32:
-        """Pages of the tail of `boundary`, which the rings of `slot` still have:
-        [pages_per_point]."""
-        tails = np.zeros((1, self.layout.pages_per_point), dtype=np.int32)
-        slots = np.array([slot])
+        """Pages of the tail of `boundary` from the rings of `slot`: [pages_per_point]."""
+        tail: Int32 = np.zeros(self.layout.pages_per_point, dtype=np.int32)
         for block in self.windows:
             c = block.spec
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-            self._put_tail(tails, block, block.read(slots, blocks[None, :]))
+            self._of_class(c, tail)[:] = block.read(slot, blocks)
         for state in self.states:
-            self._put_tail(tails, state, state.table[slots, :, SNAPSHOT, None])
-        row: Int32 = tails[0]
-        return row
+            self._of_class(state.spec, tail)[:, 0] = state.table[slot, :, SNAPSHOT]
+        return tail
 
-    def _put_tail(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:
-        """Put the tail pages [m, k, tail] of one class into their columns of `tails`."""
-        c = part.spec
-        size = c.num_tables * c.tail
-        tails[:, c.tail_offset : c.tail_offset + size] = pages.reshape(len(tails), size)
+    @staticmethod
+    def _of_class(c: GroupClass, pages: Int32) -> Int32:
+        """The part of one class of a resume point's pages: [num_tables, tail] view."""
+        return pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail].reshape(
+            c.num_tables, c.tail
+        )
 
     def segment_pages(self, slot: int, first: int, end: int) -> Int32:
-        """Dense pages of the segments [first, end) of a request: [end - first,
-        pages_per_segment]."""
+        """Dense pages of segments [first, end) of a request: [end - first, pages_per_segment]."""
         pages = np.empty((end - first, self.layout.pages_per_segment), dtype=np.int32)
         for block in self.dense:
             c = block.spec
@@ -141,28 +154,25 @@ class RowTables:
         for block in self.dense:
             c = block.spec
             part = pages[:, c.segment_offset : c.segment_offset + c.num_tables * c.per_segment]
-            part = part.reshape(len(pages), c.num_tables, c.per_segment).transpose(0, 2, 1)
-            part = part.reshape(-1, c.num_tables)
-            blocks = first * c.per_segment + np.arange(len(part))
-            where = np.full(len(part), slot)
-            self._delta(block.write(where, blocks, part), part)
+            part = part.reshape(len(pages), c.num_tables, c.per_segment).transpose(1, 0, 2)
+            part = part.reshape(c.num_tables, -1)
+            blocks = first * c.per_segment + np.arange(part.shape[1])
+            self.note(block.write(slot, blocks, part), part)
 
     def shrink(self, slot: int, old: int, new: int) -> None:
         """Forget the tokens [new, old) of a request; they are in no cached segment."""
-        slots = np.array([slot])
         if self.snapshot_at[slot] > new:  # its page holds the state of tokens that are taken back
             self.snapshot_at[slot] = 0
         for block in self.blocks:
             size = block.spec.block_size
             blocks = np.arange(-(-new // size), -(-old // size))
             if len(blocks):
-                pages = block.read(slots, blocks[None, :]).ravel()
+                pages = block.read(slot, blocks)
                 if block.is_window:
-                    self.pool.unuse(pages)
+                    self.pool.unuse(pages.ravel())
                 else:
-                    self.pool.put(pages)
-                block.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
-        self.batches.leave(slot)
+                    self.pool.put(pages.ravel())
+                block.write(slot, blocks, np.zeros_like(pages))
 
     def release(self, slot: int, cached: int, computed: int) -> None:
         """Empty the row of a request, whose tokens past `cached` are its own."""
@@ -171,13 +181,13 @@ class RowTables:
             own = block.table[slot, :, cached // size : -(-computed // size)]
             self.pool.put(own.ravel())
             block.table[slot, :, : -(-max(cached, computed) // size)] = 0
-        for table in [b.table for b in self.windows] + [s.table for s in self.states]:
+        for table in [b.table for b in self.windows + self.states]:
             pages = table[slot].ravel()
             self.pool.unuse(pages[pages.nonzero()])
             table[slot] = 0
         self.snapshot_at[slot] = 0
-        self.batches.leave(slot)
 
-    def _delta(self, indices: Int64, pages: Int32 | Int64 | None) -> None:
-        if self.deltas is not None and pages is not None and pages.size:
+    def note(self, indices: Int64, pages: Int32 | Int64) -> None:
+        """Add changed entries to the deltas, if they are tracked."""
+        if self.deltas is not None and pages.size:
             self.deltas.append((indices.ravel(), pages.ravel().astype(np.int32)))

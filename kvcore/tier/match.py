@@ -1,9 +1,8 @@
 """What is where of a prompt, and the cheapest way to have it on the device.
 
-Every place has a tree of its own, so the dense chain that all of them hold between them is as long
-as the longest; a resume point may be in any of them, or be made of neighbours that two of them
-hold. The seconds of a way are those of its loads, which go over several links at once, and then of
-the prefill of what is left:
+Device and host have a tree each, so the dense chain that both hold between them is as long as the
+longer one; a resume point may be in either, or be made of neighbours of which each holds one. The
+seconds of a way are those of its load, and then of the prefill of what is left:
 
     segments            0   1   2   3   4   5   6        device: hit at 1, dense up to 4
     device              =========================        host: dense up to 6, resume point at 5
@@ -23,7 +22,7 @@ from ..prefix.keys import Prompt
 from ..prefix.lookup import EXPLANATIONS, Match, Reason, limited_by
 from ..prefix.replays import replay_range
 from ..prefix.tree import point_after, run_of
-from .places import Found, Place, Tails, Tier
+from .places import DEVICE, HOST, Found, Place, Tails, Tier
 from .rates import Rate
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class Share:
     """What one place gives to a prompt.
 
     Attributes:
-        place: its name; ``"device"`` gives without a copy, ``"compute"`` stands for the prefill.
+        place: ``"device"``, which gives without a copy, ``"host"``, or ``"compute"`` for the prefill.
         num_tokens: whose dense blocks come from here, or which are computed.
         num_pages, num_bytes: to copy, window pages included.
         seconds: until they are there, or computed.
@@ -74,7 +73,7 @@ class Share:
 
 @dataclass(frozen=True)
 class TierMatch:
-    """Result of a look-up in all places.
+    """Result of a look-up on the device and in the host.
 
     Attributes:
         num_tokens: the hit once everything is loaded.
@@ -125,26 +124,30 @@ class Way:
     """One way to have a prefix on the device.
 
     Attributes:
-        found: where the chain ends in each place; the device is the first.
+        device, host: where the chain ends in each place.
         hit: boundary of the resume point, or the end where none is needed. dense: boundary up to
             which dense segments are then there. Both in segments.
-        ranges: (number of the place, first, end) of the segments to load.
-        tail: what each place gives to the resume point, by its number: [pages_per_point] pages
-            there, in the columns of a tier, and 0 where another place has the column. Empty where
-            no resume point is loaded.
+        tail: what `DEVICE` and `HOST` give to the resume point: [pages_per_point] pages there, in
+            the columns of the host, and 0 where the other one has the column. Empty where no resume
+            point is loaded.
         saved: tokens that are not computed then.
-        pages: of each place, to copy.
-        seconds: of the loads and the prefill.
+        num_pages: of the host, to copy.
+        seconds: of the load and the prefill.
     """
 
-    found: list[Found]
+    device: Found
+    host: Found
     hit: int
     dense: int
-    ranges: list[tuple[int, int, int]]
     tail: dict[int, Int32]
     saved: int
-    pages: list[int]
+    num_pages: int
     seconds: float = 0.0
+
+    @property
+    def num_loaded(self) -> int:
+        """Segments to load."""
+        return self.dense - self.device.depth
 
 
 class Planner:
@@ -152,18 +155,18 @@ class Planner:
 
     Args:
         kv: the cache whose pool is the device.
-        device, tiers: all places.
-        page_bytes: bytes of a page of a tier.
+        device, host: the places.
+        page_bytes: bytes of a page of the host.
 
     Attributes:
         prefill: tokens a second, as measured.
     """
 
     def __init__(
-        self, kv: KVCache, device: Place, tiers: list[Tier], tails: Tails, page_bytes: int,
+        self, kv: KVCache, device: Place, host: Tier, tails: Tails, page_bytes: int,
         prefill_tokens_per_second: float,
     ) -> None:  # fmt: skip
-        self._kv, self._device, self._tiers, self._tails = kv, device, tiers, tails
+        self._kv, self._device, self._host, self._tails = kv, device, host, tails
         self._page_bytes = page_bytes
         self.prefill = Rate(prefill_tokens_per_second, memory=1.0)
 
@@ -173,7 +176,7 @@ class Planner:
         match, ways = self.ways(prompt, max_tokens)
         best = cheapest(ways)
         usable, most = self._limits(match)
-        dense = max([f.depth for f in best.found])
+        dense = max(best.device.depth, best.host.depth)
         why: Limit = limited_by(kv.enable_caching, usable, most, dense, best.hit)
         if best.saved < max([way.saved for way in ways]):
             why = "slower"
@@ -187,20 +190,15 @@ class Planner:
         kv, a = self._kv, self._kv.alignment
         match, run = kv._lookup.find(prompt, max_tokens)
         limit = prompt.num_segments if kv.enable_caching else 0
-        found = [Found(self._device, run, match.dense_tokens // a), *self.behind(prompt, limit)]
+        device = Found(self._device, run, match.dense_tokens // a)
+        host = Found(self._host, *self._host.index.find(prompt.keys, limit))
         hit = (match.replay_to or match.num_tokens) // a
-        as_is = Way(found, hit, found[0].depth, [], {}, match.num_saved_tokens, [0] * len(found))
-        ways = [as_is, *self._with_loads(match, found)]
+        as_is = Way(device, host, hit, device.depth, {}, match.num_saved_tokens, 0)
+        ways = [as_is, *self._with_loads(match, device, host)]
         for way in ways:
             way.seconds = self._prefill_seconds(prompt, way)
-            if way.ranges or way.tail:
-                loads = zip(self._tiers, way.pages[1:], strict=True)
-                way.seconds += max([t.load_seconds(n * self._page_bytes) for t, n in loads])
+            way.seconds += self._host.load_seconds(way.num_pages * self._page_bytes)
         return match, ways
-
-    def behind(self, prompt: Prompt, limit: int) -> list[Found]:
-        """Where the first `limit` segments of a prompt end in each tier."""
-        return [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
 
     def _limits(self, match: Match) -> tuple[int, int]:
         """Segments of the prompt before its last token, and of them those that a hit may have."""
@@ -208,24 +206,22 @@ class Planner:
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
         return usable, usable if match.max_tokens is None else min(usable, match.max_tokens // a)
 
-    def _with_loads(self, match: Match, found: list[Found]) -> list[Way]:
-        """Ways with loads that save more than the device alone. Seconds grow and shrink evenly
-        between the ends of the chains, so these are where to look."""
+    def _with_loads(self, match: Match, device: Found, host: Found) -> list[Way]:
+        """Find the ways with loads that save more than the device alone. Seconds grow and shrink
+        evenly between the ends of the chains, so these are where to look."""
         kv, a = self._kv, self._kv.alignment
         _, most = self._limits(match)
         replays = kv.replay_tokens is not None and kv.hybrid
         shortest = match.num_tokens // a
-        ways: dict[tuple[int, int, bool], Way] = {}
-        for n in range(2, len(found) + 1):
-            some = found[:n]
-            for limit in {min(f.depth, most) for f in some}:
-                if limit <= shortest:
-                    continue
-                hit = self.boundary(some, limit)
-                if hit > shortest and (n, hit, True) not in ways:
-                    ways[n, hit, True] = self._way(found, n, hit, True)
-                if replays and limit > found[0].depth and (n, limit, False) not in ways:
-                    ways[n, limit, False] = self._way(found, n, limit, False)
+        ways: dict[tuple[int, bool], Way] = {}
+        for limit in {min(f.depth, most) for f in (device, host)}:
+            if limit <= shortest:
+                continue
+            hit = self._boundary(device, host, limit)
+            if hit > shortest and (hit, True) not in ways:
+                ways[hit, True] = self._way(device, host, hit, True)
+            if replays and limit > device.depth and (limit, False) not in ways:
+                ways[limit, False] = self._way(device, host, limit, False)
         for way in ways.values():
             self._save(way, match, most)
         return [way for way in ways.values() if way.saved > match.num_saved_tokens]
@@ -240,49 +236,44 @@ class Planner:
             if replay is not None:
                 way.saved, way.hit = replay[0], replay[1] // a
 
-    def boundary(self, found: list[Found], limit: int) -> int:
-        """Longest boundary <= `limit` that a request could resume at with what `found` holds."""
+    def _boundary(self, device: Found, host: Found, limit: int) -> int:
+        """Longest boundary <= `limit` that a request could resume at with what both hold."""
+        found = (device, host)
         limit = min(limit, max([f.depth for f in found]))
         if not self._kv.hybrid or not limit or any(f.point(limit) is not None for f in found):
             return limit
         last = max(0 if p is None else p.depth for p in (f.before(limit + 1) for f in found))
         return max(f.place.index.resumable(f.run, f.depth, limit, last) for f in found)
 
-    def _way(self, found: list[Found], n: int, hit: int, with_point: bool) -> Way:
-        """The way to `hit` by what the first `n` of `found` hold."""
-        at, ranges = found[0].depth, list[tuple[int, int, int]]()
-        pages = [0] * len(found)
-        for i in range(1, n):
-            end = min(found[i].depth, hit)
-            if at < end:
-                ranges.append((i, at, end))
-                pages[i] = (end - at) * self._tails.layout.pages_per_segment
-                at = end
-        tail = self.tail(found[:n], hit) if with_point and self._kv.hybrid else {}
-        for i, row in tail.items():
-            if i:
-                pages[i] += len(row.nonzero()[0])
-        return Way(found, hit, at, ranges, tail, 0, pages)
+    def _way(self, device: Found, host: Found, hit: int, with_point: bool) -> Way:
+        """The way to `hit`."""
+        dense = max(device.depth, min(host.depth, hit))
+        tail = self._tail(device, host, hit) if with_point and self._kv.hybrid else {}
+        num_pages = (dense - device.depth) * self._tails.layout.pages_per_segment
+        if HOST in tail:
+            num_pages += len(tail[HOST].nonzero()[0])
+        return Way(device, host, hit, dense, tail, 0, num_pages)
 
-    def tail(self, found: list[Found], depth: int) -> dict[int, Int32]:
+    def _tail(self, device: Found, host: Found, depth: int) -> dict[int, Int32]:
         """Where the pages of the resume point at `depth` are, as `Way.tail`."""
         columns = self._tails.points
-        exact = [(i, point) for i, f in enumerate(found) if (point := f.point(depth))]
-        if exact:
-            tail = {i: columns.of(found[i].place, point.pages) for i, point in exact[:1]}
+        if (point := device.point(depth)) is not None:
+            tail = {DEVICE: columns.of(self._device, point.pages)}
+        elif (point := host.point(depth)) is not None:
+            tail = {HOST: columns.of(self._host, point.pages)}
         else:
-            tail = self._tail_between(found, depth)
-        before = found[0].before(depth + 1)
+            tail = self._tail_between((device, host), depth)
+        before = device.before(depth + 1)
         if before is not None:  # the device's own blocks need no copy
             later, earlier = self._tails.shared(depth - before.depth)
             tail = {i: row.copy() for i, row in tail.items()}
             for row in tail.values():
                 row[later] = 0
-            own = tail.setdefault(0, np.zeros(len(columns), dtype=np.int32))
+            own = tail.setdefault(DEVICE, np.zeros(len(columns), dtype=np.int32))
             own[later] = columns.of(self._device, before.pages)[earlier]
         return tail
 
-    def _tail_between(self, found: list[Found], depth: int) -> dict[int, Int32]:
+    def _tail_between(self, found: tuple[Found, Found], depth: int) -> dict[int, Int32]:
         """`tail` out of the points before and after `depth`."""
         befores = [(p.depth, -i, p) for i, f in enumerate(found) if (p := f.before(depth + 1))]
         last, minus, before = max(befores, default=(0, 0, None))
@@ -292,7 +283,7 @@ class Planner:
             for i, f in enumerate(found)
             if f.depth >= depth and (p := point_after(run_of(f.run, depth), depth, most))
         )
-        number, after = next(afters)  # there is one: `boundary` found it
+        number, after = next(afters)  # there is one: `_boundary` found it
         columns = self._tails.points
         n = len(columns)
         first = None if before is None else np.arange(1, n + 1, dtype=np.int32)
@@ -316,18 +307,18 @@ class Planner:
         return (prompt.num_tokens - way.saved) / self.prefill.value
 
     def _shares(self, prompt: Prompt, way: Way) -> tuple[Share, ...]:
-        a = self._kv.alignment
-        shares = [Share("device", min(way.found[0].depth, way.hit) * a, 0, 0, 0.0)]
-        for i, tier in enumerate(self._tiers, 1):
-            tokens = sum([end - first for j, first, end in way.ranges if j == i]) * a
-            size = way.pages[i] * self._page_bytes
-            seconds = tier.load_seconds(size)
-            shares.append(Share(tier.name, tokens, way.pages[i], size, seconds, tier.lossy))
-        left = prompt.num_tokens - way.saved
-        seconds = self._prefill_seconds(prompt, way)
-        return (*shares, Share("compute", left, 0, 0, seconds))
+        a, host = self._kv.alignment, self._host
+        size = way.num_pages * self._page_bytes
+        left, seconds = prompt.num_tokens - way.saved, self._prefill_seconds(prompt, way)
+        return (
+            Share("device", min(way.device.depth, way.hit) * a, 0, 0, 0.0),
+            Share(
+                "host", way.num_loaded * a, way.num_pages, size, host.load_seconds(size), host.lossy
+            ),
+            Share("compute", left, 0, 0, seconds),
+        )
 
 
 def cheapest(ways: list[Way]) -> Way:
     """The way that takes least time."""
-    return min(ways, key=lambda way: (way.seconds, -way.saved, sum(way.pages)))
+    return min(ways, key=lambda way: (way.seconds, -way.saved, way.num_pages))

@@ -1,4 +1,4 @@
-"""Places where pages are: the device's pool, and the tiers behind it, each with an index."""
+"""Places where pages are: the device's pool and the host behind it, each with an index."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..announcer import Announcer
 from ..arrays import Flags, Int32, Int64, count_true
 from ..attachments import check_policy
 from ..pages import PagePool
@@ -15,29 +16,25 @@ from ..prefix.holdings import Holding
 from ..prefix.index import PrefixIndex
 from ..prefix.tree import ResumePoint, Run, point_before, run_of
 from ..spec import Layout, as_int
-from .ledger import Ledger, TierAnnouncer
 from .rates import Rate
-from .records import Journal
-from .restore import restore
-from .watched import Watched
 
-DEVICE = "device"
-MOST_PAGES = 2**31 - 1  # of a tier: ids are int32
+DEVICE, HOST = 0, 1  # places, where a number names them
+MOST_PAGES = 2**31 - 1  # of the host: ids are int32
 
 
 @dataclass(frozen=True)
 class TierSpec:
-    """One tier behind the pool.
+    """The host memory behind the pool.
 
     Args:
         num_pages: pages of its own (see `Tiers`) that it has room for, page 0 (never used)
             included.
         bytes_per_second: of its link: how quickly pages come from it. `Tiers.done` measures it.
-        policy: eviction policy, of this tier alone. None: `Adaptive`, with the seconds that an
-            entry saves for each of its bytes.
-        journal: keeps the tier past the end of the process; None keeps nothing.
-        lossy: whether the engine keeps pages in a form that does not come back bit for bit, in e4m3
-            say, the same in all tiers. Hits on what came from here say so (`Match.lossy_tokens`).
+        policy: eviction policy, of this tier alone; nothing calls its `asked`. None: where the
+            cache has `Adaptive`, one that learns with it and ranks entries by the seconds saved for
+            each byte; else `LRU`.
+        lossy: whether the engine keeps pages in a form that does not come back bit for bit, such as
+            e4m3. Hits on what came from here say so (`Match.lossy_tokens`).
 
     Raises:
         ValueError: a field is out of range.
@@ -46,7 +43,6 @@ class TierSpec:
     num_pages: int
     bytes_per_second: float
     policy: EvictionPolicy | None = None
-    journal: Journal | None = None
     lossy: bool = False
 
     def __post_init__(self) -> None:
@@ -76,19 +72,11 @@ class Place:
     """A pool of pages and what is cached in it.
 
     Args:
-        name: ``"device"``, or that of a tier.
         index: of its pages.
     """
 
-    def __init__(self, name: str, index: PrefixIndex) -> None:
-        self.name, self.index = name, index
-
-    @property
-    def policy(self) -> Watched:
-        """Of the index, once `Tiers` watches it."""
-        policy = self.index.policy
-        assert isinstance(policy, Watched)
-        return policy
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
 
     @property
     def num_free(self) -> int:
@@ -116,17 +104,15 @@ class Place:
 
 
 class Tier(Place):
-    """A tier, its link and its counters.
+    """The host, its link and its counters.
 
     Args:
-        name: of the tier.
         spec: as it was asked for.
         policy: of its index.
         layout: of its pages. span: of the device's index.
         announcer: writes events; None if nobody listens.
 
     Attributes:
-        ledger: hears of what comes and goes.
         rate: bytes a second of its link, as measured.
         lossy: as of `TierSpec`.
         queued_bytes: of loads that are not done.
@@ -135,42 +121,23 @@ class Tier(Place):
 
     def __init__(
         self,
-        name: str,
         spec: TierSpec,
         policy: EvictionPolicy,
         layout: Layout,
         span: int,
-        announcer: TierAnnouncer | None,
+        announcer: Announcer | None,
     ) -> None:
         pool = PagePool(spec.num_pages)
         index = PrefixIndex(
             pool, layout.pages_per_segment, layout.hybrid, policy, span, layout.tail_between
         )
-        super().__init__(name, index)
+        super().__init__(index)
         if spec.lossy and not layout.pages_per_segment:
             raise ValueError("lossy: expected a cache with a dense group, whose segments say so")
         self.rate, self.lossy = Rate(float(spec.bytes_per_second), memory=0.9), spec.lossy
         self.queued_bytes = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
-        self.ledger = index.announcer = Ledger(spec.journal, announcer)
-        if spec.journal is not None:
-            kept, lost = restore(index, spec.journal.records(), layout.pages_per_point)
-            self.ledger.records = {(r.kind, r.key): r for r in kept}
-            if lost:
-                spec.journal.removed(lost[::-1])
-
-    def make_room(self, num_pages: int) -> bool:
-        """As of `Place`; False too once the journal is broken."""
-        if self.ledger.is_broken:
-            return False
-        has_room = super().make_room(num_pages)
-        self.ledger.flush()
-        return has_room and not self.ledger.is_broken
-
-    def drop(self, pages: Int32) -> None:
-        """As of `Place`."""
-        super().drop(pages)
-        self.ledger.flush()
+        index.announcer = announcer
 
     @property
     def bytes_per_second(self) -> float:
@@ -184,7 +151,7 @@ class Tier(Place):
 
 COUNTERS = (
     "stored_pages", "stored_points", "stored_segments", "store_failures", "loaded_pages",
-    "loaded_points", "loaded_segments", "load_failures", "lost", "refused_stores",
+    "loaded_points", "loaded_segments", "load_failures", "refused_stores",
 )  # fmt: skip
 
 
@@ -220,11 +187,11 @@ class Columns:
     """Where the columns of an entry's pages come from.
 
     Attributes:
-        groups, parts: [n] group of each column of a tier, and which part of a page of the pool it
+        groups, parts: [n] group of each column of the host, and which part of a page of the pool it
             is.
         pages: [n] column of that page in the pool.
         num_pages: columns there.
-        is_whole: whether a page of the pool is one page of a tier.
+        is_whole: whether a page of the pool is one page of the host.
         slices: the columns of each group.
     """
 
@@ -257,7 +224,7 @@ class Columns:
         self.pages[mine] = first_page + tables * width + within
 
     def of(self, place: Place, pages: Int32) -> Int32:
-        """Pages [..., columns there] of an entry of a place as those of a tier: a page of the pool
+        """Pages [..., columns there] of an entry of a place as those of the host: a page of the pool
         is repeated for each of its parts."""
         if self.is_whole or isinstance(place, Tier):
             return pages
@@ -280,12 +247,11 @@ class Tails:
 
     Args:
         pool: layout of the device's pool.
-        layout: of the tiers, where a page of the pool is one page or several.
+        layout: of the host, where a page of the pool is one page or several.
 
     Attributes:
         segments, points: columns of a segment's pages, and of a resume point's.
-        back, parted: [columns of a point] segments before the boundary that come after the block's
-            own, and after the last that all who share it share.
+        back: [columns of a point] segments between the block's own and the boundary.
         longest: segments that the blocks of a point may be in.
     """
 
@@ -307,17 +273,14 @@ class Tails:
         self._shared: dict[int, tuple[Int64, Int64]] = {}
         self.longest = max([-(-c.tail // c.per_segment) for c in layout.classes], default=0)
         self.back: Int64 = np.zeros(layout.pages_per_point, dtype=np.int64)
-        self.parted = self.back.copy()
         for c in layout.classes:
             mine = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
             blocks = np.tile(np.arange(c.tail)[::-1], c.num_tables)  # after each
             self.back[mine] = blocks // c.per_segment
-            is_inside = (blocks % c.per_segment > 0) | (layout.lookahead > 0)
-            self.parted[mine] = self.back[mine] + is_inside
 
-    def count(self, tier: Tier) -> list[int]:
-        """Pages of each group that the entries of `tier` have, each once."""
-        index, num_groups = tier.index, len(self.layout.groups)
+    def count(self, index: PrefixIndex) -> list[int]:
+        """Pages of each group that the entries in the `index` of the host have, each once."""
+        num_groups = len(self.layout.groups)
         counts = np.bincount(self.segments.groups, minlength=num_groups) * index.num_segments
         group_of = np.full(index.pool.num_pages, num_groups, dtype=np.int64)
         for run in index.runs():

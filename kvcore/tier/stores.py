@@ -1,354 +1,193 @@
-"""What is stored when: the entries that eviction would take next, before it does."""
+"""Choose the entries to copy to the host before they are evicted from the device."""
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
-from itertools import pairwise
 from operator import attrgetter
+from typing import TypeGuard
 
 from ..policies.base import Entry
 from ..prefix.eviction import EvictableTree
-from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run, path_to
-from .admission import Admission
 from .jobs import Job
 from .match import Planner
 from .places import Found, Place, Tier
 from .transfers import Chain, Lack, Transfers, end_of
-from .watched import coming, is_there
 
-LOOKED_AT = 16, 4096  # entries of a place in a call, more than in the last one and at most
-RECOUNT = 64  # calls, after which pages to be had without a loss are counted again at the latest
-SLACK = 16  # of so many pages to be had without a loss one may be missing
-REMEMBERED = 1024  # failures
-LONGEST_WAIT = 5  # of what found no room, which others give back soon: 2**5 calls
+LOOKED_AT = 64, 4096  # entries of the device in a call, at first and at most
+REMEMBERED = 4096  # keys that wait
+STORED, LONGEST = 6, 10  # binary logarithms of calls: the first wait of what was stored, any wait
 DEPTH = attrgetter("depth")
 
 
 class Stores:
-    """Chooses what to store, and remembers what is.
+    """Chooses what to store, and remembers what is stored.
 
     Args:
-        places: the device and the tiers.
+        device, host: the places.
         transfers: makes the jobs.
         planner: knows what a prefill costs.
         watermark: pages of the device, see `Tiers`.
     """
 
     def __init__(
-        self, places: list[Place], transfers: Transfers, planner: Planner, watermark: int | None
-    ) -> None:
-        self._places, self._transfers, self._planner = places, transfers, planner
-        self._watermark = watermark
-        self._onward = list(pairwise(places))
-        self._next = dict(self._onward)
-        # Resume points of a place, and their copies in the next one.
-        self._copies: dict[ResumePoint, ResumePoint] = {}
-        # Copies, and the spare entries whose they are, one in a place; those of them that may be
-        # gone.
-        self._spared: dict[Run | ResumePoint, dict[Place, Run | ResumePoint]] = {}
-        self._doubtful: dict[Run | ResumePoint, None] = {}
-        self._counted: dict[Place, int] = {}  # calls in which pages to be had were counted
-        # Entries of open stores, whose place, and pages that their eviction would free without
-        # these.
-        self._busy: dict[Run | ResumePoint, tuple[Place, int]] = {}
-        self._leaving: set[Run | ResumePoint] = set()  # of these, those that are to leave first
-        # Failures in a row of an entry, by its key, and the call before which it is not tried
-        # again.
-        self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        self._lacks: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # of room, as these
-        self._due_before: dict[Place, int] = {}  # entries, in the last call
+        self, device: Place, host: Tier, transfers: Transfers, planner: Planner,
+        watermark: int | None,
+    ) -> None:  # fmt: skip
+        self._device, self._host, self._transfers, self._planner = device, host, transfers, planner
+        num_pages = device.index.pool.num_pages
+        self._watermark = num_pages // 8 if watermark is None else watermark
+        # Entries of the device, and their copies in the host.
+        self._copies: dict[Run | ResumePoint, Run | ResumePoint] = {}
+        # Entries of open stores, and pages that their eviction would have freed before.
+        self._busy: dict[Run | ResumePoint, int] = {}
+        # By key: how often it was stored, failed or found no room, and the call before which it is
+        # not tried again.
+        self._tries: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._calls = 0
-        self._admission = Admission(planner, transfers.num_bytes)
 
-    def begin(self, max_pages: int | dict[str, int], everything: bool) -> list[Job]:
-        """The jobs to start now: of what eviction would take next, or of all that the last place
-        lacks.
-
-        Args:
-            max_pages: of all of them together, or by the name of the tier that they are for.
-        """
+    def begin(self, max_pages: int) -> list[Job]:
+        """Make the jobs to start now; the first may have more pages, when one segment does."""
         self._calls += 1
-        self._admission.begin()
-        if self._doubtful:
-            self._check_copies()
         jobs: list[Job] = []
-        for source, target in self._ways(everything):
-            assert isinstance(target, Tier)
-            most, together = max_pages, jobs
-            if isinstance(most, dict):
-                most = most.get(target.name, 0)
-                together = [job for job in jobs if job.parts.target is target]
-                if not most:
-                    continue
-            room = most - sum([job.num_pages for job in together])
-            jobs += self._begin(source, target, room, everything, not together)
-        return jobs
-
-    def _begin(
-        self, source: Place, target: Tier, max_pages: int, everything: bool, is_first: bool
-    ) -> list[Job]:
-        """Jobs from one place to another; a first one may have more pages, when one segment does."""
-        jobs: list[Job] = []
-        freed = self._not_behind(source) if everything else self._due(source)
-        entries = [entry for entry in freed if self._may_lack(entry, everything)]
-        for path in _paths(entries):
-            if max_pages <= 0 and not is_first:
+        due = self._due()
+        for path in _paths([entry for entry in due if self._may_store(entry)]):
+            most = max_pages if jobs else max(max_pages, self._transfers.least_pages)
+            if most <= 0:
                 break
-            least = self._transfers.least_pages if is_first else 0
-            most = max(max_pages, least)
-            job = self._store(source, target, path, most, everything, freed)
+            job = self._store(path, most, due)
             if job is not None:
                 jobs.append(job)
-                max_pages, is_first = max_pages - job.num_pages, False
+                max_pages -= job.num_pages
         return jobs
 
-    def _ways(self, everything: bool) -> list[tuple[Place, Place]]:
-        """From where to where: to the next place, or from all to the last, the nearest to it first,
-        so that nothing has to leave a full tier between for what only passes through."""
-        if everything:
-            return [(source, self._places[-1]) for source in self._places[-2::-1]]
-        return self._onward
-
-    def _not_behind(self, source: Place) -> dict[Run | ResumePoint, int]:
-        """Entries of a place that no tier between it and the last has: those go from there. And
-        what their eviction would free."""
-        between = self._places[self._places.index(source) + 1 : -1]
-        return {
-            entry: entry.freed
-            for entry in every(source.index)
-            if not any(self.copy_of(source, place, entry) for place in between)
-        }
-
-    def _due(self, source: Place) -> dict[Run | ResumePoint, int]:
-        """Entries of a place that are to have a copy, in the order in which they would go, and what
-        that would free."""
-        index, policy = source.index, source.policy
-        needed = self._low(source) - source.num_free - self._underway(source)
-        if self._calls >= self._counted.setdefault(source, self._calls) + RECOUNT:
-            policy.count()
-            self._counted[source] = self._calls
-        # To look passes over all that are kept.
-        if needed - policy.kept_pages <= policy.kept_pages // SLACK:
-            return {}
-        if policy.kept_pages:
-            needed -= policy.count()
-        if needed <= 0:
-            return {}
-        looked = self._due_before.get(source, 0) + LOOKED_AT[0]
+    def _due(self) -> dict[Run | ResumePoint, int]:
+        """Entries of the device that are to have a copy but have none, in the order in which they
+        would go, and the pages that each would free."""
+        busy = [n for entry, n in self._busy.items() if is_there(entry)]
+        needed = self._watermark - self._device.num_free - sum(busy)
         due: dict[Run | ResumePoint, int] = {}
+        if needed <= 0:
+            return due
+        looked, seen = LOOKED_AT[0], 0
         while True:
-            entries = coming(index, looked, kept=False)
-            for entry in entries[len(due) :]:
-                due[entry] = freed = entry.freed
-                needed -= freed
+            entries = coming(self._device.index, looked)
+            for entry in entries[seen:]:
+                if self._copy_of(entry) is None:
+                    due[entry] = entry.freed
+                needed -= entry.freed
                 if needed <= 0:
-                    self._due_before[source] = len(due)
                     return due
-            if len(due) < looked or looked >= LOOKED_AT[1]:
+            seen = len(entries)
+            if seen < looked or looked >= LOOKED_AT[1]:
                 return due
             looked *= 4
 
-    def _underway(self, source: Place) -> int:
-        """Pages of `source` that are had without a loss once its open stores are done."""
-        busy = self._busy.items()
-        if not busy:
-            return 0
-        return sum([n for entry, (place, n) in busy if place is source and is_there(entry)])
-
-    def _low(self, place: Place) -> int:
-        """Pages of a place that are to be free, or to be had without a loss."""
-        device, num_pages = self._places[0], place.index.pool.num_pages
-        if place is device:
-            return num_pages // 8 if self._watermark is None else self._watermark
-        # What the device may send next must find a place.
-        low = self._low(device) * self._transfers.most_parts
-        return min(max(low, num_pages // 8), num_pages - 1)
-
-    def _may_lack(self, entry: Run | ResumePoint, everything: bool) -> bool:
-        """Whether a job may have to bring `entry` to the next place now. Where `everything` is to
-        go, that there was no room, or too much else, says nothing."""
-        copy = self._copies.get(entry) if isinstance(entry, ResumePoint) else None
-        if (copy is not None and copy.run is not None) or entry in self._busy:
+    def _may_store(self, entry: Run | ResumePoint) -> bool:
+        """Whether `entry` was not tried lately, and a load of it would save time."""
+        if self._tries and self._calls < self._tries.get(entry.key, (0, 0))[1]:
             return False
-        if self._failures and self._calls < self._failures.get(entry.key, (0, 0))[1]:
-            return False
-        if everything:
-            return True
-        if self._lacks and self._calls < self._lacks.get(entry.key, (0, 0))[1]:
-            return False
-        return not self._admission.is_refused(entry)
+        num_bytes = self._transfers.num_bytes(entry, entry.gain)
+        load = num_bytes / self._host.bytes_per_second
+        return load < self._planner.compute_seconds(entry.gain)
 
     def _store(
-        self, source: Place, target: Tier, entries: list[Run | ResumePoint], max_pages: int,
-        everything: bool, freed: dict[Run | ResumePoint, int],
-    ) -> Job | None:  # fmt: skip
-        """The job that stores those of `entries`, of one path, shortest first, that the target
-        lacks, or the first of them. Where it has no room for all, the first one goes alone.
+        self, entries: list[Run | ResumePoint], max_pages: int, freed: dict[Run | ResumePoint, int]
+    ) -> Job | None:
+        """Make the job that stores `entries`, of one path, shortest first, or the first of them.
+        Where the host has no room for all, the first one goes alone.
 
         Args:
             freed: pages that the eviction of each would free now.
         """
-        chain = Chain.of(target, entries[-1])
-        entries = [e for e in entries if self._copy_in(chain.there, source, e) is None]
-        if not entries:
-            return None
-        admits, policy = partial(self._admission.admits, source, chain.there), source.policy
-        spare = [e for e in entries if policy.is_spare(e)]  # they are not once they are locked
-        job = self._transfers.store(source, chain, entries, max_pages, admits)
+        chain = Chain.of(self._host, entries[-1])
+        job = self._transfers.store(chain, entries, max_pages)
         if isinstance(job, Lack) and len(entries) > 1:
             entries = entries[:1]
-            job = self._transfers.store(source, chain, entries, max_pages, admits)
+            job = self._transfers.store(chain, entries, max_pages)
         if isinstance(job, Lack):
-            target.counters["refused_stores"] += 1
-            if not everything:
-                self._wait(self._lacks, entries[0].key, LONGEST_WAIT)
+            self._host.counters["refused_stores"] += 1
+            self._wait(entries[0].key)
             return None
         if job is not None:
-            taken = job.parts.entries
-            self._busy |= {e: (source, freed[e]) for e in taken}
-            self._leaving.update(e for e in spare if e in taken)
-            self._admission.came(taken)
+            self._busy |= {entry: freed[entry] for entry in job.parts.entries}
         return job
 
-    def copy_of(
-        self, source: Place, target: Place, entry: Run | ResumePoint
-    ) -> Run | ResumePoint | None:
-        """What `target` has of what `entry` of `source` is; of a chain, the run that it ends in."""
-        if isinstance(entry, ResumePoint):
-            copy = self._copies.get(entry)
-            if copy is not None and copy.run is not None:
-                return copy
-        return self._copy_in(Chain.of(target, entry).there, source, entry)
-
-    def _copy_in(
-        self, there: Found, source: Place, entry: Run | ResumePoint
-    ) -> Run | ResumePoint | None:
-        """As `copy_of`, where the chain of `entry`, or a longer one, is known to end in the
-        target."""
-        if isinstance(entry, ResumePoint):
-            copy = there.point(entry.depth)
-            if copy is not None and self._next.get(source) is there.place:
-                self._remember(source, entry, copy)
+    def _copy_of(self, entry: Run | ResumePoint) -> Run | ResumePoint | None:
+        """The host's copy of `entry`; of a chain, the run in which it ends."""
+        copy = self._copies.get(entry)
+        if copy is not None and _is_copy(copy, entry):
             return copy
-        return there.run if there.depth == entry.depth else None
+        copy = _copy_in(Chain.of(self._host, entry).there, entry)
+        if copy is not None:
+            self._remember(entry, copy)
+        return copy
 
-    def _remember(self, source: Place, entry: ResumePoint, copy: ResumePoint) -> None:
+    def _remember(self, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
         self._copies[entry] = copy
-        if len(self._copies) > 4 * (source.index.num_points + REMEMBERED):
-            self._copies = {e: c for e, c in self._copies.items() if e.run and c.run}
+        if len(self._copies) > 4 * (self._device.index.num_segments + REMEMBERED):
+            self._copies = {e: c for e, c in self._copies.items() if is_there(e)}
 
-    def spare(self, place: Place, entry: Run | ResumePoint) -> None:
-        """The device has `entry` of a tier as well: it goes first, once no open store reads it."""
-        if entry in self._busy:
-            self._leaving.add(entry)
-        elif not place.policy.is_spare(entry):
-            place.policy.spare(entry)
-
-    def evicted(self, place: int, entry: Entry) -> None:
-        """A place's policy took out `entry`: it is lost where the next tier lacks it."""
-        assert isinstance(entry, (Run, ResumePoint))
-        self._lost(entry)
-        if place + 1 == len(self._places):
-            return
-        source, target = self._places[place], self._places[place + 1]
-        assert isinstance(target, Tier)
-        if not is_there(entry):
-            return
-        copy = self.copy_of(source, target, entry)
-        if copy is None:
-            target.counters["lost"] += 1
-        else:
-            target.policy.needed(copy)
-
-    def discarded(self, entry: Entry) -> None:
-        """A place's policy may not evict `entry` any more: somebody uses it, or it is gone."""
-        if entry in self._spared:
-            assert isinstance(entry, (Run, ResumePoint))
-            self._doubtful[entry] = None
-
-    def _check_copies(self) -> None:
-        """What has lost its copy is spare no more."""
-        for copy in [*self._doubtful]:
-            if not is_there(copy):
-                self._lost(copy)
-            elif isinstance(copy, Run) and copy in self._spared:
-                continue  # others go on from its end: it may become part of them unheard
-            del self._doubtful[copy]
-
-    def _lost(self, copy: Run | ResumePoint) -> None:
-        """The entries whose copy this was are spare no more."""
-        for place, entry in self._spared.pop(copy, {}).items():
-            place.policy.needed(entry)
+    def clear(self) -> None:
+        """Forget what was stored when, as the host forgets everything."""
+        self._tries.clear()
+        self._copies.clear()
 
     # The end of a job.
 
     def unlocked(self, job: Job) -> None:
-        """A job of a store ends: its entries may be evicted."""
+        """End a store, whatever came of it: its entries may be evicted."""
         self._transfers.is_over(job.parts)
-        source = job.parts.sources[0]
+        index = self._device.index
         for entry in job.parts.entries:
             self._busy.pop(entry, None)
-            is_leaving = entry in self._leaving
-            self._leaving.discard(entry)
-            if not _may_go(source.index, entry):
-                continue
-            if isinstance(entry, ResumePoint):
-                source.index.offer(entry)
-            if is_leaving:
-                source.policy.spare(entry)
+            if isinstance(entry, ResumePoint) and is_there(entry) and entry not in index.pins:
+                index.offer(entry)
 
-    def ended(
-        self, job: Job, num_failed: int, segments: int, points: int, *, num_missing: int = 0
-    ) -> None:
-        """A store is done: what has a copy now is to leave first.
+    def ended(self, job: Job, num_failed: int, segments: int, points: int) -> None:
+        """Count what a store brought; each of its entries is stored again only later.
 
         Args:
-            num_failed: copies that failed. num_missing: that were not begun.
-            segments, points: that are new in the target.
+            num_failed: copies that failed.
+            segments, points: that are new in the host.
         """
-        parts, target = job.parts, job.parts.target
-        assert isinstance(target, Tier)
-        count = target.counters
+        count = self._host.counters
         count["stored_segments"] += segments
         count["stored_points"] += points
-        count["stored_pages"] += job.num_pages - num_failed - num_missing
+        count["stored_pages"] += job.num_pages - num_failed
         count["store_failures"] += bool(num_failed)
-        source, depth = parts.sources[0], len(parts.keys) // KEY_BYTES
-        there = Found(target, *target.index.find(parts.keys, depth))
-        for entry in filter(is_there, parts.entries):
-            copy = self._copy_in(there, source, entry)
-            if copy is not None and _may_go(source.index, entry):
-                self._spare(source, entry, copy)
-            if copy is None and num_failed:
-                self._wait(self._failures, entry.key, 16)
-            elif self._failures or self._lacks:
-                self._failures.pop(entry.key, None)
-                self._lacks.pop(entry.key, None)
+        for entry in filter(is_there, job.parts.entries):
+            if self._copy_of(entry) is not None:
+                self._wait(entry.key, STORED)
+            elif num_failed:
+                self._wait(entry.key)
 
-    def _spare(self, source: Place, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
-        source.policy.spare(entry, kept=True)
-        self._spared.setdefault(copy, {})[source] = entry
-        if len(self._spared) > 4 * (source.index.num_points + REMEMBERED):
-            known = self._spared.items()
-            self._spared = {c: e for c, e in known if any(map(is_there, e.values()))}
-
-    def _wait(self, tries: OrderedDict[bytes, tuple[int, int]], key: bytes, most: int) -> None:
-        """Try `key` again later, and later each time, after 2**most calls at most."""
-        times = min(tries.get(key, (0, 0))[0] + 1, most)
-        tries[key] = times, self._calls + 2**times
-        tries.move_to_end(key)
-        if len(tries) > REMEMBERED:
-            tries.popitem(last=False)
+    def _wait(self, key: bytes, least: int = 1) -> None:
+        """Try `key` again after 2**least calls, and after twice as many each time: what was stored
+        and is lost again would else be written again and again to a host that is too small."""
+        times = min(max(least, self._tries.get(key, (0, 0))[0] + 1), LONGEST)
+        self._tries[key] = times, self._calls + 2**times
+        self._tries.move_to_end(key)
+        if len(self._tries) > REMEMBERED:
+            self._tries.popitem(last=False)
 
 
-def _may_go(index: EvictableTree, entry: Run | ResumePoint) -> bool:
-    """Whether the policy of an index may choose `entry`."""
-    if entry in index.pins or not is_there(entry):
+def _is_copy(copy: Run | ResumePoint, entry: Run | ResumePoint) -> bool:
+    """Whether what was the copy of `entry` still is."""
+    if isinstance(copy, ResumePoint):
+        return copy.run is not None
+    if copy.parent is None or not copy.start < entry.depth <= copy.depth:
         return False
-    return isinstance(entry, ResumePoint) or not (entry.locks or entry.children)
+    return copy.segment_key(entry.depth - copy.start - 1) == entry.key
+
+
+def _copy_in(there: Found, entry: Run | ResumePoint) -> Run | ResumePoint | None:
+    """The copy of `entry`, whose chain ends in the host as `there` says."""
+    if isinstance(entry, ResumePoint):
+        return there.point(entry.depth)
+    return there.run if there.depth == entry.depth else None
 
 
 def _paths(entries: list[Run | ResumePoint]) -> Iterator[list[Run | ResumePoint]]:
@@ -366,12 +205,24 @@ def _paths(entries: list[Run | ResumePoint]) -> Iterator[list[Run | ResumePoint]
             yield sorted(path, key=DEPTH)
 
 
-def every(index: EvictableTree) -> list[Run | ResumePoint]:
-    """Entries of `index`, the one used least recently first."""
-    entries: list[Run | ResumePoint] = []
-    for run in index.runs():
-        if index.hybrid:
-            entries += run.points.values()
-        elif not run.children:
-            entries.append(run)
-    return sorted(entries, key=lambda entry: entry.last_used)
+def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:
+    """The entries of `index` that eviction would take next, at most `n`, without any effect. Those
+    used least recently stand in where the policy has no `coming`."""
+    tell = getattr(index.policy, "coming", None)
+    found = None if tell is None else tell(n)
+    if found is None:
+        entries: list[Run | ResumePoint] = []
+        for run in index.runs():
+            if index.hybrid:
+                entries += run.points.values()
+            elif not (run.locks or run.children):
+                entries.append(run)
+        found = heapq.nsmallest(n, entries, key=lambda e: (e.last_used, -e.depth))
+    return [entry for entry in found if is_there(entry) and entry not in index.pins]
+
+
+def is_there(entry: Entry) -> TypeGuard[Run | ResumePoint]:
+    """Whether `entry` is still one of its index."""
+    if isinstance(entry, ResumePoint):
+        return entry.run is not None
+    return isinstance(entry, Run) and entry.parent is not None

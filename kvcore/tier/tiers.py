@@ -1,78 +1,75 @@
-"""`Tiers`: host memory and disk behind the pool of one cache."""
+"""`Tiers`: host memory behind the pool of one cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ..announcer import Announcer
+from ..arrays import Int64
 from ..attachments import attach
 from ..cache import KVCache
-from ..events import Event
+from ..events import Event, split_keys
 from ..plan import OutOfPages
 from ..policies.adaptive import Adaptive
-from ..policies.base import Entry
+from ..policies.base import Entry, EvictionPolicy
+from ..policies.lru import LRU
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.keys import KEY_BYTES, Prompt
-from ..prefix.pins import Pins
 from ..spec import MOST_PARTS, Layout, as_int
-from .hints import Answer, Hints, Intent
-from .jobs import Job
-from .ledger import TierAnnouncer, noted_of
-from .match import Planner, TierMatch, cheapest
-from .open_jobs import OpenJobs
-from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
+from .jobs import Job, JobParts
+from .match import Planner, Share, TierMatch, cheapest
+from .places import HOST, Place, Tails, Tier, TierSpec, as_rate
 from .stores import Stores
 from .transfers import Lack, Transfers
-from .watched import Watched
+from .wrong_rows import forget, held_by
 
 LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
-MEDIA = {"host": "CPU", "disk": "DISK"}  # in events
 
 
-class Tiers(OpenJobs):
-    """Tiers behind the pool of a cache: what leaves the pool is kept there, and comes back.
+class Tiers:
+    """Host memory behind the pool of a cache: what leaves the pool is kept there, and comes back.
 
-    They keep whole entries, as the pool does: dense segments, each after its parent, and resume
+    It keeps whole entries, as the pool does: dense segments, each after its parent, and resume
     points, each with its chain. Pages are copied by the engine: `stores` and `load` hand out jobs,
     and `done` ends them. Nothing of it happens in the calls of a step.
 
     Args:
         kv: the cache, new or in use; one `Tiers` for each.
-        host, disk: the tiers behind the device, the nearer first; at least one.
+        host: room in host memory, and its link.
         prefill_tokens_per_second: what the engine computes; `computed` measures it.
-        page_bytes: bytes of a page of a tier; by default those of a page of the pool in one tensor.
-        parts: [num_groups] pages of a tier that a page of each group takes there, by default 1. The
-            pool's pages are equal; where a group leaves some of its own unused, smaller pages in
-            tiers need not keep that. `Copies.parts` says which part of a page goes where.
-        watermark: pages of the pool that are to be free, or to be had without a loss: so many of
-            those that eviction takes next are copied before it comes. By default an eighth of
-            each place.
-        max_hint_bytes: that the prefixes which one tenant (one salt) retains by hints may have;
-            None for no limit but that of pins.
+        page_bytes: bytes of a page of the host; by default those of a page of the pool in one
+            tensor.
+        parts: [num_groups] pages of the host that a page of each group takes there, by default 1.
+            The pool's pages are equal; where a group leaves some of its own unused, smaller pages
+            in the host need not keep that. `Copies.parts` says which part of a page goes where.
+        watermark: pages of the pool to be free or to have a copy: entries that eviction takes next
+            are copied until it is reached. By default an eighth of the pool.
 
     Attributes:
-        tiers: those there are, the nearest first.
-        jobs: that are open, the oldest first.
-        layout: the groups in pages of tiers.
+        host: pages, link and counters of the host.
+        jobs: the open jobs, the oldest first.
+        layout: the groups in pages of the host.
 
     Calls are to be made as those of the cache: one at a time, between steps. `load`, `done` and
     `cancel` void a plan that is not committed.
 
     Raises:
-        ValueError: no tier, an argument out of range, no `KVCache` with caching, or one with tiers.
+        ValueError: an argument out of range, no `KVCache` with caching, or one with tiers.
     """
 
     def __init__(
         self,
         kv: KVCache,
         *,
-        host: TierSpec | None = None,
-        disk: TierSpec | None = None,
+        host: TierSpec,
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
         parts: Sequence[int] | None = None,
         watermark: int | None = None,
-        max_hint_bytes: int | None = None,
     ) -> None:
         if not isinstance(kv, KVCache):
             raise ValueError(f"kv: expected a KVCache, got {kv!r}")
@@ -80,14 +77,8 @@ class Tiers(OpenJobs):
             raise ValueError("kv: expected a cache with enable_caching, got one without")
         if kv.tiers is not None:
             raise ValueError("kv: expected a cache without tiers, got one that has some")
-        specs = {name: s for name, s in (("host", host), ("disk", disk)) if s is not None}
-        if not specs:
-            raise ValueError("host, disk: expected at least one TierSpec, got None")
-        for name, spec in specs.items():
-            if not isinstance(spec, TierSpec):
-                raise ValueError(f"{name}: expected a TierSpec, got {spec!r}")
-        if len({spec.lossy for spec in specs.values()}) > 1:
-            raise ValueError("lossy: expected the same of host and disk, got True and False")
+        if not isinstance(host, TierSpec):
+            raise ValueError(f"host: expected a TierSpec, got {host!r}")
         rate = as_rate("prefill_tokens_per_second", prefill_tokens_per_second)
         size = kv.layout.page_bytes if page_bytes is None else as_int("page_bytes", page_bytes, 1)
         if watermark is not None:
@@ -96,57 +87,32 @@ class Tiers(OpenJobs):
         self.page_bytes = size
         self.layout = kv.layout.in_parts(size, _checked_parts(parts, kv.layout))
         self.jobs: dict[Job, None] = {}
-        self._device = Place(DEVICE, kv.index)
-        self.tiers: tuple[Tier, ...] = tuple(self._tier(name, spec) for name, spec in specs.items())
-        self._tails = tails = Tails(kv.layout, self.layout)
-        self._transfers = Transfers(tails, kv.alignment, size)
-        self._planner = Planner(kv, self._device, [*self.tiers], tails, size, rate)
-        self._stores = Stores(self.places, self._transfers, self._planner, watermark)
-        self._loading: dict[bytes, Job] = {}  # by the key of the boundary
-        self._hints = Hints(self, max_hint_bytes)
-        self._watch()
-        kv.tiers = self
-        for spec in specs.values():
-            attach(spec.policy)
-
-    def _tier(self, name: str, spec: TierSpec) -> Tier:
-        policy = spec.policy
-        if policy is None:
-            policy = self._adaptive(lambda entry: self._worth(name, entry))
-        kv, announcer = self._kv, None
+        self._device = device = Place(kv.index)
+        announcer = None
         if kv._announcer is not None:
-            log, medium = kv._announcer.log, MEDIA[name]
-            announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
-        return Tier(name, spec, policy, self.layout, kv.index.span, announcer)
+            announcer = Announcer(kv._announcer.log, kv.layout, kv.sequences, "CPU")
+        policy = self._policy() if host.policy is None else host.policy
+        self.host = Tier(host, policy, self.layout, kv.index.span, announcer)
+        self._tails = tails = Tails(kv.layout, self.layout)
+        self._transfers = Transfers(device, self.host, tails, kv.alignment, size)
+        self._planner = Planner(kv, device, self.host, tails, size, rate)
+        self._stores = Stores(device, self.host, self._transfers, self._planner, watermark)
+        self._loading: dict[bytes, Job] = {}  # by the key of the boundary
+        kv.tiers = self
+        attach(host.policy)
 
-    def _adaptive(self, worth: Callable[[Entry], float]) -> Adaptive:
-        """The policy of a tier that brings none: it learns with that of the cache if it can."""
+    def _policy(self) -> EvictionPolicy:
+        """The policy of a host that brings none: it learns with that of the cache if it can."""
         policy = self._kv.index.policy
-        return policy.behind(worth) if isinstance(policy, Adaptive) else Adaptive(worth=worth)
+        return policy.behind(self._worth) if isinstance(policy, Adaptive) else LRU()
 
-    def _worth(self, name: str, entry: Entry) -> float:
-        """Seconds that an entry of a tier saves for each byte that its eviction frees."""
-        tier = next(tier for tier in self.tiers if tier.name == name)
-        load = entry.num_pages * self.page_bytes / tier.bytes_per_second
+    def _worth(self, entry: Entry) -> float:
+        """Seconds that an entry of the host saves for each byte that its eviction frees."""
+        load = entry.num_pages * self.page_bytes / self.host.bytes_per_second
         saved = self._planner.compute_seconds(entry.gain) - load
         return max(saved, LEAST_WORTH) / ((entry.freed or 1) * self.page_bytes)
 
-    def _watch(self) -> None:
-        """Have the policies of all places go through `Watched`."""
-        for i, place in enumerate(self.places):
-            on_asked = self._asked if place is self._device else None
-            index = place.index
-
-            def on_pop(entry: Entry, i: int = i) -> None:
-                self._stores.evicted(i, entry)
-
-            index.policy = Watched(index.policy, on_pop, on_asked, self._stores.discarded)
-
-    def _asked(self, keys: bytes, hit: int, kept: Sequence[int]) -> None:
-        for tier in self.tiers:
-            tier.index.policy.asked(keys, hit, kept)
-
-    # What is where.
+    # Look-up.
 
     def match(
         self,
@@ -176,50 +142,35 @@ class Tiers(OpenJobs):
                     return job
         return None
 
-    # Stores.
+    # Stores and loads.
 
-    def stores(self, max_bytes: int | Mapping[str, int], *, everything: bool = False) -> list[Job]:
-        """Jobs that copy what eviction would take next, and what the next tier lacks, behind it.
+    def stores(self, max_bytes: int) -> list[Job]:
+        """Make jobs that copy to the host what eviction would take next, before it does.
 
         To be called between steps. An entry stays findable and readable while it is copied, and is
         not evicted; afterwards its eviction writes nothing. Parents come before children, and a
         resume point with the last of its chain.
 
         Args:
-            max_bytes: of all jobs together, those from the device first, or of the jobs into each
-                tier by its name (0 or no name: none), so that a slow one holds no other up. A first
-                job may have more, when one segment does.
-            everything: whatever the last tier lacks, straight there, as at the end of a process.
-                (Call it again, but not for ever: where it lacks room, there is always something.)
+            max_bytes: of all jobs together. The first job may have more, when one segment does.
 
         Raises:
-            ValueError: `max_bytes` is no int or negative, or names no tier. Other errors: those of
-                a tier's policy.
+            ValueError: `max_bytes` is no int or negative. Other errors: those of the host's policy.
         """
-        if not isinstance(max_bytes, int) and isinstance(max_bytes, Mapping):
-            names = [tier.name for tier in self.tiers]
-            if others := [name for name in max_bytes if name not in names]:
-                raise ValueError(f"max_bytes: expected bytes by names of {names}, got {others}")
-            max_pages: int | dict[str, int] = {
-                name: as_int(f"max_bytes[{name!r}]", n, 0) // self.page_bytes or min(n, 1)
-                for name, n in max_bytes.items()
-            }
-        else:
-            max_pages = as_int("max_bytes", max_bytes, 0) // self.page_bytes
-        made = self._stores.begin(max_pages, everything)
+        made = self._stores.begin(as_int("max_bytes", max_bytes, 0) // self.page_bytes)
+        announcer = self._kv._announcer
         for job in made:
-            parts = job.parts
-            listener = parts.sources[0].index.announcer
-            if listener is not None:
-                parts.noted = noted_of(listener, parts.keys[parts.first * KEY_BYTES :])
+            if announcer is not None:
+                parts = job.parts
+                parts.noted = announcer.of_segments(
+                    split_keys(parts.keys[parts.first * KEY_BYTES :])
+                )
             self.jobs[job] = None
         return made
 
-    # Loads.
-
     def load(self, match: TierMatch | Prompt) -> Job | OutOfPages | None:
-        """The job that brings a prompt to the device, as far as it is quicker than computing it;
-        looked up now.
+        """Make the job that brings a prompt to the device, as far as it is quicker than computing
+        it; looked up now.
 
         Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Until
         the job is done nothing is findable that was not.
@@ -244,31 +195,31 @@ class Tiers(OpenJobs):
         if way.saved == now.num_saved_tokens:
             return None
         self._changed()
-        job = self._transfers.load(self._device, way, prompt)
+        job = self._transfers.load(way, prompt)
         if isinstance(job, Lack):
             return self._out_of_pages(job)
-        self._queue(way, self.page_bytes)
+        self.host.queued_bytes += job.num_bytes
+        parts = job.parts
         if self._kv._announcer is not None:
-            parts = job.parts
             last = parts.first + len(parts.segments)
             parts.noted = self._kv._announcer.of_prompt(prompt, parts.first, last)
-        self._use_sources(job)
+        self._use_source(parts)
         self.jobs[job] = None
-        self._loading[job.parts.keys[-KEY_BYTES:]] = job
+        self._loading[parts.keys[-KEY_BYTES:]] = job
         return job
 
-    def _use_sources(self, job: Job) -> None:
+    def _use_source(self, parts: JobParts) -> None:
         """What a load reads counts as used now."""
-        for holding in job.parts.holdings:
-            index, run = holding.index, holding.run
-            index.tick += 1
-            if index.hybrid:
-                point = run.points.get(run.depth)
-                if point is not None:
-                    point.num_uses += 1
-                    index.renew(run)
-            else:
-                run.num_uses += 1
+        assert parts.reading is not None
+        index, run = self.host.index, parts.reading.run
+        index.tick += 1
+        if index.hybrid:
+            point = run.points.get(run.depth)
+            if point is not None:
+                point.num_uses += 1
+                index.renew(run)
+        else:
+            run.num_uses += 1
 
     def _out_of_pages(self, lack: Lack) -> OutOfPages:
         groups = self._kv.layout.groups
@@ -278,7 +229,7 @@ class Tiers(OpenJobs):
         return OutOfPages(lack.needed, lack.free, lack.evictable, most, per_group)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """The engine computed the prefill of `num_tokens` in `seconds`: measures its rate."""
+        """Measure the prefill rate: the engine computed `num_tokens` in `seconds`."""
         num_tokens, seconds = as_int("num_tokens", num_tokens, 1), as_rate("seconds", seconds)
         self._planner.prefill.measured(num_tokens, seconds)
 
@@ -286,97 +237,177 @@ class Tiers(OpenJobs):
         """Seconds that the prefill of `num_tokens` takes, as measured."""
         return num_tokens / self._planner.prefill.value
 
-    # What callers intend.
+    # The end of a job.
 
-    def hint(
-        self,
-        match: TierMatch,
-        intent: Intent,
-        *,
-        now: float | None = None,
-        ttl: float | None = None,
-        priority: int = 0,
-        max_bytes: int | None = None,
-    ) -> Answer:
-        """What the caller intends with a prefix. It never changes what a request reads, evicts
-        nothing that a running request needs, and keeps to the tenant's budget.
+    def done(self, job: Job, failed: Any = (), *, seconds: float | None = None) -> Share | None:
+        """End a job whose pages are copied: what came is findable where it went, from now on.
+
+        A load may be called done as soon as its copies are queued, where all that reads these
+        pages is queued behind them; if a copy fails after that, call `KVCache.evict_pages`.
 
         Args:
-            match: from `match`; what it found is looked up again.
-            intent: ``"retain"``: keep it where it is until everything else is gone, for `ttl`
-                seconds from `now` on (`KVCache.expire_pins` ends it); what has a lower `priority`
-                goes before it. ``"prefetch"``: bring it to the device, at most `max_bytes` of it.
-                ``"demote"``: it leaves the device first. ``"release"``: it is an ordinary prefix
-                again; what is retained of its chain besides stays, and pins of `KVCache.pin`.
+            job: an open job.
+            failed: [n] ints, target pages whose copies failed. What they belong to is not adopted,
+                nor what comes after it in the chain. Where a load fails, its source is dropped too,
+                with what cannot be found without it; where a store does, it is tried again later.
+            seconds: that the copies took: measures the link of a load.
+
+        Returns:
+            What a load brought; None of a store, or if nothing of the load is wanted any more.
 
         Raises:
-            ValueError: another intent, an argument that it needs is missing or out of range, or
-                `match` is none of this cache's.
+            ValueError: the job is not open, or has no such pages. Nothing changed.
         """
-        if not isinstance(match, TierMatch):
-            raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
-        return self._hints.take(match, intent, now, ttl, priority, max_bytes)
+        parts = self._open(job)
+        pages = job.failed_pages(failed)
+        if seconds is not None:
+            seconds = as_rate("seconds", seconds)
+        self._close(job)
+        if parts.is_void:
+            parts.holding.end()
+            return None
+        parts.holding.index.tick += 1
+        segments, points, came = self._transfers.adopt(parts, pages)
+        if job.kind == "load":
+            self._mark_lossy(parts)
+        self._let_go(job)
+        if job.kind == "store":
+            self._stores.ended(job, len(pages), segments, len(points))
+            return None
+        return self._loaded(job, pages, parts.first + came, seconds)
 
-    def expire_pins(self, now: float) -> int:
-        """End the pins in tiers whose time has passed; returns how many. (`KVCache.expire_pins`
-        calls this.)"""
-        return self._hints.expire(now)
+    def _loaded(self, job: Job, failed: Int64, end: int, seconds: float | None) -> Share:
+        """Count what a load brought, segments up to `end`; drop the sources of copies that
+        failed."""
+        way, host = job.parts.way, self.host
+        assert way is not None
+        num_pages = way.num_pages - len(failed)
+        segments = max(0, min(way.dense, end) - way.device.depth)
+        host.counters["load_failures"] += len(failed) > 0
+        host.counters["loaded_pages"] += num_pages
+        host.counters["loaded_segments"] += segments
+        host.counters["loaded_points"] += HOST in way.tail and not len(failed)
+        if len(failed):
+            host.drop(job.sources_of(failed))
+        elif seconds is not None:
+            host.rate.measured(job.num_bytes, seconds)
+        size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
+        return Share("host", tokens, num_pages, size, seconds or 0.0, host.lossy)
 
-    # For those inside.
+    def _mark_lossy(self, parts: JobParts) -> None:
+        """Segments that a load brought from a lossy host count as lossy, and so do those of whose
+        tokens it brought rows of windows, or a state."""
+        way, index, depth = parts.way, self._kv.index, len(parts.keys) // KEY_BYTES
+        assert way is not None
+        if not self.host.lossy:
+            return
+        pages = [parts.segments[way.device.depth - parts.first :].ravel()]
+        if HOST in way.tail and way.tail[HOST].any():
+            run, end = index.find(parts.keys, depth)
+            first = max(0, depth - self._kv.layout.reach)
+            pages.append(index.pages_between(run, first, end).ravel())
+        index.pool.mark_lossy(np.concatenate(pages))
 
-    @property
-    def places(self) -> list[Place]:
-        """The device and the tiers."""
-        return [self._device, *self.tiers]
+    def cancel(self, job: Job) -> None:
+        """End a job whose copies do not run, or not any more: it brings nothing.
 
-    @property
-    def device(self) -> Place:
-        """The pool of the cache."""
-        return self._device
+        Raises:
+            ValueError: the job is not open.
+        """
+        self._open(job)
+        self._close(job)
+        self._let_go(job)
 
-    @property
-    def device_pins(self) -> Pins:
-        """Pins of the cache."""
-        return self._kv._pins
+    def _open(self, job: Job) -> JobParts:
+        if job not in self.jobs:
+            raise ValueError(f"job: expected one that is open, got {job!r}")
+        return job.parts
 
-    @property
-    def alignment(self) -> int:
-        """Tokens of a segment."""
-        return self._kv.alignment
+    def _close(self, job: Job) -> None:
+        self._changed()
+        del self.jobs[job]
+        job.is_open = False
+        if job.kind == "load":
+            self._end_waiting(job)
+            self.host.queued_bytes -= job.num_bytes
 
-    def num_bytes(self, entry: Entry) -> int:
-        """Bytes that an entry takes in a tier, with the segments that it gains."""
-        return self._transfers.num_bytes(entry, entry.gain)
+    def _let_go(self, job: Job) -> None:
+        """End what an open job keeps; its own pages, but those adopted, are free again."""
+        job.parts.holding.end(used=False)
+        self._let_go_of_source(job)
 
-    def where(self, prompt: Prompt, limit: int) -> list[Found]:
-        """Where the first `limit` segments of a prompt end in each place."""
-        device = Found(self._device, *self._device.index.find(prompt.keys, limit))
-        return [device, *self._planner.behind(prompt, limit)]
+    def _let_go_of_source(self, job: Job) -> None:
+        """End what an open job reads, once."""
+        reading, job.parts.reading = job.parts.reading, None
+        if reading is None:
+            return
+        reading.end(used=job.kind == "load")
+        if job.kind == "store":
+            self._stores.unlocked(job)
+
+    def _changed(self) -> None:
+        """The stack of free pages may change: the newest plan is void."""
+        self._kv._steps.planned = None
+
+    # What is forgotten.
+
+    def _void(self, job: Job) -> None:
+        """An open job is to bring nothing; it keeps its own pages until it is done."""
+        job.parts.is_void = True
+        job.parts.holding.detach()
+        self._let_go_of_source(job)
+        self._end_waiting(job)
+
+    def _end_waiting(self, job: Job) -> None:
+        key = job.parts.keys[-KEY_BYTES:]
+        if self._loading.get(key) is job:
+            del self._loading[key]
+
+    def clear(self) -> None:
+        """Forget everything kept. Open jobs bring nothing, and keep their own pages until they are
+        done. (`KVCache.clear` and `KVCache.reset` call this.)"""
+        for job in self.jobs:
+            if not job.parts.is_void:
+                self._void(job)
+        self.host.index.clear(tell_each=True)
+        self._stores.clear()
+
+    def forget_copies(self, is_wanted: npt.NDArray[np.bool_]) -> None:
+        """Forget the copies of what the device's cached pages `is_wanted` [num_pages] hold, and
+        what is found only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
+        held = held_by(self._device, is_wanted, self._tails)
+        for job in self.jobs:
+            parts = job.parts
+            if parts.is_void:
+                continue
+            on_device = parts.holding if job.kind == "load" else parts.reading
+            assert on_device is not None
+            is_hit = is_wanted[on_device.used].any()
+            if is_hit or any(one.is_on(parts, self._tails) for one in held):
+                self._void(job)
+        forget(self.host, held, self._tails)
+
+    # Reports.
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
-        """The events of all that tiers hold now, for `KVCache.announce`."""
-        announcers = [(tier, tier.ledger.announcer) for tier in self.tiers]
-        return [a.noted(tier.index.runs()) for tier, a in announcers if a is not None]
+        """The events of all that the host holds now, for `KVCache.announce`."""
+        announcer = self.host.index.announcer
+        return [] if announcer is None else [announcer.noted(self.host.index.runs())]
 
-    def pages_by_group(self) -> dict[str, list[int]]:
-        """Pages of each tier that its entries have now, by group; it looks at each resume point."""
-        return {tier.name: self._tails.count(tier) for tier in self.tiers}
+    def pages_by_group(self) -> list[int]:
+        """[num_groups] pages of the host that its entries have now; looks at each resume point."""
+        return self._tails.count(self.host.index)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and pages by state now, of each tier: ``"name/tier"``."""
-        found: dict[str, int] = {}
-        for tier in self.tiers:
-            index = tier.index
-            now = {
-                "points": index.num_points,
-                "segments": index.num_segments,
-                "free_pages": index.pool.num_free,
-                "queued_bytes": tier.queued_bytes,
-                "journal_errors": tier.ledger.num_errors,
-            }
-            for name, value in {**tier.counters, **now}.items():
-                found[f"tier_{name}/{tier.name}"] = value
-        return found
+        """Counters since the start, and pages by state now."""
+        index = self.host.index
+        now = {
+            "points": index.num_points,
+            "segments": index.num_segments,
+            "free_pages": index.pool.num_free,
+            "queued_bytes": self.host.queued_bytes,
+        }
+        return {f"tier_{name}/host": n for name, n in {**self.host.counters, **now}.items()}
 
 
 def _checked_parts(parts: Sequence[int] | None, layout: Layout) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +15,7 @@ from ..prefix.holdings import Holding
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.tree import ResumePoint, Run, path_to
 from .jobs import Copies, Job, JobParts, copies_of
-from .places import Found, Place, Tails
+from .places import HOST, Found, Place, Tails, Tier
 
 if TYPE_CHECKING:
     from .match import Way
@@ -49,7 +49,6 @@ def chain_keys(run: Run, depth: int) -> bytes:
     return b"".join([node.keys for node in path_to(run)])[: depth * KEY_BYTES]
 
 
-IsAdmitted = Callable[["Run | ResumePoint", int, int, int], bool]
 NO_POINTS: Int32 = np.empty((0, 0), dtype=np.int32)
 BY_GROUP = attrgetter("group")
 
@@ -63,7 +62,7 @@ class _Chosen:
 
     Attributes:
         entries: that are taken. end: segments of the chain that the target has then.
-        depths: of the resume points among them, a row each. rows: which of all rows these are.
+        depths: of the resume points among them, a row each.
         num_pages: to copy.
         targets: [n, columns] pages of the target; 0 where it has none yet.
         is_new: [n, columns] those to copy.
@@ -75,21 +74,20 @@ class _Chosen:
         self.targets, self.is_new = np.zeros(sources.shape, dtype=np.int32), sources != ZERO32
         self.entries: list[Run | ResumePoint] = []
         self.depths: list[int] = []
-        self.rows: list[int] = []
         self.links: dict[int, tuple[Int64, Int64]] = {}
         self._shares = False
 
     def build_on(
         self, i: int, later: Int64, earlier: Int64, before: ResumePoint | None
     ) -> tuple[Int64, Int64] | None:
-        """Columns `later` of row `i` are columns `earlier` of a point of the target, or of the last
-        row that was taken; returns these then."""
+        """Columns `later` of row `i` are columns `earlier` of a point of the target, or of the row
+        before; returns these then."""
         if before is not None:
             self.targets[i, later] = before.pages[earlier]
             self.is_new[i] &= self.targets[i] == 0
             self._shares = True
             return None
-        has = self.sources[self.rows[-1], earlier] != 0
+        has = self.sources[i - 1, earlier] != 0
         self.is_new[i, later[has]] = False
         return later[has], earlier[has]
 
@@ -99,8 +97,12 @@ class _Chosen:
 
     def only_chosen(self) -> None:
         """Forget the rows that were not taken."""
-        self.sources, self.targets = self.sources[self.rows], self.targets[self.rows]
-        self.is_new = self.is_new[self.rows]
+        n = len(self.depths)
+        self.sources, self.targets, self.is_new = (
+            self.sources[:n],
+            self.targets[:n],
+            self.is_new[:n],
+        )
 
     def fill(self, pages: Int32) -> Int32:
         """`targets`, once there are pages for those that are new."""
@@ -126,7 +128,7 @@ class Chain:
 
     @classmethod
     def of(cls, place: Place, entry: Run | ResumePoint) -> Chain:
-        """That of `entry`, of any place, in `place`."""
+        """The chain of `entry` of the device, in `place`."""
         run, depth = end_of(entry)
         keys = chain_keys(run, depth)
         return cls(keys, Found(place, *place.index.find(keys, depth)))
@@ -136,59 +138,58 @@ class Transfers:
     """Makes jobs and ends them.
 
     Args:
+        device, host: the places.
         tails: columns of pages.
         alignment: tokens of a segment.
-        page_bytes: bytes of a page of a tier.
+        page_bytes: bytes of a page of the host.
 
     Attributes:
         least_pages: of a job with one segment, or one resume point.
-        most_parts: pages of a tier that a page of the device may need.
     """
 
-    def __init__(self, tails: Tails, alignment: int, page_bytes: int) -> None:
+    def __init__(
+        self, device: Place, host: Tier, tails: Tails, alignment: int, page_bytes: int
+    ) -> None:
+        self._device, self._host = device, host
         self._tails, self._alignment, self.page_bytes = tails, alignment, page_bytes
         self._width = len(tails.segments)
         self.least_pages = max(self._width, len(tails.points))
-        parts: list[int] = [*tails.segments.parts.tolist(), *tails.points.parts.tolist()]
-        self.most_parts = 1 + max(parts)
-        self._underway: set[tuple[str, bytes]] = set()  # first segments of open stores
+        self._underway: set[bytes] = set()  # keys of the first segments of open stores
 
     def num_bytes(self, entry: Entry, segments: int) -> int:
-        """Bytes that `entry`, of any place, takes in a tier, with so many segments."""
+        """Bytes that `entry` takes in the host, with so many segments."""
         point = len(self._tails.points) if isinstance(entry, ResumePoint) else 0
         return (segments * self._width + point) * self.page_bytes
 
     # Made.
 
     def store(
-        self, source: Place, chain: Chain, entries: Sequence[Run | ResumePoint], max_pages: int,
-        is_admitted: IsAdmitted,
-    ) -> Job | Lack | None:  # fmt: skip
-        """The job that stores `entries` of `source` in a target, or the first of them.
+        self, chain: Chain, entries: Sequence[Run | ResumePoint], max_pages: int
+    ) -> Job | Lack | None:
+        """Make the job that stores `entries` of the device in the host, or the first of them.
 
         Args:
             chain: of the longest of them, or a longer one.
-            entries: the shortest first; the target has none of them.
-            is_admitted: asked of each, with the pages that it would take and the boundary of the
-                next shorter entry, beside those before it, and the pages that these take.
+            entries: the shortest first; the host has none of them.
 
         Returns:
             Job; None where not even one segment is within `max_pages`, or where a job is open that
-            brings the same segments; Lack where the target has no room.
+            brings the same segments; Lack where the host has no room.
         """
+        source = self._device
         run, depth = end_of(entries[-1])
-        keys, there, target = chain.keys, chain.there, chain.there.place
+        keys, there = chain.keys, chain.there
         first = there.depth = min(there.depth, depth)
-        first_key = target.name, keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        first_key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
         if first_key in self._underway:
             return None
-        chosen = self._choose(source, there, entries, max_pages, is_admitted)
+        chosen = self._choose(there, entries, max_pages)
         if not chosen.entries:
             return None
         # Everything is looked up before locks split runs.
         dense = self._tails.segments.of(source, source.index.pages_between(run, first, chosen.end))
         holding = there.hold(first, chosen.built_on())
-        taken = _take(target, holding, chosen.num_pages)
+        taken = _take(self._host, holding, chosen.num_pages)
         if isinstance(taken, Lack):
             return taken
         segments = taken[: dense.size].reshape(dense.shape)
@@ -201,25 +202,24 @@ class Transfers:
         reading = Holding(source.index, source.index.end_at(run, depth), read)
         for point in stored:  # to evict it now would free nothing
             source.index.withdraw(point)
-        copies = copies_of(self._tails.segments, source, target, dense, segments)
-        copies += copies_of(self._tails.points, source, target, chosen.sources, points, is_new)
+        copies = copies_of(self._tails.segments, dense, segments)
+        copies += copies_of(self._tails.points, chosen.sources, points, is_new)
         parts = JobParts(
-            [source], target, keys[: chosen.end * KEY_BYTES], first, segments, chosen.depths,
-            points, holding, [reading], keys[: depth * KEY_BYTES], chosen.entries,
+            keys[: chosen.end * KEY_BYTES], first, segments, chosen.depths, points, holding,
+            reading, keys[: depth * KEY_BYTES], chosen.entries,
         )  # fmt: skip
         if len(segments):
             self._underway.add(first_key)
         return self._job("store", parts, copies, len(taken), chosen.end)
 
     def _choose(
-        self, source: Place, there: Found, entries: Sequence[Run | ResumePoint], max_pages: int,
-        is_admitted: IsAdmitted,
-    ) -> _Chosen:  # fmt: skip
-        """Those of `entries` that are admitted, up to `max_pages`; see `store`."""
+        self, there: Found, entries: Sequence[Run | ResumePoint], max_pages: int
+    ) -> _Chosen:
+        """Choose from `entries`, up to `max_pages`; see `store`."""
         tails, points = self._tails, [e.pages for e in entries if isinstance(e, ResumePoint)]
         if points:
             rows = points[0][None] if len(points) == 1 else np.array(points)
-            pages = tails.points.of(source, rows)
+            pages = tails.points.of(self._device, rows)
         else:
             pages = NO_POINTS
         made = _Chosen(there.depth, pages)
@@ -236,8 +236,6 @@ class Transfers:
             segments = max(0, entry.depth - made.end)
             n = segments * self._width
             n += count_true(made.is_new[i]) if points else 0
-            if not is_admitted(entry, n, max(known, last), made.num_pages):
-                continue
             is_part = n > max_pages - made.num_pages
             if is_part:  # its first segments alone
                 room = max_pages - made.num_pages
@@ -250,11 +248,10 @@ class Transfers:
             if is_part:
                 break
             if link is not None:
-                made.links[len(made.rows)] = link
+                made.links[i] = link
             if points:
-                made.rows.append(i)
                 made.depths.append(last := entry.depth)
-        if len(made.rows) < len(made.sources):
+        if len(made.depths) < len(made.sources):
             made.only_chosen()
         return made
 
@@ -263,15 +260,15 @@ class Transfers:
         if len(parts.segments):
             self._underway.remove(parts.first_key)
 
-    def load(self, device: Place, way: Way, prompt: Prompt) -> Job | Lack:
-        """The job of a way."""
-        found, columns = way.found, self._tails.points
+    def load(self, way: Way, prompt: Prompt) -> Job | Lack:
+        """Make the job of a way."""
+        device, columns = self._device, self._tails.points
         depth = way.hit if way.tail else way.dense
         # A point within what the device has needs the chain before it alone.
-        first = min(found[0].depth, depth)
-        n = way.ranges[-1][2] - first if way.ranges else 0
+        first = min(way.device.depth, depth)
+        n = way.dense - way.device.depth
         # Everything is looked up before locks split runs.
-        dense = [found[i].place.index.pages_between(found[i].run, a, b) for i, a, b in way.ranges]
+        dense = self._host.index.pages_between(way.host.run, way.device.depth, way.dense)
         point = np.zeros(columns.num_pages, dtype=np.int32)
         lacking = np.zeros(columns.num_pages, dtype=np.bool_)
         for i, pages in way.tail.items():
@@ -279,7 +276,7 @@ class Transfers:
                 lacking[columns.pages[pages.nonzero()]] = True
             else:
                 point[columns.pages] = pages
-        holding = found[0].hold(first, point[point.nonzero()])
+        holding = way.device.hold(first, point[point.nonzero()])
         num_dense = n * self._tails.segments.num_pages
         taken = _take(device, holding, num_dense + count_true(lacking))
         if isinstance(taken, Lack):
@@ -287,27 +284,18 @@ class Transfers:
             return taken
         segments = taken[:num_dense].reshape(n, self._tails.segments.num_pages)
         point[lacking] = taken[num_dense:]
-        copies, at = list[Copies](), 0
         into, own = self._tails.segments.of(device, segments), columns.of(device, point)[None]
-        for (i, _, _), rows in zip(way.ranges, dense, strict=True):
-            rest = into[at : at + len(rows)]
-            copies += copies_of(self._tails.segments, found[i].place, device, rows, rest)
-            at += len(rows)
-        holdings = []
-        for i, f in enumerate(found[1:], 1):
-            ends = [stop for j, _, stop in way.ranges if j == i]
-            if ends or way.pages[i]:
-                pages = way.tail.get(i, NO_VALUES)
-                holdings.append(f.hold(max([*ends, min(depth, f.depth)]), pages))
-                if len(pages):
-                    row = pages[None]
-                    copies += copies_of(columns, f.place, device, row, own, row != ZERO32)
+        copies = copies_of(self._tails.segments, dense, into)
+        pages = way.tail.get(HOST, NO_VALUES)
+        reading = way.host.hold(max(way.dense if n else 0, min(depth, way.host.depth)), pages)
+        if len(pages):
+            row = pages[None]
+            copies += copies_of(columns, row, own, row != ZERO32)
         parts = JobParts(
-            [f.place for f in found], device, prompt.keys[: (first + n) * KEY_BYTES], first,
-            segments, [depth] if way.tail else [], point[None] if way.tail else NO_POINTS,
-            holding, holdings, way=way,
+            prompt.keys[: (first + n) * KEY_BYTES], first, segments, [depth] if way.tail else [],
+            point[None] if way.tail else NO_POINTS, holding, reading, way=way,
         )  # fmt: skip
-        return self._job("load", parts, copies, sum(way.pages), depth)
+        return self._job("load", parts, copies, way.num_pages, depth)
 
     def _per_group(self, num_segments: int, new: Flags) -> list[int]:
         """Pages of the pool that so many segments and columns `new` of a point take, by group."""

@@ -1,14 +1,11 @@
-"""What pages of the device hold, wherever else that is: for rows that turned out wrong.
+"""Find in the host what pages of the device hold: for rows that turned out wrong.
 
-Keys and boundaries tell it, not pages. A window's block is held by several points, and a tier may
+Keys and boundaries tell it, not pages. A window's block is held by several points, and the host may
 have others of them than the device:
 
     tokens                     0    32   64   96   128        a wrong page of the device holds the
     window block                           [b]                block b, and a point at 128 names it;
-    points that may hold it                 [==========]      a tier may have another one, at 96
-
-Forks share a block before they part in its segment, or in the tokens that its key looks ahead at:
-then the points of all who share the segments before count as holding it.
+    points that may hold it                 [==========]      the host may have another one, at 96
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ class Held:
     """Blocks of one segment that wrong pages hold.
 
     Attributes:
-        keys: of the chain that all who hold them share.
+        keys: of the chain up to that segment.
         end: boundary after that segment.
         depth: boundary of a resume point that holds them; 0: they are dense, and all of the segment
             counts as wrong.
-        columns: [n] of the point, in a tier.
+        columns: [n] of the point, in the host.
     """
 
     keys: bytes
@@ -52,16 +49,15 @@ class Held:
         return self.columns is None or any(len(self._columns_at(d, tails)) for d in parts.depths)
 
     def points_in(self, tier: Tier, tails: Tails) -> list[ResumePoint]:
-        """Resume points of a tier that hold them."""
-        shared = len(self.keys) // KEY_BYTES
-        run, depth = tier.index.find(self.keys, shared)
-        if depth < shared or self.columns is None:
+        """Resume points of the host that hold them."""
+        run, depth = tier.index.find(self.keys, self.end)
+        if depth < self.end or self.columns is None:
             return []
         near = _points(run, self.end, self.end - 1 + tails.longest)
         return [p for p in near if p.pages[self._columns_at(p.depth, tails)].any()]
 
     def pages_in(self, tier: Tier) -> Int32:
-        """Pages of the segment in a tier, where they are dense."""
+        """Pages of the segment in the host, where they are dense."""
         run, depth = tier.index.find(self.keys, self.end)
         if depth < self.end or self.columns is not None:
             return NO_VALUES
@@ -93,10 +89,10 @@ def held_by(device: Place, is_wanted: Flags, tails: Tails) -> list[Held]:
             found.append(Held(keys[: end * KEY_BYTES], end))
         for point in points:
             columns = np.flatnonzero(is_wanted[tails.points.of(device, point.pages)])
-            ends, shared = point.depth - tails.back[columns], point.depth - tails.parted[columns]
-            for end, n in {*zip(ends.tolist(), shared.tolist(), strict=True)}:
-                mine = columns[(ends == end) & (shared == n)]
-                found.append(Held(keys[: n * KEY_BYTES], end, point.depth, mine))
+            ends = point.depth - tails.back[columns]
+            for end in {*ends.tolist()}:
+                mine = columns[ends == end]
+                found.append(Held(keys[: end * KEY_BYTES], end, point.depth, mine))
     return found
 
 

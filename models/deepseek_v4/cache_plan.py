@@ -21,8 +21,8 @@ nothing, and CSA, whose next entry overlaps the window before, its series a (4 r
 block's rows none but its last 4 are ever stored. So a prefix hit takes all pages of "compressed"
 before its end, the last two of each window group, and one of "overlap".
 
-A new block gets its page when the allocator plans the step (`quire.kvcore`: ``tables/decode.py``
-for the next token, ``tables/prefill.py`` for a chunk). Until the commit it is in the slot mapping
+A new block gets its page when the allocator plans the step (`quire.kvcore`:
+``tables/planner.py``). Until the commit it is in the slot mapping
 alone: tables show the context before the step.
 
 Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps
@@ -92,15 +92,12 @@ class CachePlan:
         groups: in the order of an allocator's tables; a page of each has the same bytes.
         layers: of the trunk, then drafters.
         filled: bytes at the start of a page of each group that hold rows.
-        context_size: ranks that share a context; a page has the entries of a block of "compressed"
-            over this.
     """
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
     layers: tuple[LayerPlacement, ...]
     filled: tuple[int, ...]
-    context_size: int = 1
 
     def group_index(self, name: str) -> int | None:
         """Where in ``groups`` the group of that name is; None where the model has none."""
@@ -131,7 +128,6 @@ def plan_cache(
     block_size: int | None = None,
     window_block_size: int | None = None,
     drafters: bool = True,
-    context_size: int = 1,
 ) -> CachePlan:
     """Chooses groups and the bytes of their pages.
 
@@ -139,12 +135,10 @@ def plan_cache(
     such pages.
 
     Args:
-        block_size: tokens of a page of entries where one rank has all of them, a multiple of both
-            ratios; default: the first such that holds two HCA windows.
+        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such that holds two HCA windows.
         window_block_size: a divisor of block_size; default: the largest that is at most half a
             sliding window.
         drafters: whether the drafter layers take part.
-        context_size: ranks that share a context.
 
     Returns:
         CachePlan.
@@ -190,7 +184,7 @@ def plan_cache(
 
     groups = []
     if size:
-        groups.append(GroupSpec(COMPRESSED, "dense", block_size * context_size, page_bytes))
+        groups.append(GroupSpec(COMPRESSED, "dense", block_size, page_bytes))
     first = len(groups)
     drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
     for i in range(num_windows):
@@ -213,4 +207,4 @@ def plan_cache(
     )
     shares = [min(share, len(kinds) - i * share) * window_bytes for i in range(num_windows)]
     filled = (*[size] * bool(size), *shares, *[overlap_bytes] * bool(overlap_bytes))
-    return CachePlan(fmt, tuple(groups), layers, filled, context_size)
+    return CachePlan(fmt, tuple(groups), layers, filled)

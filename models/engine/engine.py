@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,7 +39,6 @@ from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import LaunchedStep
 from .config import EngineConfig
-from .handoff_calls import HandOffCalls
 from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
 from .outputs import RequestOutput
@@ -48,11 +48,12 @@ from .request import SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
-from .tier_calls import TierCalls
-from .turns import StepTurns
+
+if TYPE_CHECKING:
+    from ..parallel.lead import Lead
 
 
-class Engine(TierCalls, HandOffCalls):
+class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     What fails in one request, such as its text that cannot be decoded, ends that request alone,
@@ -60,15 +61,16 @@ class Engine(TierCalls, HandOffCalls):
     "nan", and empty the prefix cache of all that no running request needs, since nobody knows which
     of its rows are bad.
 
-    Threads: any may call `add_request`, `check`, `abort`, `unfinished` and `has_work` at any time;
-    they do not wait for the model of a step that runs. One thread at a time steps, others wait for
-    it. Everything else, ``kv`` above all, belongs to the thread that steps.
+    An engine belongs to one thread: only `check` may be called from others. A server queues what its
+    other threads ask for, and adds and aborts requests between two steps. A call that comes while a
+    step runs, from another thread or from within the step, raises RuntimeError.
 
     Args:
         model: see the docstring of the module.
         config: settings; None = `EngineConfig()`.
         tokenizer: for stop strings and streamed text.
         drafter: speculates; None = one token a step.
+        ranks: makes the other ranks run the steps of this one, which is rank 0; None = one rank.
 
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
@@ -79,8 +81,6 @@ class Engine(TierCalls, HandOffCalls):
         outputs: the unfinished requests.
         totals: sums over steps.
         clock: of the step that runs.
-        lock: held whenever requests change. Whoever holds it adds several requests, or notes their
-            ids, before any of them can end.
 
     Raises:
         ValueError: settings out of range or of more than the memory, or a pool that does not hold
@@ -95,16 +95,22 @@ class Engine(TierCalls, HandOffCalls):
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
+        ranks: Lead | None = None,
     ) -> None:
         config = config or EngineConfig()
         self.model, self._config, self.drafter = model, config, drafter
         parts = make_parts(model, config, drafter)
+        runner = parts.runner
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
-        self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
-        self.tiers = parts.tiers
+        self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
+        self.tiers = runner.tiers
         self.max_model_len = self.memory.max_model_len
-        self.scheduler, self._builder, self._sampler = parts.scheduler, parts.builder, parts.sampler
-        self._run, self._graphs, self._is_async = parts.run, parts.graphs, parts.is_async
+        self.scheduler, self._builder, self._sampler = (
+            parts.scheduler,
+            runner.builder,
+            parts.sampler,
+        )
+        self._run, self._graphs, self._is_async = runner.run, runner.graphs, runner.is_async
         self._observer = drafter if isinstance(drafter, ModelDrafter) else None
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
@@ -115,14 +121,15 @@ class Engine(TierCalls, HandOffCalls):
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
         )
         self._num_added = 0
-        self._turns = StepTurns()
-        self.lock = self._turns.lock
+        self._is_stepping = False
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.attach(self.kv, runner.tables, drafter)
 
     @property
     def unfinished(self) -> frozenset[str]:
         """Ids of all requests that are waiting or running."""
-        with self.lock:
-            return frozenset(self.outputs.unfinished)
+        return frozenset(self.outputs.unfinished)
 
     @property
     def has_work(self) -> bool:
@@ -155,14 +162,15 @@ class Engine(TierCalls, HandOffCalls):
 
         Raises:
             ValueError: arguments that break these rules, or samples that do not fit the memory.
+            RuntimeError: called while a step runs.
         """
+        self._expect_between_steps("add_request")
         params = SamplingParams() if params is None else params
         prompt = self.check(prompt_token_ids, params)
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id: expected a string or None, got {shown(request_id)}")
         try:
-            with self.lock:
-                return self._add(prompt, params, request_id, salt, stream)
+            return self._add(prompt, params, request_id, salt, stream)
         except (MemoryError, RecursionError) as error:
             raise ValueError(
                 f"prompt_token_ids: expected what fits the memory, got {len(prompt)} ids for "
@@ -206,58 +214,61 @@ class Engine(TierCalls, HandOffCalls):
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request, all of its samples, with what it has so far.
 
-        Where a step runs meanwhile, what it computes for the request is dropped.
-
         Returns:
             The output of its first unfinished sample.
 
         Raises:
             ValueError: an unknown id.
+            RuntimeError: called while a step runs.
         """
-        with self.lock:
-            return self.outputs.abort(request_id, in_step=self._turns.is_taken)
+        self._expect_between_steps("abort")
+        return self.outputs.abort(request_id)
 
     @torch.inference_mode()
     def step(self) -> StepReport | None:
-        """Runs one step of the batch; None when there is nothing to do. Copies of tiers go on in each
-        call alone: what a hint prefetches from a disk needs some, also while nobody asks for more.
+        """Runs one step of the batch; None when there is nothing to do.
 
         Raises:
             Exception: what the model or a drafter in it raises, such as that the device is out of
                 memory; then nothing is lost, and the next call tries again.
-            RuntimeError: called from within a step.
+            RuntimeError: called while a step runs.
         """
-        # Launches, streams and captures are those of the current device.
-        with self._turns.take(self._end_aborted), torch.cuda.device_of(self._builder.tables):
-            return self._step()
+        self._expect_between_steps("step")
+        self._is_stepping = True
+        try:
+            # Launches, streams and captures are those of the current device.
+            with torch.cuda.device_of(self._builder.tables):
+                with nullcontext() if self._ranks is None else self._ranks.step():
+                    return self._step()
+        finally:
+            self._is_stepping = False
 
-    def _end_aborted(self) -> None:
-        """Those give up their pages that were aborted while a step ran."""
-        self.outputs.end_failed()
-        self.outputs.end_aborted()
+    def _expect_between_steps(self, name: str) -> None:
+        if self._is_stepping:
+            raise RuntimeError(
+                f"{name}: expected to be called between steps, got a call from within one, or "
+                "from a second thread"
+            )
 
     def _step(self) -> StepReport | None:
         self.clock.start()
         before, step, delivered = self._in_flight, None, {}
         if before is not None:
-            with self.lock:
-                step = self.scheduler.schedule_ahead()
-                self.outputs.end_failed()
+            step = self.scheduler.schedule_ahead()
+            self.outputs.end_failed()
             if step is None:
                 delivered = self._receive(before)
         while step is None:
-            with self.lock:
-                self._draft()
-                step = self.scheduler.schedule()
-                self.outputs.end_failed()
-                if step is None:
-                    self._idle.stop()
-                    if delivered or self.outputs.has_finished:
-                        return self._report(**delivered)
-                    if self.tiers is None or not self.tiers.is_loading:
-                        return None
-            if step is None:  # all who wait, wait for pages
-                self.tiers.wait()
+            self._draft()
+            step = self.scheduler.schedule()
+            self.outputs.end_failed()
+            if step is None:
+                self._idle.stop()
+                if delivered or self.outputs.has_finished:
+                    return self._report(**delivered)
+                if self.tiers is None or not self.tiers.is_loading:
+                    return None
+                self.tiers.wait()  # all who wait, wait for pages
         try:
             launched = self._forward(step)
             due = self._in_flight if self._is_async else launched
@@ -269,16 +280,15 @@ class Engine(TierCalls, HandOffCalls):
         except BaseException:
             self._take_back(step)
             raise
-        with self.lock, self.scheduler.allocating:
+        with self.scheduler.allocating:
             # There are no pages to copy: `BatchBuilder` refuses groups with states.
             self.kv.commit(step.plan, launched.input_ids, launched.accepted)
-        with self.lock:
-            if due is not None:
-                delivered = self._deliver(due, new, launched if self._is_async else None)
-            if self._is_async:
-                self._in_flight = launched
-                launched.set_placeholders()
-            return self._report(**delivered)
+        if due is not None:
+            delivered = self._deliver(due, new, launched if self._is_async else None)
+        if self._is_async:
+            self._in_flight = launched
+            launched.set_placeholders()
+        return self._report(**delivered)
 
     def _forward(self, step: ScheduledStep) -> LaunchedStep:
         """Runs the model and samples; on a GPU, all of it begins and nothing is waited for."""
@@ -293,6 +303,8 @@ class Engine(TierCalls, HandOffCalls):
         batch = shape = None
         if self._graphs is not None and len(rows) == len(input_ids):  # all decode
             shape = self._graphs.shape_of(plan)
+        if self._ranks is not None:
+            plan = self._ranks.run(plan, input_ids, rows, shape)
         if shape is None or self._observer is not None:
             batch = self._builder.build(plan, input_ids, rows)
         clock.switch(MODEL)
@@ -310,6 +322,8 @@ class Engine(TierCalls, HandOffCalls):
         sampled = self._sampler(logits, requests, num_rows, self._builder.sampled[:unknown])
         if self._is_async:
             self._builder.sampled[: len(ready)] = sampled.ids
+            if self._ranks is not None:
+                self._ranks.group.from_first(self._builder.sampled[: len(ready)])
         self._idle.end()
         return LaunchedStep(step, ready, input_ids, sampled, batch, hidden)
 
@@ -341,9 +355,8 @@ class Engine(TierCalls, HandOffCalls):
         except BaseException:
             self._take_back()
             raise
-        with self.lock:
-            self._in_flight = None
-            return self._deliver(launched, new)
+        self._in_flight = None
+        return self._deliver(launched, new)
 
     def _deliver(
         self, launched: LaunchedStep, new: list[NewTokens], ahead: LaunchedStep | None = None
@@ -363,13 +376,34 @@ class Engine(TierCalls, HandOffCalls):
     def _take_back(self, step: ScheduledStep | None = None) -> None:
         """A step failed: its requests, and those whose tokens are not known, wait again."""
         self._idle.stop()
-        with self.lock:
-            requests = [] if step is None else [*step.requests]
-            before, self._in_flight = self._in_flight, None
-            self.scheduler.take_back([*requests, *(before.step.requests if before else ())])
-            if before is not None:
-                # Its tokens would have said whether its rows may be found.
-                self.scheduler.clear_cache()
+        requests = [] if step is None else [*step.requests]
+        before, self._in_flight = self._in_flight, None
+        self.scheduler.take_back([*requests, *(before.step.requests if before else ())])
+        if before is not None:
+            # Its tokens would have said whether its rows may be found.
+            self.scheduler.clear_cache()
+        self.outputs.end_failed()
+
+    def _drop_step(self, step: ScheduledStep) -> StepReport:
+        """Take back a step that ran ahead of a load which failed: its requests wait again, and find
+        what is left. The tokens of the step before are good."""
+        before = self._in_flight
+        delivered = {} if before is None else self._receive(before)
+        admitted = self.scheduler.take_back_admitted(step)
+        self.scheduler.take_back(set(step.requests) - admitted)
+        self.tiers.drop_lost()
+        return self._report(**delivered)
+
+    def close(self) -> None:
+        """End the other ranks, and wait for the copies of the host tier. No step may follow: it
+        raises RuntimeError. Without ranks and host tier, and a second time, it does nothing.
+        """
+        self._expect_between_steps("close")
+        if self.tiers is not None:
+            with torch.cuda.device_of(self.tiers.copier.addresses):
+                self.tiers.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _report(self, **numbers: Any) -> StepReport:
         """What ended and was streamed since the last report, and the step that gave its tokens."""

@@ -106,8 +106,7 @@ class MemoryPlan:
         free_bytes: memory that was free for it; None where the caller named the size of the pool.
         fixed_bytes: memory of requests that is not in pages.
         graph_bytes: memory of decode graphs, as far as it was measured before.
-        host_bytes, disk_bytes: behind the pool.
-        context_size: ranks that share a context, each with such a pool.
+        host_bytes: behind the pool.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -121,8 +120,6 @@ class MemoryPlan:
     fixed_bytes: int = 0
     graph_bytes: int = 0
     host_bytes: int = 0
-    disk_bytes: int = 0
-    context_size: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -182,20 +179,15 @@ class MemoryPlan:
         kept = f" (every {self.interval})" if self.interval else ""
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         besides += f", {_size(self.graph_bytes)} of decode graphs" if self.graph_bytes else ""
-        # What it costs that ranks share a context, and how to pay less.
-        shared = f" ({self.context_size} ranks share the context; base_block_size makes it less)"
-        shared = shared if self.context_size > 1 else ""
-        tiers = (("host memory", self.host_bytes), ("disk", self.disk_bytes))
-        behind = [f"{_size(size)} of {what}" for what, size in tiers if size]
+        behind = f"behind    {_size(self.host_bytes)} of host memory"
         return "\n".join(
             [
                 f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
                 f"{_size(self.page_bytes)}{besides}",
-                *([f"behind    {', '.join(behind)}"] if behind else []),
+                *([behind] if self.host_bytes else []),
                 f"request   {_size(self.bytes_per_token)} a token + "
                 f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens{shared}, retention "
-                f"{self.retention!r}{kept}",
+                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}{kept}",
                 f"fits      requests of so many tokens at once: {fits} (at most "
                 f"{self.max_num_seqs})",
             ]
@@ -257,7 +249,7 @@ def plan_memory(
         if needed_bytes > (left := free_memory(model.device)):
             raise ValueError(
                 f"num_pages: expected pages that fit the memory, got {num_pages} "
-                f"({_size(needed_bytes)} with what requests and tiers take besides), "
+                f"({_size(needed_bytes)} with what requests and the host tier take besides), "
                 f"and {_size(left)} are free"
             )
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
@@ -280,8 +272,6 @@ def plan_memory(
         fixed_bytes=cache.fixed_bytes,
         graph_bytes=graph_bytes,
         host_bytes=host_bytes,
-        disk_bytes=int(config.disk_cache_gib * 2**30) if config.disk_cache is not None else 0,
-        context_size=config.context_parallel_size,
     )
 
 

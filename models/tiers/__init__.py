@@ -1,1 +1,1 @@
-"""Host memory and disk behind a pool: where pages go, and who copies them."""
+"""Host memory behind a pool: where its pages are, and how they are copied."""

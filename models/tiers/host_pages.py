@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..engine.memory import free_memory
 
-SYSTEM_PAGE = 4096  # bytes; what a disk moves without a copy in between begins at a multiple of it
-MOST_PADDING = 1 / 64  # of a page may be unused, for it to begin there
+SYSTEM_PAGE = 4096  # bytes; the driver pins whole pages
 
 
 class HostPages:
@@ -27,7 +25,7 @@ class HostPages:
         device: that copies to and from it.
 
     Attributes:
-        rows: [num_pages, page_bytes] uint8, whose rows may lie some bytes apart.
+        rows: [num_pages, page_bytes] uint8.
         num_bytes: of all memory.
 
     Raises:
@@ -35,8 +33,7 @@ class HostPages:
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
-        stride = row_stride(page_bytes)
-        self.num_bytes = num_pages * stride
+        self.num_bytes = num_pages * page_bytes
         if sys.platform == "linux" and self.num_bytes > (free := free_memory(torch.device("cpu"))):
             raise MemoryError(
                 f"expected host memory for {num_pages} pages of {page_bytes} bytes, "
@@ -44,21 +41,10 @@ class HostPages:
             )
         memory = torch.zeros(self.num_bytes + SYSTEM_PAGE, dtype=torch.uint8)
         whole = memory[-memory.data_ptr() % SYSTEM_PAGE :][: self.num_bytes]
-        self.rows = whole.view(num_pages, stride)[:, :page_bytes]
+        self.rows = whole.view(num_pages, page_bytes)
         if device.type == "cuda":
             _pin(whole, device)
             weakref.finalize(self, _unpin, whole)
-        self._arrays = self.rows.numpy()
-
-    def arrays(self, rows: np.ndarray) -> list[np.ndarray]:
-        """[page_bytes] uint8 of each of ``rows``: the memory itself."""
-        return [self._arrays[row] for row in rows.tolist()]
-
-
-def row_stride(page_bytes: int) -> int:
-    """Bytes from row to row."""
-    stride = -(-page_bytes // SYSTEM_PAGE) * SYSTEM_PAGE
-    return stride if stride - page_bytes <= page_bytes * MOST_PADDING else page_bytes
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:

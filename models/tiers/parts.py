@@ -1,6 +1,6 @@
-"""The parts of a page that tiers keep, so that each group takes there what it fills, and little more.
+"""The parts of a page that the host keeps, so that each group takes there what it fills, and little more.
 
-The pages of a pool are equal, and some groups leave a good share of theirs unused. In a tier a page
+The pages of a pool are equal, and some groups leave a good share of theirs unused. In the host a page
 is kept in parts of equal bytes, those alone that hold rows::
 
     a page of DeepSeek-V4-Flash     a page of Gemma-3-27B: ten tensors
@@ -19,9 +19,6 @@ from torch import Tensor
 
 from quire.kernels import E4m3Rows, PoolPages
 from quire.kvcore import GroupSpec
-from quire.kvcore.tier.pagefile import DIRECT_BLOCKS, stride_of
-
-from .host_pages import SYSTEM_PAGE, row_stride
 
 MOST_UNUSED = 0.04  # of the bytes that hold rows
 MOST_PARTS = 32  # of a page: each is an id, a row and a transfer of its own
@@ -30,12 +27,12 @@ PART_ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class PageParts:
-    """How pages are kept in tiers.
+    """How pages are kept in the host.
 
     Attributes:
         pages: of the pool, in parts.
-        counts: [num_groups] parts that a page of each group has in a tier, the first ones.
-        filled: [num_groups] bytes that a tier has of the rows of such a page.
+        counts: [num_groups] parts that a page of each group has in the host, the first ones.
+        filled: [num_groups] bytes that the host has of the rows of such a page.
         unused: of the bytes that a segment, and a resume point, take there, over those that hold
             rows; less 1.
     """
@@ -45,19 +42,12 @@ class PageParts:
     filled: tuple[int, ...]
     unused: tuple[float, float]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What has to be the same for pages of tiers to be of use later."""
-        pages = self.pages
-        return pages.num_parts, pages.num_tensors, pages.kept_bytes, *self.counts
-
 
 def page_parts(
     groups: Sequence[GroupSpec],
     tensors: Sequence[Tensor],
     filled: Sequence[tuple[int, int]],
     *,
-    on_disk: bool,
     e4m3_rows: E4m3Rows | None = None,
 ) -> PageParts:
     """The fewest parts with which neither segments nor resume points leave over 4 % unused.
@@ -69,8 +59,7 @@ def page_parts(
         tensors: of [num_pages, page_bytes] uint8, as of `PoolPages`.
         filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
             first ones.
-        on_disk: whether one of the tiers is a disk, whose blocks parts are rounded up to.
-        e4m3_rows: that tiers have of pages; None = their bytes. All pages begin with rows.
+        e4m3_rows: that the host has of pages; None = their bytes. All pages begin with rows.
     """
     unit, kept = PART_ALIGNMENT, int
     if e4m3_rows is not None:
@@ -83,10 +72,7 @@ def page_parts(
     best: tuple[tuple[float, ...], int, int, list[int]] | None = None
     for n, size in sizes:
         counts = [max(1, -(-t // n) * -(-b // size)) for t, b in filled]
-        stored = row_stride(n * kept(size))
-        if on_disk:
-            stored = max(stored, stride_of(n * kept(size), DIRECT_BLOCKS[0]))
-        unused = _unused(groups, [count * stored for count in counts], rows)
+        unused = _unused(groups, [count * n * kept(size) for count in counts], rows)
         excess = max(0.0, max(unused) - MOST_UNUSED)
         rank = (excess, float(max(counts)), *unused)
         if max(counts) <= MOST_PARTS and (best is None or rank < best[0]):
@@ -108,9 +94,8 @@ def _slices(filled: Sequence[tuple[int, int]], page_bytes: int, unit: int) -> li
     found = set()
     for _, size in filled:
         for n in range(1, MOST_PARTS + 1):
-            part = -(-size // (n * unit)) * unit
-            found |= {part, -(-part // SYSTEM_PAGE) * SYSTEM_PAGE}
-    return sorted((x for x in found if x < page_bytes and x % unit == 0), reverse=True)
+            found.add(-(-size // (n * unit)) * unit)
+    return sorted((x for x in found if x < page_bytes), reverse=True)
 
 
 def _starts(page_bytes: int, size: int) -> list[int]:

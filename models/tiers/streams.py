@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 DIRECTIONS = (TO_HOST, TO_DEVICE)
-
-
-class Pending(Protocol):
-    """Work under way; a `concurrent.futures.Future` is one."""
-
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    def result(self) -> Any:
-        """Waits for its end, and raises what it raised."""
 
 
 class CopyFailed(RuntimeError):
@@ -79,7 +69,13 @@ class Copying:
         return self.error is not None or not any(self._left)
 
     def result(self) -> None:
-        """Waits for their end."""
+        """Wait for their end.
+
+        Raises:
+            Exception: what a copy raised.
+        """
+        if self.error is not None:
+            raise self.error
         if self._events:
             self._events[-1].synchronize()
         else:

@@ -111,12 +111,9 @@ def test_the_limits_add_up_to_less_than_nine_minutes():
 
 def test_several_gpus_run_one_model():
     for count, size in ((2, "2"), (3, "2"), (4, "4"), (8, "8"), (16, "8")):
-        *parts, alone, shared = plan(False, count)
+        *parts, ranks = plan(False, count)
         assert [p.name for p in parts] == [p.name for p in plan(False)]
-        for part, options in ((alone, ["tensor"]), (shared, ["tensor", "context"])):
-            given = [a for a in part.arguments if a.endswith("-parallel-size")]
-            assert given == [f"--{name}-parallel-size" for name in options]
-            assert all(part.arguments[part.arguments.index(a) + 1] == size for a in given)
+        assert ranks.arguments[-2:] == ("--tensor-parallel-size", size)
 
 
 def test_the_tests_of_every_part_are_there():

@@ -31,14 +31,12 @@ from quire.kvcore import (
     KVCache,
     OutOfPages,
     Ranked,
-    snapshot,
 )
-from quire.kvcore.tables.drafts import DraftBatch
-from tests.support.kvcore.device import POISON, Device, Request, Text
+from tests.support.kvcore.device import Device, Request, Text
 from tests.support.kvcore.digest import digest
-from tests.support.kvcore.forks import Forks
 from tests.support.kvcore.misuse import Misuse
 from tests.support.kvcore.promises import Promises, Reader, interval_of, possible
+from tests.support.kvcore.taken_away import TakenAway
 
 MAX_REQUESTS = 5
 SALTS = (b"", b"", b"", b"tenant", b"adapter 1")
@@ -140,7 +138,7 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
     }
 
 
-class Life(Misuse, Forks):
+class Life(Misuse, TakenAway):
     """A cache, its engine, and what it owes; each method named in `WEIGHTS` is one step.
 
     Args:
@@ -399,15 +397,11 @@ class Life(Misuse, Forks):
                 if room:
                     self.call("needed", [r.slot], [rng.randint(1, room)])
             self.call("stats")
-        withheld = list(kv.pool.withheld)
-        for t, (g, _) in enumerate(kv.layout.tables):
-            size = kv.layout.groups[g].block_size
-            assert not np.isin(plan.slot_mapping[t] // size, withheld).any(), "a withheld page"
         if step is not None and rng.random() < 0.2:  # and to an open step others do no harm
             self.admit()
             self.evict()
             self.device.wipe_free_pages()
-        self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
+        self.calls["with drafts"] += accepted is not None
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
@@ -584,30 +578,6 @@ class Life(Misuse, Forks):
         self.call("clear")
         assert self.kv.num_evictable_pages == 0
 
-    def restore(self) -> None:
-        """The process dies; the index comes back from a snapshot, with the pages that it names and no requests."""
-        if not self.kv.enable_caching:
-            return
-        texts = [self.new_text() for _ in range(6)]
-        hits = [self.kv.match(t.tokens, salt=t.salt, extra_keys=t.extra_keys) for t in texts]
-        data, pages = snapshot.dumps(self.kv), snapshot.page_ids(self.kv)
-        old = self.promises
-        for r in self.requests:
-            self.remember(r.text)
-        self.requests.clear()
-        kept = np.full_like(self.device.memory, POISON)
-        kept[pages] = self.device.memory[pages]
-        rows = self.device.rows_checked, self.device.rows_written
-        self.start(self.new_cache(), kept)
-        self.device.rows_checked, self.device.rows_written = rows
-        self.calls["restore"] += 1
-        snapshot.loads(self.kv, data)
-        self.promises.segments, self.promises.points = old.segments, old.points
-        self.check(share=1)
-        for text, hit in zip(texts, hits, strict=True):
-            again = self.match(text)
-            assert (again.num_tokens, again.dense_tokens) == (hit.num_tokens, hit.dense_tokens)
-
     # After each step.
 
     def look_for_evictions(self) -> None:
@@ -638,7 +608,7 @@ class Life(Misuse, Forks):
     def take(self, name: str) -> None:
         """One step. In some, the user's policy and log fail."""
         if (
-            name in ("step", "decode", "release", "rollback", "evict", "fork", "evict_pages")
+            name in ("step", "decode", "release", "rollback", "evict", "evict_pages")
             and self.rng.random() < 0.1
         ):
             if isinstance(self.policy, Moody):
@@ -657,14 +627,13 @@ class Life(Misuse, Forks):
         while self.requests:
             self.release()
         self.call("clear")
-        self.call("restore_pages", sorted(self.kv.pool.withheld))
         self.kv.check_invariants()
         assert self.kv.num_free_pages == self.kv.num_pages - 1
 
 
 WEIGHTS = {
-    "admit": 5, "fork": 1, "abort": 0.7, "evict_pages": 0.4, "restore_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
-    "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "restore": 0.15, "stale_plan": 0.7, "foreign_plan": 0.2,
+    "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
+    "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "stale_plan": 0.7, "foreign_plan": 0.2,
     "wrong_arguments": 0.7,
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ def calls(kv: KVCache, match) -> dict:
         "commit": lambda: kv.commit(None, []), "rollback": lambda: kv.rollback(0, 1), "lowest_rollback": lambda: kv.lowest_rollback(0),
         "release": lambda: kv.release("a"), "pin": lambda: kv.pin(match, now=0, ttl=1), "pin_request": lambda: kv.pin_request("a", now=0, ttl=1),
         "unpin": lambda: kv.unpin(match), "expire_pins": lambda: kv.expire_pins(0), "clear": kv.clear, "announce": kv.announce,
-        "fork": lambda: kv.fork(0, "b"), "needed": lambda: kv.needed([0], [1]), "evict_pages": lambda: kv.evict_pages([1]), "reset": kv.reset, "restore_pages": lambda: kv.restore_pages([]), "evict": lambda: kv.evict(1), "take_deltas": kv.take_deltas, "check_invariants": kv.check_invariants,
+        "needed": lambda: kv.needed([0], [1]), "evict_pages": lambda: kv.evict_pages([1]), "reset": kv.reset, "evict": lambda: kv.evict(1), "take_deltas": kv.take_deltas, "check_invariants": kv.check_invariants,
     }  # fmt: skip
 
 

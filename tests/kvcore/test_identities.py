@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, KVCache, snapshot
+from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, KVCache
 from tests.support.kvcore.engine import groups
 from tests.support.kvcore.routed import DENSE, HYBRID, IMAGE, Ask, Router
 
@@ -128,19 +127,6 @@ def test_only_a_log_with_identities_names_them():
         EventLog(identities=1)
 
 
-def test_a_fork_stores_with_the_identity_of_its_source_and_its_own_name():
-    log = EventLog(identities=True)
-    kv = cache(log, (4, None))
-    slot = kv.admit("a", kv.match([1, 2, 3, 4, 5], salt=b"t"))
-    kv.commit(kv.plan([slot], [5]), [1, 2, 3, 4, 5])
-    fork = kv.fork(slot, "b").slot
-    kv.release("a")
-    kv.commit(kv.plan([fork], [3]), [6, 7, 8])
-    assert [(e.request_id, e.salt) for e in stored(log)] == [("a", b"t"), ("b", b"t")]
-    kv.announce()
-    assert [e.request_id for e in stored(log)] == [None]
-
-
 def test_a_slot_is_another_identity_when_it_is_used_again():
     log = EventLog(identities=True)
     kv = cache(log, (4, None))
@@ -150,48 +136,3 @@ def test_a_slot_is_another_identity_when_it_is_used_again():
         ("a", b"t", (((0, 4, b"x"),),)),
         ("b", b"", ()),
     ]
-
-
-def test_a_snapshot_keeps_identities():
-    logs = [EventLog(identities=True) for _ in range(2)]
-    before, after = (cache(log, (8, None), (4, 10)) for log in logs)
-    tokens = [1, 2, 3, *[IMAGE] * 7, *range(16)]
-    run(before, "a", tokens, salt=b"t", extra_keys=EXTRA)
-    run(before, "b", tokens)
-    snapshot.loads(after, snapshot.dumps(before))
-    logs[0].take()
-    before.announce()
-    expected, got = (sorted(log.take()[1], key=repr) for log in logs)
-    assert got == expected
-    assert {e.salt for e in got if not isinstance(e, AllBlocksCleared)} == {b"", b"t"}
-
-
-def test_a_snapshot_without_identities_is_refused_by_a_cache_that_names_them():
-    plain = cache(EventLog(), (4, None))
-    run(plain, "a", [1, 2, 3, 4, 5], salt=b"t")
-    log = EventLog(identities=True)
-    kv = cache(log, (4, None))
-    with pytest.raises(ValueError, match="expected one of a cache whose events name identities"):
-        snapshot.loads(kv, snapshot.dumps(plain))
-    assert kv.index.num_segments == 0
-    told = cache(EventLog(identities=True), (4, None))
-    run(told, "a", [1, 2, 3, 4, 5], salt=b"t")
-    quiet = cache(EventLog(), (4, None))
-    snapshot.loads(quiet, snapshot.dumps(told))
-    assert quiet.match([1, 2, 3, 4, 5], salt=b"t").num_tokens == 4
-
-
-@pytest.mark.parametrize(
-    "forged",
-    [b"[1]", b"{", b'{"0": 1}', b'{"7": ["", []]}', b'{"-1": ["", []]}', b'{"0": ["zz", []]}',
-     b'{"0": ["", [[3, 1, ""]]]}', b'{"0": ["", [[true, 2, ""]]]}', b'{"0": ["", [[0, 2, 5]]]}', b"[" * 100_000],
-)  # fmt: skip
-def test_forged_identities_are_refused(forged, monkeypatch):
-    before = cache(EventLog(identities=True), (4, None))
-    run(before, "a", [1, 2, 3, 4, 5], salt=b"t")
-    kv = cache(EventLog(identities=True), (4, None))
-    monkeypatch.setattr(snapshot.identities, "dumps", lambda *_: forged)
-    data = snapshot.dumps(before)
-    with pytest.raises(ValueError, match="snapshot: identities"):
-        snapshot.loads(kv, data)
-    assert kv.index.num_segments == 0 and kv.match(np.arange(9)).num_tokens == 0

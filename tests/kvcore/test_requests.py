@@ -136,29 +136,6 @@ def test_wrong_pages_are_named(bad):
         engine().kv.evict_pages(bad)
 
 
-def test_a_pool_shrinks_and_grows_again():
-    e = engine((8, None), num_pages=21)
-    e.run("a", PROMPT[:80])
-    e.admit("b", PROMPT[:9])  # needs the first page
-    e.finish_prompt("b")
-    gone = list(range(11, 21))
-    needed = set(e.kv.evict_pages(gone, withhold=True).tolist())
-    assert needed < set(gone) and len(needed) <= 2
-    assert e.kv.num_free_pages + e.kv.num_evictable_pages == 10 - 2 + len(needed)
-    assert e.kv.stats()["pages_in_use"] == 2
-    e.check()
-    slot = e.kv.admit("c", e.kv.match([9] * 200))
-    assert isinstance(e.kv.plan([slot], [8 * 12]), OutOfPages)
-    plan = e.kv.plan([slot], [8 * (8 + len(needed))])
-    assert not set((plan.slot_mapping // 8).ravel().tolist()) & (set(gone) - needed)
-    e.kv.release("c")
-    with pytest.raises(ValueError, match="pages: expected pages that are withheld, got"):
-        e.kv.restore_pages([1, *gone])
-    e.kv.restore_pages(sorted(set(gone) - needed))
-    assert e.kv.num_free_pages + e.kv.num_evictable_pages == 18
-    e.check()
-
-
 # Resets.
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
-import pytest
-
 from tests.support.kvcore.engine import Engine, groups
 
 
@@ -54,39 +50,3 @@ def test_evictions_are_counted_by_reason():
     assert stats["evicted_segments/useless"] == stats["evicted_segments"] > 0
     hybrid.kv.clear()
     assert hybrid.kv.stats()["evicted_segments"] == stats["evicted_segments"], "not an eviction"
-
-
-def test_every_statistic_is_a_metric_with_help_and_type():
-    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
-    from prometheus_client.parser import text_string_to_metric_families
-
-    from quire.models.integrations.prometheus import metrics_text
-
-    e = engine((8, None), (4, 10), num_pages=40)
-    for i in range(8):
-        e.run(i, [i // 2] * 41)
-    stats, text = e.kv.stats(), metrics_text(e.kv)
-    families = {f.name: f for f in text_string_to_metric_families(text)}
-    assert "# TYPE quire_kv_hits_total counter" in text
-    assert "# HELP quire_kv_free_pages Pages that hold nothing.\n" in text
-    assert 'quire_kv_misses_total{reason="not-cached"} 4.0' in text
-    for family in families.values():
-        assert family.documentation.endswith(".") and family.type in ("counter", "gauge")
-    values = [s.value for f in families.values() for s in f.samples]
-    # The total of evicted segments is the sum of its reasons.
-    assert (
-        len(values) == len(stats) - 1
-        and sum(values) == sum(stats.values()) - stats["evicted_segments"]
-    )
-    assert stats["evicted_segments"] == sum(
-        s.value for s in families["quire_kv_evicted_segments"].samples
-    )
-
-
-def test_a_missing_client_is_named(monkeypatch):
-    from quire.models.integrations.prometheus import metrics_text
-
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
-    with pytest.raises(ImportError, match="pip install prometheus-client"):
-        metrics_text(engine((8, None)).kv)

@@ -29,10 +29,6 @@ def test_a_worker_reads_what_the_cache_reads():
         if len(running) < 6 and rng.random() < 0.4:
             tokens = [0] * rng.randint(1, 150)
             running[step] = kv.admit(step, kv.match(tokens))
-        if running and rng.random() < 0.2 and kv.num_free_slots:
-            made = kv.fork(rng.choice(list(running.values())), ("fork", step))
-            if not isinstance(made, OutOfPages):
-                running["fork", step] = made.slot
         if running and rng.random() < 0.15:
             rid = rng.choice(list(running))
             del running[rid]

@@ -276,7 +276,7 @@ def test_statistics_and_speculation(capsys):
 
 
 def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
-    pytest.importorskip("jinja2", reason="renders chat templates")
+    pytest.importorskip("transformers", reason="renders chat templates")
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     base = [
         "--model",

@@ -13,7 +13,7 @@ FP32, BF16 = tl.float32, tl.bfloat16
 
 
 def repair() -> None:
-    """Replace what is wrong or slow in the interpreter; import it with ``TRITON_INTERPRET=1`` only."""
+    """Replace what is wrong in the interpreter; import it with ``TRITON_INTERPRET=1`` only."""
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _widening_dot(builder.create_dot)
     builder.cast_impl = _rounding_cast(builder.cast_impl)

@@ -28,7 +28,9 @@ from quire.kernels.mla import configs as mla_configs
 from quire.kernels.mla import triton_impl as dense_triton
 from quire.kernels.mla.configs import MlaConfig
 
-ARCHS = [named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")]
+ARCHS = [
+    named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+]
 HOPPER = named("sm_90")
 
 
@@ -70,7 +72,7 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     assert taken[-1].split()[6:8] == ["1", "2"]
 
 
-@pytest.mark.parametrize("name", ["gfx942"])
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 def test_a_dry_run_for_another_architecture(name, monkeypatch):
     """Its entries' own shapes are compiled for it, and run in the interpreter."""
     asked = []

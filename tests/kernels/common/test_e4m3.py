@@ -143,7 +143,7 @@ import triton
 from quire.kernels.common.arch import named
 from tests.kernels.common import test_e4m3
 found = []
-for name in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
+for name in ("gfx942", "gfx950"):
     arch = named(name)
     for kernel in test_e4m3.TILES:
         out = "*bf16" if kernel in test_e4m3.WIDENS else "*fp16"
@@ -167,6 +167,6 @@ def test_amd_targets_need_no_assembly(tmp_path_factory):
         (folder / "found.json").write_text(done.stdout)
 
     found = json.loads((once_a_run(tmp_path_factory, "e4m3_amd", make) / "found.json").read_text())
-    assert len(found) == 4 * len(TILES)
+    assert len(found) == 2 * len(TILES)
     for name, kernel, assembly, compares in found:
         assert not assembly and not (compares and kernel == "_pairs_kernel"), (name, kernel)

@@ -134,10 +134,10 @@ def test_tokens_of_several_requests_make_the_keys_that_each_alone_makes(lookahea
         counts = rng.integers(1, 3 * a if rng.random() < 0.1 else 5, n)
         tokens = rng.integers(0, 9, int(counts.sum()) + n).astype(np.int32)
         first = (np.cumsum(counts + 1) - counts - 1).astype(np.int32)  # one rejected token each
-        together.feed_several(slots, start, start + counts, tokens, first)
+        together.feed(slots, start, start + counts, tokens, first)
         for i in range(n):
             part = tokens[first[i] : first[i] + counts[i]]
-            alone.feed(int(slots[i]), int(start[i]), part)
+            alone._feed_one(int(slots[i]), int(start[i]), part)
         start += counts
         for slot in slots.tolist():
             known = alone.num_keys(slot)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import quire.kvcore
-from quire.kvcore import LRU, Adaptive, EventLog, KVCache, StepPlan, snapshot
+from quire.kvcore import LRU, Adaptive, EventLog, KVCache, StepPlan
 from tests.support.kvcore.engine import groups
 
 HOME = os.path.dirname(quire.kvcore.__file__)
@@ -86,17 +86,15 @@ def life(specs, policy, segments: int, branches: bool) -> dict[str, int]:
     count("unpin", kv.unpin, kv.match(prompt))
     kv.pin(kv.match(prompt), now=0, ttl=9)
     count("expire", kv.expire_pins, 10)
-    data = snapshot.dumps(kv)
-    other = cache(specs, policy, segments)
-    count("restore", snapshot.loads, other, data)
     count("announce", kv.announce)
     count("take", kv._announcer.log.take)
     kv.admit("b", kv.match(prompt))
     kv.release("b")
     count("evict", kv.evict, kv.num_evictable_pages)
     assert kv.num_free_pages == kv.num_pages - 1
-    count("clear", other.clear)
-    assert other.num_free_pages == other.num_pages - 1
+    whole(kv, "c", chain)
+    count("clear", kv.clear)
+    assert kv.num_free_pages == kv.num_pages - 1
     return counts
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache
-from quire.kvcore.tables import decode
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 32, 4096, pages_per_block=2)
@@ -192,7 +191,7 @@ def test_a_state_without_caching_needs_no_snapshots():
     e.step({"a": 1, "b": 1})
     e.decode("a", [1, 2, 3, 4])
     assert (e.kv.tables[:, :] >= 0).all() and e.kv.stats()["pages_in_use"] == 3 + 2 + 2
-    for t in range(24):  # long enough for the batch to get a calendar
+    for t in range(24):
         for rid in ("a", "b"):
             e.tokens[rid].append(t)
         e.step({"a": 1, "b": 1})
@@ -216,26 +215,6 @@ def test_decodes_after_a_mixed_step_keep_their_states():
         e.check()
 
 
-@pytest.mark.parametrize("most", [22, 21], ids=["calendar", "too-large"])
-def test_a_batch_that_lasts_gets_a_calendar_unless_it_would_be_large(most, monkeypatch):
-    """Two requests change 2 x (2 + 4 + 4 + 1) entries in 8 steps."""
-    monkeypatch.setattr(decode, "MOST_ENTRIES", most)
-    e = Engine(
-        groups((4, None), (2, 5), (2, 5), GroupSpec("state", "state", 8, 4096)),
-        num_pages=90, max_requests=3, max_model_len=96,
-    )  # fmt: skip
-    for rid in ("a", "b"):
-        e.admit(rid, [1, 2, 3])
-    e.step({"a": 3, "b": 3})
-    for t in range(40):
-        for rid in ("a", "b"):
-            e.tokens[rid].append(t)
-        e.step({"a": 1, "b": 1})
-        e.check()
-        calendar = e.kv._tables.batches.newest.calendar
-        assert (calendar is not None) == (t >= decode.SETTLED and most == 22)
-
-
 ALONE = {
     "windows": groups((8, None), (4, 10), (4, 10), (4, 5)),
     "states": groups((8, None), (4, 10), GroupSpec("state", "state", 8, 4096, pages_per_block=2)),
@@ -247,7 +226,6 @@ ALONE = {
 @pytest.mark.parametrize("retention", ["latest", 32, "dense"])
 @pytest.mark.parametrize("specs", ALONE.values(), ids=ALONE.keys())
 def test_chunks_of_one_step_end_like_chunks_of_steps_of_their_own(specs, retention, drafts):
-    """One chunk is planned and committed in plain integers, several in arrays."""
     together, alone = (
         KVCache(
             specs, num_pages=900, max_requests=2, max_model_len=640,
@@ -256,8 +234,6 @@ def test_chunks_of_one_step_end_like_chunks_of_steps_of_their_own(specs, retenti
         for _ in range(2)
     )  # fmt: skip
     texts = [np.array(tokens(640, seed), dtype=np.int32) for seed in range(2)]
-    for cache in (together, alone):
-        cache._tables.batches.most_drafts = 0  # all are chunks
     for i, text in enumerate(texts):
         for cache in (together, alone):
             assert cache.admit(i, cache.match(text[:90])) == i

@@ -10,7 +10,7 @@ from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache
 from quire.kvcore.policies.base import in_order
 from quire.kvcore.prefix.eviction import EvictableTree
 from quire.kvcore.prefix.tree import ResumePoint
-from quire.kvcore.tier.watched import Watched, coming
+from quire.kvcore.tier.stores import coming
 from tests.support.kvcore.engine import groups
 
 
@@ -67,7 +67,6 @@ def test_a_policy_that_cannot_tell():
             self.asked = self._lru.asked
 
     kv = busy(Plain(), groups((8, None), (4, 10)))
-    kv.index.policy = Watched(kv.index.policy, lambda entry: None)
     found = coming(kv.index, 5)
     assert [e.last_used for e in found] == sorted(e.last_used for e in found)
     points = [e for e in _entries(kv.index) if isinstance(e, ResumePoint)]

@@ -10,7 +10,7 @@ import pytest
 from quire.kvcore import LRU, GroupSpec, KVCache
 from quire.kvcore.tier import Job, Tiers, TierSpec
 from tests.support.kvcore.engine import Engine
-from tests.support.kvcore.tiers import Contents, DictJournal, Memory
+from tests.support.kvcore.tiers import Contents, Memory
 
 # As of a model whose window pages leave a sixth of the pool's unused, and whose last group most of it.
 GROUPS = [
@@ -26,12 +26,11 @@ SPEC = TierSpec(10, 1e9)
 
 
 class Setup:
-    def __init__(self, host=2000, disk=None, journal=None, pages=60, specs=GROUPS, parts=PARTS):
+    def __init__(self, host=2000, pages=60, specs=GROUPS, parts=PARTS):
         self.e = Engine(specs, num_pages=pages, max_requests=4, max_model_len=300, retention=32, policy=LRU())  # fmt: skip
         self.tiers = Tiers(
-            self.e.kv, host=None if host is None else TierSpec(host, 1e9, LRU()),
-            disk=None if disk is None else TierSpec(disk, 1e8, LRU(), journal),
-            prefill_tokens_per_second=1.0, page_bytes=1000, parts=parts, watermark=60,
+            self.e.kv, host=TierSpec(host, 1e9, LRU()), prefill_tokens_per_second=1.0,
+            page_bytes=1000, parts=parts, watermark=60,
         )  # fmt: skip
         self.memory, self.ids = Memory(self.e, self.tiers), 0
 
@@ -41,8 +40,7 @@ class Setup:
 
     def store(self):
         jobs = []
-        stores = self.tiers.stores  # to the next tier, and then what is left to the last
-        while some := stores(1 << 30) or stores(1 << 30, everything=True):
+        while some := self.tiers.stores(1 << 30):
             for job in some:
                 self.memory.copy(job)
                 self.tiers.done(job)
@@ -65,18 +63,16 @@ def taken(tier) -> int:
     return tier.index.pool.num_pages - 1 - tier.index.pool.num_free
 
 
-@pytest.mark.parametrize("way", [("host",), ("disk",), ("host", "disk")])
-def test_entries_take_the_bytes_of_their_groups(way):
-    s = Setup(2000 if "host" in way else None, 4000 if "disk" in way else None)
+def test_entries_take_the_bytes_of_their_groups():
+    s = Setup()
     s.serve(PROMPT)
     jobs = s.store()
-    for tier in s.tiers.tiers:
-        index = tier.index
-        depths = [d for r in index.runs() for d in r.points]
-        blocks = {2 * d - i for d in depths for i in (1, 2, 3)}  # neighbours share some
-        assert index.num_segments and len(depths) > 1
-        counts = [6 * index.num_segments, 5 * len(blocks), 2 * 3 * len(depths)]
-        assert s.tiers.pages_by_group()[tier.name] == counts and taken(tier) == sum(counts)
+    index = s.tiers.host.index
+    depths = [d for r in index.runs() for d in r.points]
+    blocks = {2 * d - i for d in depths for i in (1, 2, 3)}  # neighbours share some
+    assert index.num_segments and len(depths) > 1
+    counts = [6 * index.num_segments, 5 * len(blocks), 2 * 3 * len(depths)]
+    assert s.tiers.pages_by_group() == counts and taken(s.tiers.host) == sum(counts)
     assert all(job.num_bytes == 1000 * sum(map(len, job.copies)) for job in jobs)
     s.e.kv.evict(60)
     match = s.tiers.match([*PROMPT, 1])
@@ -115,7 +111,7 @@ def test_a_resume_point_between_two_others():
     s.serve(PROMPT)
     s.store()
     s.e.kv.evict(80)
-    depths = [d for r in s.tiers.tiers[0].index.runs() for d in r.points]
+    depths = [d for r in s.tiers.host.index.runs() for d in r.points]
     assert 6 not in depths and {4, 8} <= {*depths}
     prompt = [*PROMPT[:48], 7, 8]
     job = s.load(prompt)
@@ -150,7 +146,7 @@ def test_one_part_of_a_store_that_fails_takes_its_point_alone():
     states = next(c for c in job.copies if c.group == 2)
     s.memory.copy(job)
     s.tiers.done(job, states.targets[-1:])
-    host = s.tiers.tiers[0]
+    host = s.tiers.host
     assert {d for r in host.index.runs() for d in r.points} == {4, 8}
     assert host.index.num_segments == len(job.parts.segments) == 12
     assert taken(host) == SEGMENT * 12 + 2 * POINT
@@ -162,36 +158,19 @@ def test_a_page_of_the_pool_that_fails_takes_what_all_its_parts_belong_to():
     s.serve(PROMPT)
     s.store()
     s.e.kv.evict(60)
-    before = Contents(s.tiers.tiers[0].index)
+    before = Contents(s.tiers.host.index)
     job = s.load([*PROMPT, 1])
     bad = int(job.parts.segments[7, 0])
     s.memory.copy(job)
     s.tiers.done(job, [bad])
     s.check()
     assert s.e.kv.match([*PROMPT, 1]).dense_tokens == 56
-    after = Contents(s.tiers.tiers[0].index)
+    after = Contents(s.tiers.host.index)
     assert len(after.segments) == 7 and after.points.keys() < before.points.keys()
-    assert taken(s.tiers.tiers[0]) == SEGMENT * 7 + POINT  # that at 32
+    assert taken(s.tiers.host) == SEGMENT * 7 + POINT  # that at 32
     with pytest.raises(ValueError, match="failed: expected pages that are targets"):
         job = s.load([*PROMPT, 1])
         s.tiers.done(job, [bad, 10_000])
-
-
-def test_a_journal_brings_parts_back():
-    journal = DictJournal()
-    s = Setup(None, 4000, journal)
-    s.serve(PROMPT)
-    s.store()
-    rows, kept = s.memory.rows["disk"], Contents(s.tiers.tiers[0].index)
-    new = Setup(None, 4000, journal)
-    new.memory.rows["disk"] = rows
-    again = Contents(new.tiers.tiers[0].index)
-    assert again.segments == kept.segments and again.points == kept.points
-    job = new.load([*PROMPT, 1])
-    new.memory.copy(job)
-    new.tiers.done(job)
-    assert new.serve([*PROMPT, 1]).num_tokens == 96
-    new.check()
 
 
 def test_parts_that_are_none():

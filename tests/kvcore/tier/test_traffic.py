@@ -21,8 +21,6 @@ def test_lives():
         "stored points",
         "jobs of several points",
         "used",
-        "held",
-        "prefetch accepted",
         "copies of wrong rows",
         "lossy hits",
         "requests over lossy rows",

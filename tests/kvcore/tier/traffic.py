@@ -1,4 +1,4 @@
-"""Random traffic through a cache with tiers: copies at any later time, failures, and a check of every row.
+"""Random traffic through a cache with a host tier: copies at any later time, failures, and a check of every row.
 
     python -m tests.kvcore.tier.traffic --steps 200000 --seed 0
 
@@ -18,16 +18,14 @@ import numpy as np
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EventLog, OutOfPages
 from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
-from quire.kvcore.tier.tiers import MEDIA
-from quire.kvcore.tier.transfers import chain_keys
 from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
-from tests.support.kvcore.tiers import Contents, DictJournal, EventReader, Memory, longest
+from tests.support.kvcore.tiers import Contents, EventReader, Memory, ends_of, longest
 
 SLOW = 1e-6  # tokens a second: everything is worth a load
 
 
 class TieredTraffic(Traffic):
-    """`Traffic` with tiers behind it.
+    """`Traffic` with a host tier behind it.
 
     Args:
         draw: of all choices.
@@ -38,23 +36,16 @@ class TieredTraffic(Traffic):
         super().__init__(draw, events=log)
         kv = self.e.kv
         self.reader = None if log is None else EventReader(log)
-        self.max_hint_bytes = draw.one([None, 12 * 4096, 60 * 4096])
         self.checked = Counter()
-        names = draw.one([("host",), ("host", "disk"), ("host", "disk"), ("disk",)])
-        policies = [LRU, Adaptive, CostAware, S3FIFO]
-        self.journals = {n: DictJournal() for n in names if draw.one([False, True])}
+        policy = draw.one([None, LRU, Adaptive, CostAware, S3FIFO])
         lossy = kv.layout.pages_per_segment > 0 and draw.one([False, True])
-        specs = {
-            n: TierSpec(
-                draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n), lossy
-            )
-            for n in names
-        }
+        host = TierSpec(
+            draw.one([30, 80, 400]), 1e9, None if policy is None else policy(), lossy=lossy
+        )
         parts = draw.one([None, [draw.number(1, 3) for _ in kv.layout.groups]])
         self.tiers = Tiers(
-            kv, **specs, prefill_tokens_per_second=SLOW, parts=parts,
+            kv, host=host, prefill_tokens_per_second=SLOW, parts=parts,
             watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
-            max_hint_bytes=self.max_hint_bytes,
         )  # fmt: skip
         self.memory = Memory(self.e, self.tiers)
         self.copied: dict[Job, bool] = {}
@@ -67,7 +58,6 @@ class TieredTraffic(Traffic):
             *super().steps(),
             *["stores"] * 6,
             *["look"] * 6,
-            *["hint"] * 2,
             "evict",
             "forget",
             "rarely",
@@ -117,7 +107,7 @@ class TieredTraffic(Traffic):
     # Look-ups and loads.
 
     def _contents(self) -> list[Contents]:
-        return [Contents(self.e.kv.index), *(Contents(t.index) for t in self.tiers.tiers)]
+        return [Contents(self.e.kv.index), Contents(self.tiers.host.index)]
 
     def look(self):
         """A match of all places, checked; perhaps a load."""
@@ -147,75 +137,6 @@ class TieredTraffic(Traffic):
         max_tokens = self.draw.one([None, None, None, self.draw.number(0, MAX_LEN)])
         return self._match(prompt, salt, max_tokens), prompt, salt
 
-    def hint(self):
-        """What a caller intends with a prefix changes nothing of what is where, but by loads."""
-        match, prompt, salt = self._looked()
-        draw, intent = self.draw, self.draw.one(["retain", "prefetch", "demote", "release"])
-        before, jobs = self._contents(), set(self.tiers.jobs)
-        ttl, max_bytes = draw.one([1.0, 100.0]), draw.one([None, 3 * 4096])
-        answer = self.tiers.hint(
-            match, intent, now=self.next_id, ttl=ttl, priority=draw.one([0, 1]), max_bytes=max_bytes
-        )
-        assert answer.reason and (
-            answer.outcome in ("accepted", "clipped") or not answer.num_tokens
-        )
-        self.checked[f"{intent} {answer.outcome}"] += 1
-        self._check_budgets()
-        if intent == "prefetch" and answer.job is not None:
-            job = answer.job
-            assert (job in jobs) == (match.pending is not None)
-            if job not in jobs:
-                assert max_bytes is None or job.num_bytes <= max_bytes
-                if answer.outcome == "accepted":
-                    self.promised[job] = match, prompt, salt
-                self._began(job)
-            return
-        now = self._contents()
-        made = set()  # a pin may make a resume point between two others
-        if intent == "retain" and answer.num_tokens:
-            made.add(match.prompt.keys[: answer.num_tokens // self.e.kv.alignment * 32][-32:])
-            self.model.points.add(self.model.key(prompt, salt, answer.num_tokens))
-        for old, new in zip(before, now, strict=True):
-            assert old.segments == new.segments
-            assert old.points.keys() <= new.points.keys() <= old.points.keys() | made
-        again = self.tiers.match(prompt, salt=salt, max_tokens=match.device.max_tokens)
-        assert again.num_tokens == match.num_tokens and self.tiers.jobs.keys() == jobs
-        if intent == "retain" and answer.outcome in ("accepted", "clipped"):
-            assert self.max_hint_bytes is None or answer.num_bytes <= self.max_hint_bytes
-            if draw.one([False, True]):
-                self._pressed(match, answer)
-
-    def _check_budgets(self):
-        """What each tenant retains is pinned, and within its budget with what it shares counted
-        once."""
-        layout, hints = self.tiers.layout, self.tiers._hints
-        assert sum(map(len, hints._retained.values())) == len(hints._kept)
-        for mine in hints._retained.values():
-            segments, pages = set(), 0
-            for entry, kept in mine.items():
-                assert entry in kept.place.index.pins
-                run = getattr(entry, "run", entry)
-                keys = chain_keys(run, entry.depth)
-                assert keys.endswith(kept.key)
-                ends = range(32, len(keys) + 1, 32)
-                segments |= {(kept.place.name, keys[end - 32 : end]) for end in ends}
-                pages += layout.pages_per_point
-            pages += len(segments) * layout.pages_per_segment
-            most = self.max_hint_bytes
-            assert most is None or pages * self.tiers.page_bytes <= most
-
-    def _pressed(self, match, answer):
-        """What is retained stays where it is when all else goes."""
-        kv = self.e.kv
-        name = answer.reason.removeprefix("kept on ").split(":")[0]
-        place = next(place for place in self.tiers.places if place.name == name)
-        place.index.evict(place.index.num_evictable - place.index.num_pinned_pages)
-        keys = [match.prompt.keys[i : i + 32] for i in range(0, len(match.prompt.keys), 32)]
-        most = answer.num_tokens // kv.alignment
-        held = longest([Contents(place.index)], keys, most, kv.index.span, kv.hybrid)
-        assert held == most, "a retained prefix went"
-        self.checked["held"] += 1
-
     def _match(self, prompt, salt, max_tokens=None):
         kv, tiers = self.e.kv, self.tiers
         before = self._numbers()
@@ -244,35 +165,14 @@ class TieredTraffic(Traffic):
 
     def _numbers(self):
         kv = self.e.kv
-        return [kv.stats(), *(t.index.num_evictable for t in self.tiers.tiers)]
+        return [kv.stats(), self.tiers.host.index.num_evictable]
 
     # Jobs.
 
     def stores(self):
-        max_bytes, everything = (
-            self.draw.one([1, 4096 * 4, 4096 * 64, 1 << 30]),
-            self.draw.number(0, 3) == 0,
-        )
-        for job in self.tiers.stores(max_bytes, everything=everything):
+        for job in self.tiers.stores(self.draw.one([1, 4096 * 4, 4096 * 64, 1 << 30])):
             self._began(job)
             self.checked["stores"] += 1
-        self._check_kept()
-
-    def _check_kept(self):
-        """What goes first, as the next place has it, is behind its place."""
-        places = self.tiers.places
-        for i, place in enumerate(places):
-            kept = [
-                e
-                for run in place.index.runs()
-                for e in (run, *run.points.values())
-                if place.policy.is_kept(e)
-            ]
-            assert place.policy.kept_pages == 0 or kept
-            for entry in kept:
-                behind = [p for p in places[i + 1 :] if self.tiers._stores.copy_of(place, p, entry)]
-                assert behind, f"no copy of an entry of {place.name} at boundary {entry.depth}"
-            self.checked["kept"] += len(kept)
 
     def _began(self, job):
         self.copied[job] = False
@@ -308,15 +208,14 @@ class TieredTraffic(Traffic):
         self._copy(job)
         for c in job.copies:
             for t in set(failed) & set(c.targets.tolist()):
-                for rows in self.memory.rows[c.target]:
+                for rows in self.memory.rows[ends_of(job)[1]]:
                     rows[t] = -3
 
     def _check_adopted(self, job, known, failed):
         """What came is there, what was there still is (but failed sources), and nothing else is."""
         promised = self.promised.pop(job, None)
         parts, now = job.parts, self._contents()
-        names = ["device", *(t.name for t in self.tiers.tiers)]
-        target = names.index(parts.target.name)
+        target = int(job.kind == "store")
         keys = {parts.keys[i : i + 32] for i in range(0, len(parts.keys), 32)}
         for i, (old, new) in enumerate(zip(known, now, strict=True)):
             if i != target:
@@ -403,7 +302,7 @@ class TieredTraffic(Traffic):
         if what == 0 and draw.number(0, 3) == 0:
             kv.clear()
             self.cleared = True
-            assert not any(t.index.num_points for t in self.tiers.tiers)
+            assert not self.tiers.host.index.num_points
         elif what == 4 and not self.e.slots:
             if self.tiers.jobs:
                 try:
@@ -418,11 +317,8 @@ class TieredTraffic(Traffic):
     def check(self):
         super().check()
         self.memory.check()
-        for tier in self.tiers.tiers:
-            if tier.name in self.journals:
-                self._check_journal(tier)
         if self.reader is not None:
-            media = dict(zip(["GPU", *(MEDIA[t.name] for t in self.tiers.tiers)], self._contents(), strict=True))  # fmt: skip
+            media = dict(zip(["GPU", "CPU"], self._contents(), strict=True))
             self.reader.check(media, any(g.kind == "dense" for g in self.e.kv.layout.groups))
         if self.draw.number(0, 3) == 0:
             self.memory.poison_free_pages()
@@ -445,22 +341,13 @@ class TieredTraffic(Traffic):
         assert ("lossy" in match.explain()) == (match.lossy_tokens > 0)
         self.checked["lossy hits"] += least > 0
 
-    def _check_journal(self, tier):
-        """A journal has what the tier has, and what went whose pages are free still."""
-        assert tier.ledger.num_errors == 0  # as this journal raises what it finds wrong
-        kept, contents = self.journals[tier.name].kept, Contents(tier.index)
-        keys = {("segment", k) for k in contents.segments} | {("point", k) for k in contents.points}
-        assert keys <= kept.keys()
-        waiting = {(r.kind, r.key): r for r in tier.ledger._removed}
-        assert kept.keys() - keys <= waiting.keys()
-
     def finish_life(self):
         while self.tiers.jobs:
             self.end_job()
         self.finish()
-        for tier in self.tiers.tiers:
-            assert tier.index.pool.num_free == tier.index.pool.num_pages - 1
-            assert not tier.index.holdings
+        host = self.tiers.host.index
+        assert host.pool.num_free == host.pool.num_pages - 1
+        assert not host.holdings
 
 
 def live(seed: int, steps: int) -> TieredTraffic:

@@ -260,12 +260,6 @@ def test_nothing_is_found_of_a_request_without_a_token():
     assert [(o.finish_reason, o.num_cached_tokens) for o in outputs] == [("nan", 0)] * 2
 
 
-def test_threads_that_add_and_abort_lose_nothing(monkeypatch):
-    config = test_isolation.config
-    monkeypatch.setattr(test_isolation, "config", lambda **m: config(async_scheduling=True, **m))
-    test_isolation.test_threads_that_add_and_abort_lose_nothing()
-
-
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_through_graphs(name):
     """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""

@@ -78,9 +78,8 @@ class Recorder:
                 break
             self.reports.append(report)
             self.outputs |= {output.request_id: output for output in report.finished}
-            with self.engine._between_steps():  # another thread may import a prefix
-                self.engine.kv.check_invariants()
-                self._poison(torch.from_numpy(self.engine.kv.pool.free_pages().astype("int64")))
+            self.engine.kv.check_invariants()
+            self._poison(torch.from_numpy(self.engine.kv.pool.free_pages().astype("int64")))
         return self.outputs
 
     def add(self, prompt, max_tokens=8, *, sampling=None, **options):

@@ -184,15 +184,14 @@ WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fract
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
 def test_settings_of_another_type_are_named(name):
     kinds = {
-        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size", "tensor_parallel_size", "context_parallel_size"), WRONG[int]),
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size", "tensor_parallel_size"), WRONG[int]),
         **dict.fromkeys(("enable_caching", "replay", "decode_graphs", "async_scheduling"), WRONG[bool]),
         "memory_fraction": WRONG["fraction"],
         "policy": ("fcfs", SchedulerPolicy),
         "hash_seed": ("text", 5),
         "retention": ("no such", -4, 2.5),
         **dict.fromkeys(("kv_cache_dtype", "tier_dtype"), ("fp4", 8)),
-        **dict.fromkeys(("host_cache_gib", "disk_cache_gib", "max_hint_gib"), ("0.5", True, [0.5], 0, float("nan"))),
-        "disk_cache": (3, b"folder", ["folder"]),
+        "host_cache_gib": ("0.5", True, [0.5], 0, float("nan")),
         "impl": ("cuda", 1),
         "rank_timeout": ("4", True, None, 0, -1.0, float("nan")),
         "rejection_sample_method": ("none", 1),

@@ -7,8 +7,9 @@ import threading
 import pytest
 
 from quire.models.engine.engine import EngineConfig
-from quire.models.engine.interrupts import interrupts_wait
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.interrupts import interrupts_wait
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from tests.support.models.few import few
@@ -78,6 +79,57 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way, budget):
         llm.engine.kv.check_invariants()
         assert llm.engine.kv.stats()["pages_in_use"] == 0
         assert answers() == expected
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "forward, then", "drafter", "sampler", "between"])
+@pytest.mark.parametrize("way", ["stream", "generate"])
+def test_an_interrupt_that_is_raised_in_a_step_leaves_an_engine_that_goes_on(way, where, call):
+    """Whatever raises it: the requests of the call are aborted, and others go on."""
+    model, drafter = random_model(few("gemma3-tiny")), NGramDrafter(2, min_ngram=1)
+    llm = LLM(model, engine=EngineConfig(num_pages=200, max_num_seqs=4), drafter=drafter)
+    engine = llm.engine
+    owner, name = {
+        "forward": (model, "forward"),
+        "forward, then": (model, "forward"),
+        "drafter": (drafter, "propose"),
+        "sampler": (engine, "_sampler"),
+        "between": (engine, "step"),
+    }[where]
+    params, calls = SamplingParams(12, ignore_eos=True), 0
+    prompts, other = [[5] * 20, [6] * 9], [7] * 12
+    expected = [o.token_ids for o in llm.generate([*prompts, other], params, progress=False)]
+    engine.kv.clear()
+    work = getattr(owner, name)
+
+    def interrupting(*args, **more):
+        nonlocal calls
+        calls += 1
+        if calls == call and where != "forward, then":
+            raise KeyboardInterrupt
+        result = work(*args, **more)
+        if calls == call:
+            raise KeyboardInterrupt
+        return result
+
+    kept = engine.add_request(other, params)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupting)
+        if way == "generate":
+            llm.generate(prompts, params, progress=False)
+        else:
+            list(llm.stream(prompts[0], params))
+    assert engine.unfinished == {kept} and not llm._streams
+    engine.kv.check_invariants()
+    finished = []
+    while engine.has_work:
+        finished += engine.step().finished
+    assert [o.token_ids for o in finished] == expected[2:]
+    assert [
+        o.token_ids for o in llm.generate([*prompts, other], params, progress=False)
+    ] == expected
+    engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0
 
 
 def test_a_second_interrupt_does_not_wait():

@@ -1,7 +1,5 @@
-"""Jobs of tiers through a `PageCopier`: every way that pages go, and what fails on it."""
+"""Jobs of the host tier through a `PageCopier`: where pages go, and what fails on the way."""
 
-import threading
-from concurrent.futures import Future
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,7 +9,6 @@ import torch
 
 from quire.kernels import E4m3Rows, PoolPages, gather_pages, scatter_pages
 from quire.kvcore.tier import Copies
-from quire.models.tiers import copier as copier_module
 from quire.models.tiers import host_pages, streams, ways
 from quire.models.tiers.copier import PageCopier
 from quire.models.tiers.host_pages import HostPages
@@ -21,63 +18,25 @@ NUM_PAGES, PAGE_BYTES, NUM_TENSORS = 12, 64, 3
 ROW_BYTES = PAGE_BYTES * NUM_TENSORS
 
 
-class Damaged(OSError):
-    def __init__(self, pages):
-        self.pages = pages
-
-
-class MemoryDisk:
-    """Pages in a dictionary. Calls end at once, or when `finish` is called; what they end with can be set."""
-
-    def __init__(self, *, at_once=True):
-        self.pages, self.errors, self.calls, self.at_once = {}, [], [], at_once
-
-    def write(self, pages, buffers):
-        copies = dict(zip(pages.tolist(), buffers, strict=True))
-        return self._call(lambda: self.pages.update({p: b.copy() for p, b in copies.items()}))
-
-    def read(self, pages, buffers):
-        def fill():
-            for page, buffer in zip(pages.tolist(), buffers, strict=True):
-                buffer[:] = self.pages[page]
-
-        return self._call(fill)
-
-    def _call(self, work):
-        future = Future()
-        self.calls.append((future, work))
-        if self.at_once:
-            self.finish()
-        return future
-
-    def finish(self):
-        future, work = self.calls.pop(0)
-        error = self.errors.pop(0) if self.errors else None
-        if not isinstance(error, OSError) or isinstance(error, Damaged):
-            work()
-        future.set_exception(error) if error else future.set_result(None)
-
-
-def made(**options):
-    """(copier, tensors of its pool with random bytes, host pages, disk)."""
+def made():
+    """(copier, tensors of its pool with random bytes, host pages)."""
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randint(256, (NUM_PAGES, PAGE_BYTES), generator=generator, dtype=torch.uint8) for _ in range(NUM_TENSORS)]  # fmt: skip
-    disk, host = MemoryDisk(**options), HostPages(9, ROW_BYTES, CPU)
-    return PageCopier(PoolPages(tensors), host=host, disk=disk), tensors, host, disk
+    host = HostPages(9, ROW_BYTES, CPU)
+    return PageCopier(PoolPages(tensors), host), tensors, host
 
 
-def copies(source, target, sources, targets, parts=None):
+def copies(sources, targets, parts=None):
     parts = [0] * len(sources) if parts is None else parts
-    ids = (np.array(x, dtype=np.int32) for x in (sources, targets, parts))
-    return Copies(0, source, target, *ids)
+    return Copies(0, *(np.array(x, dtype=np.int32) for x in (sources, targets, parts)))
 
 
-def job(*some):
-    return SimpleNamespace(copies=some)
+def job(kind, *some):
+    return SimpleNamespace(kind=kind, copies=some)
 
 
-def run(copier, *some):
-    one = job(*some)
+def run(copier, kind, *some):
+    one = job(kind, *some)
     copier.start(one)
     [ended] = copier.wait()
     assert ended.job is one and not copier.has_jobs and ended.seconds >= 0
@@ -90,153 +49,57 @@ def rows(tensors, pages):
 
 
 @pytest.mark.parametrize("by", ["kernel", "engines"])
-def test_around_all_places(by):
-    """Device, host, disk, host, device, disk, device: as if they had never left, and nothing else changed."""
-    copier, tensors, host, _disk = made()
+def test_to_the_host_and_back(by):
+    """As if they had never left, and nothing else changed; of several groups at once."""
+    copier, tensors, host = made()
     if by == "kernel":
         copier._ways.kernel_from = dict.fromkeys(streams.DIRECTIONS, 1)
-    before, others = (
-        rows(tensors, [2, 7, 5]),
-        [i for i in range(NUM_PAGES) if i not in (1, 3, 4, 8, 9, 10)],
-    )
+    before, others = rows(tensors, [2, 7, 5]), [i for i in range(NUM_PAGES) if i not in (1, 3, 4)]
     untouched = rows(tensors, others)
-    way = [
-        copies("device", "host", [2, 7, 5], [4, 1, 8]),
-        copies("host", "disk", [4, 1, 8], [3, 9, 1]),
-        copies("disk", "host", [3, 9, 1], [2, 3, 5]),
-        copies("host", "device", [2, 3, 5], [1, 4, 3]),
-        copies("device", "disk", [1, 4, 3], [11, 12, 13]),
-        copies("disk", "device", [11, 12, 13], [10, 8, 9]),
-    ]
-    for one in way:
-        assert run(copier, one).failed == ()
-    assert rows(tensors, [1, 4, 3]).equal(before) and rows(tensors, [10, 8, 9]).equal(before)
+    for kind, some in [
+        ("store", [copies([2, 7], [4, 1]), copies([5], [8])]),
+        ("load", [copies([4], [1]), copies([1, 8], [4, 3])]),
+    ]:
+        ended = run(copier, kind, *some)
+        assert ended.error is None and not len(ended.failed)
+    assert rows(tensors, [1, 4, 3]).equal(before) and host.rows[[4, 1, 8]].equal(before)
     assert rows(tensors, others).equal(untouched)
-    assert host.rows[[4, 1, 8]].equal(before)
-    assert copier.num_bytes == {(c.source, c.target): 3 * ROW_BYTES for c in way}
+    assert copier.num_bytes == {"to_host": 3 * ROW_BYTES, "to_device": 3 * ROW_BYTES}
 
 
-def test_a_job_of_several_places():
-    copier, tensors, host, disk = made()
-    disk.pages[6] = np.full(ROW_BYTES, 6, np.uint8)
-    host.rows[2] = 2
-    assert (
-        run(copier, copies("host", "device", [2], [1]), copies("disk", "device", [6], [2])).failed
-        == ()
-    )
-    assert rows(tensors, [1, 2]).equal(
-        torch.tensor([[2], [6]], dtype=torch.uint8).expand(2, ROW_BYTES)
-    )
-
-
-def test_few_staging_rows(monkeypatch):
-    """Parts take turns at them; what needs none goes past."""
-    monkeypatch.setattr(copier_module, "STAGING_BYTES", 2 * ROW_BYTES)
-    copier, tensors, _host, disk = made(at_once=False)
-    first = job(copies("device", "disk", [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]))
-    second = job(copies("device", "host", [6], [1]))
-    copier.start(first)
-    assert len(disk.calls) == 2  # of a page each
-    copier.start(second)
-    assert [ended.job for ended in copier.poll()] == [second]
-    disk.finish()
-    assert copier.poll() == [] and len(disk.calls) == 2
-    for _ in range(4):
-        disk.finish()
-        copier.poll()
-    assert not copier.has_jobs and sorted(disk.pages) == [1, 2, 3, 4, 5]
-    assert all(torch.from_numpy(disk.pages[i]).equal(rows(tensors, [i])[0]) for i in disk.pages)
-
-
-def test_wait_waits_for_threads():
-    copier, _tensors, _host, disk = made(at_once=False)
-    one = job(copies("host", "disk", [1], [1]), copies("device", "disk", [1], [2]))
-    copier.start(one)
-    threading.Timer(0.02, lambda: (disk.finish(), disk.finish())).start()
-    assert [ended.job for ended in copier.wait()] == [one]
-
-
-@pytest.mark.parametrize("source, target", [("host", "disk"), ("device", "disk")])
-def test_a_write_that_fails(source, target):
-    copier, tensors, host, disk = made()
-    disk.errors = [OSError("full")]
-    ended = run(copier, copies(source, target, [1, 2], [5, 6]), copies("device", "host", [3], [4]))
-    assert ended.failed == (5, 6) and [str(e) for e in ended.errors] == ["full"] and not disk.pages
-    assert host.rows[4].equal(rows(tensors, [3])[0])
-    assert run(copier, copies(source, target, [1, 2], [5, 6])).failed == ()  # and its rows are free
-
-
-@pytest.mark.parametrize("target", ["host", "device"])
-@pytest.mark.parametrize("error, failed", [(Damaged((8,)), (2,)), (OSError("gone"), (1, 2, 3))])
-def test_a_read_that_fails(target, error, failed):
-    """Of damaged pages all others come."""
-    copier, tensors, host, disk = made()
-    for page in (7, 8, 9):
-        disk.pages[page] = np.full(ROW_BYTES, page, np.uint8)
-    before = rows(tensors, [2])
-    disk.errors = [error]
-    ended = run(copier, copies("disk", target, [7, 8, 9], [1, 2, 3]))
-    assert ended.failed == failed and ended.errors == (error,)
-    have = host.rows if target == "host" else rows(tensors, slice(None))
-    if len(failed) == 1:
-        assert have[1].eq(7).all() and have[3].eq(9).all()
-    if target == "device":
-        assert rows(tensors, [2]).equal(before)
-    assert run(copier, copies("disk", target, [7, 8, 9], [1, 2, 3])).failed == ()
-
-
-@pytest.mark.parametrize(
-    "way", [("device", "host"), ("host", "device"), ("disk", "device"), ("device", "disk")]
-)
-def test_a_copy_that_fails(monkeypatch, way):
-    copier, _tensors, _host, disk = made()
-    disk.pages = {i: np.zeros(ROW_BYTES, np.uint8) for i in (1, 2)}
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_copy_that_fails(monkeypatch, kind):
+    copier, _tensors, _host = made()
 
     def fail(*args):
         raise RuntimeError("copy")
 
     with monkeypatch.context() as patch:
         patch.setattr(ways.PageWays, "copy", fail)
-        ended = run(copier, copies(*way, [1, 2], [3, 4]))
-    assert ended.failed == (3, 4) and [str(e) for e in ended.errors] == ["copy"]
-    assert copier.num_bytes == {}
-    assert run(copier, copies(*way, [1, 2], [3, 4])).failed == ()
+        ended = run(copier, kind, copies([1, 2], [3, 4]), copies([5], [6]))
+    assert ended.failed.tolist() == [3, 4, 6] and str(ended.error) == "copy"
+    assert copier.num_bytes == {"to_host": 0, "to_device": 0}
+    assert run(copier, kind, copies([1, 2], [3, 4])).error is None
 
 
-def test_a_cancelled_job_ends_what_has_begun(monkeypatch):
-    monkeypatch.setattr(copier_module, "STAGING_BYTES", 2 * ROW_BYTES)
-    copier, _tensors, _host, disk = made(at_once=False)
-    one = job(copies("device", "disk", [1, 2, 3, 4], [1, 2, 3, 4]))
-    copier.start(one)
-    copier.cancel(one)
-    assert copier.poll() == []
-    disk.finish(), disk.finish()
-    [ended] = copier.poll()
-    assert ended.job is one and ended.failed == () and ended.missing == (3, 4)
-    assert sorted(disk.pages) == [1, 2]
+def test_a_copy_that_cannot_begin(monkeypatch):
+    """As a GPU's driver refuses it."""
+    copier, _tensors, _host = made()
+
+    def fail(*args):
+        raise RuntimeError("begin")
+
+    monkeypatch.setattr(copier.streams, "begin", fail)
+    ended = run(copier, "store", copies([1, 2], [3, 4]))
+    assert ended.failed.tolist() == [3, 4] and str(ended.error) == "begin"
 
 
 def test_close_waits():
-    copier, _tensors, _host, disk = made(at_once=False)
-    copier.start(job(copies("host", "disk", [1], [1])))
-    threading.Timer(0.02, disk.finish).start()
+    copier, _tensors, _host = made()
+    one = job("load", copies([1], [1]))
+    copier.start(one, ahead=True)  # made when somebody waits
     copier.close()
-    assert not copier.has_jobs and 1 in disk.pages
-
-
-def test_host_pages_begin_where_a_disk_takes_them():
-    """Large ones; small ones would waste too much."""
-    for page_bytes, stride in [
-        (ROW_BYTES, ROW_BYTES),
-        (4096, 4096),
-        (300_000, 74 * 4096),
-        (5000, 5000),
-    ]:
-        pages = HostPages(3, page_bytes, CPU)
-        assert pages.rows.shape == (3, page_bytes) and pages.rows.stride(0) == stride
-        assert pages.num_bytes == 3 * stride and not pages.rows.any()
-        pages.arrays(np.array([1]))[0][:] = 7
-        assert pages.rows[1].eq(7).all() and not pages.rows[0].any()
+    assert not copier.has_jobs and copier.num_bytes["to_device"] == ROW_BYTES
 
 
 def test_memory_that_is_not_there(monkeypatch):
@@ -407,8 +270,8 @@ def test_on_a_cpu_a_part_is_copied_when_somebody_waits():
 
 @pytest.mark.parametrize("how", ["at once", "by tensor", "tensors as parts", "bytes as parts"])
 def test_a_job_that_steps_run_ahead_of(how):
-    """Of all groups at once, tensor by tensor where layers wait for these; not what a disk brings."""
-    _, tensors, _host, _disk = made()
+    """Of all groups at once, tensor by tensor where layers wait for these."""
+    _, tensors, _host = made()
     num_tensors, n, views = None if how == "at once" else NUM_TENSORS, 1, tensors
     if how == "tensors as parts":
         n = NUM_TENSORS
@@ -417,20 +280,18 @@ def test_a_job_that_steps_run_ahead_of(how):
         views = [tensor[:, i * half :][:, :half] for i in range(n) for tensor in tensors]
     pool = PoolPages(views, n)
     host = HostPages(1 + 4 * n, pool.num_bytes, CPU)
-    copier = PageCopier(pool, host=host, num_tensors=num_tensors)
+    copier = PageCopier(pool, host, num_tensors=num_tensors)
     host.rows[1:] = (
         torch.arange(4 * n, dtype=torch.uint8)[:, None] // n + 7
     )  # of a page, then the next
 
     def some(first, targets):
         rows = [1 + first * n + i for i in range(2 * n)]
-        return copies("host", "device", rows, np.repeat(targets, n), [*range(n)] * 2)
+        return copies(rows, np.repeat(targets, n), [*range(n)] * 2)
 
-    one = job(some(0, [3, 4]), some(2, [5, 6]))
-    assert copier.can_run_ahead(one) and not copier.can_run_ahead(job())
-    assert not copier.can_run_ahead(job(*one.copies, copies("disk", "device", [1], [1])))
+    one = job("load", some(0, [3, 4]), some(2, [5, 6]))
     copier.start(one, ahead=True)
-    assert copier.poll() == [] and copier.has(one)
+    assert copier.poll() == [] and copier.has_jobs
     expected = torch.tensor([7, 8, 9, 10], dtype=torch.uint8)
     if num_tensors:
         copier.streams.arrive(2)
@@ -439,7 +300,7 @@ def test_a_job_that_steps_run_ahead_of(how):
     copier.streams.arrive_all()
     assert all(tensor[3:7].eq(expected[:, None]).all() for tensor in tensors)
     [ended] = copier.poll()
-    assert ended.job is one and ended.failed == () and ended.seconds > 0
+    assert ended.job is one and ended.error is None and ended.seconds > 0
 
 
 @pytest.mark.parametrize("quick_from, found", [(1, 1), (4, 4), (16, 16), (99, float("inf"))])
@@ -483,8 +344,8 @@ def test_what_converts_is_the_kernel(monkeypatch):
     assert calls[-1] == ("to_host", "triton")
 
 
-def test_rows_in_e4m3_go_around_all_places():
-    """What host and disk have are the same bytes; pages are as they are when a pool is gathered and scattered."""
+def test_rows_in_e4m3_go_to_the_host_and_back():
+    """Pages are as they are when a pool is gathered and scattered."""
     generator = torch.Generator().manual_seed(5)
     tensors = [torch.randn(NUM_PAGES, PAGE_BYTES // 2, generator=generator).bfloat16().view(torch.uint8) for _ in range(NUM_TENSORS)]  # fmt: skip
     form = E4m3Rows(torch.bfloat16, 16)
@@ -492,22 +353,16 @@ def test_rows_in_e4m3_go_around_all_places():
     ids, kept = torch.tensor([2, 7, 5]), torch.zeros(3, expected.num_bytes, dtype=torch.uint8)
     gather_pages(expected, ids, kept)
     scatter_pages(expected, ids, kept)
-    pool, disk = PoolPages(tensors, 1, form), MemoryDisk()
+    pool = PoolPages(tensors, 1, form)
     host = HostPages(9, pool.num_bytes, CPU)
-    copier = PageCopier(pool, host=host, disk=disk)
-    way = [
-        copies("device", "host", [2, 7, 5], [4, 1, 8]),
-        copies("host", "disk", [4, 1, 8], [3, 9, 1]),
-        copies("disk", "host", [3, 9, 1], [2, 3, 5]),
-        copies("host", "device", [2, 3, 5], [1, 4, 3]),
-        copies("device", "disk", [1, 4, 3], [11, 12, 13]),
-        copies("disk", "device", [11, 12, 13], [10, 8, 9]),
-    ]
-    for one in way:
-        assert run(copier, one).failed == ()
-    assert host.rows[[2, 3, 5]].equal(kept)
-    assert all(torch.from_numpy(disk.pages[11 + i]).equal(kept[i]) for i in range(3))
+    copier = PageCopier(pool, host)
+    for kind, one in (
+        ("store", copies([2, 7, 5], [4, 1, 8])),
+        ("load", copies([4, 1, 8], [1, 4, 3])),
+    ):
+        assert run(copier, kind, one).error is None
+    assert host.rows[[4, 1, 8]].equal(kept)
     for tensor, other in zip(tensors, expected.tensors, strict=True):
-        assert tensor[[1, 4, 3]].equal(other[ids]) and tensor[[10, 8, 9]].equal(other[ids])
-    assert copier.num_bytes == {(c.source, c.target): 3 * pool.num_bytes for c in way}
+        assert tensor[[1, 4, 3]].equal(other[ids])
+    assert copier.num_bytes == {"to_host": 3 * pool.num_bytes, "to_device": 3 * pool.num_bytes}
     assert pool.num_bytes == NUM_TENSORS * 2 * (16 + 4)

@@ -1,9 +1,8 @@
-"""What entries of real models take in host memory and on a disk, and copies of parts of pages."""
+"""What entries of real models take in host memory, and copies of parts of pages."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from quire.kernels import E4m3Rows
 from quire.kvcore import GroupSpec
 from quire.kvcore.tier import Copies
-from quire.kvcore.tier.disk import DiskStore
 from quire.models.config.named import CONFIGS
 from quire.models.deepseek_v4.cache_plan import CSA, CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
@@ -20,7 +18,7 @@ from quire.models.layers.kv_cache import E4M3, PageTensors, cache_groups
 from quire.models.tiers.copier import PageCopier
 from quire.models.tiers.host_pages import HostPages
 from quire.models.tiers.parts import page_parts
-from tests.models.tiers.test_copier import MemoryDisk, job
+from tests.models.tiers.test_copier import job
 
 CPU = torch.device("cpu")
 REAL = [name for name in CONFIGS if "tiny" not in name and "small" not in name]
@@ -77,17 +75,17 @@ POOLS |= {
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_entries_take_what_they_hold(pool, tmp_path):
-    """Segments and resume points, each, to 5 %; on a disk of blocks of 512 or 4,096 bytes too."""
+def test_entries_take_what_they_hold(pool):
+    """Segments and resume points, each, to 5 %."""
     make, *arguments = POOLS[pool]
     groups, tensors, filled, rows = make(*arguments)
     assert [t * b for t, b in filled] == rows
-    expect_little_waste(groups, tensors, filled, rows, tmp_path)
+    expect_little_waste(groups, tensors, filled, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", REAL)
-def test_entries_in_e4m3_take_what_they_hold(name, dtype, tmp_path):
+def test_entries_in_e4m3_take_what_they_hold(name, dtype):
     """A byte of each element, and a scale of each row: of a head, or of what all sizes of heads are multiples of."""
     config = CONFIGS[name]
     groups, tensors, filled, rows = kv_pool(name, dtype)
@@ -96,31 +94,25 @@ def test_entries_in_e4m3_take_what_they_hold(name, dtype, tmp_path):
     elements = [size // dtype.itemsize for size in rows]
     kept = [n + 4 * n // dim for n in elements]
     form = E4m3Rows(dtype, dim)
-    parts = expect_little_waste(groups, tensors, filled, kept, tmp_path, e4m3_rows=form)
+    parts = expect_little_waste(groups, tensors, filled, kept, e4m3_rows=form)
     assert parts.filled == tuple(kept)
 
 
-def expect_little_waste(groups, tensors, filled, rows, tmp_path, **options):
+def expect_little_waste(groups, tensors, filled, rows, **options):
     """That segments and resume points take at most 5 % more than `rows`, bytes of a page of each group; the parts."""
     segment_tokens = math.lcm(*(g.block_size for g in groups))
-    for on_disk in (False, True):
-        parts = page_parts(groups, tensors, filled, on_disk=on_disk, **options)
-        stored = HostPages(1, parts.pages.num_bytes, CPU).rows.stride(0)
-        if on_disk:
-            size = parts.pages.num_bytes
-            with DiskStore(tmp_path / "store", page_bytes=size, capacity=3 << 20, layout={}) as d:
-                stored = max(stored, d._pages.file.stride)
-        for kind in ("dense", "window"):
-            held = taken = 0
-            for g, size, count in zip(groups, rows, parts.counts, strict=True):
-                if g.kind == kind:
-                    blocks = segment_tokens // g.block_size
-                    if kind == "window":
-                        blocks = math.ceil((g.sliding_window - 1) / g.block_size)
-                    held += blocks * size
-                    taken += blocks * count * stored
-            assert held <= taken <= (1 + MOST) * held, (kind, parts.counts, taken / held)
-        assert max(parts.counts) <= 32
+    parts = page_parts(groups, tensors, filled, **options)
+    for kind in ("dense", "window"):
+        held = taken = 0
+        for g, size, count in zip(groups, rows, parts.counts, strict=True):
+            if g.kind == kind:
+                blocks = segment_tokens // g.block_size
+                if kind == "window":
+                    blocks = math.ceil((g.sliding_window - 1) / g.block_size)
+                held += blocks * size
+                taken += blocks * count * parts.pages.num_bytes
+        assert held <= taken <= (1 + MOST) * held, (kind, parts.counts, taken / held)
+    assert max(parts.counts) <= 32
     return parts
 
 
@@ -133,9 +125,8 @@ MIXES = {
 
 
 @pytest.mark.parametrize("name", MIXES)
-@pytest.mark.parametrize("places", [["host"], ["disk"], ["host", "disk", "host"], ["disk", "host"]])
-def test_parts_come_back_as_they_were(name, places):
-    """All rows of a page, over all places, into another page; and nothing else is touched."""
+def test_parts_come_back_as_they_were(name):
+    """All rows of a page, over the host, into another page; and nothing else is touched."""
     (num_tensors, page_bytes), filled = MIXES[name]
     groups = [GroupSpec("full", "dense", 16, page_bytes), *(GroupSpec(f"w{i}", "window", 16, page_bytes, 17) for i in range(2))]  # fmt: skip
     generator = torch.Generator().manual_seed(5)
@@ -143,41 +134,35 @@ def test_parts_come_back_as_they_were(name, places):
         torch.randint(256, (7, page_bytes), generator=generator, dtype=torch.uint8)
         for _ in range(num_tensors)
     ]
-    parts = page_parts(groups, tensors, filled, on_disk=False)
+    parts = page_parts(groups, tensors, filled)
     assert (max(parts.counts) > 1) == (name != "whole")
     assert parts.unused[0] <= 0.04 and parts.unused[1] <= 0.04
     rows = 2 * sum(parts.counts) + 1
-    disk, host = MemoryDisk(), HostPages(rows, parts.pages.num_bytes, CPU)
-    copier = PageCopier(parts.pages, host=host, disk=disk)
+    copier = PageCopier(parts.pages, HostPages(rows, parts.pages.num_bytes, CPU))
     before, order = [t.clone() for t in tensors], np.random.default_rng(2).permutation
 
-    def run(*copies):
-        copier.start(job(*copies))
+    def run(kind, copies):
+        copier.start(job(kind, copies))
         [ended] = copier.wait()
-        assert not ended.failed, ended.errors
+        assert ended.error is None
 
     pages = {0: (1, 4), 1: (2, 5), 2: (3, 6)}  # of each group: from where to where
-    at = {}  # rows of a place, of each part
+    at = {}  # rows of the host, of each part
     numbers = order(np.arange(1, rows)).tolist()
     for group, n in enumerate(parts.counts):
         at[group] = np.array([numbers.pop() for _ in range(n)], np.int32)
 
-    def some(group, source, target, sources, targets):
+    def some(group, sources, targets):
         own = np.arange(len(sources), dtype=np.int32)
         mixed = order(len(sources))
-        return Copies(group, source, target, sources[mixed], targets[mixed], own[mixed])
+        return Copies(group, sources[mixed], targets[mixed], own[mixed])
 
     for group, rows_ in at.items():
-        run(some(group, "device", places[0], np.full(len(rows_), pages[group][0], np.int32), rows_))
+        run("store", some(group, np.full(len(rows_), pages[group][0], np.int32), rows_))
     for tensor in tensors:
         tensor[1:4] = 0
-    for i, (source, target) in enumerate(pairwise(places)):
-        for group, rows_ in at.items():
-            other = np.array([1 + (r + 2 * i) % (rows - 1) for r in rows_], np.int32)
-            run(some(group, source, target, rows_, other))
-            at[group] = other
     for group, rows_ in at.items():
-        run(some(group, places[-1], "device", rows_, np.full(len(rows_), pages[group][1], np.int32)))  # fmt: skip
+        run("load", some(group, rows_, np.full(len(rows_), pages[group][1], np.int32)))
     for group, (num, size) in enumerate(filled):
         source, target = pages[group]
         for t in range(num):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.kvcore import GroupSpec, KVCache, StepPlan, linear_table, paged_rows, snapshot
+from quire.kvcore import GroupSpec, KVCache, StepPlan, linear_table, paged_rows
 from tests.support.kvcore.digest import digest
 
 
@@ -103,8 +103,8 @@ class Misuse:
             ("match", text.tokens, {"extra_keys": [(1, 1, b"")]}), ("match", text.tokens, {"extra_keys": [(-1, 1, b"")]}),
             ("match", text.tokens, {"extra_keys": [(0, len(text) + 1, b"")]}), ("match", text.tokens, {"extra_keys": [(len(text), None, b"")]}),
             ("match", text.tokens, {"max_tokens": -1}), ("match", text.tokens, {"max_tokens": 1.0}),
-            ("fork", kv.max_requests, "new"), ("fork", -1, "new"), ("fork", good[0], []), ("release", "unknown", {"discard": True}),
-            ("evict_pages", [1], {"withhold": 1}), ("restore_pages", [0]), ("restore_pages", 3), ("evict_pages", [0]), ("evict_pages", [kv.num_pages]), ("evict_pages", [1.0]), ("evict_pages", [[1]]), ("evict_pages", None),
+            ("release", "unknown", {"discard": True}),
+            ("evict_pages", [0]), ("evict_pages", [kv.num_pages]), ("evict_pages", [1.0]), ("evict_pages", [[1]]), ("evict_pages", None),
             ("admit", "new", None), ("admit", "new", other), ("admit", [], match), ("admit", "new", match.prompt),
             ("plan", [], []), ("plan", good, [1] * (len(good) + 1)), ("plan", [kv.max_requests], [1]),
             ("plan", [-1], [1]), ("plan", [good[0]] * 2, [1, 1]), ("plan", good, [0] * len(good)),
@@ -124,9 +124,6 @@ class Misuse:
         ]  # fmt: skip
         wrong += [("plan", [s], [1]) for s in idle] + [("rollback", s, 1) for s in idle]
         wrong += [("admit", r.rid, match) for r in self.requests]
-        wrong += [("fork", r.slot, r.rid) for r in self.requests] + [
-            ("fork", s, "new") for s in idle
-        ]
         wrong += [("reset", {"end_requests": 0})] * bool(self.requests)
         if not idle:
             wrong.append(("admit", "one too many", match))
@@ -142,26 +139,23 @@ class Misuse:
                 ("commit", plan, ids, most * 0.5), ("commit", plan, ids, most - kv.max_draft_tokens - 1),
             ]  # fmt: skip
         some = rng.sample(wrong, 8)
-        damaged = bytearray(snapshot.dumps(kv))
-        damaged[rng.randrange(len(damaged))] ^= rng.randint(1, 255)
         before = digest(kv)
         for name, *args in some:
             kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
             self.fails(name, *args, **kwargs)
-        self._wrong_functions(idle, bytes(damaged))
+        self._wrong_functions(idle)
         assert digest(kv) == before, f"one of {[str(w)[:60] for w in some]} left traces"
         if plan is not None and rng.random() < 0.5:
             self._commit_anything(plan)
 
-    def _wrong_functions(self, idle: list[int], damaged: bytes) -> None:
-        """Exports of what is not there, and restoring into a cache in use, or what is damaged."""
+    def _wrong_functions(self, idle: list[int]) -> None:
+        """Exports of what is not there, and a policy of two caches."""
         kv = self.kv
         groups, busy = kv.layout.groups, {**self.options, "policy": self.policy}
         states = [g for g, spec in enumerate(groups) if spec.kind == "state"]
         wrong = [(len(groups), []), (0, [kv.max_requests]), *((g, []) for g in states)]
         wrong += [(0, [slot]) for slot in idle]
         calls = [(form, kv, *args) for args in wrong for form in (linear_table, paged_rows)]
-        calls += [(snapshot.loads, kv, data) for data in (damaged, b"")]
         calls.append((lambda: KVCache(self.specs, **busy),))  # a policy that another cache has
         for call, *args in calls:
             try:

@@ -1,4 +1,4 @@
-"""Memory of tiers for the stand-in engine, copies of pages between places, and what tiers hold as plain sets of keys."""
+"""Host memory for the stand-in engine, copies of pages to and from it, and what it holds as plain sets of keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.kvcore import AllBlocksCleared, BlockStored, EventLog, Match
 from quire.kvcore.invariants import check_index
-from quire.kvcore.tier import Copies, Job, Record, Tiers
+from quire.kvcore.tier import Copies, Job, Tiers
 from tests.support.kvcore.engine import POISON, Engine
 
 
@@ -22,7 +22,7 @@ class Written(np.ndarray):
 
 
 class Memory:
-    """Rows of all places of one engine.
+    """Rows of the device and the host of one engine.
 
     lossy: pages of the device that came from tiers which are, and those whose rows were computed over such.
     """
@@ -36,41 +36,43 @@ class Memory:
         self.widths = [
             -(-r.shape[1] // self.parts[group]) for (group, _), r in zip(layout.tables, engine.rows, strict=True)
         ]  # fmt: skip
-        self.are_lossy, self.lossy = tiers.tiers[0].lossy, set[int]()
+        self.are_lossy, self.lossy = tiers.host.lossy, set[int]()
         engine._poisoned = engine._poisoned.view(Written)
         engine._poisoned.told = lambda pages: self.lossy.difference_update(np.ravel(pages).tolist())
+        n = tiers.host.index.pool.num_pages
         self.rows = {"device": engine.rows}
-        for tier in tiers.tiers:
-            n = tier.index.pool.num_pages
-            self.rows[tier.name] = [np.full((n, width), POISON) for width in self.widths]
+        self.rows["host"] = [np.full((n, width), POISON) for width in self.widths]
 
     def copy(self, job: Job, but: set[int] = frozenset()) -> None:
         """Run the copies of a job, but those to the target pages `but`."""
         tables = self.engine.kv.layout.tables
+        origin, goal = ends_of(job)
         for c in job.copies:
-            self._check_parts(c)
+            self._check_parts(c, job)
             keep = ~np.isin(c.targets, list(but))
             for t, (group, _) in enumerate(tables):
                 if group == c.group:
                     for i in keep.nonzero()[0].tolist():
                         part = int(c.parts[i])
-                        source = self._rows(c.source, t, int(c.sources[i]), part)
-                        target = self._rows(c.target, t, int(c.targets[i]), part)
+                        source = self._rows(origin, t, int(c.sources[i]), part)
+                        target = self._rows(goal, t, int(c.targets[i]), part)
                         n = min(len(source), len(target))
                         target[:n] = source[:n]
                 else:  # no rows of who had the pages before
-                    self.rows[c.target][t][c.targets[keep]] = POISON
-            if c.target == "device":
+                    self.rows[goal][t][c.targets[keep]] = POISON
+            if goal == "device":
                 self.engine._poisoned[c.targets[keep]] = False
                 if self.are_lossy:
                     self.lossy.update(c.targets[keep].tolist())
 
-    def _check_parts(self, c: Copies) -> None:
+    def _check_parts(self, c: Copies, job: Job) -> None:
         """Each page of a tier once; of a page of the device all parts, each once."""
         assert (c.targets > 0).all() and (c.sources > 0).all()
         parts, n = c.parts.tolist(), self.parts[c.group]
         assert set(parts) <= {*range(n)}
-        for place, pages in ((c.source, c.sources.tolist()), (c.target, c.targets.tolist())):
+        for place, pages in zip(
+            ends_of(job), (c.sources.tolist(), c.targets.tolist()), strict=True
+        ):
             if place == "device":
                 every = {(p, part) for p in set(pages) for part in range(n)}
                 assert set(zip(pages, parts, strict=True)) == every and len(pages) == len(every)
@@ -106,15 +108,16 @@ class Memory:
     def num_copies(self, contents: list[set[bytes]], copied: dict[Job, bool]) -> int:
         """Pages with these rows that tiers have, or that open jobs are to bring somewhere; `copied`: whether they have."""
         count = 0
-        for tier in self.tiers.tiers:
-            pages = {p for run in tier.index.runs() for p in run.look().ravel().tolist()}
-            points = [q for run in tier.index.runs() for q in run.points.values()]
-            pages |= {p for q in points for p in q.pages.tolist()} - {0}
-            for rows, wrong in zip(self.rows[tier.name], contents, strict=True):
-                count += sum(rows[p].tobytes() in wrong for p in pages)
+        index = self.tiers.host.index
+        held = {p for run in index.runs() for p in run.look().ravel().tolist()}
+        points = [q for run in index.runs() for q in run.points.values()]
+        held |= {p for q in points for p in q.pages.tolist()} - {0}
+        for rows, wrong in zip(self.rows["host"], contents, strict=True):
+            count += sum(rows[p].tobytes() in wrong for p in held)
         for job in self.tiers.jobs:
             for c in job.copies if not job.parts.is_void else ():
-                place, pages = (c.target, c.targets) if copied[job] else (c.source, c.sources)
+                place = ends_of(job)[copied[job]]
+                pages = c.targets if copied[job] else c.sources
                 for t, (group, _) in enumerate(self.engine.kv.layout.tables):
                     for page, part in zip(pages.tolist(), c.parts.tolist(), strict=True):
                         if group == c.group:
@@ -144,20 +147,21 @@ class Memory:
         return (hit - min(found)) * a if found else 0
 
     def poison_free_pages(self) -> None:
-        for tier in self.tiers.tiers:
-            free = tier.index.pool.free_pages()
-            for rows in self.rows[tier.name]:
-                rows[free] = POISON
+        free = self.tiers.host.index.pool.free_pages()
+        for rows in self.rows["host"]:
+            rows[free] = POISON
 
     def check(self) -> None:
-        """Recount each tier."""
-        for tier in self.tiers.tiers:
-            check_index(tier.index, [], [], [], Counter())
-            queued = sum(
-                len(c) for job in self.tiers.jobs for c in job.copies
-                if job.kind == "load" and c.source == tier.name
-            )  # fmt: skip
-            assert tier.queued_bytes == queued * self.tiers.page_bytes
+        """Recount the host."""
+        host, jobs = self.tiers.host, self.tiers.jobs
+        check_index(host.index, [], [], [], Counter())
+        queued = sum(len(c) for job in jobs if job.kind == "load" for c in job.copies)
+        assert host.queued_bytes == queued * self.tiers.page_bytes
+
+
+def ends_of(job: Job) -> tuple[str, str]:
+    """Where the pages of a job come from, and where they go."""
+    return ("device", "host") if job.kind == "store" else ("host", "device")
 
 
 class Contents:
@@ -237,42 +241,3 @@ def longest(places: list[Contents], keys: list[bytes], most: int, span: int, hyb
             break
         n -= 1
     return n
-
-
-class DictJournal:
-    """A journal in memory, which refuses what a journal need not take.
-
-    Attributes:
-        kept: the records, by kind and key.
-        fails: whether calls raise.
-    """
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, bytes], Record] = {}
-        self.fails = False
-
-    def records(self) -> list[Record]:
-        return list(self.kept.values())
-
-    def added(self, records) -> None:
-        self._expect_well()
-        for r in records:
-            known = (r.kind, r.key) in self.kept
-            assert not known, "kept already"
-            before = r.parent if r.kind == "segment" else r.key
-            assert not before or ("segment", before) in self.kept, "its parent comes later"
-            taken = {p for k in self.kept.values() for p in k.pages if k.kind == "segment"}
-            assert not taken & set(r.pages) - {0}, "a page of two records"
-            self.kept[r.kind, r.key] = r
-
-    def removed(self, records) -> None:
-        self._expect_well()
-        for r in records:
-            assert self.kept.pop((r.kind, r.key)) == r
-            below = [k for k in self.kept.values() if k.parent == r.key and k.kind == "segment"]
-            assert r.kind == "point" or not below, "its children are still there"
-            assert r.kind == "point" or ("point", r.key) not in self.kept
-
-    def _expect_well(self) -> None:
-        if self.fails:
-            raise OSError("no space left")

@@ -1,1 +1,0 @@
-"""Hands prefixes from one process to another: time, bytes, and the same output."""
