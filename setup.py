@@ -66,7 +66,7 @@ setup(
         "transformers": ["transformers>=5.23,<5.24"],
         "vllm": ["vllm>=0.33,<0.34"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "xxhash>=3"],
-        # Of Hugging Face; to load what `python -m bench.export_hub` writes.
+        # Of Hugging Face; to load what `quire.models.integrations.hub_kernels` writes.
         "hub": ["kernels>=0.17.2"],
         # Wants other versions of torch and transformers than constraints.txt names.
         "sglang": ["sglang==0.5.23; python_version >= '3.11'"],

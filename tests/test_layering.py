@@ -155,7 +155,6 @@ def test_folders_of_bench_know_few_others():
         ("gpu", "peers"),
         ("kernels", "cases"),
         ("kernels", "peers"),
-        ("pages", "static"),
         ("peers", "cases"),
         ("prefill_decode", "peers"),
         ("tune", "cases"),

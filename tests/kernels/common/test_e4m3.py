@@ -13,7 +13,6 @@ import triton.language as tl
 
 from quire.kernels.attention.quantized_tile import halve, halve_pairs, widen
 from quire.kernels.common.tiles import halve_e4m3, rounded_to_e4m3, widen_e4m3
-from tests.support.budgets import ordinary
 from tests.support.helpers import DEVICE
 from tests.support.shared import once_a_run
 
@@ -157,7 +156,7 @@ print(json.dumps(found))
 """
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_amd_targets_need_no_assembly(tmp_path_factory):
     """They compile, and without the comparisons by which Triton's own cast tells subnormals and NaN apart where there is no instruction."""
 

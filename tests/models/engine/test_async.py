@@ -20,7 +20,6 @@ from tests.models.engine import test_failures, test_isolation
 from tests.models.engine.test_engine import prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
-from tests.support.budgets import ordinary
 from tests.support.models.captured import ON_HOST, Captures, captured_engine
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
@@ -39,15 +38,11 @@ def counting(engine):
     return ahead
 
 
-@ordinary("prefill-first")
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"decode_graphs": True, "num_pages": 120},
         {"retention": "dense", "policy": SchedulerPolicy(prefill_first=True, max_prefill_tokens=9)},
     ],
-    ids=["plain", "graphs", "prefill-first"],
 )
 def test_many_requests_equal_each_alone(settings):
     """Aborted, preempted, stopped by an id one step late, sampled, with penalties and prefixes in common."""
@@ -78,8 +73,7 @@ def test_many_requests_equal_each_alone(settings):
     assert engine.kv.num_free_pages == engine.kv.num_pages - 1
 
 
-@ordinary("written")
-@pytest.mark.parametrize("where", ["tensors", "written", "wait"])
+@pytest.mark.parametrize("where", ["written"])
 def test_steps_that_fail_are_done_again(where, monkeypatch):
     """At any place, with tokens of the step before on their way: both steps' requests wait again, and nothing is lost."""
     model, rng, fails = ToyModel(), random.Random(7), test_failures.fails_at_times

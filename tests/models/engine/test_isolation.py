@@ -21,7 +21,6 @@ from quire.models.generate import main
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
-from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -136,8 +135,7 @@ def poisoned(name, **changes):
     return model
 
 
-@ordinary("gemma4-e-tiny", "deepseek-v4-tiny")
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])  # fmt: skip
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_nan_of_a_model_reaches_no_other_request_and_no_cached_page(name):
     prompts = {
         key: [t + 20 if t != BAD else BAD for t in tokens] * 3 for key, tokens in PROMPTS.items()
@@ -304,8 +302,7 @@ def run_faulty(monkeypatch, faults):
 PLACES = ("decode", "append", "text.append", "text.take", "admit", "match", "make_room", "propose", "draft ids")  # fmt: skip
 
 
-@ordinary("propose", "append]", "match")
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", ["append", "text.append", "match", "propose"])
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
     none = Faults()
     whole, whole_texts, num_preempted = run_faulty(monkeypatch, none)

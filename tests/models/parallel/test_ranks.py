@@ -29,7 +29,6 @@ from quire.models.loading.random_weights import random_model
 from quire.models.parallel import launch
 from quire.models.parallel.heartbeat import RankError
 from quire.models.parallel.steps import RUN, Message, pack, unpack
-from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks, run_on_ranks
 from tests.support.models.tolerance import tolerance
@@ -346,7 +345,7 @@ def test_ctrl_c_ends_a_call_and_no_more(llm):
     assert [o.token_ids for o in again] == [o.token_ids for o in wanted]
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_two_launchers_as_of_two_machines():
     """The first prints what was generated; options are those of the first."""
     with socket.create_server(("127.0.0.1", 0)) as free:
