@@ -32,7 +32,7 @@ from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
-from .parallel.launch import Work, expect_ranks, join_ranks
+from .parallel.launch import Work, join_ranks
 from .parallel.lead import Lead
 from .parallel.shard import shard_config
 from .progress import tqdm
@@ -144,7 +144,6 @@ class LLM:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
             # What does not fit is said before any process starts.
-            expect_ranks(settings)
             shard_config(config, settings.tensor_parallel_size)
             self.engine = self._lead(Work(source, settings, drafter, device))
         else:

@@ -29,6 +29,7 @@ def follow(group: Group, model: nn.Module, config: EngineConfig, drafter: Drafte
     observes, step = isinstance(drafter, ModelDrafter), None
     with torch.cuda.device_of(runner.builder.tables):
         while (message := unpack(group.channel.receive())).kind != CLOSE:
+            group.calls["step"] += 1
             runner.tables.update(message.step)
             if message.kind == RUN:
                 step = _run(runner, message, observes)

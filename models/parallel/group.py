@@ -40,7 +40,8 @@ class Group:
         rank, size: this one, and how many there are.
         sent: bytes that this rank gave each method since `Counter.clear`, without those of graphs
             that are replayed.
-        calls: how often each method was called.
+        calls: how often each method was called, and "step" = messages of steps: graphs that are
+            replayed call no method.
     """
 
     def __init__(self, device: torch.device, channel: Channel, timeout: float) -> None:
@@ -52,7 +53,7 @@ class Group:
         )
         self.sent: Counter[str] = Counter()
         # All keys from the start: the heartbeat's thread adds them up.
-        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first"), 0))
+        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "step"), 0))
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of what all ranks have, in place; the same bits on each of them.

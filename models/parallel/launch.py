@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from ..engine.config import FLASHINFER, EngineConfig
+from ..engine.config import EngineConfig
 from ..engine.speculative import Drafter
 from .channel import LOCAL, Channel
 from .follow import follow
@@ -189,7 +189,10 @@ def join_ranks(work: Work) -> Ranks:
         ValueError: another number of ranks was started, they run a model already, or arguments
             that cannot be sent to another process; and as `Ranks`.
         RankError: as `Ranks`.
+        NotImplementedError: a host tier.
     """
+    if work.config.host_cache_gib is not None:
+        raise NotImplementedError("host_cache_gib: supported with tensor_parallel_size=1")
     size, timeout = work.config.tensor_parallel_size, work.config.rank_timeout
     store, rank, found = _found()
     if found != size and (found > 1 or dist.is_initialized()):
@@ -271,20 +274,6 @@ def _found() -> tuple[Any, int, int]:
     if dist.is_torchelastic_launched():
         return next(rendezvous("env://"))
     return None, 0, 1
-
-
-def expect_ranks(config: EngineConfig) -> None:
-    """Raise NotImplementedError for settings that several ranks do not support."""
-    if config.host_cache_gib is not None:
-        raise NotImplementedError(
-            "host_cache_gib: supported with tensor_parallel_size=1, got "
-            f"{config.tensor_parallel_size}"
-        )
-    if config.impl == FLASHINFER:
-        raise NotImplementedError(
-            "impl: supported with tensor_parallel_size > 1 are 'triton' and 'torch', got "
-            f"{config.impl!r}"
-        )
 
 
 def _device_of(device: torch.device | str | None, local_rank: int) -> torch.device:

@@ -106,6 +106,7 @@ class Lead:
 
     def _send(self, message: Message) -> None:
         self.group.channel.send(pack(message))
+        self.group.calls["step"] += 1
         self._tables.update(message.step)
 
 

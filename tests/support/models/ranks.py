@@ -24,7 +24,7 @@ class ThreadGroup(Group):
         self.device, self.channel = torch.device("cpu"), channel
         self._slots, self._barrier = shared
         self.sent = Counter()
-        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first"), 0))
+        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "step"), 0))
 
     def _exchange(self, what):
         self._slots[self.rank] = what
