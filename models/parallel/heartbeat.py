@@ -48,8 +48,8 @@ class Heartbeat(threading.Thread):
         self.calls: Callable[[], int] = lambda: 0
         self.give_up: Callable[[], None] = lambda: None
         self._connections: dict[int, socket.socket] = {}
-        others = range(1, size) if rank == 0 else [0]
-        self._states: dict[int, dict[str, Any]] = {other: {"silent": 0.0} for other in others}
+        self._said: dict[str, Any] = {"rank": rank, "silent": 0.0, "verdict": "", "left": False}
+        self._states = {other: {"silent": 0.0} for other in ([0] if rank else range(1, size))}
         self._sum, self._stalled = 0, 0.0  # calls of all, and seconds since the last one
         self._servers = [socket.create_server(address)] if rank == 0 else []
         self.port = self._servers[0].getsockname()[1] if rank == 0 else address[1]
@@ -60,7 +60,8 @@ class Heartbeat(threading.Thread):
     def leave(self, failed: str = "") -> None:
         """End this heartbeat; if this rank failed, the others end too."""
         self._has_left = True
-        self._send(left=not failed, verdict=failed and f"rank {self.rank} failed: {failed}")
+        failed = failed and f"rank {self.rank} failed: {failed}"[:LONGEST_VERDICT]
+        self._send(left=not failed, verdict=failed)
 
     def run(self) -> None:
         """Send and receive until this rank leaves or another one is dead."""
@@ -83,11 +84,10 @@ class Heartbeat(threading.Thread):
             self.give_up()
 
     def _send(self, **more: Any) -> None:
-        state = {"rank": self.rank, "calls": self.calls(), "silent": 0.0, **more}
-        state["verdict"] = state.get("verdict", "")[:LONGEST_VERDICT]
+        self._said |= {"calls": self.calls(), **more}  # what was said once is said again
         for connection in list(self._connections.values()):
             with suppress(OSError):  # the next receive tells
-                connection.sendall(json.dumps(state).encode().ljust(MESSAGE))
+                connection.sendall(json.dumps(self._said).encode().ljust(MESSAGE))
 
     def _receive(self, seconds: float) -> None:
         by_socket = {connection: rank for rank, connection in self._connections.items()}
