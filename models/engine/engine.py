@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from ..config.fields import shown
+from ..interrupts import interrupts_wait
 from ..tiers.streams import CopyFailed
 from ..tokenizer import Tokenizer
 from . import speculative
@@ -228,6 +229,8 @@ class Engine:
     def step(self) -> StepReport | None:
         """Runs one step of the batch; None when there is nothing to do.
 
+        Ctrl-C is held back until the step has ended; its report is then lost, and nothing else.
+
         Raises:
             Exception: what the model or a drafter in it raises, such as that the device is out of
                 memory; then nothing is lost, and the next call tries again.
@@ -236,10 +239,10 @@ class Engine:
         self._expect_between_steps("step")
         self._is_stepping = True
         try:
+            ranks = nullcontext() if self._ranks is None else self._ranks.step()
             # Launches, streams and captures are those of the current device.
-            with torch.cuda.device_of(self._builder.tables):
-                with nullcontext() if self._ranks is None else self._ranks.step():
-                    return self._step()
+            with interrupts_wait(), torch.cuda.device_of(self._builder.tables), ranks:
+                return self._step()
         finally:
             self._is_stepping = False
 

@@ -12,7 +12,6 @@ from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables, step_array
 
 from ..engine.graphs import Shape
 from ..engine.speculative import ModelDrafter
-from ..interrupts import interrupts_wait
 from .heartbeat import RankError
 from .steps import CLOSE, DRAFT, OBSERVE, RUN, Message, pack
 
@@ -58,7 +57,7 @@ class Lead:
         if ended := self.ranks.ended:
             raise RankError(ended)
         heartbeat = self.ranks.heartbeat
-        with self.ranks.failing(), interrupts_wait():
+        with self.ranks.failing():
             if heartbeat.verdict:
                 raise RankError(heartbeat.verdict)
             heartbeat.is_stepping = True
