@@ -521,7 +521,7 @@ def test_floors_count_weights_and_live_keys(built):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mtp"])
+@pytest.mark.parametrize("kind", ["mtp", "ngram"])
 def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
     """Caches of every kind, caching on and off, drafts and none: the same output, which a pass without a cache confirms."""
     file = tmp_path / "result.json"

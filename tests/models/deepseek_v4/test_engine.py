@@ -159,7 +159,7 @@ def test_drafts_of_the_model_beside_graphs(model, plain):
     assert captures.num_replays > 8 and 10 < engine.totals.num_accepted < engine.totals.num_drafts
 
 
-@pytest.mark.parametrize("num_drafts", [2])
+@pytest.mark.parametrize("num_drafts", [0, 2])
 def test_hits_of_every_kind(model, num_drafts):
     """A resend, a longer sibling, the next turn, a junction, another tenant; the drafter changes none of them."""
     run = V4Recorder(model, drafter=MTPDrafter(model, num_drafts) if num_drafts else None)
@@ -181,10 +181,10 @@ def test_hits_of_every_kind(model, num_drafts):
     assert hits == [0, 96, 96, 96, 0, 48, 0]
 
 
-@pytest.mark.parametrize("num_drafts", [0])
+@pytest.mark.parametrize("num_drafts", [0, 2])
 def test_preempted_requests_resume(model, num_drafts):
     drafter = MTPDrafter(model, num_drafts) if num_drafts else None
-    run = V4Recorder(model, drafter=drafter, num_pages=60, max_model_len=120)
+    run = V4Recorder(model, drafter=drafter, num_pages=56, max_model_len=120)
     ids = [run.add(prompt(50 + n, n), 30) for n in range(4)]
     run.run()
     assert sum(run.check(i).num_preemptions for i in ids) > 0

@@ -111,7 +111,7 @@ class Seen(V4Recorder):
         return logits
 
 
-@pytest.mark.parametrize("cold", [107])
+@pytest.mark.parametrize("cold", [1, 38, 107])
 def test_logits_are_those_of_the_dense_model_over_the_rounded_rows(
     model, oracle, monkeypatch, cold
 ):

@@ -185,7 +185,7 @@ def draft_logits(model, tokens, logits):
         return model.draft_logits(0, model.draft_streams(0, streams, after, positions, attend))
 
 
-@pytest.mark.parametrize("depth", [1])
+@pytest.mark.parametrize("depth", [0, 1])
 def test_drafter_over_pages(model, greedy, depth):
     """Its rows live in a window group of their own lookahead; its drafts are those of an uncached run, whatever was rejected."""
     tokens, logits = greedy

@@ -73,7 +73,7 @@ def test_many_requests_equal_each_alone(settings):
     assert engine.kv.num_free_pages == engine.kv.num_pages - 1
 
 
-@pytest.mark.parametrize("where", ["written"])
+@pytest.mark.parametrize("where", ["tensors", "written", "wait"])
 def test_steps_that_fail_are_done_again(where, monkeypatch):
     """At any place, with tokens of the step before on their way: both steps' requests wait again, and nothing is lost."""
     model, rng, fails = ToyModel(), random.Random(7), test_failures.fails_at_times
