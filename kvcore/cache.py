@@ -488,6 +488,14 @@ class KVCache:
             changes.copies, changes.state_pages, changes,
         )  # fmt: skip
 
+    def begin(self) -> Step:
+        """Start to build a step, request by request (see `Step`). It voids the newest plan.
+
+        Raises:
+            ValueError: another step is being built: its plan was not asked for.
+        """
+        return self._open.begin()
+
     # A step is committed, or taken back.
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
@@ -578,14 +586,6 @@ class KVCache:
         self.sequences.num_computed[slots] = end
         return effects.copies, publication
 
-    def begin(self) -> Step:
-        """Start to build a step, request by request (see `Step`). It voids the newest plan.
-
-        Raises:
-            ValueError: another step is being built: its plan was not asked for.
-        """
-        return self._open.begin()
-
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.
 
@@ -662,10 +662,10 @@ class KVCache:
             self._announcer.released(slot)
 
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
-        """Forget everything cached, pinned or not, in tiers too: for new weights, or pages that lost their rows.
+        """Forget everything cached, pinned or not, in tiers too: for new weights, or lost rows.
 
-        All pages are free afterwards. Counters go on; a `Match` made before may
-        still be admitted, and hits nothing.
+        All pages are free afterwards. Counters go on; a `Match` made before may still be admitted,
+        and hits nothing.
 
         Args:
             end_requests: release running requests, as with ``discard=True``. False refuses while

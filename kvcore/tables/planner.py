@@ -14,12 +14,13 @@ slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in bloc
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. Groups whose
-queries read the step's own rows from pages (`KVCache(reads="pages")`) have entries for all blocks.
+What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. Groups
+whose queries read the step's own rows from pages (`KVCache(reads="pages")`) have entries for all
+blocks.
 
-The tables change in `commit`, so a step's attention reads them as the last step left them. A ring is
-*turned* when a request starts a block: the ring then has the blocks that the next query can see and
-the tail of the last boundary, and lets the others go.
+The tables change in `commit`, so a step's attention reads them as the last step left them. A ring
+is *turned* when a request starts a block: the ring then has the blocks that the next query can see
+and the tail of the last boundary, and lets the others go.
 """
 
 from __future__ import annotations
