@@ -221,7 +221,7 @@ class Chains:
         return ending, kept
 
     def _ending(self, slots: Int64, end: Int64) -> Ending:
-        """Requests of `slots` with segments to cache, and the token up to which they have."""
+        """Requests of `slots` that complete segments, and the token at which the last one ends."""
         rows = (end - self.cached[slots] >= self.alignment).nonzero()[0]
         if not rows.size:
             return NONE_ENDING
