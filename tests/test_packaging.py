@@ -193,7 +193,7 @@ def test_mypy_sees_the_types_of_an_installed_quire(installed, tmp_path):
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert 'Revealed type is "int"' in done.stdout and 'Revealed type is "str"' in done.stdout
-    assert 'Argument "salt" to "match" of "RequestCalls" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
+    assert 'Argument "salt" to "match" of "KVCache" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
     assert "Found 1 error" in done.stdout, done.stdout
 
 

@@ -347,7 +347,7 @@ class Tiers:
 
     def _changed(self) -> None:
         """The stack of free pages may change: the newest plan is void."""
-        self._kv._steps.planned = None
+        self._kv._planned = None
 
     # What is forgotten.
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
-from quire.kvcore import plan as manager_module
+from quire.kvcore import cache as manager_module
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -64,8 +64,8 @@ def points_of_failure(e: Engine) -> list[tuple[object, str]]:
     """(owner, name) of each function that `plan` calls."""
     kv = e.kv
     return [
-        (kv.sequences, "check"), (kv._chains, "boundaries"), (kv._tables, "plan"), (kv.index, "evict"),
-        (kv.pool, "peek"), (kv._tables, "fill"), (manager_module, "StepPlan"),
+        (kv.sequences, "check"), (kv._chains, "boundaries"), (kv._planner, "plan"), (kv.index, "evict"),
+        (kv.pool, "peek"), (kv._planner, "fill"), (manager_module, "StepPlan"),
     ]  # fmt: skip
 
 
