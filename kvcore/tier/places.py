@@ -81,7 +81,7 @@ class Place:
     @property
     def num_free(self) -> int:
         """Pages that nobody has and no step has reserved."""
-        return self.index.pool.num_free - self.index.pool.num_reserved
+        return self.index.pool.num_free
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free; False, and nothing changed, where that is not
