@@ -275,6 +275,7 @@ class KVCache:
     @property
     def tables(self) -> Int32:
         """[max_requests, columns] int32: all block tables side by side; not to be written to."""
+        self._expect_tables("tables")
         return self._tables.array
 
     def table(self, group: int, part: int = 0) -> Int32:
@@ -287,6 +288,7 @@ class KVCache:
         request's length, and of a window group those behind its window, are not to be read. A view,
         not to be written to.
         """
+        self._expect_tables("table")
         offset, width = self.layout.columns(group, part)
         return self.tables[:, offset : offset + width]
 
