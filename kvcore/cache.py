@@ -807,16 +807,18 @@ class KVCache:
         self.pool.take(needed)
         num_blocks, every = len(self._planner.sizes), []
         for (slot, end, _), keys in zip(wanted, new, strict=True):
+            given: list[list[int]] = [[] for _ in rows]
+            every.append(given)
             held = self._reserved.get(slot)
             if held is None:
+                if not keys:  # nothing is lacking
+                    continue
                 held = self._reserved[slot] = Reserved(end)
             held.end = end
-            given: list[list[int]] = [[] for _ in rows]
-            for key, page in zip(keys, pages, strict=False):
-                held.pages[key] = page
+            for key in keys:
+                held.pages[key] = page = next(pages)
                 if key >> BLOCK_BITS < num_blocks:
                     given[rows[key >> BLOCK_BITS]].append(page)
-            every.append(given)
         return every
 
     def _extend(
@@ -963,11 +965,10 @@ class KVCache:
             pages = self._reserved_pages(changes)
         self._changed()
         taken = set(pages.tolist())
-        for slot in slots.tolist():
-            held = self._reserved.pop(slot, None)
-            if held is not None:
-                left = [page for page in held.pages.values() if page not in taken]
-                self.pool.put(np.array(left, dtype=np.int64))
+        held = [self._reserved.pop(slot).pages for slot in slots.tolist() if slot in self._reserved]
+        left = [page for each in held if each for page in each.values() if page not in taken]
+        if left:
+            self.pool.put(np.array(left, dtype=np.int64))
         if changes is None:
             return NO_COPIES
         self._planner.give(changes, pages)
@@ -1013,46 +1014,65 @@ class KVCache:
         """
         if keys is not None:
             return self._publish_keys(slots, upto, keys)
-        slots, upto = self._pairs(slots, upto)
-        self.sequences.check(slots)
+        is_one = slots.__class__ is int and upto.__class__ is int
+        if is_one:
+            self._expect_admitted(slots)
+            listed, ends = [slots], [upto]
+        else:
+            slots, upto = self._pairs(slots, upto)
+            self.sequences.check(slots)
+            listed, ends = slots.tolist(), upto.tolist()
         if not self.enable_caching:
             return None
-        listed, linear = slots.tolist(), self._linear
-        most = self.sequences.num_computed[slots].tolist()
-        begin = [self._known.get(slot, end) for slot, end in zip(listed, most, strict=True)]
-        if linear is not None:
-            most = [linear.room[slot] for slot in listed]
-        ends = upto.tolist()
-        for slot, low, end, high in zip(listed, begin, ends, most, strict=True):
-            if slot in self.sequences.keyed or not low <= end <= high:
+        start, counts = [], []
+        for slot, end in zip(listed, ends, strict=True):
+            most = self._most_published(slot)
+            low = self._known.get(slot, most)
+            if slot in self.sequences.keyed or not low <= end <= most:
                 raise ValueError(
-                    f"upto: expected {low}..{high} of slot {slot}, a request that was admitted "
+                    f"upto: expected {low}..{most} of slot {slot}, a request that was admitted "
                     f"with tokens, got {end}"
                 )
-        start = np.array(begin)
-        counts, ids = upto - start, as_token_ids("tokens", () if tokens is None else tokens)
-        if len(ids) != counts.sum():
+            start.append(low)
+            counts.append(end - low)
+        ids = as_token_ids("tokens", () if tokens is None else tokens)
+        if len(ids) != sum(counts):
             raise ValueError(
-                f"tokens: expected {counts.sum()}, {counts.tolist()} of each request, "
-                f"got {len(ids)}"
+                f"tokens: expected {sum(counts)}, {counts} of each request, got {len(ids)}"
             )
         if self._checks is not None:
-            self._checks.expect_tokens("tokens", listed, begin, counts.tolist(), ids)
+            self._checks.expect_tokens("tokens", listed, start, counts, ids)
         self._changed()
-        first = (counts.cumsum() - counts).astype(np.int32)
-        self.sequences.feed(slots, start, upto, ids, first)
+        if is_one:
+            self.sequences.feed_one(slots, start[0], ids)
+        else:
+            begin, first = np.array(start), np.array([0, *counts[:-1]]).cumsum()
+            self.sequences.feed(slots, begin, upto, ids, first.astype(np.int32))
         if self._announcer is not None:
-            _, positions = ragged_arange(start, counts)
-            self._announcer.computed(slots, counts, positions, ids, upto)
-        for slot, end, high in zip(listed, ends, most, strict=True):
-            if linear is None and end == high:
-                self._known.pop(slot, None)
-            else:
-                self._known[slot] = end
-        if linear is None:
+            each = np.array(counts)
+            _, positions = ragged_arange(np.array(start), each)
+            self._announcer.computed(
+                np.array(listed), each, positions, ids, np.array(ends, dtype=np.int64)
+            )
+        for slot, end in zip(listed, ends, strict=True):
+            self._now_known(slot, end)
+        if self._linear is None:
             return self._chains.publish_known(listed, ends)
         for slot, end in zip(listed, ends, strict=True):
             self._chains.publish_ahead(slot, end)
+
+    def _most_published(self, slot: int) -> int:
+        """Tokens up to which a request may be published."""
+        if self._linear is not None:
+            return self._linear.room[slot]
+        return self.sequences.num_computed.item(slot)
+
+    def _now_known(self, slot: int, upto: int) -> None:
+        """The tokens of a request are known `upto` there."""
+        if self._linear is None and upto == self.sequences.num_computed.item(slot):
+            self._known.pop(slot, None)
+        else:
+            self._known[slot] = upto
 
     def _publish_keys(self, slot: int, upto: int, keys: bytes) -> None:
         """`publish` of one request with keys of the caller."""
@@ -1061,8 +1081,7 @@ class KVCache:
             raise ValueError(f"keys: expected None, as slot {slot} was admitted with tokens")
         if not self.enable_caching:
             return
-        linear = self._linear
-        most = self.sequences.num_computed.item(slot) if linear is None else linear.room[slot]
+        most = self._most_published(slot)
         missing = upto // self.alignment - self.sequences.num_keys(slot)
         if upto > most or len(keys) % KEY_BYTES or len(keys) > max(0, missing) * KEY_BYTES:
             raise ValueError(
@@ -1070,13 +1089,10 @@ class KVCache:
                 f"got {len(keys) / KEY_BYTES:.4g}"
             )
         self.sequences.give_keys(slot, keys)
-        if linear is not None:
+        if self._linear is not None:
             return self._chains.publish_ahead(slot, upto)
         self._changed()
-        if upto == most:
-            self._known.pop(slot, None)
-        else:
-            self._known[slot] = upto
+        self._now_known(slot, upto)
         self._chains.publish_known([slot], [upto])
 
     def _pairs(self, slots: Any, values: Any) -> tuple[Int64, Int64]:

@@ -166,13 +166,13 @@ class Sequences:
         ending = columns + counts >= stop  # these make keys, one by one
         for i in ending.nonzero()[0].tolist():
             at = int(source[i])
-            self._feed_one(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
+            self.feed_one(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
         counts[ending] = 0
         indices = slots * self._width + columns
         which, targets = ragged_arange(indices, counts)
         self._flat[targets] = tokens[targets + (source - indices)[which]]
 
-    def _feed_one(self, slot: int, start: int, tokens: Int32) -> None:
+    def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
         """Several tokens of one request, from position `start` on; those of its prompt are
         known."""
         skip = max(0, int(self.prompt_len[slot]) - start)

@@ -137,7 +137,7 @@ def test_tokens_of_several_requests_make_the_keys_that_each_alone_makes(lookahea
         together.feed(slots, start, start + counts, tokens, first)
         for i in range(n):
             part = tokens[first[i] : first[i] + counts[i]]
-            alone._feed_one(int(slots[i]), int(start[i]), part)
+            alone.feed_one(int(slots[i]), int(start[i]), part)
         start += counts
         for slot in slots.tolist():
             known = alone.num_keys(slot)

@@ -7,7 +7,6 @@ import pytest
 
 from quire.kvcore import (
     LRU,
-    AppendOnlyCache,
     EventLog,
     GroupSpec,
     KVCache,
@@ -784,7 +783,7 @@ def test_what_tiers_refuse():
         TierSpec(10, float("nan"))
     with pytest.raises(ValueError, match="num_pages: expected an int >= 2"):
         TierSpec(1, 1.0)
-    other = AppendOnlyCache(HYBRID, num_pages=40, max_model_len=100)
+    other = object()
     with pytest.raises(ValueError, match="kv: expected a KVCache, got <"):
         Tiers(other, host=TierSpec(10, 1e9), prefill_tokens_per_second=1.0)
     off = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100, enable_caching=False)
