@@ -680,18 +680,20 @@ class KVCache:
         """
         self._expect_admitted(slot)
         a, most = self.alignment, self.max_model_len
-        if self.enable_caching:
-            most = min(most, (self._chains.runs[slot].depth + 1) * a - 1)
         if self._linear is not None:
-            return min(most, self._linear.room[slot])
+            most = self._linear.room[slot]
+        if self.enable_caching:
+            known = self._chains.runs[slot].depth * a + a - 1  # then a segment ends
+            most = known if known < most else most
+        if self._linear is not None:
+            return most
         start = self.sequences.num_computed.item(slot)
         if start < self._chains.replays.stop.item(slot) or not self._tables.has_states(slot):
             return start
         if self._tables.states:  # a state is kept at a boundary
             most = min(most, start // a * a + a - 1)
-        held = self._reserved.get(slot)
         open_to = min(-(-start // size) * size for size in self._planner.sizes or [most])
-        return max(start, min(most, open_to if held is None else max(open_to, held.end)))
+        return max(start, min(most, open_to))
 
     def num_published(self, slot: int) -> int:
         """Tokens of a request that others find.
@@ -719,8 +721,9 @@ class KVCache:
         (or, of an append-only cache, end).
 
         When free pages run short, cached entries are evicted, and only if that is enough. What is
-        reserved already is not taken again, so that an end may fall: no page is taken or given back
-        then. It voids the newest plan.
+        reserved already is not taken again, so that an end may fall: no page is given back then,
+        and none is taken, unless a window group keeps survivors only and it falls by more than
+        max_draft_tokens: then others survive. It voids the newest plan.
 
         Args:
             slots: [n] ints, distinct, from `admit`; or one int.
@@ -746,7 +749,10 @@ class KVCache:
         if end > self.max_model_len:
             raise self._too_long(slot, end)
         if self._linear is not None:
-            given = self._extend([(slot, self._linear.lacking(slot, end))], least)
+            counts = self._linear.lacking(slot, end)
+            if max(sum(counts), least) <= self.pool.num_free:
+                return self._linear.extend(slot, counts)
+            given = self._extend([(slot, counts)], least)
             return given if isinstance(given, OutOfPages) else given[0]
         self._expect_not_in_flight(slot, "slots")
         start = self.sequences.num_computed.item(slot)
@@ -1120,8 +1126,9 @@ class KVCache:
             )
 
     def _expect_admitted(self, slot: int) -> None:
-        is_slot = slot.__class__ is int and 0 <= slot < self.max_requests
-        if not is_slot or not self.sequences.active.item(slot):
+        if slot.__class__ is not int or slot < 0 or slot >= self.max_requests:
+            self.sequences.checked(slot)  # raises, or it is a numpy int
+        elif not self.sequences.active.item(slot):
             self.sequences.checked(slot)
 
     def _too_long(self, slot: int, end: int) -> ValueError:

@@ -100,6 +100,11 @@ class PagePool:
         self.counts[named] = UNSHARED
         return len(named)
 
+    def use_one_by_one(self, pages: list[int]) -> None:
+        """`use_new` of a few pages, none of them null."""
+        for page in pages:
+            self.counts[page] = 1
+
     def unuse(self, pages: Int32 | Int64) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share
         pages)."""

@@ -68,19 +68,23 @@ class LinearTables:
             if c.spec.kind == "window"
         ]
 
+        self._window_tables = [t for t, *_ in self._windows]
+        self._none = [0] * n
+
     # Blocks come and go.
 
     def lacking(self, slot: int, end: int) -> list[int]:
         """Blocks up to token `end` that each table of a request lacks."""
-        tables = self.pages[slot]
-        return [
-            max(0, -(-end // size) - len(table))
-            for size, table in zip(self._sizes, tables, strict=True)
-        ]
+        if end <= self.room[slot]:
+            return self._none
+        each = zip(self._sizes, self.pages[slot], strict=True)
+        return [max(0, -(-end // size) - len(table)) for size, table in each]
 
     def extend(self, slot: int, counts: list[int]) -> list[list[int]]:
         """Append free pages, `counts` of them to each table; returns the new ones."""
         num, tables, at = sum(counts), self.pages[slot], 0
+        if not num:
+            return [[] for _ in tables]
         taken = self.pool.peek(num).tolist()
         self.pool.take(num)
         given = []
@@ -89,17 +93,14 @@ class LinearTables:
             table += new
             given.append(new)
             at += n
-        if self._windows:
-            windows = [page for t, *_ in self._windows for page in given[t]]
-            self.pool.use_new(np.array(windows, dtype=np.int32))
+        for t in self._window_tables:
+            self.pool.use_one_by_one(given[t])
         self._count_room(slot)
         return given
 
     def _count_room(self, slot: int) -> None:
-        tables = self.pages[slot]
-        self.room[slot] = min(
-            len(table) * size for table, size in zip(tables, self._sizes, strict=True)
-        )
+        each = zip(self.pages[slot], self._sizes, strict=True)
+        self.room[slot] = min([len(table) * size for table, size in each])
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
         """Blocks of windows that no query at token `oldest` or later sees leave the tables.

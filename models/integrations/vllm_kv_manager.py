@@ -66,7 +66,7 @@ class CacheManager(KVCacheManager):
     def __init__(self, scheduler: Any, groups: Sequence[GroupSpec]) -> None:
         self.kv_cache_config = config = scheduler.kv_cache_config
         interval = config.prefix_cache_retention_interval
-        has_windows = any(group.kind == "window" for group in groups)
+        self._has_windows = has_windows = any(group.kind == "window" for group in groups)
         self.max_model_len, self.log_stats = scheduler.max_model_len, scheduler.log_stats
         self.enable_caching = scheduler.cache_config.enable_prefix_caching
         self.cache = KVCache(
@@ -104,6 +104,8 @@ class CacheManager(KVCacheManager):
         self._zeroes, self._to_zero = config.needs_kv_cache_zeroing, []
         self._tracked: dict[str, Tracked] = {}
         self._pending: dict[str, Tracked] = {}
+        self._found: Match | None = None  # by the newest look-up, for this request
+        self._found_for: Request | None = None
         self.empty_kv_cache_blocks = Pages(tuple(() for _ in specs))
 
     @property
@@ -134,8 +136,9 @@ class CacheManager(KVCacheManager):
         match = self._match(request, most)
         hit = match.num_tokens
         if self._drop and hit and hit == match.dense_tokens:
-            hit = self._match(request, hit - self._alignment).num_tokens
-        return self.empty_kv_cache_blocks, hit, 0
+            match = self._match(request, hit - self._alignment)
+        self._found, self._found_for = match, request
+        return self.empty_kv_cache_blocks, match.num_tokens, 0
 
     def _match(self, request: Request, most: int) -> Match:
         keys = self._prompt_keys(request)
@@ -163,15 +166,18 @@ class CacheManager(KVCacheManager):
             raise NotImplementedError(f"allocate_slots: supported are decoders, got {unserved}")
         slots, running = end + num_lookahead_tokens, request.status == RequestStatus.RUNNING
         slots = min(slots, self.max_model_len)
-        lengths = [num_new_computed_tokens // size for size, _ in self._groups]
-        if tracked is not None:
+        if tracked is not None and self._has_windows:
             self._let_go(tracked)
-            lengths = [*map(len, self.cache.pages_of(tracked.slot))]
-        least = self._missing(slots, lengths, slots)
-        if full_sequence_must_fit:
-            least = max(least, self._missing(request.num_tokens, lengths))
-        if has_scheduled_reqs and not running:
-            least += self.watermark_blocks
+        least = 0
+        if not running or full_sequence_must_fit:
+            lengths = [num_new_computed_tokens // size for size, _ in self._groups]
+            if tracked is not None:
+                lengths = [*map(len, self.cache.pages_of(tracked.slot))]
+            least = self._missing(slots, lengths, slots)
+            if full_sequence_must_fit:
+                least = max(least, self._missing(request.num_tokens, lengths))
+            if has_scheduled_reqs and not running:
+                least += self.watermark_blocks
         given = self._give(request, tracked, slots, least, num_new_computed_tokens)
         if given is None:
             return None
@@ -209,7 +215,9 @@ class CacheManager(KVCacheManager):
                 if not isinstance(given, OutOfPages):
                     return given
             elif cache.num_free_slots:
-                match = self._match(request, hit)
+                match = self._found
+                if match is None or self._found_for is not request or match.num_tokens != hit:
+                    match = self._match(request, hit)
                 slot = cache.admit(request.request_id, match, least=least)
                 if not isinstance(slot, OutOfPages):
                     assert match.num_tokens == hit, "what the look-up found"
