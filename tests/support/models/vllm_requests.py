@@ -551,7 +551,10 @@ def failures(where):
         for so, work in flying:
             scheduler.update_from_output(so, worker.run(work, True)[0])
         cache.check_invariants()
-        said[f"aborted after {steps} steps"] = [len(cache.sequences.ids), cache.stats()["pages_in_use"]]
+        said[f"aborted after {steps} steps"] = [
+            len(cache.sequences.ids),
+            cache.stats()["pages_in_use"],
+        ]
     said["wrong"] = worker.wrong
     # A running request is given slots for its second chunk, and preempted in the same step: nobody computes that.
     manager, hits = scheduler.kv_cache_manager, []
