@@ -29,7 +29,7 @@ blocks of 16, whose first pages are 2 and 1:
 `plan` and `commit` are the quick way through four calls, which an engine makes one by one that
 schedules a step before it knows the tokens of the one before, or asks for one request at a time:
 
-    reserve    pages leave the pool and wait beside the tables (`Reserved`), until
+    reserve    pages leave the pool and wait beside the tables (`tables.reserved`), until
     advance    they enter them: rows count as computed, whatever the tokens are
     arrays     between the two, what the kernels need; it reads only
     publish    the tokens are known: whole segments, and the resume points that wait for them, can
@@ -45,7 +45,6 @@ order of the reservations.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,25 +71,11 @@ from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
 from .stats import count_admission, describe, new_counters, stats
 from .tables.linear import LinearTables
 from .tables.planner import BLOCK_BITS, NO_COPIES, StepChanges, StepPlanner
+from .tables.reserved import Reservations
 from .tables.rows import Tables
 
 if TYPE_CHECKING:
     from .tier.tiers import Tiers
-
-
-@dataclass(slots=True)
-class Reserved:
-    """Pages of a request that its next step may write, beside the tables until it advances.
-
-    Attributes:
-        end: tokens up to which they were reserved last.
-        pages: by what they are for (see `StepPlanner.wanted`).
-        in_flight: whether `arrays` gave them to a step.
-    """
-
-    end: int
-    pages: dict[int, int] = field(default_factory=dict)
-    in_flight: bool = False
 
 
 class KVCache:
@@ -124,7 +109,7 @@ class KVCache:
         append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
             append what `reserve` returns, count requests back without a call, and let one request
             hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
-            dense and window groups with a page a block; no tables, plans, drafts or replays.
+            dense and window groups with a page a block; no tables, plans, events or replays.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed, of this cache alone; None keeps no
             events and no tokens.
@@ -187,11 +172,11 @@ class KVCache:
             raise ValueError(f"reads: expected 'step' or 'pages', got {reads!r}")
         if append_only and (
             (reads, adopt) != ("pages", False)
-            or track_deltas or max_draft_tokens or replay_tokens is not None
+            or track_deltas or events is not None or max_draft_tokens or replay_tokens is not None
         ):  # fmt: skip
             raise ValueError(
                 "append_only: expected False but with reads='pages' and adopt=False, without "
-                "track_deltas, max_draft_tokens and replay_tokens"
+                "track_deltas, events, max_draft_tokens and replay_tokens"
             )
         policy = Adaptive() if policy is None else policy
         check_log(events)
@@ -233,9 +218,9 @@ class KVCache:
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Of slots with reserved pages, these; of slots that have advanced past them, the tokens
-        # that are known.
-        self._reserved: dict[int, Reserved] = {}
+        # Pages of steps that have not advanced; of slots whose steps have, the tokens that are
+        # known, if not all of them are.
+        self._reserved = Reservations(self._planner, self.pool)
         self._known: dict[int, int] = {}
         # Tokens of a request that start at most one block a table, all of which survives the step.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
@@ -478,7 +463,7 @@ class KVCache:
                 published, a count below 1, or a sequence past max_model_len.
         """
         self._expect_tables("plan")
-        if self._reserved or self._known or self.sequences.keyed:
+        if self._reserved.by_slot or self._known or self.sequences.keyed:
             for slot in as_ints("slots", slots).ravel().tolist():
                 self._expect_settled(slot)
         changes = self._changes_of(slots, num_new_tokens)
@@ -754,7 +739,7 @@ class KVCache:
                 return self._linear.extend(slot, counts)
             given = self._extend([(slot, counts)], least)
             return given if isinstance(given, OutOfPages) else given[0]
-        self._expect_not_in_flight(slot, "slots")
+        self._reserved.expect_not_in_flight(slot, "slots")
         start = self.sequences.num_computed.item(slot)
         is_few = 0 < end - start <= self._few and start >= self._chains.replays.stop.item(slot)
         if self._tables.states:
@@ -777,7 +762,7 @@ class KVCache:
             wanted = zip(listed, ends.tolist(), strict=True)
             return self._extend([(s, self._linear.lacking(s, end)) for s, end in wanted], least)
         for slot in listed:
-            self._expect_not_in_flight(slot, "slots")
+            self._reserved.expect_not_in_flight(slot, "slots")
         counts = ends - self.sequences.num_computed[slots]
         more = (counts > 0).nonzero()[0]
         keys: dict[int, list[int]] = {slot: [] for slot in listed}
@@ -792,10 +777,7 @@ class KVCache:
         self, wanted: list[tuple[int, int, list[int]]], least: int
     ) -> list[list[list[int]]] | OutOfPages:
         """Take pages for (slot, end, keys) as far as they are not reserved yet; ring tables."""
-        new = []
-        for slot, _, keys in wanted:
-            held = self._reserved.get(slot)
-            new.append(keys if held is None else [k for k in keys if k not in held.pages])
+        new = [self._reserved.missing(slot, keys) for slot, _, keys in wanted]
         needed, groups, rows = sum(map(len, new)), self.layout.groups, self._planner.table_rows
 
         def per_group() -> dict[str, int]:
@@ -811,21 +793,10 @@ class KVCache:
         self._planned = None  # it may name these pages
         pages = iter(self.pool.peek(needed).tolist() if needed else [])
         self.pool.take(needed)
-        num_blocks, every = len(self._planner.sizes), []
-        for (slot, end, _), keys in zip(wanted, new, strict=True):
-            given: list[list[int]] = [[] for _ in rows]
-            every.append(given)
-            held = self._reserved.get(slot)
-            if held is None:
-                if not keys:  # nothing is lacking
-                    continue
-                held = self._reserved[slot] = Reserved(end)
-            held.end = end
-            for key in keys:
-                held.pages[key] = page = next(pages)
-                if key >> BLOCK_BITS < num_blocks:
-                    given[rows[key >> BLOCK_BITS]].append(page)
-        return every
+        add = self._reserved.add
+        return [
+            add(slot, end, keys, pages) for (slot, end, _), keys in zip(wanted, new, strict=True)
+        ]
 
     def _extend(
         self, wanted: list[tuple[int, list[int]]], least: int
@@ -862,34 +833,21 @@ class KVCache:
         slots, ends = self._pairs(slots, ends)
         starts = self._pairs(slots, starts)[1]
         self._batch(slots, ends - starts)
-        start, full = self.sequences.num_computed[slots], self._full(slots, ends)
+        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
         if np.count_nonzero(starts != start):
             raise ValueError(
                 f"starts: expected num_computed {start.tolist()}, got {starts.tolist()}"
             )
         self._expect_ends(start, ends, full)
         changes = self._changes_of(slots, full - start)
-        plan = self._arrays(changes, self._reserved_pages(changes))
-        for slot, end in zip(slots.tolist(), full.tolist(), strict=True):
-            held = self._reserved.get(slot)
-            if held is None:  # nothing was lacking
-                held = self._reserved[slot] = Reserved(end)
-            held.end, held.in_flight = end, True
+        plan = self._arrays(changes, self._reserved.pages_of(changes))
+        self._reserved.launch(slots, full)
         self._planned = None
         if np.count_nonzero(full != ends):
             plan = without_last(plan, full - ends)
         if self._checks is not None:
             self._checks.expect_pages(plan)
         return plan
-
-    def _full(self, slots: Int64, ends: Int64) -> Int64:
-        """[n] tokens up to which the step of each request reaches: what is reserved, or `ends`."""
-        full = ends.copy()
-        for i, slot in enumerate(slots.tolist()):
-            held = self._reserved.get(slot)
-            if held is not None:
-                full[i] = max(held.end, int(ends[i]))
-        return full
 
     def _expect_ends(self, start: Int64, ends: Int64, full: Int64) -> None:
         """Raise ValueError if a step of `full` [n] tokens cannot end at `ends`."""
@@ -899,24 +857,6 @@ class KVCache:
                 f"ends: expected at least {least.tolist()}, got {ends.tolist()}: at most "
                 f"max_draft_tokens {self.max_draft_tokens} fewer than were reserved"
             )
-
-    def _reserved_pages(self, changes: StepChanges) -> Int64:
-        """The pages that a step takes, out of those reserved.
-
-        Raises:
-            ValueError: some are not.
-        """
-        slots, pages = changes.slots.tolist(), []
-        for row, key in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
-            held = self._reserved.get(slots[row])
-            page = None if held is None else held.pages.get(key)
-            if page is None:
-                raise ValueError(
-                    f"ends: expected tokens whose pages are reserved, got {changes.end[row]} of "
-                    f"slot {slots[row]}: call `reserve` first"
-                )
-            pages.append(page)
-        return np.array(pages, dtype=np.int64)
 
     def advance(
         self, slots: Any, ends: Any, oldest_query: Any = None, *, keep_tails: bool = True
@@ -962,19 +902,15 @@ class KVCache:
             )
         slots, ends = self._pairs(slots, ends)
         self.sequences.check(slots)
-        start, full = self.sequences.num_computed[slots], self._full(slots, ends)
+        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
         moving = (ends != start).nonzero()[0]
         changes, pages = None, NO_ROWS
         if moving.size:
             self._expect_ends(start[moving], ends[moving], full[moving])
             changes = self._changes_of(slots[moving], (full - start)[moving])
-            pages = self._reserved_pages(changes)
+            pages = self._reserved.pages_of(changes)
         self._changed()
-        taken = set(pages.tolist())
-        held = [self._reserved.pop(slot).pages for slot in slots.tolist() if slot in self._reserved]
-        left = [page for each in held if each for page in each.values() if page not in taken]
-        if left:
-            self.pool.put(np.array(left, dtype=np.int64))
+        self._reserved.end(slots.tolist(), pages)
         if changes is None:
             return NO_COPIES
         self._planner.give(changes, pages)
@@ -1137,19 +1073,10 @@ class KVCache:
             f"{self.max_model_len}"
         )
 
-    def _expect_not_in_flight(self, slot: int, name: str) -> None:
-        held = self._reserved.get(slot)
-        if held is not None and held.in_flight:
-            raise ValueError(
-                f"{name}: expected a request that no step holds, got slot {slot}, which is in a "
-                "step that has not advanced: advance it first, to where it was if the step is not "
-                "run"
-            )
-
     def _expect_settled(self, slot: int) -> None:
         """Raise ValueError if `plan` or `rollback` would pass over what the other calls left."""
-        self._expect_not_in_flight(slot, "slots")
-        if slot in self._reserved:
+        self._reserved.expect_not_in_flight(slot, "slots")
+        if slot in self._reserved.by_slot:
             raise ValueError(
                 f"slots: expected a request without reserved pages, got slot {slot}: advance it"
             )
@@ -1230,11 +1157,9 @@ class KVCache:
             ValueError: the id is unknown, or the request is in a step that has not advanced.
         """
         slot = self.sequences.slot_of(request_id)
-        self._expect_not_in_flight(slot, "request_id")
+        self._reserved.expect_not_in_flight(slot, "request_id")
         self._changed()
-        held = self._reserved.pop(slot, None)
-        if held is not None:
-            self.pool.put(np.array([*held.pages.values()], dtype=np.int64))
+        self._reserved.end([slot], NO_ROWS)
         self._known.pop(slot, None)
         computed = int(self.sequences.lengths[slot]) if self._linear is None else MOST_TOKENS
         run, depth = self._chains.end(slot, computed, not discard)
@@ -1274,7 +1199,7 @@ class KVCache:
                 f"`done` or `cancel`"
             )
         for request_id in running:  # before anything changes
-            self._expect_not_in_flight(self.sequences.slot_of(request_id), "end_requests")
+            self._reserved.expect_not_in_flight(self.sequences.slot_of(request_id), "end_requests")
         for request_id in running:
             self.release(request_id, discard=True)
         self.clear()

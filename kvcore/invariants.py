@@ -73,7 +73,9 @@ def check_invariants(cache: KVCache) -> None:
             differs = part.reshape(c.num_tables, -1) != row[:, :whole]
             twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
             assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
-    owners += [np.array([*held.pages.values()], np.int64) for held in cache._reserved.values()]
+    owners += [
+        np.array([*held.pages.values()], np.int64) for held in cache._reserved.by_slot.values()
+    ]
     points = cache._chains.waiting.values()
     waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
     users += waiting

@@ -360,7 +360,7 @@ class Life(Misuse, TakenAway):
 
     def held_back(self) -> int:
         """Pages that are reserved."""
-        return sum(len(held.pages) for held in self.kv._reserved.values())
+        return sum(len(held.pages) for held in self.kv._reserved.by_slot.values())
 
     def _fits(self, *args, **kwargs):
         """What a call gives that plans something; None where pages do not suffice."""
@@ -390,7 +390,7 @@ class Life(Misuse, TakenAway):
             for slot, end in zip(slots, ends, strict=True):
                 room = self.call("room", slot)
                 free = self.kv.num_free_pages
-                if end <= room and rng.random() < 0.5 and slot not in self.kv._reserved:
+                if end <= room and rng.random() < 0.5 and slot not in self.kv._reserved.by_slot:
                     continue
                 given = self._fits("reserve", slot, end)
                 if given is None:

@@ -9,7 +9,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, GroupSpec, KVCache, OutOfPages
+from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, OutOfPages
 
 MIXES = {
     "dense": ((8, None),),
@@ -337,6 +337,7 @@ def test_other_groups_are_refused(spec, named):
         {"reads": "step"},
         {"adopt": True},
         {"track_deltas": True},
+        {"events": EventLog()},
         {"max_draft_tokens": 2},
         {"replay_tokens": 9},
     ],

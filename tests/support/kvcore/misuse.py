@@ -113,6 +113,12 @@ class Misuse:
             ("needed", [-1], [1]), ("needed", good, [0] * len(good)), ("needed", good, [long] * len(good)), ("needed", [], []),
             ("cut", [kv.max_requests], [1]), ("cut", good, [0] * len(good)), ("cut", [], []),
             ("commit", None, [0]), ("commit", match, [0]),
+            ("room", kv.max_requests), ("num_published", -1), ("pages_of", good[0]), ("match", text.tokens, {"keys": b"", "num_tokens": 9}),
+            ("match", {"keys": b"k", "num_tokens": 9}), ("match", {"keys": b"k" * 96, "num_tokens": 1}), ("match", {"keys": b""}),
+            ("reserve", -1, 1), ("reserve", good[0], long), ("reserve", good, [long] * len(good)), ("reserve", [good[0]] * 2, [1, 1]),
+            ("reserve", good, [0.5] * len(good)), ("reserve", good[0], None), ("arrays", good[0], long, long + 1), ("arrays", good, [1], [1, 2, 3, 4, 5, 6]),
+            ("arrays", good[0], 0, 0), ("advance", good[0], long), ("advance", good[0], 1, {"oldest_query": 0}), ("advance", -1, 1),
+            ("publish", -1, 1), ("publish", good[0], 1, {"keys": b"k"}), ("publish", [good[0]] * 2, [0, 0]),
             ("rollback", kv.max_requests, 1), ("rollback", -1, 1), ("rollback", good[0], 0), ("rollback", good[0], long),
             ("rollback", good[0], True), ("rollback", good[0], 1.0), ("release", "unknown"), ("release", []),
             ("slot_of", "unknown"), ("lowest_rollback", kv.max_requests),
@@ -125,6 +131,7 @@ class Misuse:
         wrong += [("plan", [s], [1]) for s in idle] + [("rollback", s, 1) for s in idle]
         wrong += [("admit", r.rid, match) for r in self.requests]
         wrong += [("reset", {"end_requests": 0})] * bool(self.requests)
+        wrong += [("publish", good[0], long), ("publish", good[0], 0, [1])] * kv.enable_caching
         if not idle:
             wrong.append(("admit", "one too many", match))
         if self.log is None:
