@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from select import select
-from typing import Any
 
 BEAT, MESSAGE, LONGEST_VERDICT = 0.5, 1024, 150  # seconds; bytes; characters of 6 bytes at most
 EXIT_STATUS = 1
@@ -47,7 +46,7 @@ class Heartbeat(threading.Thread):
         self.calls: Callable[[], int] = lambda: 0
         self.give_up: Callable[[], None] = lambda: None
         self._connections: dict[int, socket.socket] = {}
-        self._said: dict[str, Any] = {"rank": rank, "silent": 0.0, "verdict": "", "left": False}
+        self._said: dict[str, object] = {"rank": rank, "silent": 0.0, "verdict": "", "left": False}
         self._states = {other: {"silent": 0.0} for other in ([0] if rank else range(1, size))}
         self._sum, self._stalled = 0, 0.0  # calls of all, and seconds since the last one
         self._sending = threading.Lock()  # a beat must not follow the last word with older news
@@ -83,7 +82,7 @@ class Heartbeat(threading.Thread):
                 os._exit(EXIT_STATUS)
             self.give_up()
 
-    def _send(self, **more: Any) -> None:
+    def _send(self, **more: object) -> None:
         with self._sending:
             self._said |= {"calls": self.calls(), **more}  # what was said once is said again
             for connection in list(self._connections.values()):
