@@ -6,7 +6,7 @@
     replay           hit rates of traces            tune         tile shapes, measured
     layers           a few layers of a real model   overhead     processor time of a launch
     gpu              all that needs a GPU           environment  what a machine is and has
-    pages            results, written into Markdown pages   handoff      from engine to engine
+    pages            results, written into Markdown pages
 
 What these share: ``common`` (timing, error bounds, workloads), ``cases`` (named shapes, their tensors
 and results), ``peers`` (implementations that are compared). ``results`` has rows of past runs.

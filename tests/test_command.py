@@ -58,7 +58,7 @@ sys.meta_path.insert(0, Stop())
 
 def test_the_programs_are_found():
     assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
-    assert len(PROGRAMS) == 16
+    assert len(PROGRAMS) == 15
 
 
 def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
@@ -209,13 +209,13 @@ LEAST = {
 # Of what takes memory for each.
 MOST = {
     "num_pages": 2**24, "max_num_batched_tokens": 2**20, "context": 2**20, "draft_tokens": 128, "models.generate speculate": 128,
-    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "prompt_tokens": 2**20, "bench.handoff max_tokens": 2**20, "jobs": 1024, "compile": 1024, "n": 16_384,
+    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "prompt_tokens": 2**20, "jobs": 1024, "compile": 1024, "n": 16_384,
     "tensor_parallel_size": 1024, "context_parallel_size": 1024,
 }  # fmt: skip
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "disk_cache", "host", "disk", "models", "listen",
+    "baseline", "unpack", "target", "retention", "host", "models", "listen",
 }  # fmt: skip
 
 

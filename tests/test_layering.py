@@ -20,9 +20,6 @@ ALLOWED = {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
-    "models/transfer": {
-        "mooncake", "numpy", "quire.kernels", "quire.kvcore", "quire.models",
-    },
     "models/integrations": {
         "dynamo", "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "xxhash",
         "zmq",
@@ -176,7 +173,6 @@ def test_folders_of_bench_know_few_others():
         ("quire.kvcore", ["torch", "triton", "quire.kernels", "quire.models"]),
         ("quire.kernels", ["torch", "triton", "numpy", "quire.kvcore"]),
         ("quire.kvcore.device", ["triton", "quire.kernels", "quire.models"]),
-        ("quire.models.transfer.handoff", ["torch", "triton", "quire.kernels"]),
     ],
 )
 def test_a_package_imports_where_the_others_are_missing(module, blocked, tmp_path):
@@ -192,10 +188,3 @@ def test_only_bench_reads_the_environment(package):
         text = path.read_text()
         assert "environ" not in text and "getenv" not in text, path.relative_to(ROOT)
         assert "sys.path" not in text, path.relative_to(ROOT)
-
-
-@pytest.mark.parametrize("package", ["kernels", "kvcore", "models"])
-def test_files_are_short_enough_to_be_read(package):
-    for path in sorted((ROOT / package).rglob("*.py")):
-        lines = len(path.read_text().splitlines())
-        assert lines <= 400, f"{path.relative_to(ROOT)}: {lines} lines; split it by idea"

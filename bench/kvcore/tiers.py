@@ -1,4 +1,4 @@
-"""What tiers cost the host: microseconds an entry to match, load and store it, and to end a job."""
+"""What the host tier costs: microseconds an entry to match, load and store it, and to end a job."""
 
 from __future__ import annotations
 

@@ -19,8 +19,6 @@ Blocks, and what they are made from:
     replay-conversation-parts  the same trace in three parts: replay_conversation*.json
     replay-prefix-sweep        replay_prefix_sweep.json: the sweep of vLLM's PR 40676
     replay-pr43447             replay_pr43447.json: the experiment of vLLM's PR 43447
-    replay-tiers               replay-tiers-conversation.json, replay-tiers-conversation-gemma.json
-    replay-tiers-agents        replay-tiers-agents.json
     v4-memory                  arithmetic of `models.deepseek_v4.memory`; nothing is measured
     static-summary             static/VERSION.json: kernels, spills and limits by architecture
     support-legend             what *tested*, *compiled* and *refused* say

@@ -18,8 +18,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "replay-conversation-parts": replay.conversation_parts,
     "replay-prefix-sweep": replay.prefix_sweep,
     "replay-pr43447": replay.pr43447,
-    "replay-tiers": replay.tiers,
-    "replay-tiers-agents": replay.tiers_of_agents,
     "v4-memory": memory.table,
     "static-summary": support.summary,
     "support-legend": support.legend,

@@ -103,61 +103,6 @@ def pr43447() -> str:
     return table(["prompts", "`retention=`", "mean hit", "prompt tokens from the cache"], lines)
 
 
-TIER_FILES = {
-    "V4-Flash, 2,000 requests": "replay-tiers-conversation.json",
-    "Gemma-4-31B, 2,000 requests": "replay-tiers-conversation-gemma.json",
-}
-TIER_LINES = {
-    ("tiers", "adaptive"): "tiers, `Adaptive`",
-    ("one pool", "adaptive"): "one pool of all bytes, `Adaptive`",
-    ("tiers", "lru"): "tiers, `LRU`",
-    ("one pool", "lru"): "one pool of all bytes, `LRU`",
-    ("vllm", "lru"): "vLLM 0.33's host tier behind the pool, `LRU`",
-    ("one pool", "clairvoyant"): "clairvoyant with all bytes",
-}
-
-
-def tiers() -> str:
-    """Host memory behind a pool of 5 % of the working set, the conversation trace."""
-    return _tier_table(TIER_FILES)
-
-
-def tiers_of_agents() -> str:
-    """Host memory behind a pool, agents that wait for their tools."""
-    return _tier_table({"V4-Flash, agents": "replay-tiers-agents.json"})
-
-
-def _tier_table(files: dict[str, str]) -> str:
-    """A line for each memory, a column for each host: hit rate, prefill saved over the pool alone,
-    GiB written and read, median time to the first token."""
-    lines: list[list[str]] = []
-    hosts: list[str] = []
-    for model, name in files.items():
-        found = rows(name)
-        hosts = list(dict.fromkeys(r["host"] for r in found if r["memory"] == "tiers"))
-        for eviction in ("adaptive", "lru"):
-            [alone] = [r for r in found if (r["memory"], r["eviction"]) == ("pool", eviction)]
-            cell = f"{percent(alone['hit_rate'])}, TTFT {alone['ttft_p50']:.2f} s"
-            lines.append([f"{model}: the pool alone, {POLICIES[eviction]}", *[cell] * len(hosts)])
-        for (memory, eviction), what in TIER_LINES.items():
-            by_host = {
-                r["host"]: r for r in found if (r["memory"], r["eviction"]) == (memory, eviction)
-            }
-            if by_host:
-                lines.append([f"{model}: {what}", *(_tier_cell(by_host[h]) for h in hosts)])
-    return table(["host, of the dense working set", *map(_size, hosts)], lines)
-
-
-def _tier_cell(row: dict[str, Any]) -> str:
-    parts = [percent(row["hit_rate"]), f"{row['saved_s']:.0f} s saved"]
-    if row.get("ttft_p50") is not None:
-        parts.append(f"TTFT {row['ttft_p50']:.2f} s")
-    if "bytes device>host" in row:
-        moved = (row["bytes device>host"] / 2**30, row["bytes host>device"] / 2**30)
-        parts.append("{:.0f} GiB out, {:.0f} back".format(*moved))
-    return ", ".join(parts)
-
-
 def _line(rates: dict[str | None, float], pools: Sequence[str | None]) -> list[str]:
     """Percentages by pool; the same in all for what does not depend on it."""
     if None in rates:

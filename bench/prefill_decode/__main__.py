@@ -34,9 +34,8 @@ model's own drafter layer. The prompts then run once more, with caching and with
 outputs that differ are checked in both runs. How often a random model's drafter is right is a
 matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
 
-With --host-cache, --disk-cache or both, what leaves the pool is kept there
-(`quire.models.engine.tiering`), and the prompts run once more without them, which outputs of the
-first run are compared with. Another run with the same folder starts with what was in it. With
+With --host-cache what leaves the pool is kept in host memory (`quire.models.engine.tiering`), and the
+prompts run once more without it, which outputs of the first run are compared with. With
 --tier-dtype fp8 pages are rounded there, and outputs checked as those of a cache of e4m3 are.
 
 With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
@@ -123,7 +122,7 @@ class Measured:
     bytes_per_token: float
     describe: str
     moved: dict[str, int]
-    space: dict[str, tuple[int, int]]
+    space: tuple[int, int] | None
 
 
 @program
@@ -134,18 +133,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.draft_tokens is not None and not args.speculate:
             raise ValueError("draft_tokens: expected --speculate with it, got none")
-        has_tiers = args.host_cache is not None or args.disk_cache is not None
-        if args.disk_cache_gib is not None and args.disk_cache is None:
-            raise ValueError("disk_cache_gib: expected --disk-cache with it, got none")
-        if args.tier_dtype != "auto" and not has_tiers:
-            raise ValueError("tier_dtype: expected --host-cache or --disk-cache with it, got none")
-        if has_tiers and (args.compare or args.speculate or (args.split or 1) > 1):
+        has_host = args.host_cache is not None
+        if args.tier_dtype != "auto" and not has_host:
+            raise ValueError("tier_dtype: expected --host-cache with it, got none")
+        if has_host and (args.compare or args.speculate or (args.split or 1) > 1):
+            raise ValueError("host_cache: expected no --compare, --speculate or --split with it")
+        if args.tensor_parallel_size is not None and (has_host or args.speculate):
             raise ValueError(
-                "host_cache, disk_cache: expected no --compare, --speculate or --split with them"
-            )
-        if args.tensor_parallel_size is not None and (has_tiers or args.speculate):
-            raise ValueError(
-                "tensor_parallel_size: expected no --host-cache, --disk-cache or --speculate with it"
+                "tensor_parallel_size: expected no --host-cache or --speculate with it"
             )
         if args.context_parallel_size not in (None, args.tensor_parallel_size):
             raise ValueError(
@@ -241,7 +236,7 @@ def measure(
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     # One size for all engines: what is free is not quite the same for each.
-    without = replace(settings, host_cache_gib=None, disk_cache=None, tier_dtype="auto")
+    without = replace(settings, host_cache_gib=None, tier_dtype="auto")
     warmed = _run(built, warm, without, "warm-up", drafter=drafter())
     settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
     others = replace(settings, impl=compare)
@@ -310,7 +305,7 @@ def measure(
             },
         )
 
-    if settings.has_tiers:
+    if settings.host_cache_gib is not None:
         keep(known())
         prompts = cached.run.prompts
         untiered = _run(built, workload, without, "without tiers", prompts=prompts)
@@ -366,13 +361,12 @@ def _run(
     run = run_workload(
         engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
     )
+    engine.close()
     moved = {} if engine.tiers is None else engine.tiers.copier.num_bytes
-    space = {} if engine.tiers is None else engine.tiers.space()
-    engine.close()  # a disk gets what is cached, and is counted
+    space = None if engine.tiers is None else engine.tiers.space()
     del engine
     gc.collect()
-    names = {f"{source} to {target}": count for (source, target), count in moved.items()}
-    return Measured(run, num_pages, bytes_per_token, describe, names, space)
+    return Measured(run, num_pages, bytes_per_token, describe, moved, space)
 
 
 def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
@@ -438,8 +432,6 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         impl=args.impl,
         decode_graphs=False if args.no_graphs else None,
         host_cache_gib=args.host_cache,
-        disk_cache=args.disk_cache,
-        disk_cache_gib=args.disk_cache_gib or EngineConfig.disk_cache_gib,
         tier_dtype=args.tier_dtype,
     )
 
@@ -528,18 +520,6 @@ def _parser() -> Parser:
         type=number(above=True),
         metavar="GIB",
         help="host memory behind the pool; default: none",
-    )
-    add(
-        "--disk-cache",
-        type=Path,
-        metavar="DIR",
-        help="folder behind these, which outlives the run; default: none",
-    )
-    add(
-        "--disk-cache-gib",
-        type=number(above=True),
-        metavar="GIB",
-        help="what it may take; default: 16",
     )
     add(
         "--tier-dtype",

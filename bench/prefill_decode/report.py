@@ -26,8 +26,9 @@ dictionary::
     speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
-    tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib, dtype, lossy_tokens; counters {tier: {name: count}}; moved {way: bytes, those of
-                           the end included}; space {tier: held, taken: bytes of its entries before that, those that hold rows and all}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
+    tiers                  with --host-cache: host_gib, dtype, lossy_tokens; counters {name: count}; moved {to_host, to_device: bytes};
+                           space {held, taken: bytes of the host's entries at the end, those that hold rows and all}; without, of the same
+                           prompts without it, as cached; comparison, of cached against it; or null
     ranks                  with --tensor-parallel-size: size; context_size, ranks that share a context; memory of a rank, in words;
                            capacity, tokens of a rank's pool by those of one that has all of the model, in as many bytes; context, null or
                            what a rank sends for a token in a layer: {queries, parts, topk, least}_bytes_per_layer_token, least of queries
@@ -201,33 +202,30 @@ def tiers(
     settings: EngineConfig,
     run: Run,
     moved: dict[str, int],
-    space: dict[str, tuple[int, int]],
+    space: tuple[int, int],
     plain: Run,
     without: dict[str, Any],
 ) -> dict[str, Any]:
-    """What tiers did in ``run``, and how it differs from the same prompts in ``plain``, without
-    them.
+    """Counts of the host tier in ``run``, and how it differs from the same prompts in ``plain``,
+    without it.
 
     Args:
-        moved: bytes by way.
-        space: of each tier at the end of ``run``, bytes that hold rows, and bytes taken.
+        moved: bytes by direction.
+        space: bytes that hold rows at the end of ``run``, and bytes taken.
         without: metrics of ``plain``.
     """
-    counters: dict[str, dict[str, int]] = {}
-    for name, count in run.stats.items():
-        if name.startswith("tier_"):
-            what, tier = name.removeprefix("tier_").split("/")
-            counters.setdefault(tier, {})[what] = count
-    has_disk = settings.disk_cache is not None
+    counters = {
+        name.removeprefix("tier_").removesuffix("/host"): count
+        for name, count in run.stats.items()
+        if name.startswith("tier_")
+    }
     return {
         "host_gib": settings.host_cache_gib,
-        "disk": str(settings.disk_cache) if has_disk else None,
-        "disk_gib": settings.disk_cache_gib if has_disk else None,
         "dtype": settings.tier_dtype,
         "lossy_tokens": sum(o.lossy_tokens for o in run.outputs.values()),
         "counters": counters,
         "moved": moved,
-        "space": {tier: {"held": held, "taken": taken} for tier, (held, taken) in space.items()},
+        "space": dict(zip(("held", "taken"), space, strict=True)),
         "without": without,
         "comparison": comparison(run, plain),
     }

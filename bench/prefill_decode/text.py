@@ -35,7 +35,7 @@ def table(result: dict[str, Any]) -> str:
     """The numbers of both runs side by side, then results per group, then the comparison."""
     runs = {"caching on": result["cached"]}
     if (behind := result["tiers"]) is not None:
-        runs = {"with tiers": result["cached"], "without tiers": behind["without"]}
+        runs = {"with host memory": result["cached"], "without": behind["without"]}
     if result["uncached"] is not None:
         runs["caching off"] = result["uncached"]
     if (other := result["other_impl"]) is not None:
@@ -102,20 +102,13 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
         behind["comparison"],
         [result["cached"]["hit"]["rate"], behind["without"]["hit"]["rate"]],
     )
-    moved = ", ".join(f"{way} {count / 2**20:.1f} MiB" for way, count in behind["moved"].items())
-    lines = [
-        f"{tier}: {count['stored_points']} resume points and {count['stored_segments']} segments stored, {count['loaded_points']} and "
-        f"{count['loaded_segments']} loaded, {count['lost']} lost; {count['store_failures'] + count['load_failures']} failures"
-        for tier, count in behind["counters"].items()
-    ]
+    count, moved, space = behind["counters"], behind["moved"], behind["space"]
+    unused = 1 - space["held"] / max(1, space["taken"])
     return [
-        *lines,
-        *(
-            f"{tier}: {space['taken'] / 2**20:.1f} MiB taken, {1 - space['held'] / space['taken']:.1%} of them unused"
-            for tier, space in behind["space"].items()
-            if space["taken"]
-        ),
-        f"moved: {moved or 'nothing'}",
+        f"host: {count['stored_points']} resume points and {count['stored_segments']} segments stored, {count['loaded_points']} and "
+        f"{count['loaded_segments']} loaded; {count['store_failures'] + count['load_failures']} failures",
+        f"host: {space['taken'] / 2**20:.1f} MiB taken, {unused:.1%} of them unused; moved there {moved['to_host'] / 2**20:.1f} MiB, "
+        f"back {moved['to_device'] / 2**20:.1f} MiB",
         *(
             [
                 f"hits: {behind['lossy_tokens']} of {result['cached']['hit']['tokens']} cached tokens rest on rows that were kept in e4m3"
@@ -123,7 +116,7 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
             if behind["dtype"] != "auto"
             else []
         ),
-        f"with tiers against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
+        f"with host memory against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
         f"identical output: {same['identical_requests']} of {result['workload']['requests']} requests, "
         f"{same['identical_tokens']} of {same['output_tokens']} tokens",
     ]

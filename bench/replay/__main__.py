@@ -3,7 +3,7 @@
     python -m bench.replay --workload round-robin --preset gemma-4-31b --pool 25% 50% 100%
     python -m bench.replay --workload mooncake:conversation.jsonl --limit 4000 --preset v4-flash --pool 5% 10% 20% 40% --max-requests 1
     python -m bench.replay --workload pr43447 --preset v4-flash --pool 106126pages --retention 32768 4096
-    python -m bench.replay --workload agent-pauses --preset v4-flash --pool 20% --host 20% 40% --disk 0 --link 50
+    python -m bench.replay --workload agent-pauses --preset v4-flash --pool 20% --host 20% 40% --link 50
 
 Requests go through the allocator on a simulated clock; nothing touches a device. Times follow from the rates given here, and only compare.
 """
@@ -31,21 +31,18 @@ from .loaders import LOADERS
 from .plot import save_plot
 from .presets import PRESETS
 from .simulate import Timing, Workload
-from .tier_experiment import pages_of, run_tier_grid
 
 COLUMNS = (
     ("retention", "retention", "{}"), ("eviction", "eviction", "{}"), ("pool", "pool", "{}"), ("GiB", "pool_bytes", "{:.1f}"),
+    ("host", "host", "{}"),
     ("hit rate", "hit_rate", "{:.2%}"), ("mean hit", "mean_hit", "{:.2%}"), ("TTFT p50", "ttft_p50", "{:.2f}"),
     ("p99", "ttft_p99", "{:.2f}"), ("tokens/s", "tokens_per_s", "{:.0f}"), ("recomputed", "recomputed_tokens", "{}"),
     ("evicted points", "evicted_resume_points", "{}"), ("segments", "evicted_segments", "{}"),
 )  # fmt: skip
 
-TIER_COLUMNS = (
-    ("memory", "memory", "{}"), ("eviction", "eviction", "{}"), ("pool", "pool", "{}"), ("host", "host", "{}"),
-    ("disk", "disk", "{}"), ("GiB", "bytes", "{:.1f}"), ("hit rate", "hit_rate", "{:.2%}"), ("device", "device_rate", "{:.2%}"),
-    ("TTFT p50", "ttft_p50", "{:.2f}"), ("p99", "ttft_p99", "{:.2f}"), ("saved, s", "saved_s", "{:.0f}"),
-    ("stalled", "stalled_s", "{:.2f}"), ("to host", "bytes device>host", "{:.1f}"), ("back", "bytes host>device", "{:.1f}"),
-    ("to disk", "bytes host>disk", "{:.1f}"), ("back", "bytes disk>device", "{:.1f}"), ("waste", "waste", "{:.1%}"),
+HOST_COLUMNS = (
+    ("on device", "device_tokens", "{}"), ("stalled", "stalled_s", "{:.2f}"), ("to host", "bytes device>host", "{:.1f}"),
+    ("back", "bytes host>device", "{:.1f}"), ("waste", "waste", "{:.1%}"),
 )  # fmt: skip
 
 
@@ -107,43 +104,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot:
         require_matplotlib(args.plot)
     timing = Timing(
-        args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead, args.hints
+        args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead
     )
     # All of them before the first is replayed: what is wrong with one is said at once.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
     if args.plot and args.host:
         raise ValueError("plot: expected no --host with it, got both")
-    if args.hints is not None and not args.host:
-        raise ValueError("hints: expected --host with it, got none")
-    if args.disk is not None and not args.host:
-        raise ValueError("disk: expected --host with it, got none")
-    disks = args.disk or ["0"]
-    if len(args.retention) > 1 and args.host:
-        raise ValueError(f"retention: expected one with --host, got {args.retention}")
     for workload, preset in itertools.product(workloads, args.preset):
         for pool in args.pool:
             pool_pages(pool, PRESETS[preset], workload)
-        for name, sizes in (("host", args.host or []), ("disk", disks)):
-            for size in sizes:
-                try:
-                    pages_of(size, preset, workload)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {str(error).removeprefix('pool: ')}") from error
+        for size in args.host:
+            try:
+                pool_pages(size, PRESETS[preset], workload)
+            except ValueError as error:
+                raise ValueError(f"host: {str(error).removeprefix('pool: ')}") from error
         for kept in args.retention:
             parse_retention(kept, empty_cache(PRESETS[preset], workload).layout)
     rows: list[Row] = []
     for name, workload in zip(args.workload, workloads, strict=True):
         for preset in args.preset:
-            if args.host:
-                new, columns = run_tier_grid(
-                    workload, preset, args.pool, args.host, disks, args.eviction, timing,
-                    link=args.link * 1e9, disk_link=args.disk_link * 1e9, retention=args.retention[0],
-                    progress=not args.quiet,
-                ), TIER_COLUMNS  # fmt: skip
-            else:
-                new, columns = run_grid(
-                    workload, preset, args.pool, args.retention, args.eviction, timing, progress=not args.quiet
-                ), COLUMNS  # fmt: skip
+            new = run_grid(
+                workload, preset, args.pool, args.retention, args.eviction, timing, hosts=args.host,
+                link=args.link * 1e9, progress=not args.quiet,
+            )  # fmt: skip
+            columns = COLUMNS + HOST_COLUMNS * bool(args.host)
             print(
                 f"{name} ({len(workload.requests)} requests), {preset}\n{table(new, columns)}\n", flush=True
             )  # fmt: skip
@@ -163,10 +147,8 @@ def _parser() -> Parser:
     add("--pool", nargs="+", default=["25%", "50%", "100%"], help="e.g. 64GiB, 10%% of the dense working set, 20requests, 5000pages")  # fmt: skip
     add("--retention", nargs="+", type=retention, default=["auto"], help="auto, latest, dense, or an interval in tokens; default: auto")  # fmt: skip
     add("--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS))
-    add("--host", nargs="+", metavar="GIB", help="host memory behind the pool, as --pool has sizes, or a number of GiB: replays tiers beside a pool of all the bytes, and vLLM's host tier where it is importable")  # fmt: skip
-    add("--disk", nargs="+", metavar="GIB", help="disk behind that; default: none")
+    add("--host", nargs="+", default=[], metavar="SIZE", help="host memory behind each pool, as --pool has sizes; default: none")  # fmt: skip
     add("--link", type=number(above=True), default=50.0, help="GB/s of each direction between device and host; default: 50")  # fmt: skip
-    add("--disk-link", type=number(above=True), default=5.0, help="GB/s of each direction of the disk; default: 5")  # fmt: skip
     add("--limit", type=integer(), help="requests at most")
     add("--seed", type=integer(0, 2**63 - 1), default=0)
     add("--prefill-rate", type=number(above=True), default=Timing.prefill_rate, help="prompt tokens a second")  # fmt: skip
@@ -174,7 +156,6 @@ def _parser() -> Parser:
     add("--chunk", type=integer(), default=Timing.chunk, help="tokens of a prefill chunk")
     add("--max-requests", type=integer(most=65536), default=Timing.max_requests, help="at once; 1 = one after another")  # fmt: skip
     add("--ahead", type=integer(most=65536), default=Timing.ahead, help="waiting requests whose loads may start")  # fmt: skip
-    add("--hints", type=number(above=True), metavar="SECONDS", help="callers ask for a prompt's prefix so long before it arrives (the prefetch hint); default: they give no hints")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
     add("--quiet", action="store_true", help="no progress bar")

@@ -1,4 +1,4 @@
-"""One engine on a simulated clock: what it does when, with or without memories behind its pool.
+"""One engine on a simulated clock: what it does when, with or without a host tier behind its pool.
 
 Prompts are computed one at a time, in chunks; answers are decoded beside them. Requests start in
 the order of their arrival, but one that waits for a load does not hold up those behind it: loads go
@@ -12,14 +12,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import numpy as np
 
 from quire.kvcore import KVCache, Prompt, StepPlan
 
-from .links import Link, Transfer
+from .links import Transfer
 from .requests import Request
+from .tiers import TierMemory
 
 LOADS = 3  # loads of one request, at most: what came for it may be evicted before its turn
 
@@ -30,7 +30,6 @@ class Timing:
 
     prefill_rate: prompt tokens a second, of all requests together. decode_rate: answer tokens a second, of each request.
     chunk: tokens of a prefill chunk. max_requests: requests at once. ahead: waiting requests whose loads may start.
-    hints: seconds before its arrival that the caller asks for a prompt's prefix; None: callers give no hints.
     """
 
     prefill_rate: float = 20_000.0
@@ -38,43 +37,11 @@ class Timing:
     chunk: int = 8192
     max_requests: int = 64
     ahead: int = 8
-    hints: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefill_rate", "decode_rate", "chunk", "max_requests", "ahead"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}: expected > 0, got {getattr(self, name)}")
-        if self.hints is not None and not self.hints > 0:
-            raise ValueError(f"hints: expected > 0, got {self.hints}")
-
-
-class Behind(Protocol):
-    """Memories behind the pool of a cache.
-
-    Attributes:
-        links: by name.
-    """
-
-    links: dict[str, Link]
-
-    def report(self) -> dict[str, float | int]:
-        """Figures of the whole replay, for a row."""
-
-    def look(self, engine: Engine, number: int) -> Transfer | Literal["later"] | None:
-        """The load that a waiting request should wait for; None: there is none; "later": there is
-        no room for it now."""
-
-    def prefetch(self, engine: Engine, number: int) -> Transfer | None:
-        """The load of a request that is to arrive soon; None: there is none, or no room for it."""
-
-    def computed(self, number: int, start: int, end: int, seconds: float) -> None:
-        """Tokens [start, end) of a request are in its pages, after `seconds` of computing."""
-
-    def stores(self, engine: Engine) -> list[Transfer]:
-        """Transfers away from the device to start now."""
-
-    def released(self, number: int) -> None:
-        """A request ended, or went back to those that wait."""
 
 
 class Engine:
@@ -84,7 +51,7 @@ class Engine:
         cache: an empty one.
         timing: how fast it is.
         requests, prompts: sorted by arrival.
-        behind: memories behind the pool; None: there is only the pool.
+        behind: the host tier behind the pool; None: there is only the pool.
         progress: called with 1 when a prompt is computed.
 
     Attributes:
@@ -93,13 +60,11 @@ class Engine:
         ttft: [n] seconds, 0 of look-ups.
         stalled: seconds in which no prompt was computed because all that waited had loads to wait
             for.
-        loaded_to: of a request: tokens that a load brought into pages that the cache believes
-            computed.
     """
 
     def __init__(
         self, cache: KVCache, timing: Timing, requests: Sequence[Request], prompts: Sequence[Prompt],
-        behind: Behind | None = None, progress: Callable[[int], object] = lambda n: None,
+        behind: TierMemory | None = None, progress: Callable[[int], object] = lambda n: None,
     ) -> None:  # fmt: skip
         self.cache, self.timing, self.behind = cache, timing, behind
         self.requests, self.prompts = requests, prompts
@@ -107,7 +72,6 @@ class Engine:
         n = len(requests)
         self.hits, self.from_device = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.ttft = np.zeros(n)
-        self.loaded_to: dict[int, int] = {}
         self._progress = progress
         self._arrived = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # ends of answers, transfers
@@ -117,10 +81,6 @@ class Engine:
         self._loading: dict[int, Transfer] = {}
         self._loads: dict[int, int] = {}  # so far, of those that wait
         self._storing = 0
-        if behind is not None and timing.hints is not None:
-            for number, request in enumerate(requests):
-                time = max(0.0, request.arrival - timing.hints)
-                self._at(time, lambda number=number: self._prefetch(number))
 
     # The clock.
 
@@ -199,16 +159,12 @@ class Engine:
         return transfer != "later"
 
     def start(self, transfer: Transfer, then: Callable[[], None] = lambda: None) -> None:
-        """Queue a transfer on its links, once."""
+        """Queue a transfer on its link, once."""
         if transfer.is_started:
             return
         transfer.is_started = True
-        assert self.behind is not None
-        links = self.behind.links
-        end = max((links[k].send(self.now, n) for k, n in transfer.sizes.items()), default=self.now)
-        seconds = max(
-            (n / links[k].bytes_per_second for k, n in transfer.sizes.items()), default=0.0
-        )
+        end = transfer.link.send(self.now, transfer.num_bytes)
+        seconds = transfer.num_bytes / transfer.link.bytes_per_second
 
         def ended() -> None:
             transfer.done(seconds)
@@ -221,13 +177,6 @@ class Engine:
             then()
 
         self._at(end, ended)
-
-    def _prefetch(self, number: int) -> None:
-        """The caller hints that a request is to arrive soon."""
-        assert self.behind is not None
-        transfer = self.behind.prefetch(self, number)
-        if transfer is not None:
-            self.start(transfer)
 
     def _store(self) -> None:
         if self.behind is not None:
@@ -284,17 +233,14 @@ class Engine:
         del self._waiting[number]
         self._look_ahead()
         start, tokens = int(self.cache.num_computed[slot]), request.tokens(number)
-        loaded = self.loaded_to.pop(number, start)
-        for end, rate in (
-            (loaded, None), (request.input, self.timing.prefill_rate), (len(tokens), None)
-        ):  # fmt: skip
+        for end, rate in ((request.input, self.timing.prefill_rate), (len(tokens), None)):
             while start < end:
                 count = self._commit(number, slot, tokens, start, end)
                 seconds = count / rate if rate else 0.0
                 if rate:
                     self._advance(self.now + seconds)
                 if self.behind is not None:
-                    self.behind.computed(number, start, start + count, seconds)
+                    self.behind.computed(count, seconds)
                     self._store()
                 start += count
         self.ttft[number] = self.now - request.arrival
@@ -328,8 +274,5 @@ class Engine:
     def _release(self, number: int) -> None:
         """An answer ends; or an admitted request goes back to those that wait."""
         self._slots.pop(number, None)
-        self.loaded_to.pop(number, None)
         self.cache.release(number)
-        if self.behind is not None:
-            self.behind.released(number)
-            self._store()
+        self._store()

@@ -1,7 +1,8 @@
-"""Retention x eviction x pool size on one workload: rows for the table, the plot and `--json`."""
+"""Retention x eviction x pool and host size on one workload: rows for the table, the plot and `--json`."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ from quire.kvcore.policies.retention import parse_retention
 from quire.models.progress import tqdm
 
 from .bounds import clairvoyant_hits, dense_working_set, infinite_hits
-from .presets import PRESETS
+from .presets import PARTS, PRESETS
 from .simulate import Outcome, Timing, Workload, replay
+from .tiers import TierMemory
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
@@ -65,11 +67,14 @@ def run_grid(
     evictions: Sequence[str],
     timing: Timing,
     *,
+    hosts: Sequence[str] = (),
+    link: float = 50e9,
     progress: bool = True,
 ) -> list[Row]:
-    """One row for each retention, eviction and pool, and for each bound.
+    """One row for each retention, eviction and pool, alone and over each host, and for each bound.
 
-    preset: of `PRESETS`. pools: see `pool_pages`. retentions: of `KVCache`. evictions: of `EVICTIONS`.
+    preset: of `PRESETS`. pools, hosts: see `pool_pages`. retentions: of `KVCache`. evictions: of `EVICTIONS`; the host has the
+    same, and with `Adaptive` its own default, which learns with the pool's. link: bytes a second of each direction.
 
     Raises: ValueError for unknown names, or a pool that one request does not fit.
     """
@@ -78,26 +83,41 @@ def run_grid(
     judged = judged_requests(workload)
     prompt_tokens = sum(workload.requests[i].input for i in judged)
     sizes = {pool: pool_pages(pool, groups, workload) for pool in pools}
+    host_sizes = {host: pool_pages(host, groups, workload) for host in hosts}
     page_bytes, per_segment = cache.layout.page_bytes, cache.layout.pages_per_segment
     common: Row = {"workload": workload.name, "preset": preset}
     rows: list[Row] = []
     unlimited = infinite_hits(workload, cache)
     all_tokens = sum(r.input for r in workload.requests)
     bar = tqdm(
-        total=len(retentions) * (len(evictions) * len(pools) + 1) * len(workload.requests),
+        total=len(retentions) * (len(evictions) * len(pools) * (1 + len(hosts)) + 1) * len(workload.requests),
         unit="request", disable=not progress, leave=False,
     )  # fmt: skip
 
-    def one(retention: str | int, eviction: str, pages: int, pool: str | None) -> Row:
+    def one(
+        retention: str | int, eviction: str, pages: int, pool: str | None, host: str | None = None
+    ) -> Row:
         policy = EVICTIONS[eviction]() if eviction in EVICTIONS else LRU()
-        bar.set_description(f"{preset} {retention} {eviction} {pool or ''}")
+        bar.set_description(f"{preset} {retention} {eviction} {pool or ''} {host or ''}")
+
+        def behind(cache: KVCache) -> TierMemory:
+            return TierMemory(
+                cache, host=host_sizes[host], link=link, timing=timing, parts=PARTS.get(preset),
+                policy=None if eviction == "adaptive" else EVICTIONS[eviction],
+            )  # fmt: skip
+
         outcome = replay(
             workload, groups, num_pages=pages + 1, timing=timing, retention=retention, policy=policy,
-            progress=bar.update,
+            behind=None if host is None else behind, progress=bar.update,
         )  # fmt: skip
         row = {**common, "retention": retention, "eviction": eviction, "pool": pool}
         row["pool_bytes"] = pages * page_bytes if pool else None
-        return row | measured(outcome, workload, judged)
+        row |= measured(outcome, workload, judged)
+        if host is not None:
+            row |= {"host": host, "host_bytes": host_sizes[host] * page_bytes, "link": link}
+            row |= outcome.behind | {"stalled_s": outcome.stalled}
+            row["device_tokens"] = int(np.minimum(outcome.from_device, outcome.hits)[judged].sum())
+        return row
 
     with bar:
         for retention in retentions:
@@ -106,8 +126,8 @@ def run_grid(
             best["recomputed_tokens"] = 0
             rows.append(best)
             for pool, pages in sizes.items():
-                for eviction in evictions:
-                    row = one(retention, eviction, pages, pool)
+                for host, eviction in itertools.product((None, *hosts), evictions):
+                    row = one(retention, eviction, pages, pool, host)
                     row["recomputed_tokens"] = best["hit_tokens"] - row["hit_tokens"]
                     rows.append(row)
     if len(judged) == len(

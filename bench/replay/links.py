@@ -1,4 +1,4 @@
-"""Links between the device and the memories behind it, and what goes over them."""
+"""The link between the device and the host, and what goes over it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ class Link:
 
 @dataclass(eq=False)
 class Transfer:
-    """Bytes that go over links at once.
+    """Bytes that go over a link at once.
 
     Attributes:
-        sizes: bytes by the name of the link.
-        done: called when all are there, with the seconds that the slowest took, queue not counted.
+        link: in their direction.
+        num_bytes: how many.
+        done: called when all are there, with the seconds that they took, queue not counted.
         waiting: numbers of the requests that wait for it.
         is_started: it is queued.
     """
 
-    sizes: dict[str, int]
+    link: Link
+    num_bytes: int
     done: Callable[[float], object]
     waiting: list[int] = field(default_factory=list)
     is_started: bool = False

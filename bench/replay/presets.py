@@ -33,8 +33,8 @@ PRESETS: dict[str, list[GroupSpec]] = {
 }
 
 # Parts of pages as `quire.models.tiers.parts` chooses them for an engine, where it does not keep whole
-# pages: bytes of a part, and parts of a page of each group, in host memory alone and before a disk.
-PARTS: dict[str, tuple[tuple[int, tuple[int, ...]], tuple[int, tuple[int, ...]]]] = {
-    "v4-flash": ((91_520, (11, 9, 9, 5)), (57_344, (18, 15, 14, 8))),
-    "v4-pro": ((145_088, (10, 8, 8, 5)), (131_072, (11, 9, 9, 5))),
+# pages: bytes of a part, and parts of a page of each group.
+PARTS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "v4-flash": (91_520, (11, 9, 9, 5)),
+    "v4-pro": (165_808, (9, 7, 7, 4)),
 }

@@ -15,8 +15,9 @@ import numpy as np
 
 from quire.kvcore import GroupSpec, KVCache, Prompt
 
-from .engine import Behind, Engine, Timing
+from .engine import Engine, Timing
 from .requests import Request
+from .tiers import TierMemory
 
 __all__ = ["Outcome", "Timing", "Workload", "replay"]
 
@@ -66,7 +67,7 @@ class Workload:
 class Outcome:
     """What a replay saw, one entry a request: hits [n] tokens, from_device [n] those of them that no load brought, ttft [n] seconds
     (look-ups: 0); stalled: seconds in which all that waited had loads to wait for; stats: the cache's counters at the end;
-    behind: what the memories behind its pool report."""
+    behind: what the host tier behind its pool reports."""
 
     hits: np.ndarray
     ttft: np.ndarray
@@ -84,12 +85,12 @@ def replay(
     num_pages: int,
     timing: Timing,
     progress: Callable[[int], object] = lambda n: None,
-    behind: Callable[[KVCache], Behind] | None = None,
+    behind: Callable[[KVCache], TierMemory] | None = None,
     **options: object,
 ) -> Outcome:
     """Serve `workload` from a pool of `num_pages` pages.
 
-    options: of `KVCache` (retention, policy). progress: called with 1 after each request. behind: makes the memories behind the pool.
+    options: of `KVCache` (retention, policy). progress: called with 1 after each request. behind: makes the host tier behind the pool.
 
     Raises: ValueError when a request alone does not fit the pool.
     """
@@ -101,10 +102,10 @@ def replay(
         max_model_len=longest,
         **options,
     )  # type: ignore[arg-type]
-    memories = None if behind is None else behind(cache)
-    engine = Engine(cache, timing, workload.requests, workload.prompts(cache), memories, progress)
+    host = None if behind is None else behind(cache)
+    engine = Engine(cache, timing, workload.requests, workload.prompts(cache), host, progress)
     makespan = engine.run() - workload.requests[0].arrival
     return Outcome(
         engine.hits, engine.ttft, makespan, cache.stats(), engine.from_device, engine.stalled,
-        {} if memories is None else memories.report(),
+        {} if host is None else host.report(),
     )  # fmt: skip

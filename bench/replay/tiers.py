@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.kvcore import KVCache
 from quire.kvcore.plan import OutOfPages
@@ -12,55 +11,49 @@ from quire.kvcore.policies.base import EvictionPolicy
 from quire.kvcore.prefix.index import PrefixIndex
 from quire.kvcore.tier import Job, Tiers, TierSpec
 
-from .engine import Engine, Timing
 from .links import Link, Transfer
+
+if TYPE_CHECKING:
+    from .engine import Engine, Timing
+
+STORE, LOAD = "device>host", "host>device"
 
 
 class TierMemory:
-    """Host memory and disk that keep what `Tiers` chooses.
+    """Host memory that keeps what `Tiers` chooses.
 
     Args:
         cache: an empty one.
-        host, disk: pages of the pool that each has the bytes of; 0: there is none.
-        link, disk_link: bytes a second of each direction between device and host, and of whatever
-            the disk is an end of.
-        policy: makes the eviction policy of a tier; None: its own default.
+        host: pages of the pool that it has the bytes of.
+        link: bytes a second of each direction between device and host.
+        policy: makes the eviction policy of the host; None: its own default.
         timing: of the engine.
         watermark: of `Tiers`.
         parts: (bytes of a part, parts of a page of each group), as of `Tiers`; None: whole pages.
+
+    Attributes:
+        links: by direction, `STORE` and `LOAD`.
     """
 
     def __init__(
-        self, cache: KVCache, *, host: int, disk: int, link: float, disk_link: float,
-        policy: Callable[[], EvictionPolicy] | None, timing: Timing, watermark: int | None = None,
+        self, cache: KVCache, *, host: int, link: float, timing: Timing,
+        policy: Callable[[], EvictionPolicy] | None = None, watermark: int | None = None,
         parts: tuple[int, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
-        self._cache, self._timing = cache, timing
-        sizes = {"host": (host, link), "disk": (disk, disk_link)}
-        pool_bytes = cache.layout.page_bytes
-        size, counts = parts or (pool_bytes, None)
-        specs = {
-            name: TierSpec(
-                pages * pool_bytes // size + 1, rate, None if policy is None else policy()
-            )
-            for name, (pages, rate) in sizes.items()
-            if pages
-        }
+        self._timing = timing
+        size, counts = parts or (cache.layout.page_bytes, None)
+        num_pages = host * cache.layout.page_bytes // size + 1
+        spec = TierSpec(num_pages, link, None if policy is None else policy())
         self.tiers = Tiers(
-            cache, **specs, prefill_tokens_per_second=timing.prefill_rate, watermark=watermark,
+            cache, host=spec, prefill_tokens_per_second=timing.prefill_rate, watermark=watermark,
             page_bytes=size, parts=counts,
         )  # fmt: skip
-        places = ("device", *specs)
-        self.links = {
-            f"{a}>{b}": Link(disk_link if "disk" in (a, b) else link)
-            for a in places
-            for b in places
-            if a != b
-        }
+        self.links = {STORE: Link(link), LOAD: Link(link)}
         self._transfers: dict[Job, Transfer] = {}
 
     def look(self, engine: Engine, number: int) -> Transfer | Literal["later"] | None:
-        """As of `engine.Behind`."""
+        """The load that a waiting request should wait for; None: there is none; "later": there is
+        no room for it now."""
         match = self.tiers.match(engine.prompts[number])
         pending = match.pending
         if pending is not None and pending.num_tokens > match.device.num_saved_tokens:
@@ -72,54 +65,34 @@ class TierMemory:
             return "later"
         return None if job is None else self._transfer(job)
 
-    def prefetch(self, engine: Engine, number: int) -> Transfer | None:
-        """As of `engine.Behind`: the hint of that name."""
-        job = self.tiers.hint(self.tiers.match(engine.prompts[number]), "prefetch").job
-        if job is None:
-            return None
-        return self._transfers[job] if job in self._transfers else self._transfer(job)
-
     def _transfer(self, job: Job) -> Transfer:
-        sizes: dict[str, int] = {}
-        for c in job.copies:
-            name = f"{c.source}>{c.target}"
-            sizes[name] = sizes.get(name, 0) + len(c) * self.tiers.page_bytes
-
         def done(seconds: float) -> None:
             del self._transfers[job]
             self.tiers.done(job, seconds=seconds or None)
 
-        transfer = self._transfers[job] = Transfer(sizes, done)
+        link = self.links[STORE if job.kind == "store" else LOAD]
+        transfer = self._transfers[job] = Transfer(link, job.num_bytes, done)
         return transfer
 
-    def computed(self, number: int, start: int, end: int, seconds: float) -> None:
-        """As of `engine.Behind`."""
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Prefill of `num_tokens` took `seconds`."""
         if seconds:
-            self.tiers.computed(end - start, seconds)
+            self.tiers.computed(num_tokens, seconds)
 
     def stores(self, engine: Engine) -> list[Transfer]:
-        """As of `engine.Behind`: as much as each link takes while the next chunk is computed."""
+        """Transfers to the host to start now: as much as the link takes while the next chunk is
+        computed."""
         seconds = self._timing.chunk / self._timing.prefill_rate
-        places = ["device", *(tier.name for tier in self.tiers.tiers)]
-        room = {b: self.links[f"{a}>{b}"].room(engine.now, seconds) for a, b in pairwise(places)}
-        return (
-            [self._transfer(job) for job in self.tiers.stores(room)] if any(room.values()) else []
-        )
-
-    def released(self, number: int) -> None:
-        """As of `engine.Behind`: tiers know of no requests."""
+        room = self.links[STORE].room(engine.now, seconds)
+        return [self._transfer(job) for job in self.tiers.stores(room)] if room else []
 
     def report(self) -> dict[str, float | int]:
-        """As of `engine.Behind`."""
+        """Figures of the whole replay, for a row."""
         moved = {f"bytes {name}": link.num_bytes for name, link in self.links.items()}
-        used = unused = 0
-        for tier in self.tiers.tiers:
-            pool = tier.index.pool
-            taken = pool.num_pages - 1 - pool.num_free
-            used += taken
-            unused += taken - serving_pages(tier.index)
-        stats = {k: v for k, v in self.tiers.stats().items() if "/" in k}
-        return {**moved, **stats, "waste": unused / used if used else 0.0}
+        index = self.tiers.host.index
+        used = index.pool.num_pages - 1 - index.pool.num_free
+        unused = used - serving_pages(index)
+        return {**moved, **self.tiers.stats(), "waste": unused / used if used else 0.0}
 
 
 def serving_pages(index: PrefixIndex) -> int:

@@ -1,4 +1,4 @@
-"""Tiers behind a replayed pool: times by hand, bytes that are moved once, and what an infinite or an absent tier must equal."""
+"""A host tier behind a replayed pool: times by hand, bytes that are moved once, and what an infinite tier must equal."""
 
 import json
 
@@ -9,14 +9,12 @@ import torch
 from quire.bench.replay.__main__ import main, make_workload
 from quire.bench.replay.bounds import clairvoyant_hits
 from quire.bench.replay.engine import Timing
-from quire.bench.replay.experiment import empty_cache
+from quire.bench.replay.experiment import empty_cache, run_grid
 from quire.bench.replay.links import Link
 from quire.bench.replay.presets import PARTS, PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Workload, replay
-from quire.bench.replay.tier_experiment import run_tier_grid, whole_chains
 from quire.bench.replay.tiers import TierMemory, serving_pages
-from quire.bench.replay.vllm_host import VllmHost, available
 from quire.kvcore import LRU, Adaptive, GroupSpec
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
@@ -29,16 +27,13 @@ TIMING = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=2)
 INFINITE = 1e15  # bytes a second
 
 
-def behind(
-    timing=TIMING, *, host=1000, disk=0, link=10_000.0, disk_link=1000.0, policy=LRU, made=None
-):
+def behind(timing=TIMING, *, host=1000, link=10_000.0, policy=LRU, made=None):
     """Makes a `TierMemory` that stores everything as soon as it may, and puts it into `made`."""
 
     def make(cache):
         memory = TierMemory(
-            cache, host=host, disk=disk, link=link, disk_link=disk_link, policy=policy, timing=timing,
-            watermark=cache.num_pages,
-        )  # fmt: skip
+            cache, host=host, link=link, policy=policy, timing=timing, watermark=cache.num_pages
+        )
         if made is not None:
             made.append(memory)
         return memory
@@ -97,20 +92,6 @@ def test_loads_wait_for_each_other_on_their_link():
     assert made[0].links["host>device"].num_bytes == 2 * 9 * PAGE
 
 
-def test_a_hint_brings_a_prefix_up_before_its_request_comes():
-    """A, B that evicts it, A: asked for a second before, its pages are there when it comes; asked
-    for so late that 0.04 s of 0.09 are left, it waits for these."""
-    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
-    for hints, waits, there in ((1.0, 0.0, 288), (0.05, 0.04, 0)):
-        timing = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=2, hints=hints)
-        made = []
-        tiers = run(requests, 11, timing=timing, behind=behind(timing, made=made))
-        assert tiers.hits.tolist() == [0, 0, 288]
-        assert tiers.ttft == pytest.approx([0.32, 0.32, waits + 0.032])
-        assert tiers.from_device[2] == there
-        assert made[0].links["host>device"].num_bytes == 9 * PAGE
-
-
 def test_a_page_moves_and_takes_the_parts_that_its_group_has():
     """Of A, that comes back, 9 dense pages of two parts and 4 window pages of one."""
     requests = [request(0.0, 0), request(1.0, 100, 480), request(10.0, 0)]
@@ -119,7 +100,7 @@ def test_a_page_moves_and_takes_the_parts_that_its_group_has():
     def parted(cache):
         # bytes of 10 + 2 pages: 24 parts, of which 10 segments and 4 window pages take all
         memory = TierMemory(
-            cache, host=1000, disk=0, link=10_000.0, disk_link=1.0, policy=LRU, timing=TIMING,
+            cache, host=1000, link=10_000.0, policy=LRU, timing=TIMING,
             watermark=cache.num_pages, parts=(PAGE // 2, (2, 1)),
         )  # fmt: skip
         made.append(memory)
@@ -128,21 +109,20 @@ def test_a_page_moves_and_takes_the_parts_that_its_group_has():
     found = run(requests, 22, HYBRID, behind=parted, retention="latest")
     assert found.hits.tolist() == [0, 0, 288]
     assert made[0].links["host>device"].num_bytes == 9 * PAGE + 4 * PAGE // 2
-    assert made[0].tiers.tiers[0].index.pool.num_pages == 1 + 2000
+    assert made[0].tiers.host.index.pool.num_pages == 1 + 2000
 
 
 @pytest.mark.parametrize("preset", PARTS)
 def test_presets_are_what_an_engine_has(preset):
-    """Groups, and the parts that tiers keep of their pages."""
+    """Groups, and the parts that the host keeps of their pages."""
     plan = plan_cache(
         V4_CONFIGS[f"deepseek-{preset}"], CacheFormat(torch.bfloat16, True), drafters=False
     )
     shapes = [(g.kind, g.block_size, g.page_bytes, g.sliding_window) for g in PRESETS[preset]]
     assert shapes == [(g.kind, g.block_size, g.page_bytes, g.sliding_window) for g in plan.groups]
     pages = [torch.empty(1, plan.groups[0].page_bytes, dtype=torch.uint8)]
-    for on_disk, expected in zip((False, True), PARTS[preset], strict=True):
-        parts = page_parts(plan.groups, pages, [(1, n) for n in plan.filled], on_disk=on_disk)
-        assert (parts.pages.num_bytes, parts.counts) == expected
+    parts = page_parts(plan.groups, pages, [(1, n) for n in plan.filled])
+    assert (parts.pages.num_bytes, parts.counts) == PARTS[preset]
 
 
 def test_what_would_be_slower_than_computing_is_not_loaded():
@@ -162,20 +142,6 @@ def test_a_prefix_that_bounces_is_written_once():
     assert tiers.hits.tolist() == [0, 0] + [288] * 6
     assert links["host>device"].num_bytes == 6 * 9 * PAGE
     assert links["device>host"].num_bytes == 2 * 10 * PAGE
-
-
-def test_disk_keeps_what_leaves_the_host():
-    requests = [request(float(3 * i), 100 * (i % 4)) for i in range(8)]
-    made = []
-    host = run(requests, 11, behind=behind(host=10))
-    both = run(requests, 11, behind=behind(host=10, disk=1000, disk_link=9000.0, made=made))
-    assert host.hits[4:].tolist() == [0] * 4
-    assert both.hits[4:].tolist() == [288] * 4
-    assert (
-        made[0].links["disk>device"].num_bytes + made[0].links["host>device"].num_bytes
-        == 4 * 9 * PAGE
-    )
-    assert made[0].links["disk>device"].num_bytes > 0
 
 
 def random_requests(seed, n=60, every=0.5):
@@ -229,8 +195,7 @@ def test_pages_that_serve_hits():
     timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
     requests, made = random_requests(2), []
     run(requests, 80, HYBRID, timing, behind=behind(timing, host=200, link=INFINITE, made=made))
-    [tier] = made[0].tiers.tiers
-    index, serving, points = tier.index, set(), set()
+    index, serving, points = made[0].tiers.host.index, set(), set()
     for run_ in index.runs():
         for depth, point in run_.points.items():
             serving.update(index.pages_between(run_, 0, depth).ravel().tolist())
@@ -239,46 +204,38 @@ def test_pages_that_serve_hits():
 
 
 def test_rows():
-    """No tier is the pool alone; saved seconds are hits."""
+    """Beside each pool alone one over each host, which hits more; the same bytes go once."""
     workload = make_workload("agent-pauses:agents=10,steps=6,root=4096,rate=0.1", None, 0)
-    rows = run_tier_grid(
-        workload, "v4-flash", ["60%"], ["0", "30%"], ["0"], ["lru"], Timing(), link=5e10, disk_link=5e9,
-        progress=False,
+    rows = run_grid(
+        workload, "v4-flash", ["60%"], ["auto"], ["lru", "adaptive"], Timing(), hosts=["30%"],
+        link=5e10, progress=False,
     )  # fmt: skip
-    found = {(r["memory"], r["eviction"], r["host"]): r for r in rows}
-    pool, none, some = (
-        found[key] for key in (("pool", "lru", "0"), ("tiers", "lru", "0"), ("tiers", "lru", "30%"))
-    )
-    measured = ("hit_rate", "mean_hit", "hit_tokens", "ttft_p50", "ttft_p99", "tokens_per_s")
-    assert [pool[k] for k in measured] == [none[k] for k in measured]
-    assert some["saved_s"] == (some["hit_tokens"] - pool["hit_tokens"]) / Timing.prefill_rate > 0
-    assert 0 <= some["waste"] < 1
-    bound = found["one pool", "clairvoyant", "30%"]
-    assert some["hit_rate"] <= bound["hit_rate"] <= found["one pool", "infinite", "0"]["hit_rate"]
-    assert some["versions"]["commit"]
+    [infinite] = [r for r in rows if r["eviction"] == "infinite" and r["retention"] == "auto"]
+    for eviction in ("lru", "adaptive"):
+        alone, over = (r for r in rows if r["eviction"] == eviction)
+        assert "host" not in alone and over["host"] == "30%" and over["link"] == 5e10
+        assert alone["hit_rate"] < over["hit_rate"] <= infinite["hit_rate"]
+        assert 0 <= over["waste"] < 1 and over["bytes host>device"] > 0
+        assert 0 < over["device_tokens"] < over["hit_tokens"]
+        assert over["recomputed_tokens"] == infinite["hit_tokens"] - over["hit_tokens"]
 
 
 def test_command_line(tmp_path, capsys):
     out = tmp_path / "rows.json"
     assert main(
         ["--workload", "agent-pauses:agents=4,steps=4,root=1024,rate=1.0", "--preset", "llama-like", "--pool", "80%",
-         "--host", "30%", "--disk", "0", "0.5", "--link", "40", "--eviction", "lru", "--quiet", "--json", str(out)]
+         "--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru", "--quiet", "--json", str(out)]
     ) == 0  # fmt: skip
-    rows = json.loads(out.read_text())
-    assert {(r["host"], r["disk"]) for r in rows if r["memory"] == "tiers"} == {
-        ("30%", "0"),
-        ("30%", "0.5"),
-    }
-    assert all(r["link"] == 40e9 for r in rows)
+    rows = [r for r in json.loads(out.read_text()) if "host" in r]
+    assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
     assert "to host" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--host", "x"], ["--host", "-1"], ["--host", "1%", "--disk", "2%%"], ["--host", "1", "--link", "0"],
-        ["--host", "1", "--plot", "a.svg"], ["--host", "1", "--retention", "auto", "dense"], ["--ahead", "0"],
-        ["--hints", "1"], ["--host", "1", "--hints", "0"], ["--disk", "10"],
+        ["--host", "x"], ["--host", "-1"], ["--host", "1%", "2%%"], ["--host", "1%", "--link", "0"],
+        ["--host", "1%", "--plot", "a.svg"], ["--ahead", "0"],
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
@@ -287,33 +244,8 @@ def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
     assert captured.out == "" and captured.err.count("\n") == 1 and "expected" in captured.err
 
 
-@pytest.mark.skipif(available() is None, reason="vLLM 0.33 is not importable")
-@pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
-def test_vllm_brings_back_what_it_stored(groups):
-    """A, B that evicts it, A: the pages of the hit come back, at the speed of the link."""
-    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
-    workload = Workload("w", requests)
-    chains = whole_chains(workload, empty_cache(groups, workload))
-    pages = 9 + (4 if groups is HYBRID else 0)  # the tail of a window of 64 in pages of 16
-    made = []
-
-    def vllm(cache):
-        made.append(VllmHost(cache, chains=chains, pages=1000, link=10_000.0))
-        return made[0]
-
-    pool = 11 if groups is DENSE else 22
-    found = run(requests, pool, groups, behind=vllm, retention="latest")
-    assert found.hits.tolist() == [0, 0, 288]
-    assert found.ttft[2] == pytest.approx(pages * PAGE / 10_000 + 0.032)
-    assert made[0].links["host>device"].num_bytes == pages * PAGE
-    assert made[0].report()["waste"] == 0
-    small = VllmHost(empty_cache(groups, workload), chains=chains, pages=5, link=10_000.0)
-    assert run(requests, pool, groups, behind=lambda cache: small).hits.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("option", ["host", "disk"])
-def test_sizes_that_are_none_are_named(option, capsys):
-    arguments = ["--workload", "round-robin", "--limit", "3", "--pool", "100%", "--host", "1"]
-    for size in ("x", "-1", "nan", "5%%", "pages", ""):
-        assert main([*arguments, f"--{option}", size]) == 2
-        assert f"error: {option}: expected" in capsys.readouterr().err
+def test_sizes_that_are_none_are_named(capsys):
+    arguments = ["--workload", "round-robin", "--limit", "3", "--pool", "100%"]
+    for size in ("x", "-1", "nan", "5%%", "pages", "", "5"):
+        assert main([*arguments, "--host", size]) == 2
+        assert "error: host: expected" in capsys.readouterr().err
