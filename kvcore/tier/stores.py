@@ -1,221 +1,94 @@
-"""Choose the entries to copy to the host before they are evicted from the device."""
+"""Which entries of the device to copy to the host before they are evicted."""
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
 from collections.abc import Iterator
-from operator import attrgetter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ..policies.base import Entry
-from ..prefix.eviction import EvictableTree
-from ..prefix.tree import ResumePoint, Run, path_to
-from .jobs import Job
-from .match import Planner
-from .places import Found, Place, Tier
-from .transfers import Chain, Lack, Transfers, end_of
+from ..prefix.index import PrefixIndex
+from ..prefix.keys import KEY_BYTES
+from ..prefix.tree import ResumePoint, Run, path_to, run_of
 
-LOOKED_AT = 64, 4096  # entries of the device in a call, at first and at most
-REMEMBERED = 1024  # keys that wait
-LONGEST_WAIT = 10  # 2**10 calls
-DEPTH = attrgetter("depth")
+AHEAD = 128  # entries that are looked at in a call
+REMEMBERED = 1024  # entries besides those that are cached
 
 
 class Stores:
-    """Chooses what to store, and remembers what is stored.
+    """Finds the entries that eviction takes next and that the host lacks.
 
-    Args:
-        device, host: the places.
-        transfers: makes the jobs.
-        planner: knows what a prefill costs.
-        watermark: pages of the device, see `Tiers`.
+    To copy all that is computed would fill the link for little; to copy what is being evicted would
+    hold a step up. So entries are copied shortly before their turn, until `watermark` pages are
+    free or have a copy.
+
+    An entry is looked at once after each of its uses: what the host has lost again meanwhile, as it
+    is too small, is not copied over and over.
     """
 
-    def __init__(
-        self, device: Place, host: Tier, transfers: Transfers, planner: Planner,
-        watermark: int | None,
-    ) -> None:  # fmt: skip
-        self._device, self._host, self._transfers, self._planner = device, host, transfers, planner
-        num_pages = device.index.pool.num_pages
-        self._watermark = num_pages // 8 if watermark is None else watermark
-        # Entries of the device, and their copies in the host.
-        self._copies: dict[Run | ResumePoint, Run | ResumePoint] = {}
-        # Entries of open stores, and pages that their eviction would have freed before.
-        self._busy: dict[Run | ResumePoint, int] = {}
-        # By key: how often it was stored, failed or found no room, and the call before which it is
-        # not tried again.
-        self._tries: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        self._calls = 0
+    def __init__(self, watermark: int) -> None:
+        self._watermark = watermark
+        self._seen: dict[Entry, int] = {}  # when each was used last, as it was looked at
 
-    def begin(self, max_pages: int) -> list[Job]:
-        """Make the jobs to start now; the first may have more pages, when one segment does."""
-        self._calls += 1
-        jobs: list[Job] = []
-        due = self._due()
-        for path in _paths([entry for entry in due if self._may_store(entry)]):
-            most = max_pages if jobs else max(max_pages, self._transfers.least_pages)
-            if most <= 0:
-                break
-            job = self._store(path, most, due)
-            if job is not None:
-                jobs.append(job)
-                max_pages -= job.num_pages
-        return jobs
-
-    def _due(self) -> dict[Run | ResumePoint, int]:
-        """Entries of the device that are to have a copy but have none, in the order in which they
-        would go, and the pages that each would free."""
-        busy = [n for entry, n in self._busy.items() if is_there(entry)]
-        needed = self._watermark - self._device.num_free - sum(busy)
-        due: dict[Run | ResumePoint, int] = {}
-        if needed <= 0:
-            return due
-        looked, seen = LOOKED_AT[0], 0
-        while True:
-            entries = coming(self._device.index, looked)
-            for entry in entries[seen:]:
-                if self._copy_of(entry) is None:
-                    due[entry] = entry.freed
-                needed -= entry.freed
-                if needed <= 0:
-                    return due
-            seen = len(entries)
-            if seen < looked or looked >= LOOKED_AT[1]:
-                return due
-            looked *= 4
-
-    def _may_store(self, entry: Run | ResumePoint) -> bool:
-        """Whether `entry` was not tried lately, and a load of it would save time."""
-        if self._tries and self._calls < self._tries.get(entry.key, (0, 0))[1]:
-            return False
-        num_bytes = self._transfers.num_bytes(entry, entry.gain)
-        load = num_bytes / self._host.bytes_per_second
-        return load < self._planner.compute_seconds(entry.gain)
-
-    def _store(
-        self, entries: list[Run | ResumePoint], max_pages: int, freed: dict[Run | ResumePoint, int]
-    ) -> Job | None:
-        """Make the job that stores `entries`, of one path, shortest first, or the first of them.
-        Where the host has no room for all, the first one goes alone.
+    def due(
+        self, device: PrefixIndex, host: PrefixIndex, under_way: int
+    ) -> Iterator[tuple[Run | ResumePoint, bytes, int]]:
+        """Entries to copy now, in the order in which they would go.
 
         Args:
-            freed: pages that the eviction of each would free now.
+            under_way: pages of the device that are being copied.
+
+        Returns:
+            Each entry, the keys of its chain, and how many of these segments the host has.
         """
-        chain = Chain.of(self._host, entries[-1])
-        job = self._transfers.store(chain, entries, max_pages)
-        if isinstance(job, Lack) and len(entries) > 1:
-            entries = entries[:1]
-            job = self._transfers.store(chain, entries, max_pages)
-        if isinstance(job, Lack):
-            self._host.counters["refused_stores"] += 1
-            self._wait(entries[0].key)
-            return None
-        if job is not None:
-            self._busy |= {entry: freed[entry] for entry in job.parts.entries}
-        return job
+        if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
+            self._seen = {e: used for e, used in self._seen.items() if _is_there(e)}
+        lacks = self._watermark - device.pool.num_available - under_way
+        policy: Any = device.policy
+        for entry in policy.coming(AHEAD) if lacks > 0 else ():
+            if not _is_there(entry) or entry in device.pins:
+                continue
+            lacks -= entry.freed
+            if self._seen.get(entry) != entry.last_used:
+                self._seen[entry] = entry.last_used
+                keys = chain_keys(entry)
+                there, first = host.find(keys, entry.depth)
+                if first < entry.depth or not _renew(host, there, entry.depth):
+                    yield entry, keys, first
+            if lacks <= 0:
+                return
 
-    def _copy_of(self, entry: Run | ResumePoint) -> Run | ResumePoint | None:
-        """The host's copy of `entry`; of a chain, the run in which it ends."""
-        copy = self._copies.get(entry)
-        if copy is not None and _is_copy(copy, entry):
-            return copy
-        copy = _copy_in(Chain.of(self._host, entry).there, entry)
-        if copy is not None:
-            self._remember(entry, copy)
-        return copy
-
-    def _remember(self, entry: Run | ResumePoint, copy: Run | ResumePoint) -> None:
-        self._copies[entry] = copy
-        if len(self._copies) > 4 * (self._device.index.num_segments + REMEMBERED):
-            self._copies = {e: c for e, c in self._copies.items() if is_there(e)}
-
-    # The end of a job.
-
-    def unlocked(self, job: Job) -> None:
-        """End a store, whatever came of it: its entries may be evicted."""
-        self._transfers.is_over(job.parts)
-        index = self._device.index
-        for entry in job.parts.entries:
-            self._busy.pop(entry, None)
-            if isinstance(entry, ResumePoint) and is_there(entry) and entry not in index.pins:
-                index.offer(entry)
-
-    def ended(self, job: Job, num_failed: int, segments: int, points: int) -> None:
-        """Count what a store brought; each of its entries is stored again only later.
-
-        Args:
-            num_failed: copies that failed.
-            segments, points: that are new in the host.
-        """
-        count = self._host.counters
-        count["stored_segments"] += segments
-        count["stored_points"] += points
-        count["stored_pages"] += job.num_pages - num_failed
-        count["store_failures"] += bool(num_failed)
-        for entry in filter(is_there, job.parts.entries):
-            if num_failed or self._copy_of(entry) is not None:
-                self._wait(entry.key)
-
-    def _wait(self, key: bytes) -> None:
-        """Try `key` again after some calls, and after twice as many each time: what was stored and
-        is lost again would else be written again and again to a host that is too small."""
-        times = min(self._tries.get(key, (0, 0))[0] + 1, LONGEST_WAIT)
-        self._tries[key] = times, self._calls + 2**times
-        self._tries.move_to_end(key)
-        if len(self._tries) > REMEMBERED:
-            self._tries.popitem(last=False)
+    def again(self, entry: Run | ResumePoint) -> None:
+        """`entry` was not copied, or not to its end: it is due once more."""
+        self._seen.pop(entry, None)
 
 
-def _is_copy(copy: Run | ResumePoint, entry: Run | ResumePoint) -> bool:
-    """Whether what was the copy of `entry` still is."""
-    if isinstance(copy, ResumePoint):
-        return copy.run is not None
-    if copy.parent is None or not copy.start < entry.depth <= copy.depth:
-        return False
-    return copy.segment_key(entry.depth - copy.start - 1) == entry.key
+def chain_keys(entry: Run | ResumePoint) -> bytes:
+    """Keys of the segments up to an entry."""
+    run = entry.run if isinstance(entry, ResumePoint) else entry
+    assert run is not None
+    keys = bytearray()
+    for node in path_to(run):
+        keys += node.keys
+    return bytes(keys[: entry.depth * KEY_BYTES])
 
 
-def _copy_in(there: Found, entry: Run | ResumePoint) -> Run | ResumePoint | None:
-    """The copy of `entry`, whose chain ends in the host as `there` says."""
-    if isinstance(entry, ResumePoint):
-        return there.point(entry.depth)
-    return there.run if there.depth == entry.depth else None
-
-
-def _paths(entries: list[Run | ResumePoint]) -> Iterator[list[Run | ResumePoint]]:
-    """Entries, each with those on the path to it, the shortest first. Runs may be split meanwhile."""
-    if len(entries) < 2:
-        yield from ([entry] for entry in entries)
-        return
-    on_run: dict[Run, list[Run | ResumePoint]] = {}
-    for entry in entries:
-        on_run.setdefault(end_of(entry)[0], []).append(entry)
-    for entry in entries:
-        run, _ = end_of(entry)
-        if run in on_run:  # else it went with another
-            path = [e for node in path_to(run) for e in on_run.pop(node, ())]
-            yield sorted(path, key=DEPTH)
-
-
-def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:
-    """The entries of `index` that eviction would take next, at most `n`, without any effect. Those
-    used least recently stand in where the policy has no `coming`."""
-    tell = getattr(index.policy, "coming", None)
-    found = None if tell is None else tell(n)
-    if found is None:
-        entries: list[Run | ResumePoint] = []
-        for run in index.runs():
-            if index.hybrid:
-                entries += run.points.values()
-            elif not (run.locks or run.children):
-                entries.append(run)
-        found = heapq.nsmallest(n, entries, key=lambda e: (e.last_used, -e.depth))
-    return [entry for entry in found if is_there(entry) and entry not in index.pins]
-
-
-def is_there(entry: Entry) -> TypeGuard[Run | ResumePoint]:
+def _is_there(entry: Entry) -> TypeGuard[Run | ResumePoint]:
     """Whether `entry` is still one of its index."""
     if isinstance(entry, ResumePoint):
         return entry.run is not None
     return isinstance(entry, Run) and entry.parent is not None
+
+
+def _renew(index: PrefixIndex, run: Run, depth: int) -> bool:
+    """Whether there is an entry at boundary `depth` on the path to `run`; it counts as used now."""
+    run = run_of(run, depth)
+    entry = run.points.get(depth) if index.hybrid else run
+    if entry is None:
+        return False
+    entry.last_used = index.tick
+    if isinstance(entry, ResumePoint):
+        if entry not in index.pins:
+            index.offer(entry)
+    else:
+        index.became_leaf(entry)
+    return True

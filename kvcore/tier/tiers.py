@@ -2,57 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ..announcer import Announcer
-from ..arrays import Int64
-from ..attachments import attach
+from ..arrays import NO_VALUES, Flags, Int32
+from ..attachments import attach, check_policy
 from ..cache import KVCache
 from ..events import Event, split_keys
-from ..plan import OutOfPages
+from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import Entry, EvictionPolicy
 from ..policies.lru import LRU
 from ..prefix.extra_keys import ExtraKeys
+from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
-from ..spec import MOST_PARTS, Layout, as_int
-from .jobs import Job, JobParts
-from .match import Planner, Share, TierMatch, cheapest
-from .places import HOST, Place, Tails, Tier, TierSpec, as_rate
-from .stores import Stores
-from .transfers import Lack, Transfers
-from .wrong_rows import forget, held_by
+from ..prefix.lookup import limited_by
+from ..prefix.tree import ResumePoint, Run
+from ..spec import as_int
+from .jobs import Brought, Job, adopt, begin, let_go, make_void
+from .match import Limit, TierMatch
+from .stores import Stores, chain_keys
 
+MOST_PAGES = 2**31 - 1  # ids are int32
 LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
+COUNTERS = (
+    "stored_pages", "stored_points", "stored_segments", "store_failures",
+    "loaded_pages", "loaded_points", "loaded_segments", "load_failures",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """The host memory behind the pool.
+
+    Args:
+        num_pages: pages, as large as those of the pool; page 0 (never used) included.
+        bytes_per_second: how quickly pages come from it.
+        policy: eviction policy, of this tier alone; nothing calls its `asked`. None: where the
+            cache has `Adaptive`, one that learns with it and ranks entries by the seconds saved for
+            each byte; else `LRU`.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    num_pages: int
+    bytes_per_second: float
+    policy: EvictionPolicy | None = None
+
+    def __post_init__(self) -> None:
+        as_int("num_pages", self.num_pages, 2, MOST_PAGES)
+        _check_rate("bytes_per_second", self.bytes_per_second)
+        if self.policy is not None:
+            check_policy(self.policy)
+
+
+def _check_rate(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a finite number above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
 
 
 class Tiers:
     """Host memory behind the pool of a cache: what leaves the pool is kept there, and comes back.
 
-    It keeps whole entries, as the pool does: dense segments, each after its parent, and resume
-    points, each with its chain. Pages are copied by the engine: `stores` and `load` hand out jobs,
-    and `done` ends them. Nothing of it happens in the calls of a step.
+    It is the same index over a second pool. So it keeps whole entries, as the cache does: dense
+    segments, each after its parent, and resume points, each with its chain. The engine copies the
+    pages: `stores` and `load` hand out jobs, and `done` ends them. Nothing of it happens in the
+    calls of a step.
 
     Args:
-        kv: the cache, new or in use; one `Tiers` for each.
+        kv: the cache, new or in use; one `Tiers` for each. Its policy must have `coming`.
         host: room in host memory, and its link.
-        prefill_tokens_per_second: what the engine computes; `computed` measures it.
-        page_bytes: bytes of a page of the host; by default those of a page of the pool in one
-            tensor.
-        parts: [num_groups] pages of the host that a page of each group takes there, by default 1.
-            The pool's pages are equal; where a group leaves some of its own unused, smaller pages
-            in the host need not keep that. `Copies.parts` says which part of a page goes where.
+        prefill_tokens_per_second: what the engine computes.
+        page_bytes: of a page in all tensors behind its id; by default in one, as of `GroupSpec`.
         watermark: pages of the pool to be free or to have a copy: entries that eviction takes next
             are copied until it is reached. By default an eighth of the pool.
 
     Attributes:
-        host: pages, link and counters of the host.
+        index: what the host holds.
         jobs: the open jobs, the oldest first.
-        layout: the groups in pages of the host.
+        page_bytes: of a page.
+        bytes_per_second, prefill_tokens_per_second: may be set anew by who measures them.
+        counters: since the start, see `stats`.
 
     Calls are to be made as those of the cache: one at a time, between steps. `load`, `done` and
     `cancel` void a plan that is not committed.
@@ -68,7 +105,6 @@ class Tiers:
         host: TierSpec,
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
-        parts: Sequence[int] | None = None,
         watermark: int | None = None,
     ) -> None:
         if not isinstance(kv, KVCache):
@@ -77,40 +113,46 @@ class Tiers:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
         if kv.tiers is not None:
             raise ValueError("kv: expected a cache without tiers, got one that has some")
+        if not hasattr(kv.index.policy, "coming"):
+            raise ValueError(f"kv: expected a policy with coming(n), got {kv.index.policy!r}")
         if not isinstance(host, TierSpec):
             raise ValueError(f"host: expected a TierSpec, got {host!r}")
-        rate = as_rate("prefill_tokens_per_second", prefill_tokens_per_second)
-        size = kv.layout.page_bytes if page_bytes is None else as_int("page_bytes", page_bytes, 1)
-        if watermark is not None:
-            watermark = as_int("watermark", watermark, 0)
-        self._kv = kv
-        self.page_bytes = size
-        self.layout = kv.layout.in_parts(size, _checked_parts(parts, kv.layout))
-        self.jobs: dict[Job, None] = {}
-        self._device = device = Place(kv.index)
-        announcer = None
+        _check_rate("prefill_tokens_per_second", prefill_tokens_per_second)
+        if watermark is None:
+            watermark = kv.num_pages // 8
+        self._kv, self._device, layout = kv, kv.index, kv.layout
+        self._stores = Stores(as_int("watermark", watermark, 0))
+        size = layout.page_bytes if page_bytes is None else page_bytes
+        self.page_bytes = as_int("page_bytes", size, 1)
+        self.bytes_per_second = float(host.bytes_per_second)
+        self.prefill_tokens_per_second = float(prefill_tokens_per_second)
+        self.index = PrefixIndex(
+            PagePool(host.num_pages), layout.pages_per_segment, layout.hybrid,
+            self._policy() if host.policy is None else host.policy, kv.index.span,
+            layout.tail_between,
+        )  # fmt: skip
         if kv._announcer is not None:
-            announcer = Announcer(kv._announcer.log, kv.layout, kv.sequences, "CPU")
-        policy = self._policy() if host.policy is None else host.policy
-        self.host = Tier(host, policy, self.layout, kv.index.span, announcer)
-        self._tails = tails = Tails(kv.layout, self.layout)
-        self._transfers = Transfers(device, self.host, tails, kv.alignment, size)
-        self._planner = Planner(kv, device, self.host, tails, size, rate)
-        self._stores = Stores(device, self.host, self._transfers, self._planner, watermark)
-        self._loading: dict[bytes, Job] = {}  # by the key of the boundary
+            self.index.announcer = Announcer(kv._announcer.log, layout, kv.sequences, "CPU")
+        self.jobs: dict[Job, None] = {}
+        self.counters = dict.fromkeys(COUNTERS, 0)
         kv.tiers = self
         attach(host.policy)
 
     def _policy(self) -> EvictionPolicy:
         """The policy of a host that brings none: it learns with that of the cache if it can."""
-        policy = self._kv.index.policy
+        policy = self._device.policy
         return policy.behind(self._worth) if isinstance(policy, Adaptive) else LRU()
 
     def _worth(self, entry: Entry) -> float:
         """Seconds that an entry of the host saves for each byte that its eviction frees."""
-        load = entry.num_pages * self.page_bytes / self.host.bytes_per_second
-        saved = self._planner.compute_seconds(entry.gain) - load
+        saved = self._prefill_seconds(entry.gain) - self._load_seconds(entry.num_pages)
         return max(saved, LEAST_WORTH) / ((entry.freed or 1) * self.page_bytes)
+
+    def _prefill_seconds(self, num_segments: int) -> float:
+        return num_segments * self._kv.alignment / self.prefill_tokens_per_second
+
+    def _load_seconds(self, num_pages: int) -> float:
+        return num_pages * self.page_bytes / self.bytes_per_second
 
     # Look-up.
 
@@ -122,7 +164,11 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Where a prompt is, and the quickest way to have it. Changes nothing.
+        """Where a prompt is, and whether to load more of it. Changes nothing.
+
+        The host has the whole chain of each of its resume points, so there is one load to consider:
+        for the longest hit there, what the device lacks of it. It is worth its time if that is less
+        than the prefill of the tokens that it saves.
 
         Args:
             token_ids, salt, extra_keys, max_tokens: as of `KVCache.match`.
@@ -130,181 +176,165 @@ class Tiers:
         Raises:
             ValueError: as `KVCache.match`.
         """
-        prompt = self._kv._lookup.prompt(token_ids, salt, extra_keys)
-        return self._planner.match(prompt, max_tokens, self.pending(prompt))
+        kv, a, index = self._kv, self._kv.alignment, self.index
+        prompt = kv._lookup.prompt(token_ids, salt, extra_keys)
+        device = kv._lookup.find(prompt, max_tokens)[0]
+        run, depth = index.find(prompt.keys, prompt.num_segments)
+        usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
+        most = usable if max_tokens is None else min(usable, max_tokens // a)
+        hit = index.resumable(run, depth, most)
+        dense = max(depth, device.dense_tokens // a)
+        why: Limit = limited_by(True, usable, most, dense, device.num_tokens // a)
+        as_is = TierMatch(device, device.num_saved_tokens, 0, 0.0, why, dense * a)
+        as_is = replace(as_is, pending=self._pending(prompt))
+        if hit * a <= device.num_saved_tokens:
+            return as_is
+        num_pages = max(0, hit - device.dense_tokens // a) * index.pages_per_segment
+        num_pages += kv.layout.pages_per_point
+        queued = sum(len(job.sources) for job in self.jobs if job.kind == "load")
+        seconds = self._load_seconds(queued + num_pages)
+        if seconds >= (hit * a - device.num_saved_tokens) / self.prefill_tokens_per_second:
+            return replace(as_is, limited_by="slower")
+        why = limited_by(True, usable, most, dense, hit)
+        return replace(
+            as_is, num_saved_tokens=hit * a, num_bytes=num_pages * self.page_bytes,
+            seconds=seconds, limited_by=why,
+        )  # fmt: skip
 
-    def pending(self, prompt: Prompt) -> Job | None:
+    def _pending(self, prompt: Prompt) -> Job | None:
         """The open load that brings most of a prompt, if there is one."""
-        if self._loading:
-            for depth in range(prompt.num_segments, 0, -1):
-                key = prompt.keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                if (job := self._loading.get(key)) is not None:
-                    return job
-        return None
+        found = None
+        for job in self.jobs:
+            is_longer = found is None or job.num_tokens > found.num_tokens
+            if job.kind == "load" and is_longer and prompt.keys.startswith(job.brings.keys):
+                found = job if job.brings.reading is not None else found
+        return found
 
-    # Stores and loads.
+    # Jobs.
 
     def stores(self, max_bytes: int) -> list[Job]:
         """Make jobs that copy to the host what eviction would take next, before it does.
 
         To be called between steps. An entry stays findable and readable while it is copied, and is
         not evicted; afterwards its eviction writes nothing. Parents come before children, and a
-        resume point with the last of its chain.
+        resume point with the last of its chain. Of a path one job is open at a time.
 
         Args:
-            max_bytes: of all jobs together. The first job may have more, when one segment does.
+            max_bytes: of all jobs together, about: a resume point goes whole.
 
         Raises:
-            ValueError: `max_bytes` is no int or negative. Other errors: those of the host's policy.
+            ValueError: `max_bytes` is no int or negative. Other errors: those of the policies.
         """
-        made = self._stores.begin(as_int("max_bytes", max_bytes, 0) // self.page_bytes)
-        announcer = self._kv._announcer
-        for job in made:
-            if announcer is not None:
-                parts = job.parts
-                parts.noted = announcer.of_segments(split_keys(parts.keys[parts.first * KEY_BYTES :]))
-            self.jobs[job] = None
+        room = as_int("max_bytes", max_bytes, 0) // self.page_bytes
+        stores = [job for job in self.jobs if job.kind == "store"]
+        begun = {job.brings.first_key for job in stores}
+        made, width = list[Job](), self.index.pages_per_segment
+        under_way = sum(len(job.sources) for job in stores)
+        for entry, keys, first in self._stores.due(self._device, self.index, under_way):
+            key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+            if room <= 0:
+                self._stores.again(entry)
+                break
+            if key and key in begun:
+                self._stores.again(entry)
+                continue
+            if self._load_seconds(entry.num_pages) >= self._prefill_seconds(entry.gain):
+                continue
+            end = min(entry.depth, first + max(1, room // width)) if width else entry.depth
+            job = self._begin_store(entry, keys[: end * KEY_BYTES])
+            if job is None or end < entry.depth:
+                self._stores.again(entry)
+            if job is None:  # all that the host has is needed
+                break
+            begun.add(key)
+            room -= len(job.sources)
+            made.append(job)
         return made
 
-    def load(self, match: TierMatch | Prompt) -> Job | OutOfPages | None:
-        """Make the job that brings a prompt to the device, as far as it is quicker than computing
-        it; looked up now.
+    def _begin_store(self, entry: Run | ResumePoint, keys: bytes) -> Job | None:
+        """The job that stores an entry, or so many segments of its chain; None: no room."""
+        point = run = None
+        if isinstance(entry, ResumePoint):
+            run = entry.run
+            point = entry if len(keys) == entry.depth * KEY_BYTES else None
+        else:
+            run = entry
+        assert run is not None
+        found = begin(self._device, self.index, run, keys, point, entry)
+        if found is None:
+            return None
+        if point is not None:
+            self._device.withdraw(point)  # to evict it now would free nothing
+        brings = found[0]
+        if self._kv._announcer is not None:
+            new = split_keys(keys[brings.first * KEY_BYTES :])
+            brings.noted = self._kv._announcer.of_segments(new)
+        return self._job("store", *found)
+
+    def load(self, match: TierMatch) -> Job | None:
+        """Make the job that brings a prompt to the device as `match` says; looked up again.
 
         Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Until
         the job is done nothing is findable that was not.
 
-        Args:
-            match: from `match`, or the prompt of one, such as that of `KVCache.match`.
-
         Returns:
-            Job; OutOfPages, and nothing changed; or None: there is nothing to load.
+            Job; or None, and nothing changed: there is nothing to load, or no room for it.
 
         Raises:
             ValueError: `match` is none of this cache's. Other errors: those of the policy.
         """
-        if not isinstance(match, (TierMatch, Prompt)):
+        if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
-        if isinstance(match, TierMatch):
-            prompt, max_tokens = match.prompt, match.device.max_tokens
-        else:
-            prompt, max_tokens = match, None
-        now, ways = self._planner.ways(prompt, max_tokens)
-        way = cheapest(ways)
-        if way.saved == now.num_saved_tokens:
+        match = self.match(match.prompt, max_tokens=match.device.max_tokens)
+        if not match.num_bytes:
             return None
+        index, depth = self.index, match.num_saved_tokens // self._kv.alignment
+        keys = match.prompt.keys[: depth * KEY_BYTES]
         self._changed()
-        job = self._transfers.load(way, prompt)
-        if isinstance(job, Lack):
-            return self._out_of_pages(job)
-        self.host.queued_bytes += job.num_bytes
-        parts = job.parts
+        index.tick += 1
+        run = index.end_at(index.find(keys, depth)[0], depth)
+        point = index.use(run)
+        found = begin(index, self._device, run, keys, point)
+        if found is None:
+            return None
+        brings = found[0]
         if self._kv._announcer is not None:
-            last = parts.first + len(parts.segments)
-            parts.noted = self._kv._announcer.of_prompt(prompt, parts.first, last)
-        self._use_source(parts)
+            brings.noted = self._kv._announcer.of_prompt(match.prompt, brings.first, depth)
+        return self._job("load", *found)
+
+    def _job(
+        self, kind: Literal["store", "load"], brings: Brought, sources: Int32, targets: Int32
+    ) -> Job:
+        num_tokens = len(brings.keys) // KEY_BYTES * self._kv.alignment
+        job = Job(kind, sources, targets, len(sources) * self.page_bytes, num_tokens, brings)
         self.jobs[job] = None
-        self._loading[parts.keys[-KEY_BYTES:]] = job
         return job
 
-    def _use_source(self, parts: JobParts) -> None:
-        """What a load reads counts as used now."""
-        assert parts.reading is not None
-        index, run = self.host.index, parts.reading.run
-        index.tick += 1
-        if index.hybrid:
-            point = run.points.get(run.depth)
-            if point is not None:
-                point.num_uses += 1
-                index.renew(run)
-        else:
-            run.num_uses += 1
-
-    def _out_of_pages(self, lack: Lack) -> OutOfPages:
-        groups = self._kv.layout.groups
-        counts = [*lack.per_group, *[0] * (len(groups) - len(lack.per_group))]
-        per_group = {g.name: n for g, n in zip(groups, counts, strict=True)}
-        most = max(per_group, key=lambda name: per_group[name])
-        return OutOfPages(lack.needed, lack.free, lack.evictable, most, per_group)
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Measure the prefill rate: the engine computed `num_tokens` in `seconds`."""
-        num_tokens, seconds = as_int("num_tokens", num_tokens, 1), as_rate("seconds", seconds)
-        self._planner.prefill.measured(num_tokens, seconds)
-
-    def prefill_seconds(self, num_tokens: int) -> float:
-        """Seconds that the prefill of `num_tokens` takes, as measured."""
-        return num_tokens / self._planner.prefill.value
-
-    # The end of a job.
-
-    def done(self, job: Job, failed: Any = (), *, seconds: float | None = None) -> Share | None:
-        """End a job whose pages are copied: what came is findable where it went, from now on.
-
-        A load may be called done as soon as its copies are queued, where all that reads these
-        pages is queued behind them; if a copy fails after that, call `KVCache.evict_pages`.
+    def done(self, job: Job, *, failed: bool = False) -> None:
+        """End a job: what it copied is findable where it went, from now on.
 
         Args:
             job: an open job.
-            failed: [n] ints, target pages whose copies failed. What they belong to is not adopted,
-                nor what comes after it in the chain. Where a load fails, its source is dropped too,
-                with what cannot be found without it; where a store does, it is tried again later.
-            seconds: that the copies took: measures the link of a load.
-
-        Returns:
-            What a load brought; None of a store, or if nothing of the load is wanted any more.
+            failed: some of its copies failed: it brings nothing. What a load was to bring leaves
+                the host, with what cannot be found without it.
 
         Raises:
-            ValueError: the job is not open, or has no such pages. Nothing changed.
+            ValueError: the job is not open.
         """
-        parts = self._open(job)
-        pages = job.failed_pages(failed)
-        if seconds is not None:
-            seconds = as_rate("seconds", seconds)
-        self._close(job)
-        if parts.is_void:
-            parts.holding.end()
-            return None
-        parts.holding.index.tick += 1
-        segments, points, came = self._transfers.adopt(parts, pages)
-        if job.kind == "load":
-            self._mark_lossy(parts)
-        self._let_go(job)
-        if job.kind == "store":
-            self._stores.ended(job, len(pages), segments, len(points))
-            return None
-        return self._loaded(job, pages, parts.first + came, seconds)
-
-    def _loaded(self, job: Job, failed: Int64, end: int, seconds: float | None) -> Share:
-        """Count what a load brought, segments up to `end`; drop the sources of copies that
-        failed."""
-        way, host = job.parts.way, self.host
-        assert way is not None
-        num_pages = way.num_pages - len(failed)
-        segments = max(0, min(way.dense, end) - way.device.depth)
-        host.counters["load_failures"] += len(failed) > 0
-        host.counters["loaded_pages"] += num_pages
-        host.counters["loaded_segments"] += segments
-        host.counters["loaded_points"] += HOST in way.tail and not len(failed)
-        if len(failed):
-            host.drop(job.sources_of(failed))
-        elif seconds is not None:
-            host.rate.measured(job.num_bytes, seconds)
-        size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
-        return Share("host", tokens, num_pages, size, seconds or 0.0, host.lossy)
-
-    def _mark_lossy(self, parts: JobParts) -> None:
-        """Segments that a load brought from a lossy host count as lossy, and so do those of whose
-        tokens it brought rows of windows, or a state."""
-        way, index, depth = parts.way, self._kv.index, len(parts.keys) // KEY_BYTES
-        assert way is not None
-        if not self.host.lossy:
-            return
-        pages = [parts.segments[way.device.depth - parts.first :].ravel()]
-        if HOST in way.tail and way.tail[HOST].any():
-            run, end = index.find(parts.keys, depth)
-            first = max(0, depth - self._kv.layout.reach)
-            pages.append(index.pages_between(run, first, end).ravel())
-        index.pool.mark_lossy(np.concatenate(pages))
+        brings, sources = self._close(job), job.sources
+        is_void = brings.reading is None
+        if not (failed or is_void):
+            brings.holding.index.tick += 1
+            segments, points = adopt(brings)
+            how = "stored" if job.kind == "store" else "loaded"
+            self.counters[f"{how}_pages"] += len(sources)
+            self.counters[f"{how}_segments"] += segments
+            self.counters[f"{how}_points"] += points
+        let_go(brings, used=job.kind == "load")
+        if failed:
+            self.counters[f"{job.kind}_failures"] += 1
+            if job.kind == "load" and not is_void:
+                self._drop(sources)
 
     def cancel(self, job: Job) -> None:
         """End a job whose copies do not run, or not any more: it brings nothing.
@@ -312,36 +342,15 @@ class Tiers:
         Raises:
             ValueError: the job is not open.
         """
-        self._open(job)
-        self._close(job)
-        self._let_go(job)
+        let_go(self._close(job), used=False)
 
-    def _open(self, job: Job) -> JobParts:
+    def _close(self, job: Job) -> Brought:
         if job not in self.jobs:
             raise ValueError(f"job: expected one that is open, got {job!r}")
-        return job.parts
-
-    def _close(self, job: Job) -> None:
         self._changed()
         del self.jobs[job]
         job.is_open = False
-        if job.kind == "load":
-            self._end_waiting(job)
-            self.host.queued_bytes -= job.num_bytes
-
-    def _let_go(self, job: Job) -> None:
-        """End what an open job keeps; its own pages, but those adopted, are free again."""
-        job.parts.holding.end(used=False)
-        self._let_go_of_source(job)
-
-    def _let_go_of_source(self, job: Job) -> None:
-        """End what an open job reads, once."""
-        reading, job.parts.reading = job.parts.reading, None
-        if reading is None:
-            return
-        reading.end(used=job.kind == "load")
-        if job.kind == "store":
-            self._stores.unlocked(job)
+        return job.brings
 
     def _changed(self) -> None:
         """The stack of free pages may change: the newest plan is void."""
@@ -349,76 +358,73 @@ class Tiers:
 
     # What is forgotten.
 
-    def _void(self, job: Job) -> None:
-        """An open job is to bring nothing; it keeps its own pages until it is done."""
-        job.parts.is_void = True
-        job.parts.holding.detach()
-        self._let_go_of_source(job)
-        self._end_waiting(job)
+    def _drop(self, pages: Int32) -> None:
+        """Evict from the host what holds `pages`, and what is found only through it; what open jobs
+        read or build on stays."""
+        is_wanted = np.zeros(self.index.pool.num_pages, dtype=np.bool_)
+        is_wanted[pages] = True
+        is_wanted[0] = False
+        self.index.drop_pages(is_wanted)
 
-    def _end_waiting(self, job: Job) -> None:
-        key = job.parts.keys[-KEY_BYTES:]
-        if self._loading.get(key) is job:
-            del self._loading[key]
+    def _void_jobs(self) -> None:
+        """Open jobs are to bring nothing; they keep their own pages until they are done."""
+        for job in self.jobs:
+            if job.brings.reading is not None:
+                make_void(job.brings)
 
     def clear(self) -> None:
-        """Forget everything kept. Open jobs bring nothing, and keep their own pages until they are
-        done. (`KVCache.clear` and `KVCache.reset` call this.)"""
-        for job in self.jobs:
-            if not job.parts.is_void:
-                self._void(job)
-        self.host.index.clear(tell_each=True)
+        """Forget everything kept. (`KVCache.clear` and `KVCache.reset` call this.)"""
+        self._void_jobs()
+        self.index.clear(tell_each=True)
 
-    def forget_copies(self, is_wanted: npt.NDArray[np.bool_]) -> None:
+    def forget_copies(self, is_wanted: Flags) -> None:
         """Forget the copies of what the device's cached pages `is_wanted` [num_pages] hold, and
-        what is found only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
-        held = held_by(self._device, is_wanted, self._tails)
-        for job in self.jobs:
-            parts = job.parts
-            if parts.is_void:
-                continue
-            on_device = parts.holding if job.kind == "load" else parts.reading
-            assert on_device is not None
-            is_hit = is_wanted[on_device.used].any()
-            if is_hit or any(one.is_on(parts, self._tails) for one in held):
-                self._void(job)
-        forget(self.host, held, self._tails)
+        whatever open jobs bring. (`KVCache.evict_pages` calls this.)
+
+        Which entries of the host hold a window block is not recorded, and the host may have it in
+        another resume point than the device. So the host's chain is cut before the first segment
+        that a wrong block may be of: more goes than has to, and nothing wrong stays.
+        """
+        self._void_jobs()
+        reach = self._kv.layout.reach
+        pages: list[Int32] = []
+        for run in self._device.runs():
+            wrong = np.flatnonzero(is_wanted[run.look()].any(axis=1))
+            cuts = [run.start + int(i) for i in wrong[:1]]
+            cuts += [
+                max(0, depth - reach)
+                for depth, point in run.points.items()
+                if is_wanted[point.pages].any()
+            ]
+            if cuts:
+                pages += self._pages_after(chain_keys(run), min(cuts))
+        self._drop(np.concatenate([NO_VALUES, *pages]))
+
+    def _pages_after(self, keys: bytes, cut: int) -> list[Int32]:
+        """Pages of the host's entries after `cut` segments of the chain of `keys`, whatever follows
+        there."""
+        run, depth = self.index.find(keys, cut + 1)
+        if depth <= cut:
+            return []
+        pages, runs = list[Int32](), [run]
+        for node in runs:  # which grows
+            pages.append(node.pages[max(0, cut - node.start) :].ravel())
+            pages += [node.points[depth].pages for depth in node.depths if depth > cut]
+            runs.extend(node.children.values())
+        return pages
 
     # Reports.
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
         """The events of all that the host holds now, for `KVCache.announce`."""
-        announcer = self.host.index.announcer
-        return [] if announcer is None else [announcer.noted(self.host.index.runs())]
-
-    def pages_by_group(self) -> list[int]:
-        """[num_groups] pages of the host that its entries have now; looks at each resume point."""
-        return self._tails.count(self.host.index)
+        announcer = self.index.announcer
+        return [] if announcer is None else [announcer.noted(self.index.runs())]
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and pages by state now."""
-        index = self.host.index
         now = {
-            "points": index.num_points,
-            "segments": index.num_segments,
-            "free_pages": index.pool.num_free,
-            "queued_bytes": self.host.queued_bytes,
+            "points": self.index.num_points,
+            "segments": self.index.num_segments,
+            "free_pages": self.index.pool.num_free,
         }
-        return {f"tier_{name}/host": n for name, n in {**self.host.counters, **now}.items()}
-
-
-def _checked_parts(parts: Sequence[int] | None, layout: Layout) -> list[int]:
-    """`parts` of `Tiers`.
-
-    Raises:
-        ValueError: they are none.
-    """
-    groups = layout.groups
-    if parts is None:
-        return [1] * len(groups)
-    if not isinstance(parts, Sequence) or len(parts) != len(groups):
-        raise ValueError(f"parts: expected {len(groups)} ints, one a group, got {parts!r}")
-    return [
-        as_int(f"parts[{i}]", n, 1, MOST_PARTS // g.pages_per_block)
-        for i, (n, g) in enumerate(zip(parts, groups, strict=True))
-    ]
+        return {f"tier_{name}/host": n for name, n in {**self.counters, **now}.items()}

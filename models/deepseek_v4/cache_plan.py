@@ -91,7 +91,6 @@ class CachePlan:
     Attributes:
         groups: in the order of an allocator's tables; a page of each has the same bytes.
         layers: of the trunk, then drafters.
-        filled: bytes at the start of a page of each group that hold rows.
         context_size: ranks that share a context; a page has the entries of a block of "compressed"
             over this.
     """
@@ -99,7 +98,6 @@ class CachePlan:
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
     layers: tuple[LayerPlacement, ...]
-    filled: tuple[int, ...]
     context_size: int = 1
 
     def group_index(self, name: str) -> int | None:
@@ -211,6 +209,4 @@ def plan_cache(
         LayerPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
         for layer in range(len(kinds))
     )
-    shares = [min(share, len(kinds) - i * share) * window_bytes for i in range(num_windows)]
-    filled = (*[size] * bool(size), *shares, *[overlap_bytes] * bool(overlap_bytes))
-    return CachePlan(fmt, tuple(groups), layers, filled, context_size)
+    return CachePlan(fmt, tuple(groups), layers, context_size)

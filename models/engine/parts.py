@@ -18,7 +18,6 @@ from quire.kvcore.device import BatchBuilder
 
 from ..flashinfer.planner import FlashInfer
 from ..parallel.group import Group
-from ..tiers.streams import behind_loads
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory
@@ -154,8 +153,6 @@ def _make(
         group=group,
     )
     run, graphs = forward_pass(model, pool, config.impl, hidden=hidden), None
-    if tiers is not None:
-        run = behind_loads(run, tiers.copier.streams, hasattr(pool, "arrive"))
     if isinstance(drafter, ModelDrafter):
         drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=config.impl)
     if sizes:

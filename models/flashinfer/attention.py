@@ -43,7 +43,6 @@ class FlashInferAttend(PagedAttend):
     ) -> Tensor:
         """See `Attend`."""
         assert k is not None and v is not None and sinks is None, "`expect_supported` refuses it"
-        self._arrive(layer)
         cache, num_decodes = self._pool.layers[layer], self._step.num_decodes
         group = self._step.groups[cache.group]
         pages = cache.k_pages, cache.v_pages
