@@ -217,7 +217,7 @@ class Tiers:
 
         To be called between steps. An entry stays findable and readable while it is copied, and is
         not evicted; afterwards its eviction writes nothing. Parents come before children, and a
-        resume point with the last of its chain. Of a path one job is open at a time.
+        resume point with the last of its chain. A segment is in one open job at a time.
 
         Args:
             max_bytes: of all jobs together, about: a resume point goes whole.

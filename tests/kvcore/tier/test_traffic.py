@@ -1,4 +1,4 @@
-"""Random traffic through caches with tiers (see `traffic`), a few hundred steps of it."""
+"""Random traffic through caches with a host tier (see `traffic`), a few hundred steps of it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ def test_lives():
         "done",
         "failed",
         "kept promises",
-        "stored points",
-        "jobs of several points",
+        "store of a point",
+        "load of a point",
         "used",
         "copies of wrong rows",
-        "lossy hits",
-        "requests over lossy rows",
     ):
         assert checked[name] > 0, (name, checked)
