@@ -4,20 +4,21 @@ A job of a store and one of a load differ only in their direction. The index tha
 index that it fills each keep a `Holding` until it ends:
 
     segments        0   1   2   3   4   5        the target has segments 0 to 2, so the job brings
-    source          ====================         3 to 5 and the resume point at 6. In the source the
-    resume point                       (6)       whole path is locked, in the target 0 to 2
-    target          =========|- - - - - -
+    source          =======================      3 to 5 and the resume points at 4 and 6. In the
+    resume points                  4       6     source the whole path is locked, in the target
+    target          ===========- - - - - - -     that to the end of segment 2
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import NO_VALUES, ZERO32, Int32
+from ..arrays import NO_VALUES, Int32, count_true
 from ..prefix.holdings import Holding
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
@@ -53,9 +54,9 @@ class Brought:
         keys: of the chain up to its last segment.
         first: number of its first segment.
         segments: [n, pages_per_segment] pages of the target.
-        depths, points: boundaries of resume points, and [m, pages_per_point] their pages in the
-            target.
-        entry: that is stored; of a load None.
+        sources, points: resume points of the source, and [m, pages_per_point] pages of the target
+            for them.
+        depths: their boundaries.
         holding, reading: of the target and of the source. reading is None once the job is void:
             what it was to bring was forgotten meanwhile, and only its own pages are kept.
         noted: of its segments, for events.
@@ -64,9 +65,9 @@ class Brought:
     keys: bytes
     first: int
     segments: Int32
-    depths: list[int]
+    sources: list[ResumePoint]
     points: Int32
-    entry: Run | ResumePoint | None
+    depths: list[int]
     holding: Holding
     reading: Holding | None
     noted: list[Noted] | None = None
@@ -82,16 +83,14 @@ def begin(
     target: PrefixIndex,
     run: Run,
     keys: bytes,
-    point: ResumePoint | None,
-    entry: Run | ResumePoint | None = None,
+    points: Sequence[ResumePoint],
 ) -> tuple[Brought, Int32, Int32] | None:
     """Reserve pages of the target for what it lacks of a chain, and keep both ends.
 
     Args:
         run: of the source, in which the chain ends.
         keys: of the chain.
-        point: to bring too, at the end of the chain.
-        entry: as of `Brought`.
+        points: of the chain, to bring too, the shortest first.
 
     Returns:
         What the job brings, and its source and target pages; or None: there is no room, and nothing
@@ -100,52 +99,52 @@ def begin(
     depth = len(keys) // KEY_BYTES
     there, first = target.find(keys, depth)
     dense = source.pages_between(run, first, depth)
-    tail = NO_VALUES if point is None else point.pages
-    shared = _shared(point, there, first)
-    is_new = (tail != ZERO32) & (shared == ZERO32)
-    reading = Holding(source, source.end_at(run, depth), tail)
+    tails = np.array([point.pages for point in points], dtype=np.int32)
+    pages, where = np.unique(tails, return_inverse=True)
+    shared = _shared(points, pages, there, first)
+    is_new = (pages != 0) & (shared == 0)
+    num_pages = dense.size + count_true(is_new)
+    reading = Holding(source, source.end_at(run, depth), tails.ravel())
     holding = Holding(target, target.end_at(there, first), shared)
-    num_pages = dense.size + int(np.count_nonzero(is_new))
+    has_room = False
     try:
         has_room = make_room(target, num_pages)
-    except BaseException:
-        holding.end()
-        reading.end()
-        raise
+    finally:
+        if not has_room:
+            holding.end()
+            reading.end()
     if not has_room:
-        holding.end()
-        reading.end()
         return None
     targets = holding.take(num_pages)
     segments = targets[: dense.size].reshape(dense.shape)
-    pages = shared.copy()
-    pages[is_new] = targets[dense.size :]
-    depths = [] if point is None else [depth]
-    points = pages[None][: len(depths)]
-    brought = Brought(keys, first, segments, depths, points, entry, holding, reading)
-    return brought, np.concatenate([dense.ravel(), tail[is_new]]), targets
+    copies = shared.copy()
+    copies[is_new] = targets[dense.size :]
+    brought = Brought(
+        keys, first, segments, [*points], copies[where].reshape(tails.shape),
+        [point.depth for point in points], holding, reading,
+    )  # fmt: skip
+    return brought, np.concatenate([dense.ravel(), pages[is_new]]), targets
 
 
-def _shared(point: ResumePoint | None, there: Run, first: int) -> Int32:
-    """Pages of the target that hold blocks of `point` already; 0 where none does.
+def _shared(points: Sequence[ResumePoint], pages: Int32, there: Run, first: int) -> Int32:
+    """Pages of the target that have what `pages` of the source have; 0 where it is not known of any.
 
     Resume points less than a window apart share blocks. Where both pools have the point before, the
-    target's has a page for each that the source's has; so for those that `point` shares with it.
+    target's has a page for each that the source's has; so for those that `points` share with it.
 
     Args:
+        pages: of `points`, each once.
         there: run of the target in which the chain ends, after `first` segments.
     """
-    if point is None:
-        return NO_VALUES
-    pages: Int32 = np.zeros(len(point.pages), dtype=np.int32)
-    before = point_before(there, min(first + 1, point.depth))
+    found: Int32 = np.zeros(len(pages), dtype=np.int32)
+    before = point_before(there, min(first + 1, points[0].depth)) if points else None
     if before is not None:
-        assert point.run is not None
-        same = run_of(point.run, before.depth).points.get(before.depth)
+        assert points[0].run is not None
+        same = run_of(points[0].run, before.depth).points.get(before.depth)
         if same is not None:
-            _, own, others = np.intersect1d(point.pages, same.pages, return_indices=True)
-            pages[own] = before.pages[others]
-    return pages
+            _, own, others = np.intersect1d(pages, same.pages, return_indices=True)
+            found[own] = before.pages[others]
+    return found
 
 
 def make_room(index: PrefixIndex, num_pages: int) -> bool:
@@ -181,13 +180,13 @@ def let_go(brought: Brought, used: bool) -> None:
 
 
 def stop_reading(brought: Brought, used: bool = False) -> None:
-    """End what a job keeps of its source; the entry that it stores may be evicted again."""
-    reading, brought.reading, entry = brought.reading, None, brought.entry
+    """End what a job keeps of its source; its resume points may be evicted again."""
+    reading, brought.reading = brought.reading, None
     assert reading is not None
     reading.end(used=used)
-    index = reading.index
-    if isinstance(entry, ResumePoint) and entry.run is not None and entry not in index.pins:
-        index.offer(entry)
+    for point in brought.sources:
+        if point.run is not None and point not in reading.index.pins:
+            reading.index.offer(point)
 
 
 def make_void(brought: Brought) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from operator import attrgetter, itemgetter
 from typing import Any, TypeGuard
 
 from ..policies.base import Entry
@@ -11,6 +12,7 @@ from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run, path_to, run_of
 
 AHEAD = 128  # entries that are looked at in a call
+DEPTH, FIRST = attrgetter("depth"), itemgetter(0)
 REMEMBERED = 1024  # entries besides those that are cached
 
 
@@ -31,15 +33,16 @@ class Stores:
 
     def due(
         self, device: PrefixIndex, host: PrefixIndex, under_way: int
-    ) -> Iterator[tuple[Run | ResumePoint, bytes, int]]:
+    ) -> dict[Run | ResumePoint, tuple[bytes, int]]:
         """Entries to copy now, in the order in which they would go.
 
         Args:
             under_way: pages of the device that are being copied.
 
         Returns:
-            Each entry, the keys of its chain, and how many of these segments the host has.
+            Of each entry the keys of its chain, and how many of these segments the host has.
         """
+        due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
             self._seen = {e: used for e, used in self._seen.items() if _is_there(e)}
         lacks = self._watermark - device.pool.num_available - under_way
@@ -53,23 +56,39 @@ class Stores:
                 keys = chain_keys(entry)
                 there, first = host.find(keys, entry.depth)
                 if first < entry.depth or not _renew(host, there, entry.depth):
-                    yield entry, keys, first
+                    due[entry] = keys, first
             if lacks <= 0:
-                return
+                break
+        return due
 
     def again(self, entry: Run | ResumePoint) -> None:
         """`entry` was not copied, or not to its end: it is due once more."""
         self._seen.pop(entry, None)
 
 
-def chain_keys(entry: Run | ResumePoint) -> bytes:
-    """Keys of the segments up to an entry."""
+def by_path(entries: Iterable[Run | ResumePoint]) -> list[list[Run | ResumePoint]]:
+    """Entries by the path that they are on, the shortest first; the path first of which an entry
+    comes first."""
+    left = {entry: i for i, entry in enumerate(entries)}
+    paths: list[tuple[int, list[Run | ResumePoint]]] = []
+    for entry in sorted(left, key=DEPTH, reverse=True):
+        if entry in left:
+            nodes = {*path_to(run_at(entry))}
+            path = [e for e in left if run_at(e) in nodes and e.depth <= entry.depth]
+            paths.append((min([left.pop(e) for e in path]), sorted(path, key=DEPTH)))
+    return [path for _, path in sorted(paths, key=FIRST)]
+
+
+def run_at(entry: Run | ResumePoint) -> Run:
+    """The run that has the last segment of an entry."""
     run = entry.run if isinstance(entry, ResumePoint) else entry
     assert run is not None
-    keys = bytearray()
-    for node in path_to(run):
-        keys += node.keys
-    return bytes(keys[: entry.depth * KEY_BYTES])
+    return run
+
+
+def chain_keys(entry: Run | ResumePoint) -> bytes:
+    """Keys of the segments up to an entry."""
+    return b"".join([node.keys for node in path_to(run_at(entry))])[: entry.depth * KEY_BYTES]
 
 
 def _is_there(entry: Entry) -> TypeGuard[Run | ResumePoint]:

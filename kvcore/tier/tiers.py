@@ -25,7 +25,7 @@ from ..prefix.tree import ResumePoint, Run
 from ..spec import as_int
 from .jobs import Brought, Job, adopt, begin, let_go, make_void
 from .match import Limit, TierMatch
-from .stores import Stores, chain_keys
+from .stores import Stores, by_path, chain_keys, run_at
 
 MOST_PAGES = 2**31 - 1  # ids are int32
 LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
@@ -230,46 +230,41 @@ class Tiers:
         begun = {job.brings.first_key for job in stores}
         made, width = list[Job](), self.index.pages_per_segment
         under_way = sum(len(job.sources) for job in stores)
-        for entry, keys, first in self._stores.due(self._device, self.index, under_way):
-            key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        due = self._stores.due(self._device, self.index, under_way)
+        due = {entry: found for entry, found in due.items() if self._is_worth(entry)}
+        for path in by_path(due):
             if room <= 0:
-                self._stores.again(entry)
                 break
+            keys, first = due[path[-1]]
+            key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
             if key and key in begun:
-                self._stores.again(entry)
                 continue
-            if self._load_seconds(entry.num_pages) >= self._prefill_seconds(entry.gain):
-                continue
-            end = min(entry.depth, first + max(1, room // width)) if width else entry.depth
-            job = self._begin_store(entry, keys[: end * KEY_BYTES])
-            if job is None or end < entry.depth:
-                self._stores.again(entry)
-            if job is None:  # all that the host has is needed
+            depth = path[-1].depth
+            end = min(depth, first + max(1, room // width)) if width else depth
+            points = [p for p in path if isinstance(p, ResumePoint) and p.depth <= end]
+            run = run_at(path[-1])
+            found = begin(self._device, self.index, run, keys[: end * KEY_BYTES], points)
+            if found is None:  # all that the host has is needed
                 break
+            brings = found[0]
+            if self._kv._announcer is not None:
+                new = split_keys(brings.keys[brings.first * KEY_BYTES :])
+                brings.noted = self._kv._announcer.of_segments(new)
+            made.append(job := self._job("store", *found))
             begun.add(key)
             room -= len(job.sources)
-            made.append(job)
+            for point in points:
+                self._device.withdraw(point)  # to evict it now would free nothing
+                del due[point]
+            if end == depth:
+                due.pop(path[-1], None)
+        for entry in due:
+            self._stores.again(entry)
         return made
 
-    def _begin_store(self, entry: Run | ResumePoint, keys: bytes) -> Job | None:
-        """The job that stores an entry, or so many segments of its chain; None: no room."""
-        point = run = None
-        if isinstance(entry, ResumePoint):
-            run = entry.run
-            point = entry if len(keys) == entry.depth * KEY_BYTES else None
-        else:
-            run = entry
-        assert run is not None
-        found = begin(self._device, self.index, run, keys, point, entry)
-        if found is None:
-            return None
-        if point is not None:
-            self._device.withdraw(point)  # to evict it now would free nothing
-        brings = found[0]
-        if self._kv._announcer is not None:
-            new = split_keys(keys[brings.first * KEY_BYTES :])
-            brings.noted = self._kv._announcer.of_segments(new)
-        return self._job("store", *found)
+    def _is_worth(self, entry: Run | ResumePoint) -> bool:
+        """Whether a load of `entry` would take less time than its prefill."""
+        return self._load_seconds(entry.num_pages) < self._prefill_seconds(entry.gain)
 
     def load(self, match: TierMatch) -> Job | None:
         """Make the job that brings a prompt to the device as `match` says; looked up again.
@@ -294,7 +289,7 @@ class Tiers:
         index.tick += 1
         run = index.end_at(index.find(keys, depth)[0], depth)
         point = index.use(run)
-        found = begin(index, self._device, run, keys, point)
+        found = begin(index, self._device, run, keys, [] if point is None else [point])
         if found is None:
             return None
         brings = found[0]

@@ -10,7 +10,7 @@ from tests.kvcore.tier.traffic import live
 def test_lives():
     """`python -m tests.kvcore.tier.traffic` goes on for as long as one likes."""
     checked = Counter()
-    for seed in range(16):
+    for seed in range(20):
         checked += live(seed, 80).checked
     for name in (
         "stores",
@@ -20,6 +20,7 @@ def test_lives():
         "kept promises",
         "store of a point",
         "load of a point",
+        "several points",
         "used",
         "copies of wrong rows",
     ):

@@ -192,6 +192,7 @@ class TieredTraffic(Traffic):
         if failed or is_void:
             return
         assert keys <= now[target].segments
+        self.checked["several points"] += len(brings.depths) > 1
         for depth in brings.depths:
             assert brings.keys[32 * (depth - 1) : 32 * depth] in now[target].points
             self.checked[f"{job.kind} of a point"] += 1
@@ -235,7 +236,7 @@ class TieredTraffic(Traffic):
     def forget(self):
         """Rows of some pages turned out wrong, whatever is open: the host has them no more, nor will it."""
         kv, draw = self.e.kv, self.draw
-        if draw.number(0, 2):
+        if draw.number(0, 1):
             return
         pages = [draw.number(1, kv.num_pages - 1)]
         for run in kv.index.runs():
