@@ -69,6 +69,22 @@ def test_windows_that_both_have_in_the_point_before_are_shared(both):
     assert s.serve(longer) == 104
 
 
+def test_windows_of_another_chain_are_not_shared():
+    """The host's run goes on past the fork with points at the same boundaries, of other tokens."""
+    s = Setup(groups((8, None), (4, 36)), pages=200, host=300)
+    s.behind(PROMPT[:80], PROMPT[:97])
+    other = [*PROMPT[:40], *range(300, 357)]
+    s.serve(other[:80])
+    s.serve(other)
+    for n in (72, 80):  # these are not stored
+        assert s.e.kv.pin(s.e.kv.match(other[: n + 1]), now=0.0, ttl=1.0) == n
+    [job] = s.tiers.stores(1 << 30)
+    assert job.brings.depths == [12] and len(job.sources) == 7 + 9
+    s.end(job)
+    s.forget()
+    assert s.load(other).num_saved_tokens == s.serve(other) == 96
+
+
 def test_two_points_hold_what_is_between_them():
     """Windows of 33 tokens, segments of 8: points at 48 and 80 hold between them the tail of 64."""
     s = Setup(groups((8, None), (8, 33)), pages=200, host=300)
