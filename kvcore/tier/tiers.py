@@ -286,12 +286,13 @@ class Tiers:
         index, depth = self.index, match.num_saved_tokens // self._kv.alignment
         keys = match.prompt.keys[: depth * KEY_BYTES]
         self._changed()
-        index.tick += 1
         run = index.end_at(index.find(keys, depth)[0], depth)
-        point = index.use(run)
+        point = index.point_at(run) if index.hybrid else None  # made of its neighbours if need be
         found = begin(index, self._device, run, keys, [] if point is None else [point])
         if found is None:
             return None
+        index.tick += 1
+        index.use(run)
         brings = found[0]
         if self._kv._announcer is not None:
             brings.noted = self._kv._announcer.of_prompt(match.prompt, brings.first, depth)
