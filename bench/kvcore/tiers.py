@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quire.kvcore import LRU, KVCache
-from quire.kvcore.tier import Job, Tiers, TierSpec
+from quire.kvcore.tier import Job, Tiers
 
 from .measure import CHUNK, SPECS, Row, pool_for, prefill, row, seconds
 
@@ -39,8 +39,9 @@ def _entry_times(spec: str, prompts: int, tokens: int, name: str, together: int)
         retention=CHUNK,
     )  # fmt: skip
     tiers = Tiers(
-        cache, host=TierSpec(size, 1e12, LRU()), prefill_tokens_per_second=1.0, watermark=size
-    )
+        cache, num_pages=size, bytes_per_second=1e12, prefill_tokens_per_second=1.0, policy=LRU(),
+        watermark=size,
+    )  # fmt: skip
     texts = [np.arange(tokens + 1, dtype=np.int32) + i * tokens for i in range(prompts)]
     batches = [texts[i : i + together] for i in range(0, prompts, together)]
     times: dict[str, list[float]] = {call: [] for call in CALLS}

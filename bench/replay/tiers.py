@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from quire.kvcore import KVCache
 from quire.kvcore.policies.base import EvictionPolicy
 from quire.kvcore.prefix.index import PrefixIndex
-from quire.kvcore.tier import Job, Tiers, TierSpec
+from quire.kvcore.tier import Job, Tiers
 
 from .links import Link, Transfer
 
@@ -38,9 +38,11 @@ class TierMemory:
         policy: Callable[[], EvictionPolicy] | None = None, watermark: int | None = None,
     ) -> None:  # fmt: skip
         self._timing = timing
-        spec = TierSpec(host + 1, link, None if policy is None else policy())
-        rate = timing.prefill_rate
-        self.tiers = Tiers(cache, host=spec, prefill_tokens_per_second=rate, watermark=watermark)
+        self.tiers = Tiers(
+            cache, num_pages=host + 1, bytes_per_second=link,
+            prefill_tokens_per_second=timing.prefill_rate,
+            policy=None if policy is None else policy(), watermark=watermark,
+        )  # fmt: skip
         self.links = {STORE: Link(link), LOAD: Link(link)}
         self._transfers: dict[Job, Transfer] = {}
 

@@ -2,6 +2,6 @@
 
 from .jobs import Job
 from .match import TierMatch
-from .tiers import Tiers, TierSpec
+from .tiers import Tiers
 
-__all__ = ["Job", "TierMatch", "TierSpec", "Tiers"]
+__all__ = ["Job", "TierMatch", "Tiers"]

@@ -73,6 +73,11 @@ class Brought:
     noted: list[Noted] | None = None
 
     @property
+    def is_void(self) -> bool:
+        """Whether it is to bring nothing."""
+        return self.reading is None
+
+    @property
     def first_key(self) -> bytes:
         """Key of the first segment; empty where a resume point comes alone."""
         return self.keys[self.first * KEY_BYTES : (self.first + 1) * KEY_BYTES]
@@ -108,7 +113,10 @@ def begin(
     holding = Holding(target, target.end_at(there, first), shared)
     has_room = False
     try:
-        has_room = make_room(target, num_pages)
+        lacks = max(0, num_pages - target.pool.num_available)
+        if lacks <= target.num_evictable:
+            target.evict(lacks)
+            has_room = True
     finally:
         if not has_room:
             holding.end()
@@ -147,16 +155,6 @@ def _shared(points: Sequence[ResumePoint], pages: Int32, there: Run, first: int)
     return found
 
 
-def make_room(index: PrefixIndex, num_pages: int) -> bool:
-    """Evict until `num_pages` are free; False, and nothing changed, where that is not enough."""
-    lacks = num_pages - index.pool.num_available
-    if lacks > index.num_evictable:
-        return False
-    if lacks > 0:
-        index.evict(lacks)
-    return True
-
-
 def adopt(brought: Brought) -> tuple[int, int]:
     """Make entries of the pages that came; returns how many segments and resume points are new."""
     holding = brought.holding
@@ -174,7 +172,7 @@ def let_go(brought: Brought, used: bool) -> None:
     Args:
         used: what was read counts as used now.
     """
-    if brought.reading is not None:
+    if not brought.is_void:
         stop_reading(brought, used)
     brought.holding.end()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -28,44 +29,12 @@ from .match import Limit, TierMatch
 from .stores import Stores, by_path, chain_keys, run_at
 
 MOST_PAGES = 2**31 - 1  # ids are int32
+LENGTH = attrgetter("num_tokens")
 LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
 COUNTERS = (
     "stored_pages", "stored_points", "stored_segments", "store_failures",
     "loaded_pages", "loaded_points", "loaded_segments", "load_failures",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TierSpec:
-    """The host memory behind the pool.
-
-    Args:
-        num_pages: pages, as large as those of the pool; page 0 (never used) included.
-        bytes_per_second: how quickly pages come from it.
-        policy: eviction policy, of this tier alone; nothing calls its `asked`. None: where the
-            cache has `Adaptive`, one that learns with it and ranks entries by the seconds saved for
-            each byte; else `LRU`.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
-
-    num_pages: int
-    bytes_per_second: float
-    policy: EvictionPolicy | None = None
-
-    def __post_init__(self) -> None:
-        as_int("num_pages", self.num_pages, 2, MOST_PAGES)
-        _check_rate("bytes_per_second", self.bytes_per_second)
-        if self.policy is not None:
-            check_policy(self.policy)
-
-
-def _check_rate(name: str, value: Any) -> None:
-    """Raise ValueError unless `value` is a finite number above 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
 
 
 class Tiers:
@@ -78,9 +47,13 @@ class Tiers:
 
     Args:
         kv: the cache, new or in use; one `Tiers` for each. Its policy must have `coming`.
-        host: room in host memory, and its link.
+        num_pages: pages of host memory, as large as those of the pool; page 0 (never used) included.
+        bytes_per_second: how quickly pages come from it.
         prefill_tokens_per_second: what the engine computes.
         page_bytes: of a page in all tensors behind its id; by default in one, as of `GroupSpec`.
+        policy: eviction policy of the host alone; nothing calls its `asked`. By default, where the
+            cache has `Adaptive`, one that learns with it and ranks entries by the seconds saved for
+            each byte; else `LRU`.
         watermark: pages of the pool to be free or to have a copy: entries that eviction takes next
             are copied until it is reached. By default an eighth of the pool.
 
@@ -102,9 +75,11 @@ class Tiers:
         self,
         kv: KVCache,
         *,
-        host: TierSpec,
+        num_pages: int,
+        bytes_per_second: float,
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
+        policy: EvictionPolicy | None = None,
         watermark: int | None = None,
     ) -> None:
         if not isinstance(kv, KVCache):
@@ -115,33 +90,35 @@ class Tiers:
             raise ValueError("kv: expected a cache without tiers, got one that has some")
         if not hasattr(kv.index.policy, "coming"):
             raise ValueError(f"kv: expected a policy with coming(n), got {kv.index.policy!r}")
-        if not isinstance(host, TierSpec):
-            raise ValueError(f"host: expected a TierSpec, got {host!r}")
-        _check_rate("prefill_tokens_per_second", prefill_tokens_per_second)
-        if watermark is None:
-            watermark = kv.num_pages // 8
+        if policy is not None:
+            check_policy(policy)
+        pool = PagePool(as_int("num_pages", num_pages, 2, MOST_PAGES))
+        watermark = kv.num_pages // 8 if watermark is None else watermark
+        page_bytes = kv.layout.page_bytes if page_bytes is None else page_bytes
         self._kv, self._device, layout = kv, kv.index, kv.layout
         self._stores = Stores(as_int("watermark", watermark, 0))
-        size = layout.page_bytes if page_bytes is None else page_bytes
-        self.page_bytes = as_int("page_bytes", size, 1)
-        self.bytes_per_second = float(host.bytes_per_second)
-        self.prefill_tokens_per_second = float(prefill_tokens_per_second)
+        self.page_bytes = as_int("page_bytes", page_bytes, 1)
+        self.bytes_per_second = _rate("bytes_per_second", bytes_per_second)
+        self.prefill_tokens_per_second = _rate(
+            "prefill_tokens_per_second", prefill_tokens_per_second
+        )
+        if policy is None:
+            own = kv.index.policy
+            policy = own.behind(self._worth) if isinstance(own, Adaptive) else LRU()
         self.index = PrefixIndex(
-            PagePool(host.num_pages), layout.pages_per_segment, layout.hybrid,
-            self._policy() if host.policy is None else host.policy, kv.index.span,
+            pool,
+            layout.pages_per_segment,
+            layout.hybrid,
+            policy,
+            kv.index.span,
             layout.tail_between,
-        )  # fmt: skip
+        )
         if kv._announcer is not None:
             self.index.announcer = Announcer(kv._announcer.log, layout, kv.sequences, "CPU")
         self.jobs: dict[Job, None] = {}
         self.counters = dict.fromkeys(COUNTERS, 0)
         kv.tiers = self
-        attach(host.policy)
-
-    def _policy(self) -> EvictionPolicy:
-        """The policy of a host that brings none: it learns with that of the cache if it can."""
-        policy = self._device.policy
-        return policy.behind(self._worth) if isinstance(policy, Adaptive) else LRU()
+        attach(policy)
 
     def _worth(self, entry: Entry) -> float:
         """Seconds that an entry of the host saves for each byte that its eviction frees."""
@@ -203,12 +180,9 @@ class Tiers:
 
     def _pending(self, prompt: Prompt) -> Job | None:
         """The open load that brings most of a prompt, if there is one."""
-        found = None
-        for job in self.jobs:
-            is_longer = found is None or job.num_tokens > found.num_tokens
-            if job.kind == "load" and is_longer and prompt.keys.startswith(job.brings.keys):
-                found = job if job.brings.reading is not None else found
-        return found
+        loads = [job for job in self.jobs if job.kind == "load" and not job.brings.is_void]
+        loads = [job for job in loads if prompt.keys.startswith(job.brings.keys)]
+        return max(loads, key=LENGTH, default=None)
 
     # Jobs.
 
@@ -232,35 +206,44 @@ class Tiers:
         under_way = sum(len(job.sources) for job in stores)
         due = self._stores.due(self._device, self.index, under_way)
         due = {entry: found for entry, found in due.items() if self._is_worth(entry)}
-        for path in by_path(due):
-            if room <= 0:
-                break
-            keys, first = due[path[-1]]
-            key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
-            if key and key in begun:
-                continue
-            depth = path[-1].depth
-            end = min(depth, first + max(1, room // width)) if width else depth
-            points = [p for p in path if isinstance(p, ResumePoint) and p.depth <= end]
-            run = run_at(path[-1])
-            found = begin(self._device, self.index, run, keys[: end * KEY_BYTES], points)
-            if found is None:  # all that the host has is needed
-                break
-            brings = found[0]
-            if self._kv._announcer is not None:
-                new = split_keys(brings.keys[brings.first * KEY_BYTES :])
-                brings.noted = self._kv._announcer.of_segments(new)
-            made.append(job := self._job("store", *found))
-            begun.add(key)
-            room -= len(job.sources)
-            for point in points:
-                self._device.withdraw(point)  # to evict it now would free nothing
-                del due[point]
-            if end == depth:
-                due.pop(path[-1], None)
-        for entry in due:
-            self._stores.again(entry)
+        try:
+            for path in by_path(due):
+                if room <= 0:
+                    break
+                entry, (keys, first) = path[-1], due[path[-1]]
+                key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+                if key and key in begun:
+                    continue
+                end = min(entry.depth, first + max(1, room // width)) if width else entry.depth
+                points = [p for p in path if isinstance(p, ResumePoint) and p.depth <= end]
+                job = self._begin_store(run_at(entry), keys[: end * KEY_BYTES], points)
+                if job is None:  # all that the host has is needed
+                    break
+                made.append(job)
+                begun.add(key)
+                room -= len(job.sources)
+                for one in points if end < entry.depth else path:
+                    del due[one]
+        except BaseException:
+            for job in made:
+                self.cancel(job)
+            raise
+        finally:
+            for entry in due:
+                self._stores.again(entry)
         return made
+
+    def _begin_store(self, run: Run, keys: bytes, points: list[ResumePoint]) -> Job | None:
+        found = begin(self._device, self.index, run, keys, points)
+        if found is None:
+            return None
+        brings = found[0]
+        for point in points:
+            self._device.withdraw(point)  # to evict it now would free nothing
+        if self._kv._announcer is not None:
+            new = split_keys(keys[brings.first * KEY_BYTES :])
+            brings.noted = self._kv._announcer.of_segments(new)
+        return self._job("store", *found)
 
     def _is_worth(self, entry: Run | ResumePoint) -> bool:
         """Whether a load of `entry` would take less time than its prefill."""
@@ -318,7 +301,7 @@ class Tiers:
             ValueError: the job is not open.
         """
         brings, sources = self._close(job), job.sources
-        is_void = brings.reading is None
+        is_void = brings.is_void
         if not (failed or is_void):
             brings.holding.index.tick += 1
             segments, points = adopt(brings)
@@ -365,7 +348,7 @@ class Tiers:
     def _void_jobs(self) -> None:
         """Open jobs are to bring nothing; they keep their own pages until they are done."""
         for job in self.jobs:
-            if job.brings.reading is not None:
+            if not job.brings.is_void:
                 make_void(job.brings)
 
     def clear(self) -> None:
@@ -424,3 +407,11 @@ class Tiers:
             "free_pages": self.index.pool.num_free,
         }
         return {f"tier_{name}/host": n for name, n in {**self.counters, **now}.items()}
+
+
+def _rate(name: str, value: Any) -> float:
+    """`value`, a finite number above 0; ValueError otherwise."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+    return float(value)

@@ -22,7 +22,7 @@ from torch import nn
 
 from quire.kernels import PoolPages
 from quire.kvcore import KVCache
-from quire.kvcore.tier import Job, Tiers, TierSpec
+from quire.kvcore.tier import Job, Tiers
 
 from ..tiers.copier import Copying, PageCopier
 from ..tiers.host_pages import HostPages
@@ -189,7 +189,8 @@ def make_tiers(
     step = sum(g.pages_per_block * count for g, count in blocks)
     tiers = Tiers(
         kv,
-        host=TierSpec(num_pages, LINK[device.type]),
+        num_pages=num_pages,
+        bytes_per_second=LINK[device.type],
         prefill_tokens_per_second=PREFILL,
         page_bytes=size,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.kvcore import LRU, GroupSpec
-from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
+from quire.kvcore.tier import Job, TierMatch, Tiers
 from tests.support.kvcore.engine import Engine, groups
 from tests.support.kvcore.tiers import Contents, Memory
 
@@ -31,7 +31,9 @@ class Setup:
         self.e = Engine(specs, num_pages=pages, **cache | options)
         self.tiers = Tiers(
             self.e.kv,
-            host=TierSpec(host, rate, policy),
+            num_pages=host,
+            bytes_per_second=rate,
+            policy=policy,
             prefill_tokens_per_second=prefill,
             watermark=watermark,
         )

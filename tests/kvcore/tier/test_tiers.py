@@ -6,7 +6,7 @@ import pytest
 
 from quire.kvcore import LRU, AppendOnlyCache, EventLog, KVCache
 from quire.kvcore.events import BlockStored
-from quire.kvcore.tier import Tiers, TierSpec
+from quire.kvcore.tier import Tiers
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, Setup
 from tests.support.kvcore.tiers import Contents, EventReader
 
@@ -62,7 +62,7 @@ def test_a_job_ends_once():
     for call in (s.tiers.done, s.tiers.cancel):
         with pytest.raises(ValueError, match="job: expected one that is open"):
             call(job)
-    with pytest.raises(ValueError, match="match: expected what `Tiers.match` returned, got"):
+    with pytest.raises(ValueError, match=r"match: expected what `Tiers\.match` returned, got"):
         s.tiers.load(s.e.kv.match(PROMPT))
 
 
@@ -201,24 +201,24 @@ def test_stats():
 
 
 def test_what_is_refused():
+    good = {"num_pages": 10, "bytes_per_second": 1e9, "prefill_tokens_per_second": 1.0}
     kv = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100)
-    spec = TierSpec(10, 1e9)
-    with pytest.raises(ValueError, match="host: expected a TierSpec, got 3"):
-        Tiers(kv, host=3, prefill_tokens_per_second=1.0)
-    with pytest.raises(ValueError, match="prefill_tokens_per_second: expected a finite number > 0"):
-        Tiers(kv, host=spec, prefill_tokens_per_second=0)
-    with pytest.raises(ValueError, match="bytes_per_second: expected a finite number > 0, got nan"):
-        TierSpec(10, float("nan"))
-    with pytest.raises(ValueError, match="num_pages: expected an int >= 2"):
-        TierSpec(1, 1.0)
-    with pytest.raises(ValueError, match="page_bytes: expected an int >= 1, got 0"):
-        Tiers(kv, host=spec, prefill_tokens_per_second=1.0, page_bytes=0)
+    for wrong, message in [
+        ({"prefill_tokens_per_second": 0}, "prefill_tokens_per_second: expected a finite number > 0"),
+        ({"bytes_per_second": float("nan")}, "bytes_per_second: expected a finite number > 0, got nan"),
+        ({"num_pages": 1}, "num_pages: expected an int >= 2, got 1"),
+        ({"page_bytes": 0}, "page_bytes: expected an int >= 1, got 0"),
+        ({"watermark": -1}, "watermark: expected an int >= 0, got -1"),
+        ({"policy": LRU}, "policy: expected an eviction policy, such as LRU\\(\\), got <class"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Tiers(kv, **good | wrong)
     other = AppendOnlyCache(HYBRID, num_pages=40, max_model_len=100)
     with pytest.raises(ValueError, match="kv: expected a KVCache, got <"):
-        Tiers(other, host=spec, prefill_tokens_per_second=1.0)
+        Tiers(other, **good)
     off = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100, enable_caching=False)
     with pytest.raises(ValueError, match="kv: expected a cache with enable_caching"):
-        Tiers(off, host=spec, prefill_tokens_per_second=1.0)
+        Tiers(off, **good)
 
     class Plain:
         """A policy of the four methods alone."""
@@ -229,9 +229,9 @@ def test_what_is_refused():
 
     plain = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100, policy=Plain())
     with pytest.raises(ValueError, match=r"kv: expected a policy with coming\(n\), got <"):
-        Tiers(plain, host=spec, prefill_tokens_per_second=1.0)
-    tiers = Tiers(kv, host=spec, prefill_tokens_per_second=1.0)
+        Tiers(plain, **good)
+    tiers = Tiers(kv, **good)
     with pytest.raises(ValueError, match="kv: expected a cache without tiers"):
-        Tiers(kv, host=spec, prefill_tokens_per_second=1.0)
+        Tiers(kv, **good)
     with pytest.raises(ValueError, match="max_bytes: expected an int >= 0, got -1"):
         tiers.stores(-1)

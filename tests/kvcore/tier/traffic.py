@@ -17,7 +17,7 @@ from collections import Counter
 import numpy as np
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EventLog
-from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
+from quire.kvcore.tier import Job, TierMatch, Tiers
 from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
 from tests.support.kvcore.tiers import Contents, EventReader, Memory
 
@@ -40,7 +40,9 @@ class TieredTraffic(Traffic):
         policy = draw.one([None, LRU, Adaptive, CostAware, S3FIFO])
         self.tiers = Tiers(
             kv,
-            host=TierSpec(draw.one([30, 80, 400]), 1e9, None if policy is None else policy()),
+            num_pages=draw.one([30, 80, 400]),
+            bytes_per_second=1e9,
+            policy=None if policy is None else policy(),
             prefill_tokens_per_second=SLOW,
             watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
         )
@@ -173,7 +175,7 @@ class TieredTraffic(Traffic):
             self.memory.copy(job, self.draw.number(0, len(job.sources) - 1))
         else:
             self._copy(job)
-        known, is_void = self._contents(), job.brings.reading is None
+        known, is_void = self._contents(), job.brings.is_void
         self.tiers.done(job, failed=failed)
         del self.copied[job]
         self.checked["failed" if failed else "done"] += 1
@@ -248,7 +250,7 @@ class TieredTraffic(Traffic):
         wrong = [draw.one(pages) for _ in range(3)]
         before = self.memory.pages_with(wrong)
         kv.evict_pages(np.array(wrong))
-        assert all(job.brings.reading is None for job in self.tiers.jobs)
+        assert all(job.brings.is_void for job in self.tiers.jobs)
         # A page that a request alone has names no entry; one with a lookahead may be in several.
         if not kv.layout.lookahead and set(wrong) <= {*pages[1:]}:
             assert not self.memory.pages_with(wrong), "wrong rows are kept"
