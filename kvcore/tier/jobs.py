@@ -34,7 +34,6 @@ class Job:
         sources, targets: [n] int32 page ids, of the device or of the host.
         num_bytes: of all pages.
         num_tokens: of the prefix that becomes findable in the target.
-        is_open: neither done nor cancelled yet.
     """
 
     kind: Literal["store", "load"]
@@ -43,7 +42,6 @@ class Job:
     num_bytes: int
     num_tokens: int
     brings: Brought = field(repr=False)
-    is_open: bool = True
 
 
 @dataclass(eq=False, slots=True)

@@ -289,7 +289,7 @@ class Tiers:
         self.jobs[job] = None
         return job
 
-    def done(self, job: Job, *, failed: bool = False) -> None:
+    def done(self, job: Job, *, failed: bool = False) -> bool:
         """End a job: what it copied is findable where it went, from now on.
 
         Args:
@@ -297,12 +297,16 @@ class Tiers:
             failed: some of its copies failed: it brings nothing. What a load was to bring leaves
                 the host, with what cannot be found without it.
 
+        Returns:
+            Whether it brought anything: False also where that was forgotten meanwhile.
+
         Raises:
             ValueError: the job is not open.
         """
         brings, sources = self._close(job), job.sources
         is_void = brings.is_void
-        if not (failed or is_void):
+        came = not (failed or is_void)
+        if came:
             brings.holding.index.tick += 1
             segments, points = adopt(brings)
             how = "stored" if job.kind == "store" else "loaded"
@@ -314,6 +318,7 @@ class Tiers:
             self.counters[f"{job.kind}_failures"] += 1
             if job.kind == "load" and not is_void:
                 self._drop(sources)
+        return came
 
     def cancel(self, job: Job) -> None:
         """End a job whose copies do not run, or not any more: it brings nothing.
@@ -328,7 +333,6 @@ class Tiers:
             raise ValueError(f"job: expected one that is open, got {job!r}")
         self._changed()
         del self.jobs[job]
-        job.is_open = False
         return job.brings
 
     def _changed(self) -> None:

@@ -377,8 +377,6 @@ class Engine:
         finished, deltas = self.outputs.take()
         report = StepReport.of(self.clock, finished, deltas, self._idle.take(), **numbers)
         self.totals.add(report)
-        if self.tiers is not None:
-            self.tiers.observe(report)
         return report
 
     def _draft(self) -> None:

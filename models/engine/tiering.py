@@ -30,14 +30,13 @@ from ..tiers.host_pages import HostPages
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .memory import MemoryPlan
-    from .report import StepReport
     from .request import Request
 
 GIB = 2**30
 STORE_BYTES = 256 * 2**20  # of the stores that run at once, about
-LINK = {"cuda": 20e9, "cpu": 4e9}  # bytes a second, about
-PREFILL = 5000.0  # tokens a second, until a step measures it
-NEWEST = 0.2  # weight of the newest step in that rate
+# Bytes a second from host memory, and tokens a second of prefill, about: most loads are far quicker
+# than what they save, but for a large window that would save a few tokens.
+RATES = {"cuda": (20e9, 20e3), "cpu": (4e9, 1e3)}
 
 
 class EngineTiers:
@@ -57,7 +56,7 @@ class EngineTiers:
         self._loading: dict[Request, Job] = {}  # by the request that waits
         self._settled: set[Request] = set()  # those that wait for no (other) load
         self._ended: list[Copying] = []
-        self._is_closed, self._longest = False, 0
+        self._is_closed = False
 
     @property
     def is_loading(self) -> bool:
@@ -122,10 +121,10 @@ class EngineTiers:
         ended, self._ended = [*self._ended, *ended], []
         for copying in ended:
             job = copying.job
-            self.tiers.done(job, failed=copying.error is not None)
+            came = self.tiers.done(job, failed=copying.error is not None)
             for request in [r for r, waited in self._loading.items() if waited is job]:
                 del self._loading[request]
-                if copying.error is None and request.behind is not None:
+                if came and request.behind is not None:
                     before = request.behind.device.num_saved_tokens
                     request.num_loaded_tokens += max(0, job.num_tokens - before)
 
@@ -140,18 +139,6 @@ class EngineTiers:
         while self.copier.has_jobs:
             self._end(self.copier.wait())
         return had_jobs
-
-    def observe(self, report: StepReport) -> None:
-        """Measure the prefill rate by the steps that compute most: others take their time for
-        something else."""
-        # A request with drafts, which is no prefill, has at most twice as many tokens.
-        num_tokens = report.num_tokens - report.num_decodes - 2 * report.num_drafts
-        if 2 * num_tokens > max(report.num_tokens, self._longest):
-            self._longest = max(num_tokens, self._longest)
-            rate = num_tokens / report.total
-            self.tiers.prefill_tokens_per_second += NEWEST * (
-                rate - self.tiers.prefill_tokens_per_second
-            )
 
     def close(self) -> None:
         """Wait for copies. A second time it does nothing."""
@@ -184,14 +171,15 @@ def make_tiers(
             f"{memory.host_bytes} bytes"
         )
     num_pages = max(2, memory.host_bytes // size)
+    link, prefill = RATES[device.type]
     # What a step may take is to be had without a loss.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
     step = sum(g.pages_per_block * count for g, count in blocks)
     tiers = Tiers(
         kv,
         num_pages=num_pages,
-        bytes_per_second=LINK[device.type],
-        prefill_tokens_per_second=PREFILL,
+        bytes_per_second=link,
+        prefill_tokens_per_second=prefill,
         page_bytes=size,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )

@@ -176,7 +176,7 @@ class TieredTraffic(Traffic):
         else:
             self._copy(job)
         known, is_void = self._contents(), job.brings.is_void
-        self.tiers.done(job, failed=failed)
+        assert self.tiers.done(job, failed=failed) == (not (failed or is_void))
         del self.copied[job]
         self.checked["failed" if failed else "done"] += 1
         self._check_adopted(job, known, failed, is_void)

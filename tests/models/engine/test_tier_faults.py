@@ -47,9 +47,6 @@ def life(model, is_async):
         "async_scheduling": is_async,
     }  # fmt: skip
     engine = Engine(model, EngineConfig(**settings))
-    # Everything is worth a load, whatever the clock says of this machine.
-    engine.tiers.observe = lambda report: None
-    engine.tiers.tiers.prefill_tokens_per_second = 1e-5
     for turn in range(10):
         for tokens in PROMPTS:
             tokens = [*tokens, *[turn] * turn]
