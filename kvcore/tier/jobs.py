@@ -18,11 +18,11 @@ from typing import Literal
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import NO_VALUES, Int32, count_true
+from ..arrays import NO_VALUES, Int32
 from ..prefix.holdings import Holding
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
-from ..prefix.tree import ResumePoint, Run, point_before, run_of
+from ..prefix.tree import ResumePoint, Run
 
 
 @dataclass(eq=False, slots=True)
@@ -103,15 +103,13 @@ def begin(
     there, first = target.find(keys, depth)
     dense = source.pages_between(run, first, depth)
     tails = np.array([point.pages for point in points], dtype=np.int32)
-    pages, where = np.unique(tails, return_inverse=True)
-    shared = _shared(points, pages, there, first)
-    is_new = (pages != 0) & (shared == 0)
-    num_pages = dense.size + count_true(is_new)
+    pages, where = np.unique(tails, return_inverse=True)  # points may share blocks of windows
+    sources = np.concatenate([dense.ravel(), pages[pages != 0]])
     reading = Holding(source, source.end_at(run, depth), tails.ravel())
-    holding = Holding(target, target.end_at(there, first), shared)
+    holding = Holding(target, target.end_at(there, first))
     has_room = False
     try:
-        lacks = max(0, num_pages - target.pool.num_available)
+        lacks = max(0, len(sources) - target.pool.num_available)
         if lacks <= target.num_evictable:
             target.evict(lacks)
             has_room = True
@@ -121,36 +119,14 @@ def begin(
             reading.end()
     if not has_room:
         return None
-    targets = holding.take(num_pages)
+    targets = holding.take(len(sources))
     segments = targets[: dense.size].reshape(dense.shape)
-    copies = shared.copy()
-    copies[is_new] = targets[dense.size :]
+    pages[pages != 0] = targets[dense.size :]
     brought = Brought(
-        keys, first, segments, [*points], copies[where].reshape(tails.shape),
+        keys, first, segments, [*points], pages[where].reshape(tails.shape),
         [point.depth for point in points], holding, reading,
     )  # fmt: skip
-    return brought, np.concatenate([dense.ravel(), pages[is_new]]), targets
-
-
-def _shared(points: Sequence[ResumePoint], pages: Int32, there: Run, first: int) -> Int32:
-    """Pages of the target that have what `pages` of the source have; 0 where it is not known of any.
-
-    Resume points less than a window apart share blocks. Where both pools have the point before, the
-    target's has a page for each that the source's has; so for those that `points` share with it.
-
-    Args:
-        pages: of `points`, each once.
-        there: run of the target in which the chain ends, after `first` segments.
-    """
-    found: Int32 = np.zeros(len(pages), dtype=np.int32)
-    before = point_before(there, min(first + 1, points[0].depth)) if points else None
-    if before is not None:
-        assert points[0].run is not None
-        same = run_of(points[0].run, before.depth).points.get(before.depth)
-        if same is not None:
-            _, own, others = np.intersect1d(pages, same.pages, return_indices=True)
-            found[own] = before.pages[others]
-    return found
+    return brought, sources, targets
 
 
 def adopt(brought: Brought) -> tuple[int, int]:

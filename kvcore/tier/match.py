@@ -29,8 +29,7 @@ class TierMatch:
     Attributes:
         device: the match on the device alone, as of `KVCache.match`.
         num_saved_tokens: tokens that the request will not compute once everything is loaded.
-        num_bytes: to load, or a little less, as resume points share blocks; 0: nothing is to be
-            loaded.
+        num_bytes: to load, at most; 0: nothing is to be loaded.
         seconds: that the load takes, with those before it.
         limited_by: why the hit is not longer; "no-room" is for whoever asked for a load to say.
         dense_tokens: tokens whose dense blocks are kept somewhere.

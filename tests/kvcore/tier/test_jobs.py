@@ -47,42 +47,18 @@ def test_a_point_whose_segments_are_there_comes_alone():
     assert s.serve(LONGER) == match.num_saved_tokens == 96
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_windows_that_both_have_in_the_point_before_are_shared(both):
-    """Points at 96 and 104 tokens share a block of the window, of 4 tokens before 96."""
-    s = Setup(pages=100)
+def test_blocks_that_points_of_a_job_share_are_copied_once():
+    """Windows of 36 tokens; points every 32."""
+    specs = [HYBRID[0], GroupSpec("local", "window", 4, PAGE, 36)]
+    s = Setup(specs, pages=200, retention=32)
     s.serve(PROMPT)
-    s.store()
-    longer = [*PROMPT, *range(9)]
-    s.serve(longer)
-    if not both:  # then a page of the device says nothing about one of the host
-        [point] = [run.points[12] for run in s.e.kv.index.runs() if 12 in run.points]
-        s.e.kv.index.drop_point(point)
     [job] = s.tiers.stores(1 << 30)
-    assert len(job.sources) == 1 + (2 if both else 3)  # a segment, and blocks
-    s.memory.copy(job)
-    s.tiers.index.evict(1)  # the point before goes, but not the block that it has lent
-    s.tiers.done(job)
-    s.check()
-    s.forget()
-    assert s.load(longer).num_saved_tokens == 104
-    assert s.serve(longer) == 104
-
-
-def test_windows_of_another_chain_are_not_shared():
-    """The host's run goes on past the fork with points at the same boundaries, of other tokens."""
-    s = Setup(groups((8, None), (4, 36)), pages=200, host=300)
-    s.behind(PROMPT[:80], PROMPT[:97])
-    other = [*PROMPT[:40], *range(300, 357)]
-    s.serve(other[:80])
-    s.serve(other)
-    for n in (72, 80):  # these are not stored
-        assert s.e.kv.pin(s.e.kv.match(other[: n + 1]), now=0.0, ttl=1.0) == n
-    [job] = s.tiers.stores(1 << 30)
-    assert job.brings.depths == [12] and len(job.sources) == 7 + 9
+    points = job.brings.points
+    assert job.brings.depths == [4, 8, 12] and set(points[0]) & set(points[1]) - {0}
+    assert len(job.sources) == 12 + len(set(points.ravel().tolist()) - {0})
     s.end(job)
     s.forget()
-    assert s.load(other).num_saved_tokens == s.serve(other) == 96
+    assert s.load([*PROMPT[:70], 1]).num_saved_tokens == s.serve([*PROMPT[:70], 1]) == 64
 
 
 def test_two_points_hold_what_is_between_them():
