@@ -74,10 +74,7 @@ def stats(cache: KVCache) -> dict[str, int]:
         "demoted_pins": index.num_demoted_pins,
         "free_pages": cache.num_free_pages,
         "evictable_pages": cache.num_evictable_pages,
-        "pages_in_use": cache.num_pages
-        - 1
-        - cache.num_free_pages
-        - cache.num_evictable_pages,
+        "pages_in_use": cache.num_pages - 1 - cache.num_free_pages - cache.num_evictable_pages,
         **({} if cache.tiers is None else cache.tiers.stats()),
     }
 

@@ -103,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.plot:
         require_matplotlib(args.plot)
-    timing = Timing(
-        args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead
-    )
+    timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead)
     # All of them before the first is replayed: what is wrong with one is said at once.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
     if args.plot and args.host:

@@ -5,7 +5,6 @@ First what of the memory each gets: graphs, then the pool, then the allocator of
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,10 +63,7 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
     """
     try:
-        with ExitStack() as opened:
-            parts = _make(model, config, drafter, opened)
-            opened.pop_all()
-            return parts
+        return _make(model, config, drafter)
     except (MemoryError, RecursionError) as error:
         settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
         raise ValueError(
@@ -76,9 +72,7 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ) from error
 
 
-def _make(
-    model: nn.Module, config: EngineConfig, drafter: Drafter | None, opened: ExitStack
-) -> EngineParts:
+def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> EngineParts:
     device, on_gpu = model.device, model.device.type == "cuda"
     group: Group | None = getattr(model, "group", None)
     size = 1 if group is None else group.size
@@ -128,7 +122,7 @@ def _make(
     pool = cache.allocate(memory.num_pages)
     tiers = None
     if config.host_cache_gib is not None:
-        tiers = make_tiers(model, kv, pool, memory, config, opened)
+        tiers = make_tiers(kv, pool, memory, config, device)
     scheduler = Scheduler(
         kv,
         clock,

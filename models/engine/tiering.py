@@ -13,12 +13,11 @@ A load only prefetches into the prefix cache: where it fails, its request goes o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
 
 from quire.kernels import PoolPages
 from quire.kvcore import KVCache
@@ -150,20 +149,18 @@ class EngineTiers:
 
 
 def make_tiers(
-    model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig,
-    opened: ExitStack,
-) -> EngineTiers:  # fmt: skip
+    kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig, device: torch.device
+) -> EngineTiers:
     """Make the host tier of a configuration that has one.
 
     Args:
         pool: whose ``tensors`` are the page tensors.
-        opened: gets what has to be closed if the engine is not made after all.
 
     Raises:
         ValueError: there is not room for one page.
         MemoryError: there is not so much host memory.
     """
-    pages, device = PoolPages(pool.tensors), model.device
+    pages = PoolPages(pool.tensors)
     size = pages.num_bytes
     if memory.host_bytes < size:
         raise ValueError(
@@ -183,6 +180,4 @@ def make_tiers(
         page_bytes=size,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
-    copier = PageCopier(pages, HostPages(num_pages, size, device))
-    opened.callback(copier.close)
-    return EngineTiers(tiers, copier)
+    return EngineTiers(tiers, PageCopier(pages, HostPages(num_pages, size, device)))

@@ -116,8 +116,3 @@ class PageCopier:
         if self._running and self._running[0].event is not None:
             self._running[0].event.synchronize()
         return self.poll()
-
-    def close(self) -> None:
-        """Wait for all copies."""
-        while self._running:
-            self.wait()

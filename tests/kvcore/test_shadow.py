@@ -8,7 +8,6 @@ import pytest
 
 from tests.kvcore import shadow
 
-
 LIVES = 12
 
 

@@ -201,7 +201,7 @@ def toy_engine(monkeypatch=None, model=None, **settings):
     return Engine(tiered(model or ToyModel()), EngineConfig(**settings))
 
 
-def finish(engine, *wanted):
+def finish(engine):
     """Outputs by id."""
     outputs = {}
     while engine.has_work:
@@ -349,11 +349,13 @@ def test_why_a_hit_is_not_longer(monkeypatch):
         with monkeypatch.context() as context:
             for name, value in patch.items():
                 context.setattr(tiers, name, value)
-            output = finish(engine, request_id := engine.add_request([*LONG, 1], PARAMS))[request_id]
+            request_id = engine.add_request([*LONG, 1], PARAMS)
+            output = finish(engine)[request_id]
         assert output.explain() == f"0 of 101 tokens: {why}"
         assert tiers.bytes_per_second == rate
         leave(engine)
-    output = finish(engine, request_id := engine.add_request([*LONG[:70], 1, 1], PARAMS))[request_id]
+    request_id = engine.add_request([*LONG[:70], 1, 1], PARAMS)
+    output = finish(engine)[request_id]
     assert (output.num_cached_tokens, output.limited_by, output.dense_tokens) == (0, "resume-point", 64)  # fmt: skip
     end(engine)
 
