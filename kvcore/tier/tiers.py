@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..announcer import Announcer
-from ..arrays import NO_VALUES, Flags, Int32
+from ..arrays import Flags, Int32
 from ..attachments import attach, check_policy
 from ..cache import KVCache
 from ..events import Event, split_keys
@@ -26,7 +26,8 @@ from ..prefix.tree import ResumePoint, Run
 from ..spec import as_int
 from .jobs import Brought, Job, adopt, begin, let_go, make_void
 from .match import Limit, TierMatch
-from .stores import Stores, by_path, chain_keys, run_at
+from .stores import Stores, by_path, run_at
+from .wrong_rows import copies_of
 
 MOST_PAGES = 2**31 - 1  # ids are int32
 LENGTH = attrgetter("num_tokens")
@@ -362,39 +363,9 @@ class Tiers:
 
     def forget_copies(self, is_wanted: Flags) -> None:
         """Forget the copies of what the device's cached pages `is_wanted` [num_pages] hold, and
-        whatever open jobs bring. (`KVCache.evict_pages` calls this.)
-
-        Which entries of the host hold a window block is not recorded, and the host may have it in
-        another resume point than the device. So the host's chain is cut before the first segment
-        that a wrong block may be of: more goes than has to, and nothing wrong stays.
-        """
+        whatever open jobs bring. (`KVCache.evict_pages` calls this.)"""
         self._void_jobs()
-        reach = self._kv.layout.reach
-        pages: list[Int32] = []
-        for run in self._device.runs():
-            wrong = np.flatnonzero(is_wanted[run.look()].any(axis=1))
-            cuts = [run.start + int(i) for i in wrong[:1]]
-            cuts += [
-                max(0, depth - reach)
-                for depth, point in run.points.items()
-                if is_wanted[point.pages].any()
-            ]
-            if cuts:
-                pages += self._pages_after(chain_keys(run), min(cuts))
-        self._drop(np.concatenate([NO_VALUES, *pages]))
-
-    def _pages_after(self, keys: bytes, cut: int) -> list[Int32]:
-        """Pages of the host's entries after `cut` segments of the chain of `keys`, whatever follows
-        there."""
-        run, depth = self.index.find(keys, cut + 1)
-        if depth <= cut:
-            return []
-        pages, runs = list[Int32](), [run]
-        for node in runs:  # which grows
-            pages.append(node.pages[max(0, cut - node.start) :].ravel())
-            pages += [node.points[depth].pages for depth in node.depths if depth > cut]
-            runs.extend(node.children.values())
-        return pages
+        self._drop(copies_of(is_wanted, self._device, self.index, self._kv.layout.reach))
 
     # Reports.
 
