@@ -1,4 +1,4 @@
-"""The host tier behind the page pool: host memory for dense segments and whole resume points."""
+"""Host memory behind the page pool, for dense segments and whole resume points."""
 
 from .jobs import Job
 from .match import TierMatch

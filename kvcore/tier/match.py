@@ -1,4 +1,4 @@
-"""Where a prompt is, and whether to load more of it."""
+"""Result of a look-up in both places."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ LOAD_EXPLANATIONS: dict[Limit, str] = {
     "no-room": "the pool had no room to load more",
 }
 _EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items()) | LOAD_EXPLANATIONS
-_EXPLANATIONS["not-cached"] = "nothing of this prompt is kept anywhere"
-_EXPLANATIONS["diverged"] = "the chain that is kept ends, or differs from the prompt, there"
+_EXPLANATIONS["not-cached"] = "nothing of this prompt is in the cache or the host"
+_EXPLANATIONS["diverged"] = "the chain in cache and host ends, or differs from the prompt, there"
 
 
 @dataclass(frozen=True)
 class TierMatch:
-    """Result of a look-up on the device and in the host.
+    """Cached prefix of a prompt on the device and in the host.
 
     Attributes:
-        device: the match on the device alone, as of `KVCache.match`.
-        num_saved_tokens: tokens that the request will not compute once everything is loaded.
-        num_bytes: to load, at most; 0: nothing is to be loaded.
-        seconds: that the load takes, with those before it.
-        limited_by: why the hit is not longer; "no-room" is for whoever asked for a load to say.
-        dense_tokens: tokens whose dense blocks are kept somewhere.
-        pending: an open load of this prompt, if there is one: to wait for it may be enough.
+        device: match on the device alone, from `KVCache.match`.
+        num_saved_tokens: tokens saved after the load.
+        num_bytes: upper bound of the bytes to load; 0: no load.
+        seconds: estimated time of the load, earlier loads included.
+        limited_by: reason for the length of the hit; ``"no-room"`` is set by callers of `load`.
+        dense_tokens: tokens with cached dense blocks, on the device or in the host.
+        pending: longest open load of a prefix of this prompt, if any: waiting may be enough.
     """
 
     device: Match
@@ -50,7 +50,7 @@ class TierMatch:
         return self.device.prompt
 
     def explain(self) -> str:
-        """One sentence: hit length, what comes from where, and what limited it."""
+        """One sentence: length of the hit, its origin and its limit."""
         saved, here = self.num_saved_tokens, self.device.num_saved_tokens
         text = f"{saved} of {self.prompt.num_tokens} tokens, {here} of them on the device"
         if self.num_bytes:

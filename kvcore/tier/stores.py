@@ -1,4 +1,4 @@
-"""Which entries of the device to copy to the host before they are evicted."""
+"""Choose the entries to copy to the host before they are evicted."""
 
 from __future__ import annotations
 
@@ -11,64 +11,62 @@ from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run, path_to, run_of
 
-AHEAD = 128  # entries that are looked at in a call
+AHEAD = 128  # entries inspected in a call
+REMEMBERED = 1024  # entries remembered beyond those in the cache
 DEPTH, FIRST = attrgetter("depth"), itemgetter(0)
-REMEMBERED = 1024  # entries besides those that are cached
 
 
 class Stores:
-    """Finds the entries that eviction takes next and that the host lacks.
+    """Find the entries next in line for eviction that have no copy in the host.
 
-    To copy all that is computed would fill the link for little; to copy what is being evicted would
-    hold a step up. So entries are copied shortly before their turn, until `watermark` pages are
-    free or have a copy.
+    Copying everything would waste the link; copying during eviction would delay a step. So entries
+    are copied shortly before their turn, until `watermark` pages are free or have a copy.
 
-    An entry is looked at once after each of its uses: what the host has lost again meanwhile, as it
-    is too small, is not copied over and over.
+    Each entry is inspected once after each use. A host too small to keep a copy is therefore not
+    written over and over.
     """
 
     def __init__(self, watermark: int) -> None:
         self._watermark = watermark
-        self._seen: dict[Entry, int] = {}  # when each was used last, as it was looked at
+        self._seen: dict[Entry, int] = {}  # last_used at the time of inspection
 
     def due(
         self, device: PrefixIndex, host: PrefixIndex, under_way: int
     ) -> dict[Run | ResumePoint, tuple[bytes, int]]:
-        """Entries to copy now, in the order in which they would go.
+        """Find entries to copy now, in order of eviction.
 
         Args:
-            under_way: pages of the device that are being copied.
+            under_way: device pages being copied.
 
         Returns:
-            Of each entry the keys of its chain, and how many of these segments the host has.
+            {entry: (keys of its chain, leading segments of it in the host)}.
         """
         due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
-            self._seen = {e: used for e, used in self._seen.items() if _is_there(e)}
+            self._seen = {e: used for e, used in self._seen.items() if _is_cached(e)}
         lacks = self._watermark - device.pool.num_available - under_way
         policy: Any = device.policy
         for entry in policy.coming(AHEAD) if lacks > 0 else ():
-            if not _is_there(entry) or entry in device.pins:
+            if not _is_cached(entry) or entry in device.pins:
                 continue
             lacks -= entry.freed
             if self._seen.get(entry) != entry.last_used:
                 self._seen[entry] = entry.last_used
                 keys = chain_keys(entry)
-                there, first = host.find(keys, entry.depth)
-                if first < entry.depth or not _renew(host, there, entry.depth):
+                run, first = host.find(keys, entry.depth)
+                if first < entry.depth or not _renew(host, run, entry.depth):
                     due[entry] = keys, first
             if lacks <= 0:
                 break
         return due
 
     def again(self, entry: Run | ResumePoint) -> None:
-        """`entry` was not copied, or not to its end: it is due once more."""
+        """Inspect `entry` again: it was not copied, or only in part."""
         self._seen.pop(entry, None)
 
 
 def by_path(entries: Iterable[Run | ResumePoint]) -> list[list[Run | ResumePoint]]:
-    """Entries by the path that they are on, the shortest first; the path first of which an entry
-    comes first."""
+    """Group entries by path: shortest first in a path, paths in order of their first entry."""
     left = {entry: i for i, entry in enumerate(entries)}
     paths: list[tuple[int, list[Run | ResumePoint]]] = []
     for entry in sorted(left, key=DEPTH, reverse=True):
@@ -80,34 +78,32 @@ def by_path(entries: Iterable[Run | ResumePoint]) -> list[list[Run | ResumePoint
 
 
 def run_at(entry: Run | ResumePoint) -> Run:
-    """The run that has the last segment of an entry."""
+    """Run with the last segment of an entry."""
     run = entry.run if isinstance(entry, ResumePoint) else entry
     assert run is not None
     return run
 
 
 def chain_keys(entry: Run | ResumePoint) -> bytes:
-    """Keys of the segments up to an entry."""
+    """Keys of all segments up to an entry."""
     return b"".join([node.keys for node in path_to(run_at(entry))])[: entry.depth * KEY_BYTES]
 
 
-def _is_there(entry: Entry) -> TypeGuard[Run | ResumePoint]:
-    """Whether `entry` is still one of its index."""
+def _is_cached(entry: Entry) -> TypeGuard[Run | ResumePoint]:
     if isinstance(entry, ResumePoint):
         return entry.run is not None
     return isinstance(entry, Run) and entry.parent is not None
 
 
 def _renew(index: PrefixIndex, run: Run, depth: int) -> bool:
-    """Whether there is an entry at boundary `depth` on the path to `run`; it counts as used now."""
+    """Count the entry at boundary `depth` on the path to `run` as used now; False without one."""
     run = run_of(run, depth)
     entry = run.points.get(depth) if index.hybrid else run
     if entry is None:
         return False
     entry.last_used = index.tick
-    if isinstance(entry, ResumePoint):
-        if entry not in index.pins:
-            index.offer(entry)
-    else:
+    if not isinstance(entry, ResumePoint):
         index.became_leaf(entry)
+    elif entry not in index.pins:
+        index.offer(entry)
     return True

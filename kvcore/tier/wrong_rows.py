@@ -1,4 +1,4 @@
-"""Find in the host what pages of the device hold: for rows that turned out wrong."""
+"""Find host copies of device pages with wrong rows."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from ..prefix.index import PrefixIndex
 from .stores import chain_keys
 
 
-def copies_of(is_wanted: Flags, device: PrefixIndex, host: PrefixIndex, reach: int) -> Int32:
-    """Pages of the host's entries that may have copies of what cached pages of the device hold, or
-    are found only through these.
+def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, reach: int) -> Int32:
+    """Host pages that may hold copies of wrong device pages, or that depend on such copies.
 
-    Which entries of the host hold a window block is not recorded, and the host may have it in
-    another resume point than the device. So the host's chain is cut before the first segment that
-    a wrong block may be of: more goes than has to, and nothing wrong stays.
+    The host may hold a window block in other resume points than the device does. So the host's
+    chain is cut before the first segment that a wrong block may belong to: more is dropped than
+    necessary, and no wrong row stays.
 
     Args:
-        is_wanted: [num_pages] those pages of the device.
-        reach: segments before a boundary of which its resume point has rows.
+        is_wrong: [num_pages] flags of device pages.
+        reach: segments before a boundary with rows in its resume point.
     """
     pages: list[Int32] = [NO_VALUES]
     for run in device.runs():
-        wrong = np.flatnonzero(is_wanted[run.look()].any(axis=1))
+        wrong = np.flatnonzero(is_wrong[run.look()].any(axis=1))
         cuts = [run.start + int(i) for i in wrong[:1]]
         cuts += [
             max(0, depth - reach)
             for depth, point in run.points.items()
-            if is_wanted[point.pages].any()
+            if is_wrong[point.pages].any()
         ]
         if cuts:
             pages += _pages_after(host, chain_keys(run), min(cuts))
@@ -36,12 +35,12 @@ def copies_of(is_wanted: Flags, device: PrefixIndex, host: PrefixIndex, reach: i
 
 
 def _pages_after(index: PrefixIndex, keys: bytes, cut: int) -> list[Int32]:
-    """Pages of all entries that start with the first `cut` segments of a chain and its next one."""
+    """Pages of segment `cut` of a chain and of everything below it."""
     run, depth = index.find(keys, cut + 1)
     if depth <= cut:
         return []
     pages, runs = list[Int32](), [run]
-    for node in runs:  # which grows
+    for node in runs:  # grows while iterating
         pages.append(node.pages[max(0, cut - node.start) :].ravel())
         pages += [node.points[boundary].pages for boundary in node.depths if boundary > cut]
         runs.extend(node.children.values())

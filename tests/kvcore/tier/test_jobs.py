@@ -53,8 +53,8 @@ def test_blocks_that_points_of_a_job_share_are_copied_once():
     s = Setup(specs, pages=200, retention=32)
     s.serve(PROMPT)
     [job] = s.tiers.stores(1 << 30)
-    points = job.brings.points
-    assert job.brings.depths == [4, 8, 12] and set(points[0]) & set(points[1]) - {0}
+    points = job.transfer.point_pages
+    assert job.transfer.depths == [4, 8, 12] and set(points[0]) & set(points[1]) - {0}
     assert len(job.sources) == 12 + len(set(points.ravel().tolist()) - {0})
     s.end(job)
     s.forget()
@@ -148,4 +148,4 @@ def test_rows_of_a_job():
     [job] = s.tiers.stores(1 << 30)
     assert len(job.sources) == len(job.targets) == 12 + 9
     assert job.num_bytes == 21 * PAGE and job.num_tokens == 96
-    assert job.brings.segments.ravel().tolist() == job.targets[:12].tolist()
+    assert job.transfer.segments.ravel().tolist() == job.targets[:12].tolist()

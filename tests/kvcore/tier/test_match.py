@@ -28,7 +28,7 @@ def test_what_is_nowhere():
     s = Setup()
     s.behind(PROMPT)
     said = s.tiers.match([7, *PROMPT]).explain()
-    assert said.endswith(": nothing of this prompt is kept anywhere")
+    assert said.endswith(": nothing of this prompt is in the cache or the host")
     match = s.tiers.match([*PROMPT[:50], *range(300, 350)])
     assert (match.num_saved_tokens, match.dense_tokens, match.num_bytes) == (0, 48, 0)
     assert match.explain().endswith(": dense blocks reach 48, but no resume point does")

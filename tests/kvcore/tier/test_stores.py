@@ -109,7 +109,7 @@ def test_a_budget_ends_within_a_chain():
         jobs = s.tiers.stores(pages * PAGE)
         for job in jobs:
             s.end(job)
-        assert [len(job.brings.keys) // 32 for job in jobs] == [segments][: len(jobs)]
+        assert [len(job.transfer.keys) // 32 for job in jobs] == [segments][: len(jobs)]
         assert bool(s.points()) == (pages == 100)
     s.forget()
     assert s.load(LONGER).num_saved_tokens == 96
@@ -124,7 +124,7 @@ def test_a_segment_is_in_one_open_job():
     s.end(first)
     jobs, seen = [first, *s.store()], []
     for job in jobs:
-        seen.append((len(job.brings.segments), job.brings.depths))
+        seen.append((len(job.transfer.segments), job.transfer.depths))
         for key, chain in s.has().points.items():
             assert set(chain) <= s.has().segments, key
     assert sum(n for n, _ in seen) == 12 and {d for _, ds in seen for d in ds} == {4, 8, 12}

@@ -175,7 +175,7 @@ class TieredTraffic(Traffic):
             self.memory.copy(job, self.draw.number(0, len(job.sources) - 1))
         else:
             self._copy(job)
-        known, is_void = self._contents(), job.brings.is_void
+        known, is_void = self._contents(), job.transfer.is_void
         assert self.tiers.done(job, failed=failed) == (not (failed or is_void))
         del self.copied[job]
         self.checked["failed" if failed else "done"] += 1
@@ -184,8 +184,8 @@ class TieredTraffic(Traffic):
     def _check_adopted(self, job, known, failed, is_void):
         """What came is there, what was there still is (but sources that failed), and nothing else is."""
         promised = self.promised.pop(job, None)
-        brings, target, now = job.brings, int(job.kind == "store"), self._contents()
-        keys = {brings.keys[i : i + 32] for i in range(0, len(brings.keys), 32)}
+        transfer, target, now = job.transfer, int(job.kind == "store"), self._contents()
+        keys = {transfer.keys[i : i + 32] for i in range(0, len(transfer.keys), 32)}
         for i, (old, new) in enumerate(zip(known, now, strict=True)):
             if i == target and not failed:
                 assert old.segments <= new.segments <= old.segments | keys
@@ -197,9 +197,9 @@ class TieredTraffic(Traffic):
         if failed or is_void:
             return
         assert keys <= now[target].segments
-        self.checked["several points"] += len(brings.depths) > 1
-        for depth in brings.depths:
-            assert brings.keys[32 * (depth - 1) : 32 * depth] in now[target].points
+        self.checked["several points"] += len(transfer.depths) > 1
+        for depth in transfer.depths:
+            assert transfer.keys[32 * (depth - 1) : 32 * depth] in now[target].points
             self.checked[f"{job.kind} of a point"] += 1
         if promised is not None:
             match, prompt, salt = promised
@@ -250,7 +250,7 @@ class TieredTraffic(Traffic):
         wrong = [draw.one(pages) for _ in range(3)]
         before = self.memory.pages_with(wrong)
         kv.evict_pages(np.array(wrong))
-        assert all(job.brings.is_void for job in self.tiers.jobs)
+        assert all(job.transfer.is_void for job in self.tiers.jobs)
         # A page that a request alone has names no entry; one with a lookahead may be in several.
         if not kv.layout.lookahead and set(wrong) <= {*pages[1:]}:
             assert not self.memory.pages_with(wrong), "wrong rows are kept"
