@@ -50,7 +50,7 @@ class RequestOutput:
             `quire.kvcore.tier.TierMatch.limited_by`); "" when it never was admitted.
         dense_tokens: prompt tokens whose full-attention rows were cached then, in the pool or behind
             it.
-        num_loaded_tokens: tokens that loads from host memory added to its hits while it waited.
+        num_loaded_tokens: tokens added to its hits by loads from host memory.
         num_preemptions: times that the request lost its pages and was resumed.
         num_drafts, num_accepted: speculated tokens that were computed, and those that became
             output.

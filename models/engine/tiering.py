@@ -1,13 +1,13 @@
-"""Host memory behind the pool of an engine: what is loaded for which request, and what is stored.
+"""Load for waiting requests from host memory, and store entries before they are evicted.
 
-Between two steps, `EngineTiers.advance`::
+`EngineTiers.advance` runs between two steps:
 
-    copies that have ended      what came is findable; the request is admitted like any other
-    waiting requests, in order  where loading is quicker than computing, a load begins, and the
-                                request waits for it while others run; one for each wait
-    what eviction takes next    is stored
+1. End the jobs whose copies have ended. Their requests can be admitted.
+2. Begin a load for each waiting request for which loading is quicker than computing. The request
+   waits for it while others run; it gets one load per wait.
+3. Begin stores.
 
-A load only prefetches into the prefix cache: where it fails, its request goes on with what is there.
+A load is a prefetch into the prefix cache: if it fails, its request runs with the shorter hit.
 """
 
 from __future__ import annotations
@@ -32,54 +32,50 @@ if TYPE_CHECKING:
     from .request import Request
 
 GIB = 2**30
-STORE_BYTES = 256 * 2**20  # of the stores that run at once, about
-# Bytes a second from host memory, and tokens a second of prefill, about: most loads are far quicker
-# than what they save, but for a large window that would save a few tokens.
+STORE_BYTES = 256 * 2**20  # approximate limit of the stores under way
+# Estimated bytes per second from host memory and tokens per second of prefill. Most loads are far
+# quicker than the prefill they save; the exception is a large window that saves few tokens.
 RATES = {"cuda": (20e9, 20e3), "cpu": (4e9, 1e3)}
 
 
 class EngineTiers:
-    """Loads and stores of one engine. The thread that steps calls it, between steps.
+    """Loads and stores of one engine. The stepping thread calls it between steps.
 
     Args:
-        tiers: the host behind the cache.
-        copier: of its pool.
-
-    Attributes:
-        tiers: what is where.
-        copier: runs the copies.
+        tiers: host tier of the engine's cache.
+        copier: copier of the engine's pool.
     """
 
     def __init__(self, tiers: Tiers, copier: PageCopier) -> None:
         self.tiers, self.copier = tiers, copier
-        self._loading: dict[Request, Job] = {}  # by the request that waits
-        self._settled: set[Request] = set()  # those that wait for no (other) load
+        self._loading: dict[Request, Job] = {}  # waiting request -> its load
+        self._settled: set[Request] = set()  # waiting requests without another load to come
         self._ended: list[Copying] = []
         self._is_closed = False
 
     @property
     def is_loading(self) -> bool:
-        """Whether a request waits for a load."""
+        """True if any request waits for a load."""
         return bool(self._loading)
 
     def waits(self, request: Request) -> bool:
-        """Whether a request is not to be admitted yet."""
+        """True if a request must not be admitted yet."""
         return request in self._loading
 
     def forget(self, request: Request) -> None:
-        """A request waits no more. Any thread may call it that has the engine's lock."""
+        """Drop a request that no longer waits. Callers hold the engine's lock."""
         self._loading.pop(request, None)
         self._settled.discard(request)
 
     def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
-        """End what is copied, and begin loads and stores.
+        """End jobs, then begin loads and stores.
 
         Args:
-            waiting: first come first.
-            room: requests that may be admitted.
+            waiting: waiting requests in order of arrival.
+            room: number of requests that may be admitted.
 
         Returns:
-            Requests whose look-up failed, and how.
+            (request, exception) of each failed look-up.
 
         Raises:
             RuntimeError: the engine was closed.
@@ -102,7 +98,7 @@ class EngineTiers:
         return failed
 
     def _look(self, request: Request) -> None:
-        """Begin the load of a request, if there is one."""
+        """Look a request up in both places, and begin its load if any."""
         look = request.behind = self.tiers.match(request.match.prompt)
         if look.pending is not None:  # another request's, of the same prefix
             self._loading[request] = look.pending
@@ -128,11 +124,11 @@ class EngineTiers:
                     request.num_loaded_tokens += max(0, job.num_tokens - before)
 
     def wait(self) -> None:
-        """Wait until some copies have ended; `advance` sees to them."""
+        """Wait until some copies have ended; `advance` ends their jobs."""
         self._ended += self.copier.wait()
 
     def settle(self) -> bool:
-        """Wait for all copies, whose pages are held meanwhile; False where there are none."""
+        """Wait for all copies, which hold pages; False if there are none."""
         had_jobs = bool(self.tiers.jobs)
         self._end([])
         while self.copier.has_jobs:
@@ -151,14 +147,14 @@ class EngineTiers:
 def make_tiers(
     kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig, device: torch.device
 ) -> EngineTiers:
-    """Make the host tier of a configuration that has one.
+    """Make the host tier of an engine with ``host_cache_gib``.
 
     Args:
-        pool: whose ``tensors`` are the page tensors.
+        pool: object with the page tensors in ``tensors``.
 
     Raises:
-        ValueError: there is not room for one page.
-        MemoryError: there is not so much host memory.
+        ValueError: ``host_cache_gib`` is less than one page.
+        MemoryError: not enough free host memory.
     """
     pages = PoolPages(pool.tensors)
     size = pages.num_bytes
@@ -169,7 +165,7 @@ def make_tiers(
         )
     num_pages = max(2, memory.host_bytes // size)
     link, prefill = RATES[device.type]
-    # What a step may take is to be had without a loss.
+    # The pages of a whole step should be free or have a copy.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
     step = sum(g.pages_per_block * count for g, count in blocks)
     tiers = Tiers(

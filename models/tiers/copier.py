@@ -1,9 +1,9 @@
-"""Run the jobs of the host tier: pages between a pool and host memory, beside the model.
+"""Copy the pages of host-tier jobs beside the model.
 
-On a GPU each direction has a stream, as a link moves both at once, and one kernel launch copies the
-pages of a job. What is begun comes behind all that the model's stream was given before: a step that
-runs still may read the pages that a load fills, and writes those that a store takes. The model
-waits for no copy: until the host has seen a job end, its pages are nobody's, or only read.
+A GPU has one stream for each direction, as the link moves both at once. One kernel launch copies
+all pages of a job. It waits for the work that the model's stream has at that time: a running step
+may still read pages that a load fills, and it writes pages that a store copies. The model never
+waits: until the host sees the end of a job, its pages are free or only read.
 
 On a CPU a job has ended when `PageCopier.start` returns.
 """
@@ -33,9 +33,9 @@ class Copying:
     """A job under way.
 
     Attributes:
-        event: behind its copies; None on a CPU, or where they failed to begin.
-        keep: what has to live as long.
-        error: raised by the copies; None = all pages came. Otherwise none counts as copied.
+        event: recorded after the copies; None on a CPU, or if they did not begin.
+        keep: tensors that the copies need.
+        error: exception of the copies; None = all pages were copied.
     """
 
     job: Job
@@ -45,14 +45,14 @@ class Copying:
 
 
 class PageCopier:
-    """Copies pages for jobs, several at a time. One thread calls it.
+    """Copy the pages of several jobs at a time. One thread calls it.
 
     Args:
-        pool: the page tensors of the device.
-        host: pages in host memory, each with the bytes of a page of all tensors.
+        pool: page tensors of the device.
+        host: host pages; a row holds one page of all tensors.
 
     Attributes:
-        num_bytes: moved since the start, by direction.
+        num_bytes: bytes copied since the start, by direction.
     """
 
     def __init__(self, pool: PoolPages, host: HostPages) -> None:
@@ -61,17 +61,17 @@ class PageCopier:
         self._streams = {d: torch.cuda.Stream(pool.device) for d in DIRECTIONS.values() if on_gpu}
         self._running: list[Copying] = []
         self.num_bytes = {TO_HOST: 0, TO_DEVICE: 0}
-        for direction in self._streams:  # compiles now what a request would wait for
+        for direction in self._streams:  # compile now, not while a request waits
             self._copy(direction, np.zeros(1), np.zeros(1))
 
     @property
     def addresses(self) -> Tensor:
-        """On the device of the pool."""
+        """A tensor on the device of the pool."""
         return self._pool.addresses
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job has not ended."""
+        """True if any job has not ended."""
         return bool(self._running)
 
     def start(self, job: Job) -> None:
@@ -94,16 +94,16 @@ class PageCopier:
         self._running.append(copying)
 
     def _copy(self, direction: str, pages: np.ndarray, rows: np.ndarray) -> list[Tensor]:
-        """Copies pages of the pool to or from rows of the host; returns what has to live on."""
+        """Copy pool pages to or from host rows; return the tensors that the copies need."""
         ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
-        if self._streams:  # from pinned memory, or the host would wait for the stream
+        if self._streams:  # from pinned memory: otherwise the host waits for the stream
             ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
         copy = gather_pages if direction == TO_HOST else scatter_pages
         copy(self._pool, ids[0], self._host.rows, ids[1])
         return ids
 
     def poll(self) -> list[Copying]:
-        """The jobs that have ended since the last call."""
+        """Jobs that ended since the last call."""
         ended = [c for c in self._running if c.event is None or c.event.query()]
         self._running = [c for c in self._running if c not in ended]
         for copying in ended:
@@ -112,7 +112,7 @@ class PageCopier:
         return ended
 
     def wait(self) -> list[Copying]:
-        """Wait until a job has ended; none where none runs."""
+        """Wait until a job has ended; return at once if none runs."""
         if self._running and self._running[0].event is not None:
             self._running[0].event.synchronize()
         return self.poll()

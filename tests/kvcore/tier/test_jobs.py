@@ -1,4 +1,4 @@
-"""Jobs: which pages they copy, what they keep meanwhile, and what becomes of them."""
+"""Jobs: pages to copy, locks while they are open, entries afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a match of both places says."""
+"""Look-ups in both places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored, when, and what is not stored again."""
+"""Choice of the entries to store."""
 
 from __future__ import annotations
 
