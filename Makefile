@@ -8,25 +8,13 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Where the environment forbids bytecode, workers and programs under test compile all of quire again, each for itself.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: bench test test-long test-portable test-vllm lint check format static gpu docs clean
+.PHONY: bench test test-vllm lint check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
 
-test: $(STAMP)  ## the tests that need no GPU, but for the longest
+test: $(STAMP)  ## the tests that need no GPU, but for those marked nightly
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
-
-test-long: $(STAMP)  ## what `make test` leaves out: random runs at their full length, more models, installs, kills
-	$(BYTECODE) QUIRE_LONG_TESTS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m long $(ARGS)
-
-# Tests that compare numbers, but for the longest, with the instructions of the oldest processors: their sums have another order.
-PORTABLE := tests/test_budgets.py tests/kernels/attention/test_attention.py tests/kernels/cache_write/test_write_and_merge.py tests/kernels/compressed/test_compressed.py \
-	tests/kernels/compressor/test_compressor.py tests/kernels/indexer/test_indexer.py tests/models/layers/test_fp8_cache.py tests/models/families/test_gemma.py tests/models/deepseek_v4/test_fp8.py \
-	tests/models/deepseek_v4/test_model.py tests/bench/kernels/test_mla.py
-
-test-portable: $(STAMP)  ## numerical tests with SSE alone
-	QUIRE_LONG_TESTS=1 ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \
-		$(PY) -m pytest -n 2 --dist worksteal $(PORTABLE) -k "not million and not triton_kernels" $(ARGS)
 
 test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/python imports; a CPU is enough
 	VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/models/integrations -k vllm $(ARGS)
@@ -35,7 +23,7 @@ test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/py
 QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/policies tests/kvcore/tables/test_drafts.py \
 	tests/kernels/attention/test_edges.py tests/kernels/test_latent_edges.py tests/kernels/cache_write \
 	tests/models/config/test_configs.py tests/models/layers/test_moe.py tests/models/engine/test_scheduler.py \
-	tests/bench/test_workload.py tests/bench/replay/test_loaders.py tests/bench/static/test_sass.py
+	tests/bench/test_workload.py tests/bench/replay/test_loaders.py
 
 lint: $(STAMP)  ## lint, format, types
 	$(VENV)/bin/ruff check .
@@ -43,7 +31,7 @@ lint: $(STAMP)  ## lint, format, types
 	$(VENV)/bin/mypy --strict kvcore
 
 check: lint  ## lint, format, types, layering, quick tests of each package
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow and not nightly" $(QUICK)
 
 format: $(STAMP)  ## apply the formatter and safe fixes
 	$(VENV)/bin/ruff check --fix .

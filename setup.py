@@ -65,12 +65,8 @@ setup(
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "transformers": ["transformers>=5.23,<5.24"],
         "vllm": ["vllm>=0.33,<0.34"],
-        "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20", "xxhash>=3"],
-        "dynamo": ["ai-dynamo-runtime>=1.6,<1.7; platform_system == 'Linux'", "xxhash>=3"],
-        # Stores of hand-offs. Mooncake needs libibverbs1 of the system; nixl-cu12 needs no CUDA, and `nixl` would bring packages for two.
-        "mooncake": ["mooncake-transfer-engine-non-cuda>=0.3.13,<0.4; platform_system == 'Linux'"],
-        "nixl": ["nixl-cu12>=1.5,<2; platform_system == 'Linux'"],
-        # Of Hugging Face; to load what `python -m bench.export_hub` writes.
+        "events": ["msgspec>=0.18", "pyzmq>=26", "xxhash>=3"],
+        # Of Hugging Face; to load what `quire.models.integrations.hub_kernels` writes.
         "hub": ["kernels>=0.17.2"],
         # Wants other versions of torch and transformers than constraints.txt names.
         "sglang": ["sglang==0.5.23; python_version >= '3.11'"],

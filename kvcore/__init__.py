@@ -5,7 +5,7 @@ from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .layers import LayerPlacement, LayerShape, cache_groups
 from .part import Part
-from .plan import OutOfPages, StepPlan
+from .plan import OutOfPages, PagesNeeded, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
 from .policies.cost_aware import CostAware
@@ -13,7 +13,6 @@ from .policies.lru import LRU
 from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
-from .requests import PagesNeeded
 from .spec import NULL_BLOCK, GroupSpec
 from .step import Step
 from .tables.formats import PagedRows, linear_table, paged_rows

@@ -1,45 +1,73 @@
-"""`KVCache`: requests, their block tables, and what is cached of them.
+"""`KVCache`: requests, their block tables, and the cached prefixes that they share.
 
-The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Steps
-treat the whole batch. The calls are here, in `stepping` (steps) and in `requests` (one request);
-what they do is in `plan` (steps planned and committed), `step` (steps built request by request),
-`tables.planner` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
-`prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
-`contents` (pins, eviction, announcements).
+The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. A step
+treats the whole batch:
+
+    plan     pages          `StepPlanner.plan` counts them; free ones are a stack: `peek` shows
+                            those that `take` will remove
+             too few        `PrefixIndex.evict`: cached pages that no running request needs
+             slots          `StepPlanner.fill` gives the pages to blocks: the slot mapping
+    commit   tokens, keys   `Sequences.feed`: each token joins the open segment of its request. The
+                            last one of a segment (one alignment) makes its key, a hash of the key
+                            before and the tokens of the segment: tokens whose rows are computed, so
+                            not the one that the step's logits give
+             entries        `StepPlanner.commit` writes the tables
+             segments       `Chains.publish`: the dense pages of a segment that ends belong to the
+                            index now, under its key; if it has the key already, the request takes
+                            the index's pages and gives its own back. A boundary that retention
+                            keeps gets a resume point, which holds the pages of windows before it
+
+The tables change in the commit, so a step's attention reads them as the last step left them, and a
+page that the step starts is in the slot mapping only. A request with 31 tokens, a dense group in
+blocks of 16, whose first pages are 2 and 1:
+
+    token         seq_lens   table       keys in pages   slot of the new row
+    31            32         [2, 1]      0 .. 30         31 = 1 * 16 + 15
+    32            33         [2, 1]      0 .. 31         48 = 3 * 16
+    33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
+
+A commit *advances* the requests (the rows count as computed, and nothing of that depends on what
+the tokens are) and *publishes* what they completed. A `Step` that is followed by others before its
+tokens are known does one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .announcer import Announcer
-from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
+from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids
 from .attachments import attach, check_log, check_policy
 from .debug import CALLS, Checks
 from .events import EventLog
 from .invariants import check_invariants
 from .open_steps import OpenSteps
 from .pages import PagePool
-from .plan import Steps
+from .plan import OutOfPages, PagesNeeded, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
+from .prefix.chains import NONE_ENDING, NONE_KEPT, Chains, Publication
+from .prefix.extra_keys import ExtraKeys
 from .prefix.index import PrefixIndex
 from .prefix.keys import root_key
-from .prefix.lookup import Lookup
-from .prefix.pins import Pins
+from .prefix.lookup import Lookup, Match
+from .prefix.pins import Pins, expiry_of
 from .prefix.requests import Sequences
-from .prefix.tracker import Chains
-from .requests import RequestCalls
-from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
-from .stats import describe, new_counters, stats
-from .stepping import CacheSteps
-from .tables.planner import Tables
+from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
+from .stats import count_admission, describe, new_counters, stats
+from .step import Step
+from .tables.planner import StepChanges, StepPlanner
+from .tables.rows import Tables
+
+if TYPE_CHECKING:
+    from .tier.tiers import Tiers
 
 
-class KVCache(CacheSteps, RequestCalls):
+class KVCache:
     """Retention-aware allocator of one page pool for all cache groups of a model.
 
     Args:
@@ -79,6 +107,7 @@ class KVCache(CacheSteps, RequestCalls):
         alignment: tokens of a segment: hits are multiples of it.
         pool, index, sequences: the pages, what is cached, and the running requests.
         counters: since the start, see `stats`.
+        tiers: memory behind the pool (`tier.Tiers` puts itself here); None without.
 
     One call at a time, from any thread: a cache has no lock, and `match` reads what others change.
     `stats`, `describe`, `num_*` and `counters` are numbers that any thread may read at any time;
@@ -145,6 +174,7 @@ class KVCache(CacheSteps, RequestCalls):
         )
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
+        self._planner = StepPlanner(self._tables)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
         self.index.announcer = self._announcer
         self.counters = new_counters(layout)
@@ -152,23 +182,21 @@ class KVCache(CacheSteps, RequestCalls):
             self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters,
             adopt,
         )  # fmt: skip
-        has_replays = replay_tokens is not None
-        self._steps = Steps(
-            self._chains, self._tables, self._announcer, max_model_len, enable_caching, has_replays
-        )
-        self._open = OpenSteps(
-            self._steps, self._chains, self._tables, self._announcer,
-            max_model_len, enable_caching, has_replays,
-        )  # fmt: skip
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
             debug or events is not None,
         )  # fmt: skip
         self._pins = Pins(self.index, self.max_pinned_pages)
+        self.tiers: Tiers | None = None
+        self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
+        self._planned: StepPlan | None = None  # the one plan that `commit` takes
+        # Tokens of each slot's request below which no rollback may go.
+        self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
         attach(policy, events)
-        if debug:
-            self._steps.checks = checks = Checks(layout)
-            checks.expect_one_thread(self, CALLS)
+        self._checks = Checks(layout) if debug else None
+        if self._checks is not None:
+            self._checks.expect_one_thread(self, CALLS)
+        self._open = OpenSteps(self)
 
     # What can be read.
 
@@ -248,7 +276,546 @@ class KVCache(CacheSteps, RequestCalls):
         deltas.clear()
         return np.concatenate(indices), np.concatenate(pages)
 
+    # A request starts.
+
+    def match(
+        self,
+        token_ids: Any,
+        *,
+        salt: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        max_tokens: int | None = None,
+    ) -> Match:
+        """Longest cached prefix of a prompt. Changes nothing.
+
+        Args:
+            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
+                hashed again).
+            salt: tenant or other identity of the whole prompt; requests with different salts never
+                share. None: that of the prompt, and b"" of token ids.
+            extra_keys: (start, stop, key) of tokens [start, stop) that stand for more than their
+                ids, such as an image or an adapter: prompts share what is before them whatever the
+                key, and what is after only with the same one. stop None: to the end, the answer
+                included. None: those of the prompt, and none of token ids.
+            max_tokens: no longer hit; 0 for a request that is to compute everything. `admit` and
+                `pin` keep to it. None: as long as there is.
+
+        Returns:
+            Match; at least the last token of the prompt is left to compute.
+
+        Raises:
+            ValueError: empty or longer than max_model_len, not integers, ids out of range, extra
+                keys out of the prompt, a negative max_tokens, or a prompt of another salt or other
+                extra keys, or of a cache with other segments or another hash_seed.
+        """
+        prompt = self._lookup.prompt(token_ids, salt, extra_keys)
+        return self._lookup.find(prompt, max_tokens)[0]
+
+    def admit(self, request_id: Hashable, match: Match, *, resumed: bool = False) -> int:
+        """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
+
+        Args:
+            request_id: any hashable that is not admitted now.
+            match: from `match`.
+            resumed: it was admitted before and then preempted: it counts as resumed, not as one
+                more request with a prompt and a hit.
+
+        Returns:
+            The slot; ``num_computed[slot]`` tokens are already valid.
+
+        Raises:
+            ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
+                is of a cache with other segments or another hash_seed. Nothing changed, neither if
+                the policy's `asked` raises.
+        """
+        if request_id in self.sequences:
+            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
+        if not self.sequences.num_free:
+            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
+        match, run = self._lookup.again(match)
+        keep = self._chains.ask(match)
+        self._changed()
+        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
+        self._floor[slot] = match.replay_to or match.num_tokens
+        if self._announcer is not None:
+            self._announcer.admitted(slot, match.prompt, request_id)
+        self._chains.start(slot, match, run, keep)
+        if self._checks is not None:
+            assert match.prompt.tokens is not None
+            self._checks.prompts[slot] = match.prompt.tokens
+        count_admission(self.counters, match, resumed)
+        return slot
+
+    # A step is planned.
+
+    def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
+        """The pages that a step would need. A plan made before stays good.
+
+        Args:
+            slots, num_new_tokens: [n] as for `plan`, which evicts what the step needs at once.
+
+        Raises:
+            ValueError: as `plan`.
+        """
+        changes = self._changes_of(slots, num_new_tokens)
+        free, per_group = self.pool.num_available, self._planner.per_group(changes)
+        return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
+
+    def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
+        """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary.
+
+        Only needed with state groups, whose state can be kept only where a step ends; without them
+        the counts come back as they are.
+
+        Args:
+            slots, num_new_tokens: [n] as for `plan`.
+
+        Returns:
+            [n] int64 counts, at least 1 each.
+
+        Raises:
+            ValueError: as `plan` for the slots and counts.
+        """
+        slots, counts = self._batch(slots, num_new_tokens)
+        if not (self._tables.states and self.enable_caching):
+            return counts.copy()
+        start = self.sequences.num_computed[slots]
+        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
+        return shortened
+
+    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
+        """Plan a step: which pages and rows the new tokens of each request get.
+
+        No request changes before `commit`. When free pages run short, cached entries are evicted
+        here (as `policy` ranks them), and only if that is enough.
+
+        Args:
+            slots: [n] ints, distinct, from `admit`.
+            num_new_tokens: [n] ints >= 1.
+
+        Raises:
+            ValueError: an unknown or repeated slot, one in a step of `begin` that is not committed,
+                a count below 1, or a sequence past max_model_len; or a step is being built.
+        """
+        steps = self._open
+        if steps.by_slot or steps.advanced:
+            steps.expect_none_of(slots)
+        changes = self._changes_of(slots, num_new_tokens)
+        free = self.pool.num_available
+        if changes.num_new > free:
+            if changes.num_new > free + self.index.num_evictable:
+                return self._lacking(changes.num_new, self._planner.per_group(changes))
+            self._evict(changes.num_new - free)
+        self._planned = plan = self._arrays(changes)
+        if self._checks is not None:
+            self._checks.expect_pages(plan)
+        return plan
+
+    def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
+        """Count the pages of a step, and list its changes; nothing changes here.
+
+        Raises:
+            ValueError: as `plan`.
+        """
+        slots, counts = self._batch(slots, num_new_tokens)
+        slots = slots.copy()  # the caller may use its buffer again
+        start = self.sequences.num_computed[slots]
+        end = start + counts
+        if end.max() > self.max_model_len:
+            i = int(end.argmax())
+            raise ValueError(
+                f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
+                f"expected at most max_model_len = {self.max_model_len}"
+            )
+        written = start
+        if self.replay_tokens is not None:
+            written = self._chains.replays.written_from(slots, start)
+        kept, snapshot = NONE_KEPT, NO_ROWS
+        if self.enable_caching:
+            kept, snapshot = self._chains.boundaries(slots, start, end)
+        return self._planner.plan(slots, start, end, written, kept, snapshot)
+
+    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
+        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
+        are not to be kept.
+
+        Raises:
+            ValueError: as `plan` for the slots and counts.
+        """
+        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
+        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
+            raise ValueError(
+                f"slots, num_new_tokens: expected two vectors of one length > 0, "
+                f"got {list(slots.shape)} and {list(counts.shape)}"
+            )
+        # Counts below 1 are large without a sign; sums with those past any length would overflow.
+        if np.count_nonzero((counts - ONE).view(np.uint64) >= MOST_TOKENS):
+            raise ValueError(
+                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
+                f"got {counts.tolist()}"
+            )
+        self.sequences.check(slots)
+        return slots, counts
+
+    def _lacking(self, needed: int, per_group: dict[str, int]) -> OutOfPages:
+        """The value of `plan` for a step that needs more pages than there are."""
+        worst = max(per_group, key=lambda name: per_group[name])
+        free, evictable = self.pool.num_available, self.index.num_evictable
+        return OutOfPages(needed, free, evictable, worst, per_group)
+
+    def _evict(self, num_pages: int) -> None:
+        """Free `num_pages` evictable pages."""
+        # The newest plan names pages that lie deeper in the stack of free ones from here on.
+        self._planned = None
+        self.index.evict(num_pages)
+
+    def _arrays(self, changes: StepChanges) -> StepPlan:
+        """Give free pages to a step, and lay out its arrays; no table changes here."""
+        counts = changes.end - changes.start
+        if changes.inside is not None:  # one token each
+            cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
+        else:
+            cu = np.zeros(len(counts) + 1, dtype=np.int32)
+            np.cumsum(counts, out=cu[1:])
+            positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
+        pages = self.pool.peek(changes.num_new)
+        mapping = self._planner.fill(changes, pages, cu, len(positions))
+        replays = self._no_replays
+        if changes.replaying:
+            replays = self._planner.cached_rows(changes, cu)
+        return StepPlan(
+            changes.slots, counts, cu, changes.end.astype(np.int32), positions, mapping, *replays,
+            changes.copies, changes.state_pages, changes,
+        )  # fmt: skip
+
+    def begin(self) -> Step:
+        """Start to build a step, request by request (see `Step`). It voids the newest plan.
+
+        Raises:
+            ValueError: another step is being built: its plan was not asked for.
+        """
+        return self._open.begin()
+
+    # A step is committed, or taken back.
+
+    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
+        """Make a planned step real: its rows become context, whole segments become findable.
+
+        Args:
+            plan: the newest plan of this cache, with no change since (see `StepPlan`).
+            input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
+            accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
+                max_draft_tokens of a request may be rejected.
+
+        Returns:
+            [m, 2] int32 pages (source, destination) to copy after this step and before the next:
+            snapshots of states. Empty without state groups.
+
+        Raises:
+            ValueError: the plan is not the newest, or void, or an argument has the wrong size.
+                Nothing changed.
+        """
+        if plan.__class__ is not StepPlan:
+            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
+        ids = as_token_ids("input_ids", input_ids)
+        if plan is not self._planned:
+            raise ValueError(
+                "plan: expected the newest plan of this cache, got another cache's, or one made "
+                "before another plan or change"
+            )
+        if len(ids) != len(plan.positions):
+            raise ValueError(
+                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
+            )
+        if self._checks is not None:
+            self._checks.expect_tokens(plan, ids, set(plan.slots.tolist()))
+        end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
+        self.pool.take(plan.changes.num_new)
+        self._changed()
+        self._feed(plan, ids, end)
+        copies, publication = self._advance(plan, end)
+        if publication is not None:
+            self._chains.publish(publication)
+        return copies
+
+    def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
+        """[n] tokens after a step of which `accepted` tokens stay.
+
+        Raises:
+            ValueError: as `commit`.
+        """
+        taken, most = as_ints("accepted", accepted), plan.num_new_tokens
+        least = np.maximum(1, most - self.max_draft_tokens)
+        if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
+            raise ValueError(
+                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
+                f"got {taken.tolist()}"
+            )
+        end: Int64 = plan.changes.start + taken
+        return end
+
+    def _changed(self) -> None:
+        """Void the newest plan; uses from here on are newer."""
+        self._planned = None
+        self.index.tick += 1
+
+    def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
+        """Add the tokens of a step up to `end` [n] to the chains of keys."""
+        if self.enable_caching:
+            start, first = plan.changes.start, plan.cu_seqlens_q[:-1]
+            self.sequences.feed(plan.slots, start, end, ids, first)
+            if self._announcer is not None:
+                self._announcer.computed(plan, ids, end)
+
+    def _advance(self, plan: StepPlan, end: Int64) -> tuple[Int32, Publication | None]:
+        """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool.
+
+        Returns:
+            ([m, 2] pages to copy after the step, what to publish once its tokens are known).
+        """
+        slots, changes = plan.slots, plan.changes
+        if self.max_draft_tokens:
+            floor = changes.end - self.max_draft_tokens
+            self._floor[slots] = np.maximum(self._floor[slots], floor)
+        ending, kept = NONE_ENDING, NONE_KEPT
+        if self.enable_caching:
+            ending, kept = self._chains.completed(changes, end)
+        effects = self._planner.commit(changes, end, kept)
+        publication = self._chains.hold(slots, ending, kept, effects.tails)
+        self._planner.settle(effects)
+        self.sequences.num_computed[slots] = end
+        return effects.copies, publication
+
+    def rollback(self, slot: int, num_tokens: int) -> None:
+        """Forget the last computed tokens of a request.
+
+        Args:
+            slot: from `admit`.
+            num_tokens: how many, at least 1.
+
+        Raises:
+            ValueError: the slot is unknown, or in a step of `begin` that is not committed, or the
+                tokens are cached already (or are the lookahead of cached ones), or more than
+                max_draft_tokens would be taken back from the furthest position reached.
+        """
+        slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
+        self._open.expect_settled(slot)
+        computed = int(self.sequences.num_computed[slot])
+        most = computed - self._lowest(slot)
+        if num_tokens > most:
+            possible = f"1..{most}" if most else "none to be taken back"
+            raise ValueError(
+                f"num_tokens: expected {possible} (computed {computed}, last boundary "
+                f"{self._chains.cached[slot]}, max_draft_tokens {self.max_draft_tokens}), "
+                f"got {num_tokens}; to go back further, release the request and admit it again "
+                f"with the tokens that stay as its prompt"
+            )
+        self._changed()
+        self._tables.shrink(slot, computed, computed - num_tokens)
+        self.sequences.num_computed[slot] = computed - num_tokens
+
+    def lowest_rollback(self, slot: int) -> int:
+        """The fewest tokens that `rollback` can leave the request of `slot`.
+
+        Raises:
+            ValueError: the slot is unknown.
+        """
+        return self._lowest(self.sequences.checked(slot))
+
+    def _lowest(self, slot: int) -> int:
+        """`lowest_rollback` of a checked slot."""
+        computed = int(self.sequences.num_computed[slot])
+        if not self.max_draft_tokens or computed < self._chains.replays.stop[slot]:
+            return computed
+        known = int(self._chains.cached[slot])
+        if known and computed > self.sequences.prompt_len[slot]:
+            # Tokens that the last key covers stay; those of the prompt come back as they were.
+            known = max(known, min(computed, known + self.layout.lookahead))
+        return max(int(self._floor[slot]), known)
+
+    # Requests end.
+
+    def release(self, request_id: Hashable, *, discard: bool = False) -> None:
+        """End a request: finished, aborted or preempted. What is cached of it stays findable.
+
+        The last boundary it reached becomes a resume point, so that the next turn of a chat, or the
+        same request after preemption, resumes there.
+
+        Args:
+            request_id: from `admit`.
+            discard: nothing becomes findable by this: no resume point, no pin of `pin_request`.
+                What its commits made findable stays, as others may have hit it; if its rows turned
+                out wrong, `evict_pages` removes them.
+
+        Raises:
+            ValueError: the id is unknown.
+        """
+        slot = self.sequences.slot_of(request_id)
+        self._open.leave(slot, "request_id")
+        self._changed()
+        run, depth = self._chains.end(slot, int(self.sequences.lengths[slot]), not discard)
+        if discard:
+            self._pins.at_release.pop(slot, None)
+        self._pins.released(slot, run, depth)
+        self.sequences.remove(request_id)
+        if self._announcer is not None:
+            self._announcer.released(slot)
+
+    def reset(self, *, end_requests: bool = False) -> list[Hashable]:
+        """Forget everything cached, pinned or not, in tiers too: for new weights, or lost rows.
+
+        All pages are free afterwards. Counters go on; a `Match` made before may still be admitted,
+        and hits nothing.
+
+        Args:
+            end_requests: release running requests, as with ``discard=True``. False refuses while
+                there are any.
+
+        Returns:
+            The ids of the requests that this ended, the one admitted first first.
+
+        Raises:
+            ValueError: requests are running, and end_requests is False; or tiers have open jobs.
+                Nothing changed.
+        """
+        running = self.sequences.ids
+        if running and end_requests is not True:
+            raise ValueError(
+                f"end_requests: expected True while requests are running, got {end_requests!r} "
+                f"with {running}"
+            )
+        if self.tiers is not None and self.tiers.jobs:
+            raise ValueError(
+                f"reset: expected no open jobs of tiers, got {len(self.tiers.jobs)}: end them with "
+                f"`done` or `cancel`"
+            )
+        for request_id in running:  # before anything changes
+            if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:
+                raise self._open.busy("end_requests", slot)
+        for request_id in running:
+            self.release(request_id, discard=True)
+        self.clear()
+        return running
+
+    # Pins.
+
+    def pin(self, match: Match, *, now: float, ttl: float) -> int:
+        """Keep a cached prefix until everything unpinned is gone, or `ttl` seconds have passed.
+
+        Pins never block an admission: under pressure the oldest are demoted and evicted. When the
+        budget max_pinned_pages is exceeded, the oldest pins are demoted at once.
+
+        Args:
+            match: from `match`; its hit is looked up again.
+            now: seconds on the caller's clock.
+            ttl: seconds from now; inf for ever.
+
+        Returns:
+            Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
+
+        Raises:
+            ValueError: `ttl` is not positive, or `now` not a finite number.
+        """
+        expiry = expiry_of(now, ttl)
+        match, run = self._lookup.again(match)
+        self.index.tick += 1
+        depth = match.num_tokens // self.alignment
+        return self._pins.pin(run, depth, expiry) * self.alignment
+
+    def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
+        """Pin what is cached of a running request when it is released.
+
+        Raises:
+            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
+        """
+        self._pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
+
+    def unpin(self, match: Match) -> bool:
+        """End the pin of the prefix that `match` finds; False if it is not pinned."""
+        match, run = self._lookup.again(match)
+        if not match.num_tokens:
+            return False
+        self.index.tick += 1
+        return self._pins.unpin(run, match.num_tokens // self.alignment)
+
+    def expire_pins(self, now: float) -> int:
+        """End the pins whose time has passed; returns how many.
+
+        Raises:
+            ValueError: `now` is not a finite number.
+        """
+        return self._pins.expire(as_seconds("now", now))
+
+    # Eviction.
+
+    def evict(self, num_pages: int) -> int:
+        """Free cached pages now, as pressure would.
+
+        Args:
+            num_pages: pages wanted.
+
+        Returns:
+            Pages freed: at least `num_pages`, or all that running requests do not need.
+        """
+        num_pages = as_int("num_pages", num_pages, 0)
+        before = self.pool.num_free
+        self._evict(min(num_pages, self.index.num_evictable))
+        return self.pool.num_free - before
+
+    def evict_pages(self, pages: Any) -> Int64:
+        """Free certain pages, with what cannot be found without them: to give them back, or because
+        their rows turned out wrong, for which reason copies of them in tiers go too. Looks at all
+        that is cached.
+
+        Args:
+            pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
+
+        Returns:
+            [m] int64, ascending: those of them that running requests need. They are not free, and
+            what is cached of them stays findable.
+
+        Raises:
+            ValueError: not integers, or out of range. Nothing changed.
+        """
+        ids = as_ints("pages", pages)
+        if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
+            raise ValueError(
+                f"pages: expected a vector of 1..{self.pool.num_pages - 1}, got {ids.tolist()}"
+            )
+        self._planned = None
+        is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
+        is_wanted[ids] = True
+        if self.tiers is not None:
+            self.tiers.forget_copies(is_wanted)
+        self.index.drop_pages(is_wanted)
+        is_wanted[self.pool.free_pages()] = False
+        needed: Int64 = is_wanted.nonzero()[0]
+        return needed
+
+    def clear(self) -> None:
+        """Forget everything cached that no running request needs, pinned or not, in tiers too."""
+        self._changed()
+        if self.tiers is not None:
+            self.tiers.clear()
+        self.index.clear()
+
     # Reports.
+
+    def announce(self) -> None:
+        """Write events that tell everything cached now to a reader that is late or lost track.
+
+        They replace those that nobody took yet, and may be more than the log holds: each is made
+        when it is taken (`EventLog.take(most=)` takes some).
+
+        Raises:
+            ValueError: the cache was made without events.
+        """
+        if self._announcer is None:
+            raise ValueError(
+                "events: expected an EventLog at construction to announce to, got None"
+            )
+        others = [] if self.tiers is None else self.tiers.noted()
+        self._announcer.everything(self.index.runs(), others)
 
     def describe(self) -> str:
         """What this cache can reuse, in words: print it at start-up."""

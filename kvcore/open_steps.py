@@ -11,22 +11,19 @@ import numpy as np
 from .arrays import Int32, Int64, as_ints
 from .debug import STEP_CALLS
 from .part import Part
-from .plan import OutOfPages, StepPlan, Steps
-from .prefix.tracker import Chains, Passed
+from .plan import OutOfPages, StepPlan
+from .prefix.chains import Publication
 from .step import Step
-from .tables.planner import Tables
 
 if TYPE_CHECKING:
-    from .announcer import Announcer
+    from .cache import KVCache
 
 
 class OpenSteps:
     """The steps of one cache that are not over, and what keeps them from one another's pages.
 
     Args:
-        steps, chains, tables: of the cache.
-        announcer: told of computed tokens; None if nobody listens.
-        max_model_len, enable_caching, has_replays: as of `Steps`.
+        cache: the cache.
 
     Attributes:
         building: the step to which requests may be added.
@@ -36,29 +33,18 @@ class OpenSteps:
         plain: whether nothing but a block that starts takes a page.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        chains: Chains,
-        tables: Tables,
-        announcer: Announcer | None,
-        max_model_len: int,
-        enable_caching: bool,
-        has_replays: bool,
-    ) -> None:
-        self.steps, self.chains, self._tables = steps, chains, tables
-        self._announcer = announcer
-        self.layout, self.pool, self.sequences = tables.layout, tables.pool, chains.sequences
+    def __init__(self, cache: KVCache) -> None:
+        self.cache, self._chains, self._tables = cache, cache._chains, cache._tables
+        self.layout, self.pool, self.sequences = cache.layout, cache.pool, cache.sequences
         self.max_requests, self.active = self.sequences.max_requests, self.sequences.active
         self.num_computed = self.sequences.num_computed
-        self.max_model_len, self.most_lookahead = max_model_len, self.layout.drafts
+        self.max_model_len, self.most_lookahead = cache.max_model_len, cache.max_draft_tokens
         self.quiet = gcd(*(g.block_size for g in self.layout.groups))
-        self.plain = not (tables.states or has_replays)
-        self._enable_caching = enable_caching
+        self.plain = not (self._tables.states or cache.replay_tokens is not None)
         # Tokens of a request that start at most one block a table, all of which survives the step.
         sizes = [g.block_size for g in self.layout.groups if g.kind != "state"]
-        self._few = min([self.layout.drafts + 1, self.layout.alignment, *sizes])
-        self._alignment, self._replays_stop = self.layout.alignment, chains.replays.stop
+        self._few = min([self.most_lookahead + 1, self.layout.alignment, *sizes])
+        self._alignment, self._replays_stop = cache.alignment, self._chains.replays.stop
         self.building: Step | None = None
         self.by_slot: dict[int, Part] = {}
         self.advanced: list[Step] = []
@@ -71,10 +57,10 @@ class OpenSteps:
                     "begin: expected no step that is being built: ask for its plan, or cancel it"
                 )
             self.building.cancel()
-        self.steps.planned = None  # the newest plan may need what is reserved from here on
+        self.cache._planned = None  # the newest plan may need what is reserved from here on
         self.building = step = Step(self)
-        if self.steps.checks is not None:
-            self.steps.checks.expect_one_thread(step, STEP_CALLS)
+        if self.cache._checks is not None:
+            self.cache._checks.expect_one_thread(step, STEP_CALLS)
         return step
 
     # What a request needs.
@@ -88,63 +74,80 @@ class OpenSteps:
 
     def reserve(self, slot: int, start: int, num: int) -> int | OutOfPages:
         """Reserve pages for `num` tokens of a request from `start` on; returns how many."""
-        steps, tables, pool, changes = self.steps, self._tables, self.pool, None
+        cache, tables, pool, changes = self.cache, self._tables, self.pool, None
         is_few = num <= self._few and start >= self._replays_stop.item(slot)
         if is_few and tables.has_states(slot):
-            need = tables.needed_by_few(slot, start, num, self._enable_caching)
+            need = tables.needed_by_few(slot, start, num, cache.enable_caching)
         else:
-            changes = steps.changes_of([slot], [num])
+            changes = cache._changes_of([slot], [num])
             need = changes.num_new
         free = pool.num_available
         if need > free:
-            if need > free + self.chains.index.num_evictable:
-                changes = changes or steps.changes_of([slot], [num])
-                return steps.lacking(need, tables.per_group(changes))
-            steps.evict(need - free)
+            if need > free + cache.index.num_evictable:
+                changes = changes or cache._changes_of([slot], [num])
+                return cache._lacking(need, cache._planner.per_group(changes))
+            cache._evict(need - free)
         pool.num_reserved += need
         return need
 
     def planned(self, step: Step) -> StepPlan:
         """Plan a step, and take its pages; it is not built on."""
-        parts, reserved = step.parts, step.num_reserved
+        cache, parts, reserved = self.cache, step.parts, step.num_reserved
         slots = np.fromiter([p.slot for p in parts], np.int64, len(parts))
         counts = np.fromiter([p.num_new_tokens + p.lookahead for p in parts], np.int64, len(parts))
         self.pool.num_reserved -= reserved
         try:
-            plan = self.steps.plan(slots, counts)
+            changes = cache._changes_of(slots, counts)
+            assert changes.num_new <= reserved, "pages of parts"
+            plan = cache._arrays(changes)
         except BaseException:
             self.pool.num_reserved += reserved
             raise
-        assert isinstance(plan, StepPlan) and plan.changes.num_new <= reserved, "pages of parts"
-        if self.steps.checks is not None:
-            self.steps.checks.expect_pages(plan)
-        self.steps.planned = self.building = None
+        if cache._checks is not None:
+            cache._checks.expect_pages(plan)
+        cache._planned = self.building = None
         step.pages = self.pool.peek(plan.changes.num_new)
         self.pool.take(plan.changes.num_new)
         return plan
 
     # What becomes of steps.
 
-    def advance(self, plan: StepPlan, end: Int64) -> tuple[Int32, Passed | None]:
+    def advance(self, plan: StepPlan, end: Int64) -> tuple[Int32, Publication | None]:
         """The tokens of a step, whose pages are taken, count as computed up to `end` [n]; which
         they are is not known.
 
         Returns:
             ([m, 2] pages to copy after the step, what is to be published; None for nothing).
         """
-        self.steps.changed()
-        copies, passed = self.steps.advance(plan, end)
-        if passed is not None:
-            self.chains.wait(passed)
-        return copies, passed
+        self.cache._changed()
+        copies, publication = self.cache._advance(plan, end)
+        if publication is not None:
+            self._chains.wait(publication)
+        return copies, publication
+
+    def finish(self, plan: StepPlan, ids: Int32, end: Int64) -> Int32:
+        """Advance and publish a step up to `end` [n] tokens; returns the copies to run after it."""
+        cache = self.cache
+        cache._changed()
+        cache._feed(plan, ids, end)
+        copies, publication = cache._advance(plan, end)
+        if publication is not None:
+            self._chains.publish(publication)
+        return copies
 
     def publish(
-        self, plan: StepPlan, passed: Passed | None, ids: Int32, end: Int64, gone: set[int]
+        self,
+        plan: StepPlan,
+        publication: Publication | None,
+        ids: Int32,
+        end: Int64,
+        gone: set[int],
     ) -> None:
         """Cache what a step completed that has advanced to `end` [n], now that its tokens are
         known; not that of the slots `gone`."""
-        self.steps.changed()
-        if not self._enable_caching:
+        cache = self.cache
+        cache._changed()
+        if not cache.enable_caching:
             return
         changes, slots = plan.changes, plan.slots
         rows = np.arange(len(slots))
@@ -154,10 +157,14 @@ class OpenSteps:
         self.sequences.feed(
             slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
         )
-        if self._announcer is not None:
-            self._announcer.computed(plan, ids, end)
-        if passed is not None:
-            self.chains.publish_late(passed)
+        if cache._announcer is not None:
+            cache._announcer.computed(plan, ids, end)
+        if publication is not None:
+            self._chains.publish_late(publication)
+
+    def forget(self, publication: Publication, slot: int) -> None:
+        """Take a request that is released out of what a step is to publish."""
+        self._chains.forget(publication, slot)
 
     def has_advanced(self, step: Step) -> None:
         """`step` has: its requests may be in other steps, and released."""
@@ -175,7 +182,7 @@ class OpenSteps:
 
     def give_back(self, step: Step) -> None:
         """`step` does not take place: what it has of the pool is free again."""
-        self.steps.planned = None  # it names pages that lie deeper in the stack now
+        self.cache._planned = None  # it names pages that lie deeper in the stack now
         if step is self.building:
             self.pool.num_reserved -= step.num_reserved
         self.pool.put(step.pages)

@@ -26,10 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import NO_ROWS, Int32, Int64, as_ints, as_token_ids
-from .checks import wrong_size
 from .part import Part
 from .plan import OutOfPages, StepPlan
-from .prefix.tracker import Passed
+from .prefix.chains import Publication
 from .spec import as_int
 from .tables.planner import NO_COPIES
 
@@ -61,7 +60,7 @@ class Step:
         self._rows: dict[int, int] = {}
         self._has_lookahead = False
         self._end: Int64 = NO_ROWS
-        self._passed: Passed | None = None
+        self._publication: Publication | None = None
         self._gone: set[int] = set()
         self.num_reserved, self.pages = 0, NO_ROWS
 
@@ -192,7 +191,7 @@ class Step:
         if self._state is not PLANNED:
             raise self._unexpected("advance", "a planned step")
         assert self._full is not None
-        copies, self._passed = self._open.advance(self._full, self._end)
+        copies, self._publication = self._open.advance(self._full, self._end)
         self._state = ADVANCED
         self._open.has_advanced(self)
         return copies
@@ -218,9 +217,11 @@ class Step:
             raise self._unexpected("commit", "a planned step")
         shown, full = self.plan(), self.full_plan()
         ids = as_token_ids("input_ids", input_ids)
-        steps, counts = self._open.steps, shown.num_new_tokens
+        cache, counts = self._open.cache, shown.num_new_tokens
         if len(ids) != len(shown.positions):
-            raise wrong_size(len(shown.positions), ids)
+            raise ValueError(
+                f"input_ids: expected {len(shown.positions)} tokens as planned, got {len(ids)}"
+            )
         end = self._end
         if accepted is not None:
             taken = as_ints("accepted", accepted)
@@ -228,23 +229,23 @@ class Step:
                 raise ValueError(
                     f"accepted: expected at most {counts.tolist()}, got {taken.tolist()}"
                 )
-            end = steps.end_of(full, taken)
+            end = cache._end_of(full, taken)
             if self._state is ADVANCED and np.count_nonzero(taken < counts):
                 raise ValueError(
                     f"accepted: expected all of {counts.tolist()} tokens of a step that has "
                     f"advanced, got {taken.tolist()}: with drafts, commit without `advance`"
                 )
         self._open.expect_in_order(self)
-        if steps.checks is not None:
-            steps.checks.expect_tokens(shown, ids, self.slots)
+        if cache._checks is not None:
+            cache._checks.expect_tokens(shown, ids, self.slots)
         if self._is_shown is not None:
             known, ids = ids, np.zeros(len(full.positions), dtype=np.int32)
             ids[self._is_shown] = known
         copies = NO_COPIES
         if self._state is PLANNED:
-            copies = steps.finish(full, ids, end)
+            copies = self._open.finish(full, ids, end)
         else:
-            self._open.publish(full, self._passed, ids, end, self._gone)
+            self._open.publish(full, self._publication, ids, end, self._gone)
         self._end_here()
         return copies
 
@@ -262,7 +263,7 @@ class Step:
 
     def _end_here(self) -> None:
         self._open.is_over(self)
-        self._state, self._passed, self.pages = OVER, None, NO_ROWS
+        self._state, self._publication, self.pages = OVER, None, NO_ROWS
 
     def _unexpected(self, call: str, expected: str) -> ValueError:
         kind = "empty" if not self._parts and self._state is BUILDING else self._state
@@ -284,13 +285,13 @@ class Step:
         """A request is released after the step has advanced."""
         if slot in self._parts and slot not in self._gone:
             self._gone.add(slot)
-            if self._passed is not None:
-                self._open.chains.forget(self._passed, slot)
+            if self._publication is not None:
+                self._open.forget(self._publication, slot)
 
     @property
     def held(self) -> list[Int32]:
         """Pages of resume points that are to be published."""
-        return [] if self._passed is None else self._passed.tails
+        return [] if self._publication is None else self._publication.tails
 
 
 def without(plan: StepPlan, lookahead: Int64) -> tuple[StepPlan, npt.NDArray[np.bool_]]:

@@ -24,7 +24,7 @@ _HOME = {
     "ModelConfig": "config.named",
     "NGramDrafter": "engine.speculative",
     "OutputDelta": "engine.outputs",
-    "RankError": "parallel.watch",
+    "RankError": "parallel.heartbeat",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "engine.request",
     "SchedulerPolicy": "engine.scheduler",

@@ -1,15 +1,15 @@
-"""Chat templates: messages to the text that a model was trained on, through jinja2 (extra "hf").
+"""Chat templates: messages to the text that a model was trained on, through transformers (extra "hf").
 
-Source: transformers ``utils/chat_template_utils``, whose sandbox, globals and filters the templates
-    of checkpoints rely on.
+Templates run in Jinja's immutable sandbox, in this process. Template, messages and text are bounded in
+size; the time that a template takes is not.
+
+Source: transformers ``utils/chat_template_utils``, which ``apply_chat_template`` of a tokenizer calls.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,7 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
-
-MAX_SOURCE = 1_000_000
-MAX_INPUT = 10**9
-SECONDS, CHARACTERS, CHARACTERS_FOR_EACH = 20.0, 10**8, 256
+MAX_TEMPLATE, MAX_CHAT = 10**6, 10**8  # characters
 
 
 @dataclass(frozen=True)
@@ -46,16 +43,13 @@ class TokenizerKeys:
 class ChatTemplate:
     """A compiled template.
 
-    A rendering may take 20 seconds of CPU, and work on 100 million characters and 256 times those
-    of the messages (`quire.models.template_sandbox`).
-
     Args:
         source: jinja, at most 1,000,000 characters.
         special_tokens: their texts by name, such as ``bos_token``.
         file: where it is from, for messages.
 
     Raises:
-        ImportError: without jinja2.
+        ImportError: without transformers or jinja2.
         ValueError: a source that is no template.
     """
 
@@ -68,39 +62,19 @@ class ChatTemplate:
     ) -> None:
         try:
             import jinja2
-            from jinja2.ext import Extension, loopcontrols
+            from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
-            raise ImportError("chat needs the package jinja2 (pip install 'quire[hf]')") from error
-
-        class Generation(Extension):
-            """``{% generation %}`` marks for training what the model said: here it is its body."""
-
-            tags = {"generation"}  # noqa: RUF012 (the base class's)
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        from .template_sandbox import BoundedSandbox
-
-        if not isinstance(source, str) or len(source) > MAX_SOURCE:
+            raise ImportError(
+                "chat needs the packages transformers and jinja2 (pip install 'quire[hf]')"
+            ) from error
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
             raise ValueError(
-                f"{file}: expected a text of at most {MAX_SOURCE} characters, got {shown(source)}"
+                f"{file}: expected a text of at most {MAX_TEMPLATE} characters, got {shown(source)}"
             )
-        self._sandbox = sandbox = BoundedSandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-        )
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        sandbox.add_filter("tojson", _to_json)
-        sandbox.globals["raise_exception"] = refuse
-        sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._render, self._source, self._file = render_jinja_template, source, file
         self._special_tokens = dict(special_tokens or {})
-        self._file = file
         try:
-            self._template = sandbox.compile_bounded(source)
+            self._render([], chat_template=source)  # transformers keeps what it compiled
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{file}: line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's own compiler
@@ -132,7 +106,8 @@ class ChatTemplate:
         if file.is_file():
             name = f"chat template {str(file)!r}"
             try:
-                source = file.read_text(encoding="utf-8")
+                with open(file, encoding="utf-8") as opened:
+                    source = opened.read(MAX_TEMPLATE + 1)
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
         elif isinstance(source, tuple):
@@ -156,12 +131,12 @@ class ChatTemplate:
         Args:
             messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one
                 first, and whatever else the template reads; a key whose value is None counts as
-                absent.
+                absent. With the tools at most 100,000,000 characters.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: end with what introduces the model's answer.
 
         Raises:
-            ValueError: the template refuses the messages, or does not come to an end.
+            ValueError: the template refuses the messages, or they or their text are too long.
         """
         try:
             given = [{k: v for k, v in m.items() if v is not None} for m in messages]
@@ -171,21 +146,22 @@ class ChatTemplate:
                 f"messages: expected a list of dicts, got {shown(messages)}"
             ) from error
         try:
-            with self._sandbox.budget(MAX_INPUT, SECONDS) as measure:
-                size = measure.deep(given) + measure.deep(tools)
-            with self._sandbox.budget(CHARACTERS + CHARACTERS_FOR_EACH * size, SECONDS):
-                return self._template.render(
-                    messages=given,
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._special_tokens,
-                )
+            _expect_length("messages and tools", len(repr(given)) + len(repr(tools)))
+            [text], _ = self._render(
+                [given],
+                tools=tools,
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+            _expect_length("a text", len(text))
         except Exception as error:  # a template is a program, and may fail as one
             raise ValueError(
                 f"messages: the {self._file} refuses them: {str(error) or type(error).__name__}"
             ) from error
+        return text
 
 
-def _to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+def _expect_length(name: str, length: int) -> None:
+    if length > MAX_CHAT:
+        raise ValueError(f"expected {name} of at most {MAX_CHAT} characters, got {length}")

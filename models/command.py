@@ -8,7 +8,7 @@ that these are guarded too::
     if __name__ == "__main__":
         from quire.models.command import run
 
-        run("quire.bench.overhead")
+        run("quire.models.generate")
 
 Exit status: 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody
 reads the output any more.

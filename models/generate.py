@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine=replace(
                 _settings(args),
                 tensor_parallel_size=args.tensor_parallel_size or size,
-                context_parallel_size=args.context_parallel_size,
             ),
             drafter=partial(_drafter, args.drafter, args.speculate) if args.speculate else None,
             device=args.device,
@@ -347,13 +346,6 @@ def _parser() -> Parser:
         type=integer(most=MAX_SIZE),
         metavar="N",
         help="ranks with a part of the model each; default: those of torchrun, else 1",
-    )
-    add(
-        "--context-parallel-size",
-        type=integer(most=MAX_SIZE),
-        default=1,
-        metavar="N",
-        help="ranks that share the context: 1 (default), or all",
     )
     add(
         "--max-num-seqs",

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,18 @@ from .config.named import named_configs
 from .deepseek_v4.mtp_drafter import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
-from .engine.interrupts import interrupts_wait
 from .engine.memory import free_memory, weight_bytes
 from .engine.outputs import OutputDelta, RequestError, RequestOutput
+from .engine.report import StepReport
 from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
+from .interrupts import interrupts_wait
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
-from .parallel.lockstep import engine_of_ranks, expect_lockstep
+from .parallel.heartbeat import EXIT_STATUS
+from .parallel.launch import Work, join_ranks
+from .parallel.lead import Lead
 from .parallel.shard import shard_config
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -42,11 +45,40 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
 """What drafts, by name: (model, drafts of a step) -> drafter."""
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        config: of the whole model.
+        directory: a Hugging Face directory; None = random weights.
+        dtype, seed: as of `LLM`.
+    """
+
+    config: Any
+    directory: Path | None
+    dtype: torch.dtype | None
+    seed: int
+
+    def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
+        """The model, or one rank's part of it.
+
+        Raises:
+            ValueError: as `load_model`, or random weights that do not fit the memory.
+        """
+        if self.directory is not None:
+            return load_model(self.directory, device=device, dtype=self.dtype, group=group)
+        dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        expect_room(self.config, device, dtype)
+        return random_model(self.config, seed=self.seed, device=device, dtype=dtype, group=group)
+
+
 class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
-    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else
-    goes on. Several threads may call them at once; their prompts then run together.
+    It belongs to one thread, as its `Engine`. In the main thread, Ctrl-C ends `generate` and `stream`
+    between two steps: their requests are aborted, and all else goes on. A second Ctrl-C does not
+    wait for the step.
 
     Args:
         model: a named configuration (random weights), a Hugging Face directory, or a built model.
@@ -86,9 +118,8 @@ class LLM:
         if built and (device is not None or dtype is not None):
             raise ValueError("device, dtype: expected None with a built model, which has its own")
         settings = engine or EngineConfig()
-        given = {"model": model, "engine": engine, "drafter": drafter, "device": device}
-        given |= {"dtype": dtype, "seed": seed}
-        device = None if built else find_device(device)
+        if not built:
+            find_device(device)
         dtype = None if dtype is None else find_dtype(dtype)
         self._directory: Path | None = None
         if built:
@@ -107,38 +138,40 @@ class LLM:
         self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
-        # Of the prompts of calls of `generate` that run: outputs by sample.
-        self._outputs: dict[str, dict[int, RequestOutput]] = {}
 
-        def build(group: Group | None = None) -> nn.Module:
-            if built:
-                return model
-            place = device if group is None else group.device
-            if self._directory is not None:
-                return load_model(self._directory, device=place, dtype=dtype, group=group)
-            kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
-            expect_room(config, place, kind)
-            return random_model(config, seed=seed, device=place, dtype=kind, group=group)
-
+        source = None if built else ModelSource(config, self._directory, dtype, seed)
         if settings.tensor_parallel_size > 1:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
             # What does not fit is said before any process starts.
-            expect_lockstep(settings)
-            split = settings.context_parallel_size > 1
-            shard_config(config, settings.tensor_parallel_size, split_context=split)
-            self.engine = engine_of_ranks(
-                build, settings, model=config, tokenizer=self.tokenizer, drafter=drafter,
-                device=given["device"], work=given,
-            )  # fmt: skip
-            # Others end with this object, or the process.
-            weakref.finalize(self, self.engine.close)
+            shard_config(config, settings.tensor_parallel_size)
+            self.engine = self._lead(Work(source, settings, drafter, device))
         else:
+            loaded = model if built else source.build(find_device(device))
             self.engine = Engine(
-                loaded := build(), settings, tokenizer=self.tokenizer,
+                loaded, settings, tokenizer=self.tokenizer,
                 drafter=drafter(loaded) if callable(drafter) else drafter,
             )  # fmt: skip
         self.model = self.engine.model
+
+    def _lead(self, work: Work) -> Engine:
+        """The engine of rank 0; on other ranks this ends the process when rank 0 is done."""
+        ranks = join_ranks(work)
+        if ranks.channel.rank != 0:
+            try:
+                ranks.follow()
+            except Exception as error:
+                print(f"quire: rank {ranks.channel.rank}: {error}", file=sys.stderr, flush=True)
+                raise SystemExit(EXIT_STATUS) from error
+            raise SystemExit(0)
+        with ranks.failing():
+            model, drafter = work.parts(ranks.group)
+            lead = Lead(ranks)
+            engine = Engine(
+                model, work.config, tokenizer=self.tokenizer, drafter=drafter, ranks=lead
+            )
+        weakref.finalize(self, lead.close)  # the other ranks end with this object, or the process
+        return engine
 
     def generate(
         self,
@@ -175,13 +208,12 @@ class LLM:
         queued: dict[str, dict[int, RequestOutput]] = {}
         try:
             try:
-                with interrupts_wait(), self.engine.lock:
+                with interrupts_wait():
                     for ids, one in zip(token_ids, params, strict=True):
-                        request_id = self.engine.add_request(ids, one)
-                        queued[request_id] = self._outputs[request_id] = {}
+                        queued[self.engine.add_request(ids, one)] = {}
                 num_outputs = sum(one.n for one in params)
                 with tqdm(total=num_outputs, unit="request", disable=not progress) as bar:
-                    self._run(list(queued.values()), num_outputs, bar)
+                    self._run(queued, num_outputs, bar)
             finally:
                 self._abort(queued)
         finally:  # once more, as an interrupt may have come at the first line of the one above
@@ -211,7 +243,7 @@ class LLM:
         return self._deltas(ids, params)
 
     def close(self) -> None:
-        """Wait for the copies of the host tier, as `Engine.close`."""
+        """End the other ranks, and wait for the copies of the host tier, as `Engine.close`."""
         with interrupts_wait():
             self.engine.close()
 
@@ -246,7 +278,7 @@ class LLM:
         queued: list[str] = []
         try:
             try:
-                with interrupts_wait(), self.engine.lock:
+                with interrupts_wait():
                     queued.append(self.engine.add_request(ids, params, stream=True))
                     self._streams[queued[0]] = mine
                 while mine or queued[0] in self.engine.unfinished:
@@ -261,38 +293,31 @@ class LLM:
 
     def _abort(self, request_ids: Collection[str]) -> None:
         """Ends those of these requests that have not ended, and their streams."""
-        with interrupts_wait(), self.engine.lock:
+        with interrupts_wait():
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
-                self._outputs.pop(request_id, None)
             for request_id in self.engine.unfinished.intersection(request_ids):
                 self.engine.abort(request_id)
 
-    def _step(self) -> int:
-        """One step of the engine; its tokens.
-
-        What belongs to open streams and to other calls is kept for them, whoever asked for the
-        step.
-        """
+    def _step(self) -> StepReport:
+        """Run one step of the engine; keep what it adds to open streams."""
         with interrupts_wait():
             report = self.engine.step()
-            if report is None:
-                return 0  # another thread's step did the rest
-            with self.engine.lock:
-                for delta in report.deltas:
-                    if delta.request_id in self._streams:
-                        self._streams[delta.request_id].append(delta)
-                for output in report.finished:
-                    if output.request_id in self._outputs:
-                        self._outputs[output.request_id][output.sample] = output
-        return report.num_tokens
+            for delta in report.deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
+        return report
 
-    def _run(self, outputs: Sequence[Mapping[int, RequestOutput]], count: int, bar: tqdm) -> None:
-        """Steps until there are ``count`` outputs."""
+    def _run(self, outputs: dict[str, dict[int, RequestOutput]], count: int, bar: tqdm) -> None:
+        """Step until there are ``count`` outputs, by request and sample."""
         num_tokens = 0
-        while (done := sum(map(len, outputs))) < count:
+        while (done := sum(map(len, outputs.values()))) < count:
             bar.update(done - bar.n)
-            num_tokens += self._step()
+            report = self._step()
+            num_tokens += report.num_tokens
+            for output in report.finished:
+                if output.request_id in outputs:
+                    outputs[output.request_id][output.sample] = output
             bar.set_postfix_str(
                 f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
             )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bench  # noqa: F401  makes `quire` importable where it is not installed
-from tests.support import budgets, lost_device
+from tests.support import lost_device
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, so it has to be set before any test module is.
@@ -20,12 +20,6 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config: pytest.Config) -> None:
     lost_device.pytest_configure(config)
-
-
-@pytest.hookimpl(tryfirst=True)  # what is marked long here is selected by `-m`
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():  # a GPU is quick
-        budgets.leave_out(items, whole=not any("::" in name for name in config.args))
 
 
 def pytest_collection_finish() -> None:

@@ -18,7 +18,6 @@ import pytest
 
 from quire.bench.common.workers import Workers
 from quire.models import command
-from tests.support.budgets import ordinary
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [f for p in ("bench", "models") for f in sorted((ROOT / p).rglob("*.py"))]
@@ -58,7 +57,6 @@ sys.meta_path.insert(0, Stop())
 
 def test_the_programs_are_found():
     assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
-    assert len(PROGRAMS) == 15
 
 
 def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
@@ -93,11 +91,7 @@ def test_ctrl_c_while_a_program_is_imported(name, tmp_path):
     assert interrupted(tmp_path, [name], MODULES[name]) == (130, b"interrupted\n")
 
 
-@ordinary("torch]", "exit")
-@pytest.mark.parametrize(
-    "at",
-    ["numpy", "torch", "torch.nn.functional", "quire.models.engine.engine", "matplotlib", "exit"],
-)
+@pytest.mark.parametrize("at", ["torch", "exit"])
 def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
     arguments = ["bench.prefill_decode", "--plot", str(tmp_path / "no.txt")]
     status, err = interrupted(tmp_path, arguments, at)
@@ -106,10 +100,10 @@ def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
     assert not lines or (at == "exit" and len(lines) == 1 and lines[0].startswith(b"error: plot:"))
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_ctrl_c_ends_workers_without_a_word(tmp_path):
     pytest.importorskip("triton")
-    arguments = ["bench.static", "--only", "write", "--arch", "sm_90", "--jobs", "2", "--fresh"]
+    arguments = ["bench.static", "--only", "write", "--arch", "sm_90", "--jobs", "2"]
     assert interrupted(tmp_path, arguments, "torch", worker=True) == (130, b"interrupted\n")
 
 
@@ -140,7 +134,6 @@ def test_where_sigint_is_ignored_it_stays_so(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
-@ordinary("arguments1")
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(("arguments", "unbuffered"), PRINTING)
@@ -153,7 +146,6 @@ def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device\n")
 
 
-@ordinary("arguments0")
 @pytest.mark.parametrize(("arguments", "unbuffered"), PRINTING)
 def test_output_that_nobody_reads_is_status_141_without_a_word(arguments, unbuffered):
     reader, writer = os.pipe()
@@ -204,18 +196,18 @@ NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
 LEAST = {
     "seed": 0, "models.generate seed": -(2**63), "model_seed": 0, "top_k": 0, "models.generate speculate": 0, "bench.kvcore repeats": 0,
     "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "bench.gpu seconds": 1, "prompt_tokens": 2,
-    "bench.prefill_decode tensor_parallel_size": 2, "bench.prefill_decode context_parallel_size": 2,
+    "bench.prefill_decode tensor_parallel_size": 2,
 }  # fmt: skip
 # Of what takes memory for each.
 MOST = {
     "num_pages": 2**24, "max_num_batched_tokens": 2**20, "context": 2**20, "draft_tokens": 128, "models.generate speculate": 128,
     "max_requests": 2**16, "requests": 2**16, "batch": 4096, "prompt_tokens": 2**20, "jobs": 1024, "compile": 1024, "n": 16_384,
-    "tensor_parallel_size": 1024, "context_parallel_size": 1024,
+    "tensor_parallel_size": 1024,
 }  # fmt: skip
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "host", "models", "listen",
+    "baseline", "unpack", "target", "retention", "host",
 }  # fmt: skip
 
 
@@ -252,7 +244,7 @@ def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     module = import_module(MODULES[name])
     required = {
         "models.generate": ["--model", "gemma3-tiny"],
-        "bench.export_hub": [f"{tmp_path}/new"],
+        "models.integrations.hub_kernels": [f"{tmp_path}/new"],
     }
     required = required.get(name, [])
     for action in options(name):

@@ -17,12 +17,11 @@ ALLOWED = {
     "kvcore/device": {"numpy", "torch", "quire.kvcore"},
     "kernels": {"torch", "triton", "quire.kernels"},
     "models": {
-        "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm",
+        "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "dynamo", "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "xxhash",
-        "zmq",
+        "msgspec", "numpy", "sglang", "torch", "transformers", "vllm", "xxhash", "zmq",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {
@@ -156,7 +155,6 @@ def test_folders_of_bench_know_few_others():
         ("gpu", "peers"),
         ("kernels", "cases"),
         ("kernels", "peers"),
-        ("pages", "static"),
         ("peers", "cases"),
         ("prefill_decode", "peers"),
         ("tune", "cases"),

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from quire import kvcore
-from tests.support.budgets import ordinary
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = [path for path in sys.path if path.endswith("site-packages")]
@@ -112,7 +111,7 @@ def test_the_sdist_is_the_checkout(sdist, files):
     assert sorted(names - made) == files
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_an_sdist_gives_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -156,14 +155,14 @@ assert select_config(128, 2, "decode", 16, named("sm_90")).block_m == 16 and TIL
 """
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_the_wheel_works_in_a_clean_environment(installed, tmp_path):
     hit, file = run(installed, "-c", WORKS, cwd=tmp_path).split()
     assert hit == "0" and Path(file).is_relative_to(installed.parent.parent)
     assert "B / token" in run(installed, "-m", "quire.models.deepseek_v4.memory", cwd=tmp_path)
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_editable_install_is_the_source(source, tmp_path):
     python = python_in(tmp_path / "venv")
@@ -185,7 +184,7 @@ kv.match([1], salt="text")
 """
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_mypy_sees_the_types_of_an_installed_quire(installed, tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)
@@ -194,7 +193,7 @@ def test_mypy_sees_the_types_of_an_installed_quire(installed, tmp_path):
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert 'Revealed type is "int"' in done.stdout and 'Revealed type is "str"' in done.stdout
-    assert 'Argument "salt" to "match" of "RequestCalls" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
+    assert 'Argument "salt" to "match" of "KVCache" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
     assert "Found 1 error" in done.stdout, done.stdout
 
 

@@ -8,8 +8,6 @@ import signal
 import threading
 from typing import Any
 
-from quire.models.engine.interrupts import interrupts_wait
-
 
 class Workers(concurrent.futures.ProcessPoolExecutor):
     """A pool of fresh processes. Ctrl-C is the main process's to hear, also while they start; when
@@ -21,12 +19,11 @@ class Workers(concurrent.futures.ProcessPoolExecutor):
 
     def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
         """As of any executor; a process that starts here inherits that SIGINT is blocked."""
-        with interrupts_wait():  # else a process may have started that nobody knows of
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                return super().submit(*args, **kwargs)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         if kind is None:

@@ -19,7 +19,7 @@ find these again, and the table of parts says how often.
 
 Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json OUT/tune.json
 --write OUT``, the most valuable entries first; what it writes are sources for ``kernels/``, to be
-compiled by ``python -m bench.static --all`` before they are taken over.
+compiled by ``python -m bench.static --arch`` before they are taken over.
 
 Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed. Peers: installed
 packages, or the files of --peers (`bench.peers.folder`), which are unpacked and compiled beside the

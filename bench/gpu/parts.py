@@ -127,10 +127,8 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
         return ("-m", "pytest", "-vv", "-rs", "--color=no", "-p", "no:cacheprovider", *names)
 
     kernels = ("-m", "bench.kernels", "--json", "{json}", "{peers}")
-    layers = ("-m", "bench.layers", "--json", "{json}")
     job = ("-m", "bench.prefill_decode", "--json", "{json}")
     tiny = "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1"
-    few = "--batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01"
     parts = [
         Part("environment", 35, "machine, versions, a first launch, copy and matmul rates",
              ("-m", "bench.environment", "--json", "{json}", "{peers}"), vital=True),
@@ -146,16 +144,12 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
              tests(V4_TESTS), tests=True),
         Part("operators", 26, "what models have around attention, against float64",
              tests(OPERATOR_TESTS), tests=True),
-        Part("v4-layers", 35, "layers of deepseek-v4-flash at their real widths, end to end",
-             (*layers, "--model", *size("deepseek-v4-flash --layers 4 --experts 32", f"deepseek-v4-tiny --layers 4 {few}"))),
         Part("compile", 25, "the kernels that are timed next, in parallel",
              (*kernels, *size(f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}", "--set tiny --only decode --impl quire --compile 1"))),
         Part("kernels", 40, "attention kernels and peers side by side, the cases that matter most",
              (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 31", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
         Part("latents", 35, "kernels of DeepSeek-V4 and V3, and FlashMLA",
              (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 30", "--set tiny-latents --only decode --per-call 0.01 --impl quire"))),
-        Part("layers", 25, "six layers of gemma-4-31b end to end, allocator's share of a step",
-             (*layers, *size("", f"--model gemma4-tiny {few}"))),
         Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
              tests(ENGINE_TESTS), tests=True),
         Part("oracle", 15, "peers as a second, independent oracle",
@@ -170,14 +164,10 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
     ]  # fmt: skip
     if num_gpus > 1:
         ranks = 2 ** min(3, num_gpus.bit_length() - 1)
-        for name, what, more in (
-            ("ranks", f"the main job on {ranks} GPUs beside one", ()),
-            ("context", f"the same where {ranks} GPUs share the context", ("--context-parallel-size", str(ranks))),
-        ):  # fmt: skip
-            parts.append(Part(
-                name, RANKS_SECONDS, what,
-                (*job, *size("--limit 4 --num-pages 2000 --no-baseline --check 2", tiny), "--tensor-parallel-size", str(ranks), *more),
-            ))  # fmt: skip
+        parts.append(Part(
+            "ranks", RANKS_SECONDS, f"the main job on {ranks} GPUs beside one",
+            (*job, *size("--limit 4 --num-pages 2000 --no-baseline --check 2", tiny), "--tensor-parallel-size", str(ranks)),
+        ))  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]
 

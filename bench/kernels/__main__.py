@@ -2,7 +2,6 @@
 
     python -m bench.kernels --only "gemma-4-31b" --seconds 120 --json kernels.json
     python -m bench.kernels --peers .peers --impl quire,flashinfer,fa3
-    python -m bench.kernels --set latents --predict
 
 Cases are attention over keys and values (`bench.cases.shapes`), and the latent kernels of
 DeepSeek-V4 and V3 (`bench.cases.latent_shapes`). Each result is compared with the float64 result of
@@ -15,10 +14,8 @@ outside of the timed calls (FlashInfer's plan(), block masks), and peers that ca
 contiguous keys: the notes say which.
 
 Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
-as a share of the copy and the matmul rate measured in this run; predicted ms
-(`bench.kernels.prediction`) and the error of the prediction; time over the best peer's. --json is
-written after each case. --predict prints predictions for an H200 beside the floors, --predict
-mi300x and mi355x those from AMD's published peaks; none needs a GPU.
+as a share of the copy and the matmul rate measured in this run; time over the best peer's. --json is
+written after each case.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from typing import Any
 
 import torch
 
-from quire.kernels.common.launching import arch_of
 from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.device import find_device
 
@@ -51,7 +47,6 @@ from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..peers.peer import Peer, Unsupported
 from .families import FAMILIES, family_of
-from .prediction import DEVICES, H200, Device
 
 SCHEMA = 1
 Case = shapes.Case | latent_shapes.LatentCase
@@ -84,9 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"only: expected part of the name of a case of {args.set!r}, got {args.only!r}"
         )
-    if args.predict:
-        print(predictions(cases, DEVICES[args.predict]))
-        return 0
     device = find_device(args.device)
     if args.compile:
         return compile_all(cases, device, args)
@@ -235,7 +227,6 @@ def run_case(
             _require_device(device, error)
         rows.append(row)
     others = [row["ms"] for row in rows if not row["ours"] and "ms" in row]
-    predicted = family.predict(case, _device(device, rates))
     for row in rows:
         if "ms" not in row:
             continue
@@ -245,10 +236,6 @@ def run_case(
         row["copy_share"] = case_bytes / each / rates["copy_bytes_per_s"]
         row["matmul_share"] = case_flops / each / rates["matmul_flops_per_s"]
         row["over_best_peer"] = row["ms"] / min(others) if others else None
-        if row["ours"] and device.type == "cuda":
-            row["predicted_ms"] = 1e3 * predicted.seconds
-            row["predicted_bound"] = predicted.bound
-            row["prediction_error"] = predicted.seconds / each - 1
     return rows
 
 
@@ -286,21 +273,6 @@ def _require_device(device: torch.device, cause: Exception) -> None:
         raise DeviceLost(str(cause)) from cause
 
 
-def _device(device: torch.device, rates: dict[str, Any]) -> Device:
-    """The device of the prediction, with the rates of this run; an H200 where there is no GPU."""
-    if device.type != "cuda":
-        return H200
-    properties = torch.cuda.get_device_properties(device)
-    return dataclasses.replace(
-        H200,
-        name=properties.name,
-        arch=arch_of(device),
-        num_sms=properties.multi_processor_count,
-        copy_bytes_per_s=rates["copy_bytes_per_s"],
-        matmul_flops_per_s=rates["matmul_flops_per_s"],
-    )
-
-
 def header(result: dict[str, Any]) -> str:
     """Machine, rates, and who is there and who is not."""
     machine, rates = result["machine"], result["rates"]
@@ -318,7 +290,7 @@ def header(result: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """Everything that was timed as aligned text; below it what was wrong, skipped or not run."""
     rows = [("case", "impl", "ms p50", "p20", "p80", "GB/s", "of copy", "TFLOP/s", "of matmul",
-             "predicted", "error", "/ best peer")]  # fmt: skip
+             "/ best peer")]  # fmt: skip
     remarks = []
     for row in result["rows"]:
         if "ms" not in row:
@@ -334,38 +306,12 @@ def table(result: dict[str, Any]) -> str:
                 f"{row['copy_share']:.0%}",
                 f"{row['tflop_per_s']:.3g}",
                 f"{row['matmul_share']:.0%}",
-                f"{row['predicted_ms']:.4g}" if "predicted_ms" in row else "-",
-                f"{row['prediction_error']:+.0%}" if "predicted_ms" in row else "-",
                 "-" if row["over_best_peer"] is None else f"{row['over_best_peer']:.2f}",
             )
         )
     if result["not_run"]:
         remarks.append(f"out of time or memory: {len(result['not_run'])} cases not run")
     return "\n".join([*aligned(rows), *remarks])
-
-
-def predictions(cases: list[Case], device: Device) -> str:
-    """Predicted time and floor of each case on a device, nothing measured."""
-    rows = [("case", "predicted ms", "bound", "floor ms", "over floor", "GB/s", "TFLOP/s")]
-    for case in cases:
-        family = family_of(case)
-        found = family.predict(case, device)
-        rows.append(
-            (
-                case.name,
-                f"{1e3 * found.seconds:.4g}",
-                found.bound,
-                f"{1e3 * found.floor:.4g}",
-                f"{found.seconds / found.floor:.2f}",
-                f"{family.case_bytes(case) / found.seconds / 1e9:.0f}",
-                f"{family.case_flops(case) / found.seconds / 1e12:.3g}",
-            )
-        )
-    title = (
-        f"predicted, not measured: {device.name}, copy {device.copy_bytes_per_s / 1e12:.3g} TB/s, "
-        f"matmul {device.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
-    )
-    return "\n".join([title, *aligned(rows)])
 
 
 def _parser() -> Parser:
@@ -380,6 +326,5 @@ def _parser() -> Parser:
     add("--seconds", type=number(), metavar="S", help="start no case after this time")
     add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")
     add("--compile", type=integer(most=1024), metavar="N", help="call each case once in N processes, so that kernels are compiled; time nothing")  # fmt: skip
-    add("--predict", nargs="?", const="h200", choices=DEVICES, help="print predictions for a GPU (h200; those of AMD by their published peaks) and floors, measure nothing")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each case")
     return parser

@@ -1,5 +1,5 @@
 """What `bench.kernels` has to know of a family of cases: its tensors, what a result has to be, its
-work, its prediction, who can do it.
+work, who can do it.
 
 A family is what one type of case belongs to; the flow (check, time, check again, rates, table) is
 the same for all. A new family is an entry of ``FAMILIES``.
@@ -19,10 +19,10 @@ from ..cases.latent_rows import expect_rows, expect_topk, make_index, make_rows
 from ..cases.latent_shapes import LatentCase
 from ..cases.problem import expect, make_problem
 from ..cases.shapes import Case
+from ..cases.work import attention_bytes, attention_flops, latent_bytes, latent_flops
 from ..peers.attention import find_peers
 from ..peers.latent import find_latent_peers
 from ..peers.peer import Peer
-from . import prediction, prediction_latent
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ class Family:
         expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message or None.
         case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be
             computed.
-        predict: (case, device) -> time, by terms.
         find_peers: (folder or None) -> implementations, this repository's first, and {name: why} of
             those that are missing.
     """
@@ -44,14 +43,13 @@ class Family:
     expect: Callable[[Any], Any]
     case_bytes: Callable[[Any], float]
     case_flops: Callable[[Any], float]
-    predict: Callable[[Any, prediction.Device], prediction.Prediction]
     find_peers: Callable[[Path | None], tuple[list[Peer], dict[str, str]]]
 
 
 def _make_latents(case: LatentCase, device: torch.device, copies: int | None) -> Any:
     makers = {"index": make_index, "compress": make_rows, "write": make_rows}
     make = makers.get(case.shape.op, make_attention)
-    return make(case, device, case_bytes=prediction_latent.case_bytes(case), copies=copies)
+    return make(case, device, case_bytes=latent_bytes(case), copies=copies)
 
 
 def _expect_latents(problem: Any) -> Any:
@@ -63,17 +61,15 @@ FAMILIES = {
     Case: Family(
         lambda case, device, copies: make_problem(case, device, torch.bfloat16, copies=copies),
         expect,
-        prediction.case_bytes,
-        prediction.case_flops,
-        prediction.predict,
+        attention_bytes,
+        attention_flops,
         find_peers,
     ),
     LatentCase: Family(
         _make_latents,
         _expect_latents,
-        prediction_latent.case_bytes,
-        prediction_latent.case_flops,
-        prediction_latent.predict,
+        latent_bytes,
+        latent_flops,
         find_latent_peers,
     ),
 }

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.models.flashinfer import wrappers
+from quire.models.layers.flashinfer import BACKEND, LAYOUT, WORKSPACE_BYTES
 
 from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
@@ -31,6 +31,8 @@ from .peer import Call, Peer, Unsupported
 
 # (head_dim, whether there is a window) of the kernels that the named shapes and the main job use.
 KERNELS = ((128, False), (256, True), (128, True), (256, False), (512, False))
+# Its kernels over tensor cores, which serve grouped heads and prompts, have head_dim up to this.
+MOST_CHANNELS = 256
 # Channels of V3's latents with and without the roped ones: its kernel is one of its own.
 MLA_DIM, MLA_VALUE_DIM = 576, 512
 MLA_BACKEND = "fa3"
@@ -51,8 +53,8 @@ def flashinfer_peer(folder: Path | None) -> Peer:
             raise Unsupported("sinks")
         if built is not None and [shape.head_dim, shape.sliding_window is not None] not in built:
             raise Unsupported("its kernel for this head_dim was not built")
-        if shape.head_dim > wrappers.MOST_CHANNELS and case.phase != "decode":
-            raise Unsupported(f"head_dim above {wrappers.MOST_CHANNELS} in prefill")
+        if shape.head_dim > MOST_CHANNELS and case.phase != "decode":
+            raise Unsupported(f"head_dim above {MOST_CHANNELS} in prefill")
         return _flashinfer_calls(flashinfer, problem)
 
     return Peer("flashinfer", flashinfer.__version__, "plan() not timed", prepare)
@@ -69,24 +71,23 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    rows = wrappers.Rows(ints([0, *accumulate(counts)]), ints(indices), ints(last))
-    planned = wrappers.Shape(
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        case.block_size,
-        shape.sliding_window,
-        problem.softmax_scale,
-        problem.q.dtype,
-        problem.q.dtype,
-    )
-    scratch = wrappers.make_workspace(device)
+    rows = ints([0, *accumulate(counts)]), ints(indices), ints(last)
+    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim, case.block_size
+    options = {
+        "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
+        "sm_scale": problem.softmax_scale,
+        "q_data_type": problem.q.dtype,
+        "kv_data_type": problem.q.dtype,
+    }
+    scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if case.phase == "decode":
-        wrapper = wrappers.decode_wrapper(flashinfer, scratch, head_dim=shape.head_dim)
-        wrappers.plan_decode(wrapper, planned, rows)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            scratch, LAYOUT, use_tensor_cores=shape.head_dim <= MOST_CHANNELS, backend=BACKEND
+        )
+        wrapper.plan(*rows, *heads, **options)
     else:
-        wrapper = wrappers.prefill_wrapper(flashinfer, scratch)
-        wrappers.plan_prefill(wrapper, planned, problem.cu_seqlens_q, rows)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, LAYOUT, backend=BACKEND)
+        wrapper.plan(problem.cu_seqlens_q, *rows, *heads, causal=True, **options)
     out = torch.full_like(problem.q[0], float("nan"))
 
     def call(copy: int) -> Call:
@@ -121,7 +122,7 @@ def _mla_calls(flashinfer: Any, problem: AttentionProblem) -> list[Call]:
     assert problem.entries is not None and problem.entry_table is not None
     count = -(-case.context // shape.rows)
     indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count
-    scratch = wrappers.make_workspace(device)
+    scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=MLA_BACKEND)
     rope_dim = shape.head_dim - shape.head_dim_v
     wrapper.plan(
@@ -179,10 +180,10 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
                     rope_dim = MLA_DIM - MLA_VALUE_DIM
                     shape = (*bf16, torch.int32, MLA_VALUE_DIM, rope_dim, False)
                     specs.append(modules.gen_batch_mla_module(MLA_BACKEND, *shape))
-                elif dim > wrappers.MOST_CHANNELS:
+                elif dim > MOST_CHANNELS:
                     specs.append(modules.gen_batch_decode_module(*shape))
                 else:
-                    specs.append(prefill(wrappers.BACKEND, *shape, False))
+                    specs.append(prefill(BACKEND, *shape, False))
             build(specs, verbose=False, skip_prebuilt=True)
             built += [list(kernel) for kernel in group]
             outcome = "built"

@@ -10,7 +10,7 @@ right, then says how fast it was.
     python -m bench.prefill_decode --compare torch --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
     python -m bench.prefill_decode --num-pages 400 --host-cache 0.25 --no-baseline
-    python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2 --context-parallel-size 2
+    python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
 format. At most --max-num-seqs requests are in the engine at once; the next is added when one is
@@ -40,8 +40,7 @@ prompts run once more without it, which outputs of the first run are compared wi
 With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
 part of the model. What they generate is checked by the passes of one rank, which has to hold the
 whole model; then come the bytes that a rank sends, against the least that tensor parallel can, and
-the context that a pool of the same bytes holds, against one rank's. With --context-parallel-size N
-as well they share the context, and what they send for that comes apart.
+the context that a pool of the same bytes holds, against one rank's.
 
 With --compare the prompts run once more, with caching and the other implementation, and both are
 printed side by side; what it generates is checked as well. "flashinfer" is attention through
@@ -66,7 +65,6 @@ from typing import Any
 
 import torch
 
-from quire.kernels.common import flashinfer
 from quire.models.command import (
     MAX_DRAFTS,
     MAX_PAGES,
@@ -84,7 +82,8 @@ from quire.models.engine.config import FLASHINFER, IMPLS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
-from quire.models.flashinfer.support import expect_supported
+from quire.models.layers.flashinfer import expect_supported
+from quire.models.layers.flashinfer import import_flashinfer as import_installed
 from quire.models.llm import DRAFTERS
 from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
@@ -138,11 +137,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 "tensor_parallel_size: expected no --host-cache or --speculate with it"
             )
-        if args.context_parallel_size not in (None, args.tensor_parallel_size):
-            raise ValueError(
-                "context_parallel_size: expected as many as --tensor-parallel-size, "
-                f"{args.tensor_parallel_size}, got {args.context_parallel_size}"
-            )
         torch.set_num_threads(args.threads)
         if args.plot:
             require_matplotlib(args.plot)
@@ -156,9 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
         )  # fmt: skip
         if args.tensor_parallel_size is not None:
-            split = args.context_parallel_size is not None
             # Says what does not fit.
-            shard_config(built.model.config, args.tensor_parallel_size, split_context=split)
+            shard_config(built.model.config, args.tensor_parallel_size)
         workload = _workload(args, built)
         settings = _settings(args, device, workload)
         if FLASHINFER in (args.impl, args.compare):
@@ -174,7 +167,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             split_runs=args.split or 1,
             compare=args.compare,
             num_ranks=args.tensor_parallel_size,
-            split_context=args.context_parallel_size is not None,
             keep=lambda result: write_json(args.json, result, final=False, indent=2),
         )
         write_json(args.json, result, indent=2)
@@ -205,7 +197,6 @@ def measure(
     split_runs: int = 1,
     compare: str | None = None,
     num_ranks: int | None = None,
-    split_context: bool = False,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
@@ -219,7 +210,6 @@ def measure(
             the first.
         compare: None, or the implementation to run once more with.
         num_ranks: None, or how many ranks to run once more on.
-        split_context: whether these share the context.
         keep: gets the dictionary as far as it is known, whenever a run is checked.
 
     Raises:
@@ -322,12 +312,11 @@ def measure(
     if num_ranks:
         keep(known())
         prompts = cached.run.prompts
-        context_size = num_ranks if split_context else 1
         parallel = run_on_ranks(
             built,
             built.directory,
             workload,
-            replace(settings, tensor_parallel_size=num_ranks, context_parallel_size=context_size),
+            replace(settings, tensor_parallel_size=num_ranks),
             prompts,
             bytes_per_token=cached.bytes_per_token,
         )
@@ -383,9 +372,9 @@ def _check_differing(
 
 def _expect_flashinfer(built: BenchModel, settings: EngineConfig, peers: Path | None) -> None:
     """Says before anything runs what stands against FlashInfer."""
-    expect_supported(built.model, settings)
+    expect_supported(built.model, kv_cache_dtype=settings.kv_cache_dtype, replay=settings.replay)
     if peers is None:
-        flashinfer.import_flashinfer()
+        import_installed()
         return
     import_flashinfer(peers)
     config = built.model.config
@@ -459,12 +448,6 @@ def _parser() -> Parser:
         type=integer(2, MAX_SIZE),
         metavar="N",
         help="run once more on N ranks of this machine",
-    )
-    add(
-        "--context-parallel-size",
-        type=integer(2, MAX_SIZE),
-        metavar="N",
-        help="these ranks share the context; N as above",
     )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add(

@@ -9,12 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from quire.models.config.model import SLIDING
-from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.engine.config import EngineConfig
+from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
-from quire.models.parallel.lockstep import LockstepEngine
 
 from ..common.hf_checkpoint import save_checkpoint
 from ..common.workload import Workload
@@ -73,7 +71,6 @@ def run_on_ranks(
     sent_share = 2 * (size - 1) / size
     return run, {
         "size": size,
-        "context_size": memory.context_size,
         "memory": memory.describe(),
         "tokens_per_step": sum(steps) / len(steps),
         "sum_bytes_per_layer_token": sent["sum"] / each,
@@ -81,43 +78,19 @@ def run_on_ranks(
         "gather_bytes_per_row": sent["gather"] / counted,
         "sent_share": sent_share,
         "capacity": bytes_per_token / memory.bytes_per_token,
-        "context": None
-        if memory.context_size == 1
-        else {
-            # A part that all get goes to each of the others; of what is dealt, one part stays.
-            "queries_bytes_per_layer_token": (size - 1) * sent["queries"] / each,
-            "topk_bytes_per_layer_token": (size - 1) * sent["topk"] / each,
-            "parts_bytes_per_layer_token": (size - 1) / size * sent["exchange"] / each,
-            "least_bytes_per_layer_token": least_of_context(config, size)
-            * built.model.dtype.itemsize
-            / config.num_layers,
-        },
     }
 
 
-def bytes_sent(engine: LockstepEngine, num_tokens: int) -> dict[str, int]:
+def bytes_sent(engine: Engine, num_tokens: int) -> dict[str, int]:
     """Bytes of each kind of message in so many decode steps of one request."""
-    engine.everywhere(LockstepEngine.forget_graphs)
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     engine.add_request([engine.model.config.vocab_size - 1], params)
-    before, computed = engine.group.sent.copy(), 0
+    sent, graphs, engine._graphs = engine.model.group.sent, engine._graphs, None  # counted eagerly
+    before, computed = sent.copy(), 0
     while engine.has_work:
         report = engine.step()
         assert report is not None
         computed += report.num_tokens
     assert computed == num_tokens, (computed, num_tokens)
-    return engine.group.sent - before
-
-
-def least_of_context(config: Any, size: int) -> float:
-    """Channels that a rank has to send for a token where ranks share a context, in all layers.
-
-    Keys and values stay where they are. So of each layer that sees the context, the queries of a
-    rank's heads go to all others, and what these find for them comes back.
-    """
-    if isinstance(config, DeepseekV4Config):
-        widths = [config.num_heads * config.head_dim for kind in config.layer_types if kind != SLIDING]  # fmt: skip
-    else:
-        shapes = [config.attention(layer) for layer in range(config.num_layers)]
-        widths = [s.num_heads * s.head_dim for s in shapes if s.sliding_window is None]
-    return 2 * (size - 1) / size * sum(widths)
+    engine._graphs = graphs
+    return sent - before

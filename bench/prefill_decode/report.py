@@ -28,10 +28,8 @@ dictionary::
                            decoding request, 1 without drafts (the acceptance length)
     tiers                  with --host-cache: host_gib; counters {name: count}; moved {to_host, to_device: bytes}; without, of the same
                            prompts without it, as cached; comparison, of cached against it; or null
-    ranks                  with --tensor-parallel-size: size; context_size, ranks that share a context; memory of a rank, in words;
-                           capacity, tokens of a rank's pool by those of one that has all of the model, in as many bytes; context, null or
-                           what a rank sends for a token in a layer: {queries, parts, topk, least}_bytes_per_layer_token, least of queries
-                           and of parts of attention alone; tokens_per_step; sum_bytes_per_layer_token, what is
+    ranks                  with --tensor-parallel-size: size; memory of a rank, in words;
+                           capacity, tokens of a rank's pool by those of one that has all of the model, in as many bytes; tokens_per_step; sum_bytes_per_layer_token, what is
                            summed of a token in a layer (embedding included), least_bytes_per_layer_token, of two sums of its hidden state;
                            gather_bytes_per_row, logits of a rank; sent_share, how often a rank sends what is summed; run and comparison as of
                            other_impl; or null

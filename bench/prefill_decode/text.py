@@ -118,21 +118,9 @@ def _ranks(parallel: dict[str, Any], result: dict[str, Any]) -> list[str]:
     same, tokens = parallel["comparison"], parallel["tokens_per_step"]
     share, least = parallel["sent_share"], parallel["least_bytes_per_layer_token"]
     summed = parallel["sum_bytes_per_layer_token"]
-    lines = [
+    return [
         f"{parallel['size']} ranks: a rank sends {share * tokens * summed / 1024:.4g} KiB a layer a step ({tokens:.1f} tokens), {summed / least:.3f} x the least "
         f"possible {share * tokens * least / 1024:.4g} KiB; and {parallel['gather_bytes_per_row'] / 1024:.4g} KiB of logits for each sampled row",
-    ]
-    if (context := parallel["context"]) is not None:
-        queries, parts, topk, least = (
-            tokens * context[f"{name}_bytes_per_layer_token"] / 1024
-            for name in ("queries", "parts", "topk", "least")
-        )
-        lines.append(
-            f"for the context that they share: {queries + parts + topk:.4g} KiB a layer a step, {(queries + parts + topk) / least:.3f} x the least possible "
-            f"{least:.4g} KiB (queries {queries:.4g}, parts of attention {parts:.4g}, best entries {topk:.4g})"
-        )
-    return [
-        *lines,
         f"{parallel['size']} ranks: a rank's pool of the same bytes holds {parallel['capacity']:.2f} x the context of one rank's",
         f"{parallel['size']} ranks against one: {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; identical output: "
         f"{same['identical_requests']} of {result['workload']['requests']} requests, {same['identical_tokens']} of {same['output_tokens']} tokens",

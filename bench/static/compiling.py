@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
+import subprocess
+import tempfile
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from quire.kernels.common import launching
-from quire.kernels.common.arch import Arch, named
+from quire.kernels.common.arch import named
 
-from . import amdgcn, sass, ttgir
-from .cases import PIPELINED, StaticCase, all_cases, launches_of
-from .limits import SIMDS, resident_programs, resident_workgroups
+from .cases import StaticCase, all_cases, launches_of
+from .launches import Launch
+from .limits import resident_programs, resident_workgroups
 
 
 def specialise(
-    launch: Any,
+    launch: Launch,
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any], dict[str, Any]]:
     """Signature, constants, divisibility hints and options that Triton's launcher derives from
     these arguments; constants and hints by the index of an argument, and of a tuple's field."""
-    from quire.kernels.common.launching import OPTIONS
-
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -37,7 +36,7 @@ def specialise(
                 value, not parameter.do_not_specialize, (index,), constants, attributes
             )
     options = {k: v for k, v in launch.arguments.items() if k not in launch.kernel.arg_names}
-    return signature, constants, attributes, options | OPTIONS
+    return signature, constants, attributes, options
 
 
 def _specialise(
@@ -86,64 +85,38 @@ def _specialise(
 def distinct(
     archs: Sequence[str], only: str = "", samples: Sequence[str] = (), tiles: Sequence[str] = ()
 ) -> list[tuple[str, str, int]]:
-    """(case's name, arch, index of the launch): all cases for ``archs``, the samples for
-    ``samples``, and for ``tiles`` one launch of each kernel, dtype and tile shape.
-
-    What an earlier one compiles to as well is left out; samples come first, so that a kernel goes
-    by one name in every run.
+    """The kernels to compile, each once: (name of the case, architecture, index of the launch).
 
     Args:
-        only: what the names of the cases contain.
+        archs: architectures of all cases.
+        only: text in the names of the cases.
+        samples: architectures of the samples alone.
+        tiles: architectures of one launch for each kernel, dtype, head_dim and tile shape.
     """
-    work, seen = [], set()
+    work: list[tuple[str, str, int]] = []
+    seen: set[tuple[Any, ...]] = set()
+    # Samples come first, so that a kernel goes by one name in every run.
     cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
     for arch in (*archs, *tiles, *samples):
         for name, case in cases:
             if only not in name or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(launches_of(case, named(arch))):
-                kernel, head_dim = launch.kernel.__name__, launch.values.get("HEAD_DIM")
-                keys = [(arch, kernel, repr(specialise(launch)))]
+                compiled = (arch, launch.name, repr(specialise(launch)))
+                if compiled in seen:
+                    continue
+                seen.add(compiled)
                 if arch in tiles:
-                    keys.append((arch, kernel, case.dtype, head_dim, config(launch)))
-                for key in keys:
-                    if key in seen:
-                        break
-                    seen.add(key)
-                else:
-                    work.append((name, arch, index))
+                    head_dim = launch.values.get("HEAD_DIM")
+                    shape = (arch, launch.name, case.dtype, head_dim, config(launch))
+                    if shape in seen:
+                        continue
+                    seen.add(shape)
+                work.append((name, arch, index))
     return work
 
 
-def key(name: str, arch: str, index: int) -> str:
-    """What decides a row, in 16 hex digits: with another Triton, another source of the kernel or of
-    what it calls, other arguments or another way of reading what is compiled they differ.
-
-    Args:
-        name, arch, index: as of ``measure``.
-    """
-    import triton
-
-    case = all_cases()[name]
-    launch = case.launches(named(arch))[index]
-    sizes = (case.dtype, case.key_bytes, case.scale_bytes, case.min_copy_bytes)
-    parts = (
-        triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch),
-        named(arch), sizes, _readers(named(arch).maker),
-    )  # fmt: skip
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-@cache
-def _readers(maker: str) -> str:
-    """A hash of the modules that make a row of what Triton gives, for the GPUs of a maker."""
-    own = {"nvidia": ("sass", "ttgir"), "amd": ("amdgcn",)}[maker]
-    folder = Path(__file__).parent
-    files = [folder / f"{name}.py" for name in ("compiling", "limits", *own)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def config(launch: Any) -> str:
+def config(launch: Launch) -> str:
     """Tile shape, warps and stages of a launch, and v2 where two programs share a query tile."""
     values, parts = launch.values, value_parts(launch)
     tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
@@ -152,18 +125,18 @@ def config(launch: Any) -> str:
     return f"{text} v{parts}".strip() if parts > 1 else text.strip()
 
 
-def value_parts(launch: Any) -> int:
+def value_parts(launch: Launch) -> int:
     """Programs that share a query tile, each with a part of the values."""
     values = launch.values
     return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
 
 
 def measure(name: str, arch: str, index: int) -> dict[str, Any]:
-    """Compile a kernel of a case for an architecture: its row of the report.
+    """Compile a kernel of a case for an architecture; returns its row of the report.
 
     Args:
         name: of the case.
-        index: of the kernel among the case's launches.
+        index: of the launch among the case's.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -171,104 +144,35 @@ def measure(name: str, arch: str, index: int) -> dict[str, Any]:
 
     started = processor_seconds()
     case = all_cases()[name]
-    launch = case.launches(named(arch))[index]
-    kernel = launch.kernel.__name__.strip("_")
+    launch = launches_of(case, named(arch))[index]
     signature, constants, attributes, options = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     with launching.without_buffer_operations():
         compiled = triton.compile(source, target=GPUTarget(*named(arch).target), options=options)
-    read = _read_nvidia if named(arch).maker == "nvidia" else _read_amd
+    metadata = compiled.metadata
+    if named(arch).maker == "nvidia":
+        registers, spill_bytes = _usage(compiled.asm["cubin"])
+        columns = getattr(metadata, "tmem_size", None) or 0
+        threads = metadata.num_warps * 32
+        resident = resident_programs(arch, registers, metadata.shared, threads, columns)
+    else:
+        registers, spill_bytes = amd_usage(compiled.asm["amdgcn"])
+        resident = resident_workgroups(arch, registers, metadata.shared, metadata.num_warps)
     return {
-        "kernel": kernel,
+        "kernel": launch.name,
         "case": name,
         "config": config(launch),
         "arch": arch,
         "dtype": case.dtype,
-        "shared_bytes": compiled.metadata.shared,
+        "registers": registers,
+        "spill_bytes": spill_bytes,
+        "shared_bytes": metadata.shared,
         "shared_limit": named(arch).shared_memory,
-        "min_copy_bytes": case.min_copy_bytes,
-        **read(case, launch, named(arch), compiled),
+        "ctas_per_sm": resident,
+        "bytes_in_flight_per_sm": (metadata.num_stages - 1) * _tile_bytes(case, launch) * resident,
         "triton": triton.__version__,
         "seconds": round(processor_seconds() - started, 2),
     }
-
-
-def _read_nvidia(case: StaticCase, launch: Any, arch: Arch, compiled: Any) -> dict[str, Any]:
-    """The columns of a row that are read from a cubin."""
-    import torch
-
-    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
-    threads = metadata.num_warps * 32
-    resident = resident_programs(
-        arch.name,
-        code.registers,
-        metadata.shared,
-        threads,
-        getattr(metadata, "tmem_size", None) or 0,
-    )
-    copy, tiles, in_flight, instructions = 0, 0, 0, None
-    if (tile_bytes := _tile_bytes(case, launch)) is not None:
-        element_size = getattr(torch, case.dtype).itemsize
-        copy = code.copy_bytes(element_size, case.scale_bytes)
-        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
-        tiles = ttgir.tiles_in_flight(compiled.asm["ttgir"]) or 0
-        in_flight = tile_bytes * tiles * resident
-    return {
-        "registers": code.registers,
-        "accumulators": None,
-        "spill_bytes": code.spill_bytes,
-        "stack_bytes": code.stack_bytes,
-        "scalar_spills": None,
-        "ctas_per_sm": resident,
-        "waves_per_simd": None,
-        "mma": code.mma,
-        "loads": None,
-        "kv_copy_bytes": copy,
-        "tiles_in_flight": tiles,
-        "bytes_in_flight_per_sm": in_flight,
-        "sass_per_tile": instructions,
-    }
-
-
-def _read_amd(case: StaticCase, launch: Any, arch: Arch, compiled: Any) -> dict[str, Any]:
-    """The columns of a row that are read from AMD assembly; those in flight are not known."""
-    code, metadata = amdgcn.read(compiled.asm["amdgcn"]), compiled.metadata
-    resident = resident_workgroups(arch.name, code.registers, metadata.shared, metadata.num_warps)
-    loads, copy, instructions = "", 0, None
-    if (tile_bytes := _tile_bytes(case, launch)) is not None:
-        loads, copy = code.loads(), code.load_bytes()
-        instructions = code.tile_instructions(tile_bytes, metadata.num_warps * arch.lanes)
-    return {
-        "registers": code.registers,
-        "accumulators": code.accumulators,
-        "spill_bytes": 4 * code.spilled,
-        "stack_bytes": code.scratch_bytes,
-        "scalar_spills": code.scalar_spills,
-        "ctas_per_sm": resident,
-        "waves_per_simd": resident * metadata.num_warps // SIMDS,
-        "mma": code.mma,
-        "loads": loads,
-        "kv_copy_bytes": copy,
-        "tiles_in_flight": 0,
-        "bytes_in_flight_per_sm": 0,
-        "sass_per_tile": instructions,
-    }
-
-
-def _tile_bytes(case: StaticCase, launch: Any) -> int | None:
-    """Bytes of a K/V tile, without scales; None of a kernel without such tiles."""
-    if not launch.kernel.__name__.endswith(PIPELINED):
-        return None
-    tile_bytes, parts = launch.values["BLOCK_N"] * case.key_bytes, value_parts(launch)
-    if parts > 1:  # all of a key, and a part of its values
-        tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
-    return int(tile_bytes)
-
-
-def processor_seconds() -> float:
-    """Processor time of this process and of those that it has waited for."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def attempt(name: str, arch: str, index: int) -> dict[str, Any] | str:
@@ -279,3 +183,60 @@ def attempt(name: str, arch: str, index: int) -> dict[str, Any] | str:
         raise
     except Exception as error:
         return f"{name} {arch}: does not compile: {type(error).__name__}: {error}"
+
+
+def problems(row: dict[str, Any]) -> list[str]:
+    """The rules that a compiled kernel breaks."""
+    found = []
+    if row["spill_bytes"]:
+        found.append(f"spills {row['spill_bytes']} bytes")
+    if row["shared_bytes"] > row["shared_limit"]:
+        found.append(
+            f"needs {row['shared_bytes']} bytes of shared memory, limit {row['shared_limit']}"
+        )
+    elif not row["ctas_per_sm"]:
+        found.append(f"cannot be launched: {row['config']}, {row['registers']} registers a thread")
+    return found
+
+
+def amd_usage(assembly: str) -> tuple[int, int]:
+    """Vector registers of a lane with those for accumulators, and bytes that it spills."""
+    spilled = _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
+    scratch = _number(r"\.private_segment_fixed_size:\s+(\d+)", assembly)
+    return _number(r"\.vgpr_count:\s+(\d+)", assembly), max(4 * spilled, scratch)
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _tile_bytes(case: StaticCase, launch: Launch) -> int:
+    """Bytes of a tile of keys and values; 0 for a kernel without such tiles."""
+    if not case.key_bytes or "BLOCK_N" not in launch.values:
+        return 0
+    tile_bytes, parts = launch.values["BLOCK_N"] * case.key_bytes, value_parts(launch)
+    if parts > 1:  # all of a key, and a part of its values
+        tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
+    return int(tile_bytes)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack frame, where nothing but spills lies."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [folder / "cuobjdump", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"expected {pattern!r} in what the compiler says, got {text[:200]!r}")
+    return int(found[1])

@@ -21,8 +21,8 @@ After ``--seconds`` no entry is begun; of the entry in hand, what is not compile
 no further case is timed.
 
 A table holds one entry for all architectures of a class (``Arch.tiles``); ``--write`` changes those
-of this GPU's class alone. Run ``python -m bench.static --all`` afterwards: an entry has to hold on
-the other architectures of its class too.
+of this GPU's class alone. Run ``python -m bench.static --arch`` with the other architectures of its
+class afterwards: an entry has to hold on these too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ..common.table import aligned
 from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..kernels.families import family_of
-from ..static.cases import ARCHS
+from ..static.limits import ARCHS
 from .entries import Case, TableEntry, rewritten, table_entries, tiny_cases, tuned_cases
 
 # A new shape has to be faster than the table's own by this much.
@@ -63,14 +63,14 @@ GAIN = 0.02
 
 def compiled(entry: TableEntry, config: Any, arch: Arch) -> str | None:
     """Why a tile shape may not be used, by what it compiles to; None if it may."""
-    from ..static import compiling, rules
+    from ..static import compiling
 
     for case in entry.static_cases(arch):
         with entry.using(config):
             row = compiling.attempt(case, arch.name, 0)
         if isinstance(row, str):
             return row
-        if found := rules.problems(row):
+        if found := compiling.problems(row):
             return "; ".join(found)
     return None
 

@@ -44,14 +44,11 @@ CASES_PER_ENTRY = 4
 def _launch_choices(arch: Arch) -> dict[str, tuple[Any, ...]]:
     """Warps, stages and rows of the matrix instruction that are worth compiling for.
 
-    AMD's copies go through registers, so that one tile on its way is much, and none is a choice;
-    a wavefront of RDNA has half the lanes of one of CDNA.
+    AMD's copies go through registers, so that one tile on its way is much, and none is a choice.
     """
     if arch.maker == "nvidia":
         return {"warps": (4, 8), "stages": (2, 3, 4, 5), "nonkdims": (None,)}
-    if arch.matrix == "mfma":
-        return {"warps": (4, 8), "stages": (1, 2, 3), "nonkdims": (None, 16)}
-    return {"warps": (4, 8, 16), "stages": (1, 2), "nonkdims": (None,)}
+    return {"warps": (4, 8), "stages": (1, 2, 3), "nonkdims": (None, 16)}
 
 
 class TableEntry(ABC):
@@ -205,7 +202,7 @@ class _MlaEntry(TableEntry):
 
     rows: int
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "parts", "nonkdim")
+    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "nonkdim")
     module, table = mla_triton, mla_configs.TILES
 
     @property
@@ -219,12 +216,11 @@ class _MlaEntry(TableEntry):
         found = [self.current(arch)]
         per_sm = (1, 2) if self.rows == 16 else (1,)
         warps, stages, nonkdims = _launch_choices(arch).values()
-        parts = (1, 4, 8) if arch.matrix == "wmma" else (1,)
         divides = (True, False) if arch.maker == "nvidia" else (False,)
-        for shape in product(
-            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, parts, nonkdims
+        for *shape, nonkdim in product(
+            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, nonkdims
         ):
-            config = mla_configs.MlaConfig(self.rows, *shape)
+            config = mla_configs.MlaConfig(self.rows, *shape, matrix_instr_nonkdim=nonkdim)
             if _fits(config, 2 * (512 + 64), arch) and config not in found:
                 found.append(config)
         return found
@@ -271,8 +267,12 @@ class _CompressedEntry(TableEntry):
         found = [self.current(arch)]
         warps, stages, nonkdims = _launch_choices(arch).values()
         divides = (True, False) if arch.maker == "nvidia" else (False,)
-        for shape in product((16, 32, 64), warps, stages[:3], (True, False), divides, nonkdims):
-            config = compressed_configs.CompressedConfig(self.rows, *shape)
+        for *shape, nonkdim in product(
+            (16, 32, 64), warps, stages[:3], (True, False), divides, nonkdims
+        ):
+            config = compressed_configs.CompressedConfig(
+                self.rows, *shape, matrix_instr_nonkdim=nonkdim
+            )
             if _fits(config, 576 if self.fp8 else 2 * 512, arch) and config not in found:
                 found.append(config)
         return found

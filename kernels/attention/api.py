@@ -1,7 +1,6 @@
 """The public functions: choose the implementation by name, and never fall back to another.
 
-Next: `triton_impl`, or `torch_impl` on a CPU. Both begin with the checks of `call`, which Triton's
-makes once for calls that look alike.
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
 
 Torch is imported here and Triton only by the functions that launch a kernel, so that
 ``impl="torch"`` works where Triton is missing.
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -119,7 +117,29 @@ def paged_attention(
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online
         softmax; gpt-oss for sinks.
     """
-    return _attention({**locals(), "sliding_window": None})
+    call = AttentionCall(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        k=k,
+        v=v,
+        context_only=context_only,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+    )
+    return _attention(call, impl)
 
 
 def sliding_window_attention(
@@ -169,7 +189,29 @@ def sliding_window_attention(
     Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
     """
     checks.expect_int("sliding_window", sliding_window, 1)
-    return _attention(locals())
+    call = AttentionCall(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        k=k,
+        v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        sliding_window=sliding_window,
+    )
+    return _attention(call, impl)
 
 
 def attention_for(sliding_window: int | None) -> Callable[..., torch.Tensor]:
@@ -223,14 +265,13 @@ def merge_partials(
 
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
     """
-    arguments = locals()
-    if implementation(arguments.pop("impl"), partial_out) == "triton":
-        from . import merge
-
-        return merge.merge(arguments)
-    from . import torch_impl
-
-    return torch_impl.merge_partials(**arguments | {"out": check_merge(**arguments)})
+    chosen = implementation(impl, partial_out)
+    out = check_merge(partial_out, partial_lse, sinks, out, lse)
+    if chosen == "triton":
+        from .merge import merge_partials as merge
+    else:
+        from .torch_impl import merge_partials as merge
+    return merge(partial_out, partial_lse, sinks, out, lse)
 
 
 def workspace_numel(
@@ -285,11 +326,11 @@ def workspace_numel(
     ).workspace_numel
 
 
-def _attention(arguments: dict[str, Any]) -> torch.Tensor:
-    if implementation(arguments.pop("impl"), arguments["q"]) == "triton":
-        from . import triton_impl as paged
-
-        return paged.attention(arguments)
-    from . import torch_impl
-
-    return torch_impl.attention(check_attention(AttentionCall(**arguments)))
+def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
+    chosen = implementation(impl, call.q)
+    call = check_attention(call)
+    if chosen == "triton":
+        from .triton_impl import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)

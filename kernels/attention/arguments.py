@@ -29,8 +29,6 @@ class TileConfig(NamedTuple):
         PAGED_CONTEXT: whether the keys in the pages are those before the step alone, which every
             row sees.
         DIVIDE: whether warps have to be made to divide the scores of a tile.
-        KEY_PARTS: parts of the channels that queries and keys are read and multiplied in; 1: the
-            queries stay in registers.
     """
 
     HEAD_DIM: Any
@@ -51,7 +49,6 @@ class TileConfig(NamedTuple):
     PTX: Any
     PAGED_CONTEXT: Any
     DIVIDE: Any
-    KEY_PARTS: Any
 
 
 class Softmax(NamedTuple):
@@ -72,8 +69,7 @@ class QueryTile(NamedTuple):
     """The rows of a query tile.
 
     Attributes:
-        q: [BLOCK_M, HEAD_DIM]; with KEY_PARTS above 1 [BLOCK_M] pointers to the rows, to others in
-            place of those that are not live.
+        q: [BLOCK_M, HEAD_DIM].
         token: [BLOCK_M], each row's token in its sequence's step.
         first, last: the first and the last of them.
         context: keys of the sequence before the step.

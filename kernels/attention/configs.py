@@ -38,9 +38,6 @@ class Config:
         mask_all: one loop with masks for each source of keys, instead of one without for whole
             tiles and one with for the edges.
         fp16_values: of fp8 pages, see ``uses_fp16_values``.
-        key_parts: parts of the channels that queries and keys are read and multiplied in, for every
-            tile (`key_parts`); 1: the queries stay in registers. Above 1 all tiles are masked, and
-            values of fp8 pages become what the queries are.
         matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
             choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
@@ -54,7 +51,6 @@ class Config:
     programs_per_sm: int = 0
     mask_all: bool = False
     fp16_values: Literal["never", "one_scale", "always"] = "never"
-    key_parts: int = 1
     matrix_instr_nonkdim: int | None = None
 
 
@@ -63,7 +59,7 @@ TILES = TileTable(Path(__file__).with_name("tiles.json"), Config)
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the decode part of a batch is split (``common.split_kv``).
+    """How the decode part of a batch is split (``split_kv``).
 
     Attributes:
         block_m: rows of the query tile.
@@ -132,8 +128,6 @@ def uses_fp16_values(config: Config, row_scales: bool) -> bool:
         config: the launch; ``fp16_values`` counts in a tile of more than 32 rows.
         row_scales: whether each row has a scale, or all have one.
     """
-    if config.key_parts > 1:
-        return False
     wanted = ("always",) if row_scales else ("always", "one_scale")
     return config.block_m <= 32 or config.fp16_values in wanted
 

@@ -1,14 +1,14 @@
 """The decode kernel of paged attention: a program computes one KV split of one sequence.
 
 Decode sequences have few new tokens, which fit one query tile: next, `query_tile` walks its keys.
-`common.split_kv` says which keys are whose; `merge` merges the splits of a sequence.
+`split_kv` says which keys are whose; `merge` merges the splits of a sequence.
 """
 
 import triton
 import triton.language as tl
 
-from ..common import split_kv
-from ..common.query_tiles import readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import row_pointers, rows_of_tile
+from . import split_kv
 from .arguments import KeySplit, QueryTile, Source
 from .quantized_tile import Scales
 from .query_tile import attend_query_tile, store_query_tile
@@ -25,7 +25,7 @@ def decode_kernel(
     Args:
         partial_out: fp32 results of the splits of sequences that have several, then from element
             first_lse on their lse; None: no sequence is split.
-        target_items: as in `common.split_kv`.
+        target_items: as in `split_kv`.
         MIN_TOKENS: keys of a split, at least.
         others: as in `prefill_kernel`.
     """
@@ -70,17 +70,12 @@ def decode_kernel(
     token, group_head, live = rows_of_tile(
         head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
     )
-    if CONFIG.KEY_PARTS > 1:
-        q_token, q_head = readable_rows(token, group_head, live, 0)
-    else:
-        q_token, q_head = token, group_head
-    q_tile = row_pointers(
-        q.data, first_token, first_head, q_token, q_head, q.stride_token, q.stride_head
+    q_rows = row_pointers(
+        q.data, first_token, first_head, token, group_head, q.stride_token, q.stride_head
     )
-    if CONFIG.KEY_PARTS == 1:
-        q_tile = tl.load(
-            q_tile[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
-        )
+    q_tile = tl.load(
+        q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+    )
     scales = None
     if CONFIG.SCALES == "rows":
         scales = Scales(

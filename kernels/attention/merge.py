@@ -16,12 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, split_kv, strided
+from ..common import strided
 from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS
-from ..common.launching import Launch
+from ..common.launching import Launch, run
 from ..common.merging import block_parts, load_sink, merge_rows
-from .call import AttentionCall, check_merge
+from . import split_kv
+from .call import AttentionCall
 from .configs import DecodePlan
 
 
@@ -75,7 +76,7 @@ def _merge_splits_kernel(
     target_items, sliding_window, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
     MIN_TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the KV splits of one head of one decode sequence, numbered as in `common.split_kv`."""
+    """Merge the KV splits of one head of one decode sequence, numbered as in `split_kv`."""
     seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = tl.load(cu_seqlens_q + seq)
@@ -112,14 +113,16 @@ def _merge_splits_kernel(
 MERGE_REGISTERS = 80
 
 
-def merge(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``quire.kernels.merge_partials(**arguments)``; returns ``out``."""
-    return launch_cache.run(prepare, arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    checked = {**arguments, "out": check_merge(**arguments)}
-    return checked, [prepare(**checked)]
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.merge_partials``; returns ``out``."""
+    run([prepare(partial_out, partial_lse, sinks, out, lse)], out)
+    return out
 
 
 def prepare(

@@ -8,8 +8,8 @@ turns. Neither changes a bit of the result. Next: `query_tile`, which walks the 
 import triton
 import triton.language as tl
 
-from ..common import split_kv
-from ..common.query_tiles import find_query_tile, readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import find_query_tile, row_pointers, rows_of_tile
+from . import split_kv
 from .arguments import KeySplit, QueryTile, Source, Tiles
 from .quantized_tile import Scales
 from .query_tile import attend_query_tile, store_query_tile
@@ -70,16 +70,11 @@ def prefill_kernel(
                 head_index % HEAD_TILES, q_len - q_first, GROUP, BLOCK_Q,
                 CONFIG.HEADS, CONFIG.BLOCK_M,
             )  # fmt: skip
-            if CONFIG.KEY_PARTS > 1:
-                q_token, q_head = readable_rows(token, group_head, live, 0)
-            else:
-                q_token, q_head = token, group_head
-            q_tile = row_pointers(
-                q.data, tile_token, first_head, q_token, q_head, q.stride_token, q.stride_head
+            q_rows = row_pointers(
+                q.data, tile_token, first_head, token, group_head, q.stride_token, q.stride_head
             )
-            if CONFIG.KEY_PARTS == 1:
-                dim = tl.arange(0, CONFIG.HEAD_DIM)
-                q_tile = tl.load(q_tile[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+            dim = tl.arange(0, CONFIG.HEAD_DIM)
+            q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
             channel = part * VALUE_DIM
             scales = None
             if CONFIG.SCALES == "rows":

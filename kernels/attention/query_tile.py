@@ -5,7 +5,6 @@ import triton.language as tl
 
 from ..common.query_tiles import LOG2E, fold_sink, load_page, natural_lse, place_in_pages
 from .arguments import Span, Walk
-from .key_parts import attend_in_parts
 from .quantized_tile import halve, halve_pairs, load_scales, to_half, widen
 from .weights import weigh
 
@@ -142,7 +141,7 @@ def _attend_tiles(
 
 
 @triton.jit
-def _attend_edges_apart(
+def _attend_source(
     acc, row_max, row_sum, q, source, span, inner_scale, outer_scale, CONFIG: tl.constexpr
 ):
     """Attend to a span of one source: the tiles that all rows see whole, then those at the
@@ -166,22 +165,6 @@ def _attend_edges_apart(
     return _attend_tiles(
         acc, row_max, row_sum, q, source, span, edges, inner_scale, outer_scale, CONFIG, True
     )
-
-
-@triton.jit
-def _attend_source(
-    acc, row_max, row_sum, q, source, span, inner_scale, outer_scale, CONFIG: tl.constexpr
-):
-    """Attend to a span of one source."""
-    if CONFIG.KEY_PARTS > 1:
-        acc, row_max, row_sum = attend_in_parts(
-            acc, row_max, row_sum, q, source, span, inner_scale, outer_scale, CONFIG
-        )
-    else:
-        acc, row_max, row_sum = _attend_edges_apart(
-            acc, row_max, row_sum, q, source, span, inner_scale, outer_scale, CONFIG
-        )
-    return acc, row_max, row_sum
 
 
 @triton.jit

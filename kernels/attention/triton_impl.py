@@ -28,39 +28,30 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.arch import Arch
 from ..common.checks import expect_head_dim
 from ..common.decode_plans import MIN_SPLIT_KEYS
-from ..common.launching import Launch, arch_and_sms, given, partials
+from ..common.launching import Launch, arch_and_sms, given, partials, run
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from . import merge
 from .arguments import Softmax, TileConfig
-from .call import AttentionCall, check_attention
+from .call import AttentionCall
 from .configs import Config, plan_decode, select_config, uses_fp16_values
 from .decode_kernel import decode_kernel
 from .prefill_kernel import prefill_kernel
 
 
-def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``AttentionCall(**arguments)``; returns ``out``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
+def attention(call: AttentionCall) -> torch.Tensor:
+    """Launch a checked call; returns ``out``.
 
     Raises:
-        ValueError, NotImplementedError: as ``quire.kernels.paged_attention``.
+        NotImplementedError: as ``quire.kernels.paged_attention``.
     """
-    aligned = launch_cache.at_16_bytes(arguments["k"], arguments["v"])
-    values = arguments["v_pages"]
-    odd = isinstance(values, torch.Tensor) and values.storage_offset() % 2
-    return launch_cache.run((select_config, aligned, odd), arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = check_attention(AttentionCall(**arguments))
     expect_head_dim("k_pages", call.k_pages.shape[3])
-    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
+    run(prepare(call, *arch_and_sms(call.q)), call.q)
+    return call.out
 
 
 def prepare(call: AttentionCall, arch: Arch, num_sms: int) -> list[Launch]:
@@ -146,7 +137,6 @@ def _tile_config(call: AttentionCall, phase: str, config: Config, arch: Arch) ->
         PTX=quantized and arch.maker == "nvidia" and not call.q.is_cpu,
         PAGED_CONTEXT=call.paged_context,
         DIVIDE=call.q.element_size() == 2 and not quantized and _divides(config, arch),
-        KEY_PARTS=config.key_parts,
     )
 
 
@@ -228,7 +218,7 @@ def _prepare_prefill(call: AttentionCall, arch: Arch, num_sms: int, decode_token
 def _value_pairs(call: AttentionCall, config: Config) -> bool:
     """Whether quantized values are read as pairs: where they lie in pairs, and products of fp16
     have tiles whose few rows leave each warp enough columns of half the channels."""
-    if call.scales == "none" or call.q.element_size() != 2 or config.key_parts > 1:
+    if call.scales == "none" or call.q.element_size() != 2:
         return False
     offsets = (call.v_pages.storage_offset(), *call.v_pages.stride()[:3])
     few_rows = config.block_m <= 32 and call.q.shape[2] >= 4 * config.block_m
@@ -247,12 +237,7 @@ def _new_tiles(
     made = []
     wanted = config.new_kv_tma and not config.mask_all
     # Descriptors need tensors at multiples of 16 bytes; the strides are another matter.
-    if (
-        wanted
-        and call.k is not None
-        and call.v is not None
-        and launch_cache.at_16_bytes(call.k, call.v)
-    ):
+    if wanted and call.k is not None and call.v is not None and strided.at_16_bytes(call.k, call.v):
         head_dim = call.q.shape[2]
         for rows, dim in (call.k, head_dim), (call.v, head_dim // config.value_parts):
             stride_token, stride_head = rows.stride()[:2]

@@ -42,13 +42,10 @@ def write_kv(
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), k) == "triton":
-        from . import triton_impl
-
-        triton_impl.write(arguments)
+    chosen = implementation(impl, k)
+    check_write(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+    if chosen == "triton":
+        from .triton_impl import write_kv as write
     else:
-        from . import torch_impl
-
-        check_write(**arguments)
-        torch_impl.write_kv(**arguments)
+        from .torch_impl import write_kv as write
+    write(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)

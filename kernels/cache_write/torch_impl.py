@@ -15,8 +15,8 @@ def write_kv(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
 ) -> None:
     """Write rows to pages by slot; shapes as in ``quire.kernels.write_kv``."""
     rows = torch.nonzero(slot_mapping >= 0).squeeze(1)

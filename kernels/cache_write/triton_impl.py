@@ -13,19 +13,15 @@ is no such instruction (sm_80) and in Triton's interpreter, whose own cast is no
 Source: ``common.e4m3``; PagedAttention (arXiv 2309.06180) 4.3.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.checks import expect_head_dim, scale_kind
-from ..common.launching import Launch
-from ..common.row_scales import row_scales
+from ..common.launching import Launch, run
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import rounded_to_e4m3
-from .call import check_write
+from ..common.tiles import rounded_to_e4m3, row_scales
 
 # Elements of K that one program holds; V the same.
 ELEMENTS_PER_PROGRAM = 2048
@@ -115,19 +111,22 @@ def block_heads(num_kv_heads: int, head_dim: int) -> int:
     return min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
 
 
-def write(arguments: dict[str, Any]) -> None:
-    """Check and launch ``quire.kernels.write_kv(**arguments)``."""
-    launch_cache.run(prepare, arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    check_write(**arguments)
-    expect_head_dim("k_pages", arguments["k_pages"].shape[3])
-    rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]
-    if arguments["k_scale"] is None:
-        return dict(arguments), [prepare(*rows)]
-    launch = prepare_e4m3(*rows, arguments["k_scale"], arguments["v_scale"])
-    return dict(arguments), [launch]
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+) -> None:
+    """Launch the write of checked arguments, shaped as in ``quire.kernels.write_kv``."""
+    expect_head_dim("k_pages", k_pages.shape[3])
+    if k_scale is None or v_scale is None:
+        launch = prepare(k, v, k_pages, v_pages, slot_mapping)
+    else:
+        launch = prepare_e4m3(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+    run([launch], k)
 
 
 def prepare(

@@ -5,7 +5,7 @@ multiplies, what a program may use, which launch options there are. ``launching.
 of a device, `named` of a name, without a GPU.
 
 Source: CUDA programming guide, table of compute capabilities; AMD instruction set architecture
-    documents of CDNA 3, CDNA 4, RDNA 3 and RDNA 4; LLVM's user guide of the AMDGPU backend.
+    documents of CDNA 3 and CDNA 4; LLVM's user guide of the AMDGPU backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-Tiles = Literal["hopper", "blackwell", "medium", "small", "cdna3", "cdna4", "rdna3", "rdna4"]
+Tiles = Literal["hopper", "blackwell", "medium", "small", "cdna3", "cdna4"]
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Arch:
         tiles: the GPUs that share entries of a table of tile shapes.
         matrix: the instruction that multiplies matrices.
         shared_memory: bytes of shared memory (AMD: LDS) that a program may use.
-        registers: of a thread, at most; on CDNA those for accumulators count too.
         lanes: threads of a warp (AMD: wavefront).
         widens_e4m3: whether Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is
-            for another format, e4m3fnuz, and that of RDNA 4 is not used by Triton 3.7.1.
+            for another format, e4m3fnuz.
         fp32_products: the ``input_precision`` by which products of fp32 lose 2^-22 of themselves at
             most: three products of tf32, or those of fp32.
         descriptors: whether tensor descriptors drive copies (TMA).
@@ -41,9 +40,8 @@ class Arch:
     name: str
     maker: Literal["nvidia", "amd"]
     tiles: Tiles
-    matrix: Literal["mma", "wgmma", "tcgen05", "mfma", "wmma"]
+    matrix: Literal["mma", "wgmma", "tcgen05", "mfma"]
     shared_memory: int
-    registers: int = 255
     lanes: int = 32
     widens_e4m3: bool = False
     fp32_products: Literal["tf32x3", "ieee"] = "ieee"
@@ -56,13 +54,6 @@ class Arch:
         if self.maker == "nvidia":
             return "cuda", int(self.name.removeprefix("sm_")), self.lanes
         return "hip", self.name, self.lanes
-
-    def stages(self, wanted: int) -> int:
-        """Stages of a pipeline that is to have so many, where no table of tile shapes says.
-
-        On RDNA one: tiles on their way wait in registers there, and these are too few for two.
-        """
-        return 1 if self.matrix == "wmma" else wanted
 
     def register_limit(self, registers: int) -> dict[str, Any]:
         """The launch option that keeps a thread to so many registers; none on AMD.
@@ -80,12 +71,8 @@ _HOPPER = replace(
     widens_e4m3=True, descriptors=True, grouped_products=True,
 )  # fmt: skip
 _BLACKWELL = replace(_HOPPER, name="sm_100", tiles="blackwell", matrix="tcgen05")
-_CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, registers=512, lanes=64)
-_CDNA4 = Arch(
-    "gfx950", "amd", "cdna4", "mfma", 160 << 10, registers=512, lanes=64, widens_e4m3=True
-)
-_RDNA3 = Arch("gfx1100", "amd", "rdna3", "wmma", 64 << 10, registers=256)
-_RDNA4 = replace(_RDNA3, name="gfx1201", tiles="rdna4")
+_CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, lanes=64)
+_CDNA4 = Arch("gfx950", "amd", "cdna4", "mfma", 160 << 10, lanes=64, widens_e4m3=True)
 
 
 @cache
@@ -108,12 +95,7 @@ def named(name: str) -> Arch:
     for known in (_CDNA3, _CDNA4):
         if short == known.name:
             return known
-    for prefix, known in (("gfx11", _RDNA3), ("gfx12", _RDNA4)):
-        if short.startswith(prefix) and len(short) == len(known.name):
-            return replace(known, name=short)
-    raise NotImplementedError(
-        f"arch: of AMD, gfx942, gfx950, gfx11 and gfx12 are supported, got {short}"
-    )
+    raise NotImplementedError(f"arch: of AMD, gfx942 and gfx950 are supported, got {short}")
 
 
 def _nvidia(name: str, major: int, minor: int) -> Arch:

@@ -3,7 +3,7 @@
 A plan says how many programs work on a decode batch, whether they split the keys of a query tile,
 and how much workspace the partial results of KV splits take. It comes from host integers only, so
 that a captured graph stays right at any sequence length: the device divides the keys that there are
-(``split_kv``, ``stream_k``).
+(``attention.split_kv``, ``stream_k``).
 """
 
 from __future__ import annotations

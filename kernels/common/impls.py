@@ -1,27 +1,25 @@
-"""Where the implementations of the public operations run."""
+"""Implementations of the public operations, and the choice between them."""
 
 from __future__ import annotations
 
 import torch
 
 IMPLS = ("triton", "torch")
-WITH_FLASHINFER = (*IMPLS, "flashinfer")
 
 
-def expect_impl(impl: str | None, device_type: str, impls: tuple[str, ...] = IMPLS) -> None:
-    """Says early what a call would find out late.
+def expect_impl(impl: str | None, device_type: str) -> None:
+    """Check the name of an implementation, and that it runs on a device.
 
     Args:
-        impl: one of ``impls``, or None = by device, as the public operations take it.
-        device_type: of the tensors, "cpu" or "cuda".
-        impls: of the operation.
+        impl: one of ``IMPLS``; None = by device.
+        device_type: device type of the tensors, "cpu" or "cuda".
 
     Raises:
         ValueError: another impl.
         NotImplementedError: Triton on a CPU, unless its interpreter is on.
     """
-    if impl is not None and impl not in impls:
-        names = ", ".join(map(repr, impls))
+    if impl is not None and impl not in IMPLS:
+        names = ", ".join(map(repr, IMPLS))
         raise ValueError(f"impl: expected {names} or None, got {impl!r}")
     if impl == "triton" and device_type == "cpu":
         import triton
@@ -32,15 +30,15 @@ def expect_impl(impl: str | None, device_type: str, impls: tuple[str, ...] = IMP
             )
 
 
-def implementation(impl: str | None, tensor: torch.Tensor, impls: tuple[str, ...] = IMPLS) -> str:
-    """What computes a call whose first tensor this is.
+def implementation(impl: str | None, tensor: torch.Tensor) -> str:
+    """Choose the implementation of a call by its first tensor.
 
-    "torch" for what is no tensor, which the checks refuse. impls: of the operation.
+    Of anything but a tensor the answer is "torch", and the checks raise.
     """
     if not isinstance(tensor, torch.Tensor):
-        expect_impl(impl, "", impls)
+        expect_impl(impl, "")
         return "torch"
     if impl is not None:
-        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda", impls)
+        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
         return impl
     return "triton" if tensor.is_cuda else "torch"

@@ -97,11 +97,6 @@ class LatentPages:
         return self.head_dim
 
     @property
-    def format(self) -> tuple[object, ...]:
-        """All that these pages are, but their tensor."""
-        return (self.__class__, self.storage_block_size, self.head_dim, self.rope_dim)
-
-    @property
     def values(self) -> torch.Tensor:
         """Quantized pages: [num_pages, storage_block_size, 448] uint8 view of the e4m3 values."""
         return _rows_at(self.data, 0, self.storage_block_size, NOPE_DIM, ROW_BYTES)
@@ -202,11 +197,6 @@ class IndexPages:
     def dim(self) -> int:
         """Channels of a row."""
         return self.index_dim
-
-    @property
-    def format(self) -> tuple[object, ...]:
-        """All that these pages are, but their tensor."""
-        return (self.__class__, self.storage_block_size, self.index_dim)
 
     @property
     def values(self) -> torch.Tensor:

@@ -10,8 +10,8 @@ tensor descriptors among the arguments only, not among fields. A named tuple of 
 constants is one ``tl.constexpr`` argument.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,16 @@ class Launch:
         )
 
     def run(self) -> None:
-        """Launch on the current device and stream, which have to be those of the tensors.
-
-        An empty grid runs nothing.
-        """
+        """Launch on the current device and stream; an empty grid runs nothing."""
         launch(self.kernel, self.grid, self.arguments)
+
+
+def run(launches: Iterable[Launch], tensor: torch.Tensor) -> None:
+    """Run launches one after the other on the device of a tensor, whichever is the current one."""
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.cuda.device_of(tensor):
+        for each in launches:
+            each.run()
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -64,14 +69,15 @@ def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     return iter([(name, value)])
 
 
-def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> Any:
-    """``Launch(kernel, grid, arguments).run()``; returns the compiled kernel, if there is one."""
+def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """Launch a kernel on the current device and stream; an empty grid runs nothing."""
     if min(grid) <= 0:
-        return None
+        return
     if torch.version.hip is None:
-        return kernel[grid](**arguments, **OPTIONS)
+        kernel[grid](**arguments, **OPTIONS)
+        return
     with without_buffer_operations():
-        return kernel[grid](**arguments, **OPTIONS)
+        kernel[grid](**arguments, **OPTIONS)
 
 
 @contextmanager
@@ -85,14 +91,6 @@ def without_buffer_operations() -> Iterator[None]:
     with knobs.amd.scope():
         knobs.amd.use_buffer_ops = False
         yield
-
-
-def on_device(index: int) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, where Triton launches whatever the tensors are on. -1, a
-    CPU's index, changes nothing."""
-    if index < 0 or index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(index)
 
 
 def partials(

@@ -7,7 +7,7 @@ are three kernels:
     _merge_partials_kernel    dense parts                                       32 to 40  12 to 16
     compressed_merge_kernel   equal splits, or `stream_k` finds the programs
                               that had a part; inverse RoPE                     64 to 72  7 to 8
-    _merge_splits_kernel      `split_kv` finds the splits of a sequence         72 to 80  6 to 7
+    _merge_splits_kernel      `attention.split_kv` finds a sequence's splits    72 to 80  6 to 7
 
 A kernel that chooses at run time takes the registers of the costliest: dense parts would have half
 as many programs. A kernel that chooses when it is compiled would compile as often as the three, and

@@ -107,10 +107,3 @@ def load_page(
     else:
         entry = tl.minimum(block, width - 1)
     return tl.load(table + entry, mask=more, other=0)
-
-
-@triton.jit
-def readable_rows(token, head, live, first_head):
-    """Token and head of each row of a query tile; of rows that are not live those of its first row,
-    which can be read without a mask."""
-    return tl.where(live, token, 0), tl.where(live, head, first_head)

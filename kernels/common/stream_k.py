@@ -28,7 +28,7 @@ rows of the context.
 What this costs, as instructions of a warp (sm_90, Triton 3.7.1): `work` is computed for CHUNK = 128
 sequences at a time. Before its first copy a decode program does so four times: 95 for ``share``,
 147 and 149 for the two ends of ``stretch``, 133 for ``locate``, of which 48 are barriers; a tile of 32
-latents, for 64 heads, takes 808. The decode kernel of paged attention does so twice (`split_kv`): 51
+latents, for 64 heads, takes 808. The decode kernel of paged attention does so twice (`attention.split_kv`): 51
 and 126, 14 of them barriers, beside 373 for a tile of 64 keys of 128 channels. So for up to 128
 sequences the scans cost half a tile or two thirds of one, and as much again for each 128 more.
 

@@ -159,3 +159,15 @@ def matrices(
     if not parts:
         strides.insert(1, 0)
     return Matrices(tensor, *strides, *([] if columns else [0]))
+
+
+def at_16_bytes(*tensors: torch.Tensor | None) -> bool:
+    """Whether all tensors start at multiples of 16 bytes; None counts as one that does."""
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def rows_at_16_bytes(*tensors: torch.Tensor | None) -> bool:
+    """Whether the rows of all tensors start at multiples of 16 bytes, too."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    steps = [step * tensor.itemsize for tensor in given for step in tensor.stride()[:-1]]
+    return at_16_bytes(*given) and all(step % 16 == 0 for step in steps)

@@ -2,7 +2,7 @@
 
 Tile shapes for another GPU: ``python -m bench.tune --write tuned`` on that GPU compiles the shapes
 that may fit, times them on the named model shapes and writes ``tuned/<operator>/tiles.json``, with
-new entries for the GPU's class alone (``Arch.tiles``). ``python -m bench.static --all``
+new entries for the GPU's class alone (``Arch.tiles``). ``python -m bench.static --arch``
 then says whether they hold on the other GPUs of that class. Copy a file over
 ``kernels/<operator>/tiles.json`` of the installed package, or let ``bench.tune --write`` do that,
 and start Python again: a process reads each table once. An entry can also be edited by hand; a

@@ -1,5 +1,5 @@
-"""Triton helpers of tiles of keys: e4m3 widened and rounded, the step of a softmax over latents,
-the sequence of a token.
+"""Triton helpers of tiles of keys: e4m3 widened and rounded, its scales, the step of a softmax over
+latents, the sequence of a token.
 
 Source: OCP 8-bit floating point specification for e4m3.
 """
@@ -8,9 +8,14 @@ import triton
 import triton.language as tl
 
 from .arch import Arch
+from .e4m3 import E4M3_MAX, MIN_SCALE
 
-# Bit patterns of fp32: infinity, 448, and the smallest normal e4m3 value 2^-6.
+LARGEST = tl.constexpr(E4M3_MAX)
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
+# Bit patterns of fp32: infinity, the largest finite number, 448, and the smallest normal e4m3 value
+# 2^-6.
 INF_BITS = tl.constexpr(0x7F800000)
+MAX_BITS = tl.constexpr(0x7F7FFFFF)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 # Sequences whose lengths a program looks at together.
@@ -138,42 +143,6 @@ def update(
 
 
 @triton.jit
-def score_parts(q_rows, rows, scores, DIM: tl.constexpr, PARTS: tl.constexpr, SWAP: tl.constexpr, HARDWARE_E4M3: tl.constexpr = False):  # fmt: skip
-    """Products of rows of queries and keys over DIM channels, added to ``scores``.
-
-    One of PARTS after the other, each read from memory: where registers hold neither rows of
-    queries nor of keys. The loads have no masks, which on AMD are branches: LLVM would move all
-    products behind the last of them, and keep what they multiply until there.
-
-    Args:
-        q_rows, rows: pointers to rows that all may be read. Those of queries must not be known to
-            be the same for every tile, or they are read ahead of the loop. Keys may be e4m3 bytes.
-        HARDWARE_E4M3: as in ``halve_e4m3``.
-    """
-    for part in tl.static_range(PARTS):
-        dim = part * (DIM // PARTS) + tl.arange(0, DIM // PARTS)
-        queries = tl.load(q_rows[:, None] + dim[None, :])
-        keys = tl.load(rows[:, None] + dim[None, :])
-        if rows.dtype.element_ty == tl.uint8:
-            keys = widen_e4m3(keys, queries.dtype, HARDWARE_E4M3)
-        scores = multiply(queries, keys, scores, SWAP)
-    return scores
-
-
-@triton.jit
-def update_scored(acc, row_max, row_sum, scores, tile, visible, scale, SWAP: tl.constexpr):
-    """``update`` with the products of a tile at hand: shaped as ``visible``, unscaled."""
-    weights, decay, row_max, row_sum = _weigh(
-        row_max, row_sum, scores, visible, scale, tile.dtype, SWAP
-    )
-    if SWAP:
-        acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
-    else:
-        acc = tl.dot(weights, tile, acc * decay[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
-
-
-@triton.jit
 def find_sequence(token, cu_seqlens_q, num_seqs):
     """The sequence of a token: how many sequences end at it or before.
 
@@ -208,3 +177,13 @@ def rounded_to_e4m3(x):
     byte = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
     value = tl.where(is_nan, float("nan"), tl.where(bits < 0, -value, value))
     return value, tl.where(is_nan, 0x7F, byte) | tl.where(bits < 0, 0x80, 0)
+
+
+@triton.jit
+def row_scales(rows):
+    """Scales [ROWS] of rows [ROWS, DIM] fp32, as ``e4m3.quantize`` has them."""
+    # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
+    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)
+    scales = tl.math.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    return tl.where(scales < LEAST_SCALE, LEAST_SCALE, scales)

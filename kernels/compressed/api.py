@@ -105,14 +105,35 @@ def compressed_attention(
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), q) == "triton":
-        from . import triton_impl as compressed_triton
-
-        return compressed_triton.attention(arguments)
-    from . import torch_impl as compressed_torch
-
-    return compressed_torch.attention(CompressedCall(**arguments))
+    chosen = implementation(impl, q)
+    call = CompressedCall(
+        q=q,
+        window_pages=window_pages,
+        window_table=window_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        sliding_window=sliding_window,
+        max_seqlen_q=max_seqlen_q,
+        kv=kv,
+        compressed_pages=compressed_pages,
+        compressed_table=compressed_table,
+        compress_ratio=compress_ratio,
+        topk_indices=topk_indices,
+        topk_lens=topk_lens,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        cos_sin=cos_sin,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+    )
+    if chosen == "triton":
+        from .triton_impl import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:

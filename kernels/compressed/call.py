@@ -11,6 +11,8 @@ from ..common import checks
 from ..common.latent_pages import LatentPages
 from ..common.tile_shapes import MAX_ROWS
 
+OWN_NAMES = ("window_pages", "compressed_pages", "sinks")
+
 
 @dataclass(frozen=True, eq=False)
 class CompressedCall:
@@ -54,7 +56,8 @@ class CompressedCall:
     tokens_per_len: int = 1
 
     def __post_init__(self) -> None:
-        check_rows(self.q, self.window_pages, self.compressed_pages, self.sinks, self.out)
+        names = ("k_cache", "extra_k_cache", "attn_sink") if self.slots else OWN_NAMES
+        check_rows(self.q, self.window_pages, self.compressed_pages, self.sinks, self.out, names)
         filled: dict[str, Any] = {}
         if not self.slots:
             filled = self._check_sequences()
@@ -184,7 +187,7 @@ def check_rows(
     compressed_pages: LatentPages | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
-    names: tuple[str, str, str] = ("window_pages", "compressed_pages", "sinks"),
+    names: tuple[str, str, str],
 ) -> None:
     """Require queries and pages that go together.
 

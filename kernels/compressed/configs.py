@@ -30,8 +30,6 @@ class CompressedConfig:
         swap: whether the products are swapped, so that keys and channels lie along the tensor
             cores' tiles of 64.
         divide: whether warps divide the scores of a tile between them (``common.tiles.update``).
-        key_parts: parts of the channels that queries and keys are read and multiplied in, for every
-            tile; 1: the queries stay in registers (``common.tiles.score_parts``).
         matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
             choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
@@ -42,7 +40,6 @@ class CompressedConfig:
     num_stages: int
     swap: bool
     divide: bool = False
-    key_parts: int = 1
     matrix_instr_nonkdim: int | None = None
 
 

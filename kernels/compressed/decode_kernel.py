@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common import stream_k
-from ..common.query_tiles import readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import row_pointers, rows_of_tile
 from .configs import MIN_SPLIT_KEYS
 from .key_tiles import Pages
 from .query_tile import attend_query_tile, listed_entries, store_output, store_rows
@@ -89,16 +89,11 @@ def compressed_decode_kernel(
             token, head, live = rows_of_tile(
                 head_tile, q_len - q_first, QUERIES.NUM_HEADS, BLOCK_Q, QUERIES.HEADS, BLOCK_M
             )
-            if KEYS.PARTS > 1:
-                q_token, q_head = readable_rows(token, head, live, head_tile * QUERIES.HEADS)
-            else:
-                q_token, q_head = token, head
-            q_tile = row_pointers(
-                q.data, tile_token, head_tile * 0, q_token, q_head, q.stride_token, q.stride_head
+            q_rows = row_pointers(
+                q.data, tile_token, head_tile * 0, token, head, q.stride_token, q.stride_head
             )
-            if KEYS.PARTS == 1:
-                dim = tl.arange(0, KEYS.HEAD_DIM)
-                q_tile = tl.load(q_tile[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+            dim = tl.arange(0, KEYS.HEAD_DIM)
+            q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
             window_len = window_table.width
             if lists.window_lens is not None:
                 window_len = tl.load(lists.window_lens + tile_token // lists.tokens_per_len)

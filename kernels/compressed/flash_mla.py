@@ -1,11 +1,9 @@
 """FlashMLA's calling convention for DeepSeek-V4 over the kernels of ``compressed_attention``.
 
-An engine that calls ``flash_mla_with_kvcache`` with a window cache and an extra cache can call this
-instead: any number of heads (FlashMLA takes 64 and 128), plain bf16 caches besides the quantized
-ones, and every architecture that Triton compiles for.
+It takes any number of heads (FlashMLA: 64 and 128), plain bf16 caches besides the quantized ones,
+and every architecture that Triton compiles for.
 
-Source: FlashMLA, flash_mla_interface (signature, index convention, meaning of the sink and of the
-lengths); its tests for empty rows.
+Source: FlashMLA, flash_mla_interface; its tests for empty rows.
 """
 
 from __future__ import annotations
@@ -17,10 +15,7 @@ import torch
 from ..common import checks
 from ..common.impls import implementation
 from ..common.latent_pages import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
-from .call import CompressedCall, check_rows
-
-# Pages, physical rows [num_tokens, n] of them, and how many of a sequence's rows count (None: all).
-Keys = tuple[LatentPages, torch.Tensor, torch.Tensor | None]
+from .call import CompressedCall
 
 
 def flash_mla_with_kvcache(
@@ -48,19 +43,17 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse decode attention over lists of physical rows of a window cache and of an extra cache.
 
-    Differences from FlashMLA's: work is divided on the device, so ``tile_scheduler_metadata`` is
-    ignored; rows are never dereferenced past the lengths. Attention over all keys of a sequence
-    (``block_table``, ``cache_seqlens``, ``causal``) is ``mla_attention``.
+    The device divides the work, so ``tile_scheduler_metadata`` is ignored. Rows past the lengths are
+    not read. Attention over all keys of a sequence is ``mla_attention``.
 
     Args:
         q: [batch, seq_len_q, num_heads, 512] bf16, fp16 or fp32, last stride 1.
         k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout (any block
             stride of a multiple of 16 bytes, the page's own padding included), or
             [num_blocks, block_size, 1, 512] of q's dtype.
-        block_table, cache_seqlens: None.
+        block_table, cache_seqlens, num_splits: None.
         head_dim_v: 512.
         tile_scheduler_metadata: ignored.
-        num_splits: None.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default 512 ** -0.5.
         causal: False.
         is_fp8_kvcache: whether the caches are quantized.
@@ -97,190 +90,92 @@ def flash_mla_with_kvcache(
         raise ValueError(f"num_splits: expected None, got {type(num_splits).__name__}")
     if head_dim_v != HEAD_DIM:
         raise NotImplementedError(f"head_dim_v: {head_dim_v} is not {HEAD_DIM}")
-    arguments: dict[str, Any] = {
-        "q": q, "window_pages": k_cache, "window_table": indices, "window_lens": topk_length,
-        "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache,
-        "topk_lens": extra_topk_length, "sinks": attn_sink, "softmax_scale": softmax_scale,
-        "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
-    }  # fmt: skip
-    if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
-        arguments |= _even_rows(arguments)
-    if implementation(impl, q) == "triton":
-        from . import triton_impl as compressed_triton
-
-        compressed_triton.attend_slots(arguments, _checked, _returned)
-    else:
-        from . import torch_impl as compressed_torch
-
-        call = _checked(arguments)
-        compressed_torch.attention(call)
-        arguments |= _returned(call, q)
-    return arguments["out"], arguments["lse"] if lse is None else _by_sequence(lse, q)
-
-
-def _returned(call: CompressedCall, q: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``out`` and ``lse`` of the call of ``q``, as ``flash_mla_with_kvcache`` returns them."""
-    assert call.lse is not None
-    return {"out": call.out.view(q.shape), "lse": _by_sequence(call.lse, q)}
-
-
-def _by_sequence(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """lse [num_heads, num_tokens] as [batch, num_heads, seq_len_q]."""
-    batch, seq_len_q, num_heads = q.shape[:3]
-    shape, strides = (batch, num_heads, seq_len_q), (seq_len_q, lse.stride(0), 1)
-    return lse.as_strided(shape, strides)
-
-
-def _even_rows(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Contiguous copies of the arguments whose rows are not evenly strided over all tokens."""
-    found = {}
-    for name in ("q", "window_table", "topk_indices"):
-        rows = arguments[name]
-        if not isinstance(rows, torch.Tensor) or rows.is_contiguous() or rows.dim() < 2:
-            continue
-        if rows.stride(0) != rows.shape[1] * rows.stride(1):
-            found[name] = rows.contiguous()
-    return found
-
-
-def _checked(arguments: dict[str, Any]) -> CompressedCall:
-    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``.
-
-    Makes ``out`` and ``lse`` where they are None.
-    """
-    q, fp8, out, lse = (arguments[name] for name in ("q", "fp8", "out", "lse"))
-    extra_cache, extra_indices, extra_lens = (
-        arguments[name] for name in ("compressed_pages", "topk_indices", "topk_lens")
-    )
+    chosen = implementation(impl, q)
     checks.expect_tensor("q", q, (None, None, None, HEAD_DIM), checks.MODEL_DTYPES)
     batch, seq_len_q, num_heads = q.shape[:3]
-    given = (extra_cache is not None, extra_indices is not None)
-    if given[0] != given[1] or (extra_lens is not None and not given[0]):
+    if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (
+        extra_k_cache is None and extra_topk_length is not None
+    ):
         raise ValueError(
             "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache "
             "(with extra_topk_length or without) or none"
         )
-    if not isinstance(fp8, bool):
-        raise ValueError(f"is_fp8_kvcache: expected a bool, got {fp8!r}")
-    names = ("k_cache", "indices", "topk_length")
-    window = _keys(
-        names,
-        q,
-        arguments["window_pages"],
-        arguments["window_table"],
-        arguments["window_lens"],
-        fp8,
-    )
-    extra = None
-    if extra_cache is not None:
-        names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-        extra = _keys(names, q, extra_cache, extra_indices, extra_lens, fp8)
+    if not isinstance(is_fp8_kvcache, bool):
+        raise ValueError(f"is_fp8_kvcache: expected a bool, got {is_fp8_kvcache!r}")
+    _check_lists(q, "indices", indices, "topk_length", topk_length)
+    pages = _pages("k_cache", k_cache, is_fp8_kvcache)
+    extra_pages = extra_lists = None
+    if extra_indices_in_kvcache is not None:
+        names = "extra_indices_in_kvcache", "extra_topk_length"
+        _check_lists(q, names[0], extra_indices_in_kvcache, names[1], extra_topk_length)
+        extra_pages = _pages("extra_k_cache", extra_k_cache, is_fp8_kvcache)
+        extra_lists = extra_indices_in_kvcache.flatten(0, 1)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
-        if not out.is_contiguous():
-            raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
     lse_shape = (num_heads, batch * seq_len_q)
     if lse is None:
         lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    else:
-        checks.expect_tensor("lse", lse, lse_shape, torch.float32, device=q.device)
-        checks.expect_apart("lse", lse)
-    return slots_call(
-        q.flatten(0, 1),
-        window,
-        extra,
-        sinks=arguments["sinks"],
-        softmax_scale=arguments["softmax_scale"],
-        out=out.flatten(0, 1),
-        lse=lse,
-        workspace=arguments["workspace"],
-        tokens_per_len=seq_len_q,
-    )
-
-
-def slots_call(
-    q: torch.Tensor,
-    window: Keys,
-    extra: Keys | None,
-    *,
-    sinks: torch.Tensor | None,
-    softmax_scale: float | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    tokens_per_len: int = 1,
-) -> CompressedCall:
-    """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows.
-
-    A row without keys gets lse +inf. Errors are those of ``flash_mla_with_kvcache``.
-    """
-    pages, indices, lens = window
-    extra_pages, extra_indices, extra_lens = extra or (None, None, None)
-    check_rows(q, pages, extra_pages, sinks, out, ("k_cache", "extra_k_cache", "attn_sink"))
-    return CompressedCall(
-        q=q,
+    checks.expect_tensor("lse", lse, lse_shape, torch.float32, device=q.device)
+    checks.expect_apart("lse", lse)
+    call = CompressedCall(
+        q=q.flatten(0, 1),
         window_pages=pages,
-        window_table=indices,
+        window_table=indices.flatten(0, 1),
         seq_lens=None,
         cu_seqlens_q=None,
-        sliding_window=indices.shape[1],
+        sliding_window=indices.shape[2],
         max_seqlen_q=1,
         compressed_pages=extra_pages,
-        topk_indices=extra_indices,
-        topk_lens=extra_lens,
-        sinks=sinks,
+        topk_indices=extra_lists,
+        topk_lens=extra_topk_length,
+        sinks=attn_sink,
         softmax_scale=softmax_scale,
-        num_decodes=q.shape[0],
-        out=out,
+        num_decodes=batch * seq_len_q,
+        out=out.flatten(0, 1),
         lse=lse,
         workspace=workspace,
         slots=True,
-        window_lens=lens,
-        tokens_per_len=tokens_per_len,
+        window_lens=topk_length,
+        tokens_per_len=seq_len_q,
     )
+    if chosen == "triton":
+        from .triton_impl import attention
+    else:
+        from .torch_impl import attention
+    attention(call)
+    return out, lse.unflatten(1, (batch, seq_len_q)).transpose(0, 1)
 
 
-def _keys(
-    names: tuple[str, str, str],
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    indices: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    fp8: bool,
-) -> Keys:
-    """One cache with its list, a row a token, and the lengths, one a sequence.
-
-    Args:
-        names: of the three arguments in the call, for error texts.
-    """
-    batch, seq_len_q = q.shape[:2]
-    shape = (batch, seq_len_q, None)
-    checks.expect_tensor(names[1], indices, shape, torch.int32, device=q.device)
-    assert indices is not None
-    checks.expect_int(f"{names[1]}: topk", indices.shape[2], 1)
+def _check_lists(
+    q: torch.Tensor, name: str, indices: torch.Tensor, lens_name: str, lens: torch.Tensor | None
+) -> None:
+    """Check the key lists of one cache and their lengths."""
+    checks.expect_tensor(name, indices, (*q.shape[:2], None), torch.int32, device=q.device)
+    checks.expect_int(f"{name}: topk", indices.shape[2], 1)
     if lens is not None:
-        checks.expect_tensor(names[2], lens, (batch,), torch.int32, device=q.device)
-    try:
-        return _pages(names[0], cache, fp8), indices.flatten(0, 1), lens
-    except ValueError as error:
-        raise ValueError(str(error).replace("data:", f"{names[0]}:", 1)) from None
+        checks.expect_tensor(lens_name, lens, (q.shape[0],), torch.int32, device=q.device)
 
 
-def _pages(name: str, cache: torch.Tensor, fp8: bool) -> LatentPages:
-    """FlashMLA's cache tensor as pages."""
+def _pages(name: str, cache: Any, fp8: bool) -> LatentPages:
+    """FlashMLA's cache tensor as pages; errors name the argument."""
     if not fp8:
         checks.expect_tensor(name, cache, (None, None, 1, HEAD_DIM), checks.MODEL_DTYPES)
-        return LatentPages(cache.squeeze(2), cache.shape[1])
-    one_byte = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-    width = ROW_BYTES + SCALE_BYTES
-    checks.expect_tensor(name, cache, (None, None, 1, width), one_byte)
-    num_blocks, block_size = cache.shape[:2]
-    if block_size > 1 and cache.stride(1) != width:
-        raise ValueError(f"{name}: expected rows {width} bytes apart, got {cache.stride(1)}")
-    # Rows of 584 bytes are in the shape only: a page holds all values first and all scales last.
-    data = cache.view(torch.uint8).as_strided(
-        (num_blocks, block_size * width), (cache.stride(0), 1), cache.storage_offset()
-    )
-    return LatentPages(data, block_size)
+        data = cache.squeeze(2)
+    else:
+        one_byte = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+        width = ROW_BYTES + SCALE_BYTES
+        checks.expect_tensor(name, cache, (None, None, 1, width), one_byte)
+        num_blocks, block_size = cache.shape[:2]
+        if block_size > 1 and cache.stride(1) != width:
+            raise ValueError(f"{name}: expected rows {width} bytes apart, got {cache.stride(1)}")
+        # Rows of 584 bytes are in the shape only: a page holds all values first, all scales last.
+        data = cache.view(torch.uint8).as_strided(
+            (num_blocks, block_size * width), (cache.stride(0), 1), cache.storage_offset()
+        )
+    try:
+        return LatentPages(data, cache.shape[1])
+    except ValueError as error:
+        raise ValueError(str(error).replace("data:", f"{name}:", 1)) from None

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from ..common import latent_pages
-from ..common.tiles import multiply, score_parts, update, update_scored, widen_e4m3
+from ..common.tiles import update, widen_e4m3
 
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
@@ -51,8 +51,6 @@ class KeyTile(NamedTuple):
         SWAP, DIVIDE, HOIST: as in ``common.tiles.update``.
         ALIGNED: pages and new rows start at multiples of 16 bytes, which Triton 3.9 forgets of a
             pointer that is chosen from two.
-        PARTS: parts of the channels that queries and keys are read and multiplied in
-            (``common.tiles.score_parts``); 1: the queries stay in registers.
     """
 
     HEAD_DIM: Any
@@ -65,7 +63,6 @@ class KeyTile(NamedTuple):
     DIVIDE: Any
     HOIST: Any
     ALIGNED: Any
-    PARTS: Any
 
 
 class Softmax(NamedTuple):
@@ -128,7 +125,7 @@ class Order(NamedTuple):
 
 @triton.jit
 def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr):
-    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM]; with PARTS all are read.
+    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM].
 
     Args:
         rows, scales: [BLOCK_N] pointers to the bytes of values and of scales.
@@ -139,18 +136,12 @@ def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr)
     dim = tl.arange(0, HEAD_DIM)
     # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that exponent
     # and no mantissa.
-    if KEYS.PARTS > 1:
-        quantized = tl.load(rows[:, None] + dim[None, :])
-        rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
-        rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :])
-        packed = tl.load(scales)
-    else:
-        quantized = tl.load(
-            rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
-        )
-        rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
-        rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
-        packed = tl.load(scales, mask=live, other=0)
+    quantized = tl.load(
+        rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
+    )
+    rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
+    rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
+    packed = tl.load(scales, mask=live, other=0)
     group = tl.arange(0, GROUPS)
     exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
     factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
@@ -161,28 +152,6 @@ def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def _score_quantized(q_rows, rows, scales, scores, KEYS: tl.constexpr):
-    """``score_parts`` of rows of the 584-byte layout; a part is no more than a group."""
-    PARTS: tl.constexpr = KEYS.PARTS
-    WIDTH: tl.constexpr = KEYS.HEAD_DIM // PARTS
-    DTYPE: tl.constexpr = q_rows.dtype.element_ty
-    packed = tl.load(scales)
-    for part in tl.static_range(PARTS):
-        dim = part * WIDTH + tl.arange(0, WIDTH)
-        queries = tl.load(q_rows[:, None] + dim[None, :])
-        if part * WIDTH < NOPE_DIM:
-            keys = tl.load(rows[:, None] + dim[None, :])
-            exponents = ((packed >> (8 * (part * WIDTH // GROUP))) & 0xFF).to(tl.int32)
-            factors = (exponents << 23).to(tl.float32, bitcast=True)[:, None]
-            keys = (widen_e4m3(keys, tl.float32, KEYS.HARDWARE_E4M3) * factors).to(DTYPE)
-        else:
-            rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
-            keys = tl.load(rope[:, None] + (dim - NOPE_DIM)[None, :]).to(DTYPE)
-        scores = multiply(queries, keys, scores, KEYS.SWAP)
-    return scores
-
-
-@triton.jit
 def attend_keys(
     acc, row_max, row_sum, q, position, pages, kv, order, first, stop, ratio, softmax,
     KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
@@ -190,7 +159,7 @@ def attend_keys(
     """Run the online softmax over the keys [first, stop) of a query tile.
 
     Args:
-        q: [ROWS, HEAD_DIM]; with PARTS above 1 [ROWS] pointers to rows that all may be read.
+        q: [ROWS, HEAD_DIM].
         position: [ROWS] int32, of each row.
         pages, order, softmax: ``Pages``, ``Order``, ``Softmax``.
         kv: ``Matrix`` of the step's rows, or None.
@@ -203,9 +172,6 @@ def attend_keys(
     dim = tl.arange(0, KEYS.HEAD_DIM)
     FP8: tl.constexpr = pages.window is not None and pages.window.data.dtype.element_ty == tl.uint8
     LISTS: tl.constexpr = ONE_TOKEN and pages.window is not None and not KEYS.SLOTS
-    LATE: tl.constexpr = not ONE_TOKEN and KEYS.PARTS == 1
-    DTYPE: tl.constexpr = q.dtype.element_ty if KEYS.PARTS > 1 else q.dtype
-    ROWS: tl.constexpr = q.shape[0]
     x = first + offs_n
     entry = _load_entry(x, pages, order, LISTS)
     address, scale_address = _find_rows(x, stop, entry, pages, kv, order, FP8, KEYS)
@@ -217,27 +183,21 @@ def attend_keys(
             address = tl.gather(address, offs_n, 0)
             scale_address = tl.gather(scale_address, offs_n, 0) if FP8 else scale_address
             live = address != 0
-            if KEYS.PARTS > 1:
-                # Nothing is masked: of a key that is not live another row is read.
-                address = tl.where(live, address, pages.window.data.to(tl.int64))
             rows = address.to(pages.window.data.dtype)
             if KEYS.ALIGNED:
                 rows = tl.multiple_of(rows, 16)
             scales = scale_address.to(tl.pointer_type(tl.int64))
         else:
             live = x < stop
-            new_row = tl.minimum(x, stop - 1) if KEYS.PARTS > 1 else x
-            rows = _new_rows(new_row, kv, order)
-        # The next rows are found where registers are left on RDNA: behind products whose masks differ
-        # from row to row, else ahead of them.
+            rows = _new_rows(x, kv, order)
+        # The next rows are found behind products whose masks differ from row to row, else ahead of
+        # them.
         next_x = x + BLOCK_N
-        if not LATE:
+        if ONE_TOKEN:
             address, scale_address = _find_rows(next_x, stop, entry, pages, kv, order, FP8, KEYS)
             entry = _load_entry(next_x + BLOCK_N, pages, order, LISTS)
-        if KEYS.PARTS > 1:
-            tile = None
-        elif FP8:
-            tile = _load_quantized(rows, scales, live, DTYPE, KEYS)
+        if FP8:
+            tile = _load_quantized(rows, scales, live, q.dtype, KEYS)
         else:
             # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
             tile = tl.load(rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
@@ -256,30 +216,11 @@ def attend_keys(
             else:
                 visible = live[None, :] & (birth[None, :] <= position[:, None])
                 visible &= death[None, :] >= position[:, None]
-        if KEYS.PARTS > 1:
-            # 0, of which only that 16 divides it is to be known: see `score_parts`.
-            again = q + 16 * tl.minimum(stop - start, 0)
-            if KEYS.SWAP:
-                scores = tl.zeros([BLOCK_N, ROWS], tl.float32)
-            else:
-                scores = tl.zeros([ROWS, BLOCK_N], tl.float32)
-            if FP8:
-                scores = _score_quantized(again, rows, scales, scores, KEYS)
-                tile = _load_quantized(rows, scales, live, DTYPE, KEYS)
-            else:
-                scores = score_parts(again, rows, scores, KEYS.HEAD_DIM, KEYS.PARTS, KEYS.SWAP)
-                tile = tl.load(rows[:, None] + dim[None, :])
-            # A row that is not live may be NaN: 0 * NaN would reach the output.
-            tile = tl.where(live[:, None], tile, 0.0)
-            acc, row_max, row_sum = update_scored(
-                acc, row_max, row_sum, scores, tile, visible, softmax.scale, KEYS.SWAP
-            )
-        else:
-            acc, row_max, row_sum = update(
-                acc, row_max, row_sum, q, tile, None, None, visible, softmax.scale, start < stop,
-                KEYS.SWAP, KEYS.DIVIDE, KEYS.HOIST,
-            )  # fmt: skip
-        if LATE:
+        acc, row_max, row_sum = update(
+            acc, row_max, row_sum, q, tile, None, None, visible, softmax.scale, start < stop,
+            KEYS.SWAP, KEYS.DIVIDE, KEYS.HOIST,
+        )  # fmt: skip
+        if not ONE_TOKEN:
             address, scale_address = _find_rows(next_x, stop, entry, pages, kv, order, FP8, KEYS)
             entry = _load_entry(next_x + BLOCK_N, pages, order, LISTS)
     return acc, row_max, row_sum

@@ -6,7 +6,7 @@ Next: `query_tile`, then the loop in `key_tiles`.
 import triton
 import triton.language as tl
 
-from ..common.query_tiles import find_query_tile, readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import find_query_tile, row_pointers, rows_of_tile
 from .key_tiles import Pages
 from .query_tile import attend_query_tile, listed_entries, store_output
 
@@ -42,16 +42,11 @@ def compressed_prefill_kernel(
     token, head, live = rows_of_tile(
         head_tile, q_len - q_first, QUERIES.NUM_HEADS, BLOCK_Q, QUERIES.HEADS, BLOCK_M
     )
-    if KEYS.PARTS > 1:
-        q_token, q_head = readable_rows(token, head, live, head_tile * QUERIES.HEADS)
-    else:
-        q_token, q_head = token, head
-    q_tile = row_pointers(
-        q.data, tile_token, head_tile * 0, q_token, q_head, q.stride_token, q.stride_head
+    q_rows = row_pointers(
+        q.data, tile_token, head_tile * 0, token, head, q.stride_token, q.stride_head
     )
-    if KEYS.PARTS == 1:
-        dim = tl.arange(0, KEYS.HEAD_DIM)
-        q_tile = tl.load(q_tile[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    dim = tl.arange(0, KEYS.HEAD_DIM)
+    q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
     num_listed = listed_entries(lists, topk, tile_token)
     # Of the rows in pages a later one has overwritten those before.
     oldest = (context if kv is not None else context + q_len) - window_room

@@ -11,16 +11,15 @@ Layout: q, out [num_tokens, num_heads, head_dim]; pages as in ``common.latent_pa
 Source: DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv 2307.08691); FlashDecoding.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.arch import Arch
 from ..common.decode_plans import SPLIT_COST
 from ..common.latent_pages import LatentPages
-from ..common.launching import Launch, arch_and_sms, given, partials
+from ..common.launching import Launch, arch_and_sms, given, partials, run
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads, tile_rows
@@ -33,38 +32,10 @@ from .prefill_kernel import compressed_prefill_kernel
 from .query_tile import Lists, QueryTile, Sequences
 
 
-def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``compressed_attention(**arguments)``; returns ``out``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    pages = arguments["window_pages"], arguments["compressed_pages"]
-    aligned = launch_cache.at_16_bytes(*pages, arguments["kv"])
-    return launch_cache.run((select_config, aligned), arguments, _prepared)
-
-
-def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = CompressedCall(**arguments)
-    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
-
-
-def attend_slots(
-    arguments: dict[str, Any],
-    checked: Callable[[dict[str, Any]], CompressedCall],
-    returned: Callable[[CompressedCall, torch.Tensor], dict[str, torch.Tensor]],
-) -> None:
-    """Check and launch a call of ``flash_mla_with_kvcache``.
-
-    Args:
-        arguments: of ``checked``; after the call what is ``returned`` of it is among them.
-    """
-
-    def prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-        call = checked(arguments)
-        return arguments | returned(call, arguments["q"]), prepare(call, *arch_and_sms(call.q))
-
-    aligned = launch_cache.at_16_bytes(arguments["window_pages"], arguments["compressed_pages"])
-    launch_cache.run((select_config, "slots", aligned), arguments, prepared)
+def attention(call: CompressedCall) -> torch.Tensor:
+    """Launch a checked call; returns ``out``."""
+    run(prepare(call, *arch_and_sms(call.q)), call.q)
+    return call.out
 
 
 def prepare(call: CompressedCall, arch: Arch, num_sms: int) -> list[Launch]:
@@ -120,11 +91,11 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
         HARDWARE_E4M3=arch.widens_e4m3,
         SWAP=config.swap,
         DIVIDE=config.divide,
-        # On RDNA what leaves the loop costs registers that are not there.
-        HOIST=arch.matrix != "wmma" and hoists(config.swap, config.divide, arch),
+        HOIST=hoists(config.swap, config.divide, arch),
         # Beside quantized pages new rows are in no tile of theirs.
-        ALIGNED=launch_cache.rows_at_16_bytes(window, None if window.fp8 else call.kv, entries),
-        PARTS=config.key_parts,
+        ALIGNED=strided.rows_at_16_bytes(
+            window.data, None if window.fp8 else call.kv, entries.data
+        ),
     )
     return {
         "q": strided.rows(call.q),

@@ -93,12 +93,26 @@ def compress(
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), kv) == "triton":
-        from . import triton_impl as compress_triton
-
-        compress_triton.compress(arguments)
-        return
-    from . import torch_impl as compress_torch
-
-    compress_torch.compress(CompressCall(**arguments))
+    chosen = implementation(impl, kv)
+    call = CompressCall(
+        kv=kv,
+        gate=gate,
+        ape=ape,
+        state=state,
+        state_index=state_index,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        ratio=ratio,
+        overlap=overlap,
+        norm_weight=norm_weight,
+        eps=eps,
+        cos_sin=cos_sin,
+        pages=pages,
+        slot_mapping=slot_mapping,
+        max_seqlen_q=max_seqlen_q,
+    )
+    if chosen == "triton":
+        from .triton_impl import compress as run
+    else:
+        from .torch_impl import compress as run
+    run(call)

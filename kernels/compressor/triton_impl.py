@@ -32,9 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.latent_pages import IndexPages
-from ..common.launching import Launch, arch_and_sms
+from ..common.launching import Launch, arch_and_sms, run
 from ..common.query_tiles import LOG2E
 from ..latent_write.triton_impl import WIDTH, normed, paged_rows, rotated, stored
 from .call import CompressCall
@@ -190,16 +190,9 @@ def _compress_kernel(
     stored(entry, at, one, pages, block_size, index_dim, dim, 1, WIDTH)
 
 
-def compress(arguments: dict[str, Any]) -> None:
-    """Check and launch ``compress(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    launch_cache.run(prepare, arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    return arguments, prepare(CompressCall(**arguments))
+def compress(call: CompressCall) -> None:
+    """Launch a checked call."""
+    run(prepare(call), call.kv)
 
 
 def prepare(call: CompressCall) -> list[Launch]:

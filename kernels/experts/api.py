@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_expert_mlp
 
@@ -70,12 +69,36 @@ def expert_mlp(
     Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP
         Microscaling Formats 1.0.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), x) == "triton":
-        from . import triton_impl
-
-        return triton_impl.expert_mlp(arguments)
-    from . import torch_impl
-
-    check_once(check_expert_mlp, arguments)
-    return torch_impl.expert_mlp(**arguments)
+    chosen = implementation(impl, x)
+    check_expert_mlp(
+        x,
+        ids,
+        gate_up,
+        down,
+        activation,
+        limit,
+        alpha,
+        up_offset,
+        gate_up_scale,
+        down_scale,
+        gate_up_bias,
+        down_bias,
+    )
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.expert_mlp(
+        x,
+        ids,
+        gate_up,
+        down,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )

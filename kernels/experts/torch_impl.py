@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from ..common.dequantize import DEQUANTIZE
-from ..common.grad import without_grad
 from ..common.launching import arch_of
 from ..gating.torch_impl import gated_product
 from .call import weight_format
@@ -27,7 +26,7 @@ from .call import weight_format
 EXPERTS_AT_ONCE = 16  # experts whose dequantized weights exist at one time
 
 
-@without_grad
+@torch.no_grad()
 def expert_mlp(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -24,16 +24,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.arch import Arch
-from ..common.launching import Launch, arch_and_sms
+from ..common.launching import Launch, arch_and_sms, run
 from ..common.tile_shapes import MAX_REGISTERS
 from ..common.tiles import halve_e4m3
 from ..gating.triton_impl import gated as gated_values
-from .call import FP4_GROUP, FP8_BLOCK, check_expert_mlp, weight_format
+from .call import FP4_GROUP, FP8_BLOCK, weight_format
 from .configs import ExpertConfig, select_config
 
-MADE = ("out", "order", "gated")
 # Rows that a program of the first kernel looks at together, and its warps. Few rows take one turn,
 # and with more at a time prefill would issue as many instructions for each.
 CHUNK, ORDER_WARPS = 1024, 8
@@ -233,37 +232,40 @@ def _down_kernel(
     tl.store(cells, acc.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
 
 
-def expert_mlp(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``quire.kernels.expert_mlp(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    arguments |= dict.fromkeys(MADE)
-    out: torch.Tensor = launch_cache.run(prepare, arguments, _checked)
-    return out
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {name: value for name, value in arguments.items() if name not in MADE}
-    check_expert_mlp(**given)
-    for name in ("gate_up", "down"):
-        if given[name].stride(0) >= 2**31:  # rows of a matrix are addressed with 32 bits
+def expert_mlp(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    gate_up_scale: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.expert_mlp``; returns the rows."""
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if weight.stride(0) >= 2**31:  # rows of a matrix are addressed with 32 bits
             raise NotImplementedError(
-                f"{name}: matrices of < 2**31 elements are supported, got {given[name].stride()}"
+                f"{name}: matrices of < 2**31 elements are supported, got {weight.stride()}"
             )
-    scales, biases = (
-        (given[f"gate_up_{kind}"], given[f"down_{kind}"]) for kind in ("scale", "bias")
+    out, launches = prepare(
+        arch_and_sms(x)[0],
+        x,
+        ids,
+        (gate_up, down),
+        (gate_up_scale, down_scale),
+        (gate_up_bias, down_bias),
+        activation,
+        limit,
+        alpha,
+        up_offset,
     )
-    made, launches = prepare(
-        arch_and_sms(given["x"])[0],
-        given["x"],
-        given["ids"],
-        (given["gate_up"], given["down"]),
-        scales,
-        biases,
-        **{name: given[name] for name in ("activation", "limit", "alpha", "up_offset")},
-    )
-    return given | made, launches
+    run(launches, x)
+    return out
 
 
 def prepare(
@@ -277,8 +279,8 @@ def prepare(
     limit: float | None,
     alpha: float,
     up_offset: float,
-) -> tuple[dict[str, torch.Tensor], list[Launch]]:
-    """What is made for checked arguments of ``quire.kernels.expert_mlp``, by name, and the
+) -> tuple[torch.Tensor, list[Launch]]:
+    """The rows of checked arguments of ``quire.kernels.expert_mlp``, not filled yet, and the
     launches; pairs of tensors are those of ``gate_up`` and of ``down``."""
     (gate_up, down), (gate_up_scale, down_scale) = matrices, scales
     gate_up_bias, down_bias = biases
@@ -288,22 +290,20 @@ def prepare(
     num_tiles = num_rows // config.block_m + num_experts
     by_row = num_rows <= num_tiles
     num_tiles = min(num_rows, num_tiles)
-    made = {
-        "out": x.new_empty(num_rows, hidden),
-        "order": ids.new_empty(num_rows + ENTRY.value * num_tiles, dtype=torch.int32),
-        "gated": x.new_empty(num_rows, width),
-    }
+    out = x.new_empty(num_rows, hidden)
+    order = ids.new_empty(num_rows + ENTRY.value * num_tiles, dtype=torch.int32)
+    gated = x.new_empty(num_rows, width)
     shared = {
-        "order": made["order"], "gated": made["gated"], "num_rows": num_rows, "HIDDEN": hidden,
+        "order": order, "gated": gated, "num_rows": num_rows, "HIDDEN": hidden,
         "WIDTH": width, "FORMAT": kind, **_blocks(config, arch),
     }  # fmt: skip
-    return made, [
+    return out, [
         Launch(
             _order_kernel,
             (num_experts if num_rows else 0,),
             {
                 "ids": strided.matrix(ids),
-                "order": made["order"],
+                "order": order,
                 "num_rows": num_rows,
                 "block_m": config.block_m,
                 "by_row": int(by_row),
@@ -336,7 +336,7 @@ def prepare(
                 "down": strided.matrices(_bytes(down), parts=False),
                 "down_scale": strided.matrices(down_scale, parts=False),
                 "down_bias": None if down_bias is None else strided.cells(down_bias),
-                "out": made["out"],
+                "out": out,
                 **shared,
             },
         ),
@@ -349,18 +349,13 @@ def _bytes(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(config: ExpertConfig, arch: Arch) -> dict[str, Any]:
-    block_k, num_warps = config.block_k, config.num_warps
-    if arch.matrix == "wmma":
-        # RDNA's 256 registers of a thread: half of the columns at once, and many rows in more warps.
-        block_k = max(32, block_k // 2)
-        num_warps = max(8, num_warps) if config.block_m >= 64 else num_warps
     # There products read the weights from shared memory: two programs of 8 warps fit on an SM.
     two = config.block_m == 128 and arch.matrix == "wgmma"
     return {
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_K": block_k,
-        "num_warps": num_warps,
-        "num_stages": arch.stages(config.num_stages),
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
         **arch.register_limit(TWO_PROGRAMS if two else MAX_REGISTERS),
     }

@@ -1,14 +1,13 @@
 """``gated_product``: check once, choose the implementation by name.
 
-Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU, or `flashinfer_impl`.
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
-from ..common.impls import WITH_FLASHINFER, implementation
+from ..common.impls import implementation
 from .call import check_gated_product
 
 
@@ -40,32 +39,28 @@ def gated_product(
         alpha: of silu, in 2**-30 .. 2**30. gpt-oss has 1.702.
         up_offset: gpt-oss has 1.
         out: [num_rows, width] of gate's dtype, last stride 1; None = new memory.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors), "flashinfer"
-            (where it is installed): CUDA tensors in fp16 or bf16, the halves of contiguous, aligned
-            rows and a contiguous ``out``, with the defaults of limit, alpha and up_offset; its tanh
-            is within 2**-11 of itself.
+        impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
 
     Returns:
         ``out``.
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
-        NotImplementedError: with FlashInfer, what it does not take.
 
     Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
     """
-    arguments = locals()  # all of them, by name
-    chosen = implementation(arguments.pop("impl"), gate, WITH_FLASHINFER)
+    chosen = implementation(impl, gate)
+    check_gated_product(gate, up, activation, limit, alpha, up_offset, out)
     if chosen == "triton":
-        from . import triton_impl
-
-        return triton_impl.gated_product(arguments)
-    if chosen == "flashinfer":
-        from . import flashinfer_impl
-
-        check_once(check_gated_product, arguments)
-        return flashinfer_impl.gated_product(**arguments)
-    from . import torch_impl
-
-    check_once(check_gated_product, arguments)
-    return torch_impl.gated_product(**arguments)
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.gated_product(
+        gate,
+        up,
+        activation=activation,
+        limit=limit,
+        alpha=alpha,
+        up_offset=up_offset,
+        out=out,
+    )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..common.grad import without_grad
 
-
-@without_grad
+@torch.no_grad()
 def gated_product(
     gate: torch.Tensor,
     up: torch.Tensor,

@@ -11,15 +11,12 @@ element is read once and written once.
 Source: GLU variants (arXiv 2002.05202).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
-from ..common.launching import Launch
-from .call import check_gated_product
+from ..common import strided
+from ..common.launching import Launch, run
 
 BLOCK = 1024
 
@@ -59,19 +56,20 @@ def _gated_product_kernel(
     tl.store(cells, made.to(out.data.dtype.element_ty), mask=live)
 
 
-def gated_product(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``quire.kernels.gated_product(**arguments)``."""
-    out: torch.Tensor = launch_cache.run(prepare, arguments, _checked)
+def gated_product(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.gated_product``; returns ``out``."""
+    if out is None:
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    run([prepare(gate, up, activation, limit, alpha, up_offset, out)], gate)
     return out
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    check_gated_product(**arguments)
-    arguments = dict(arguments)
-    if arguments["out"] is None:
-        gate = arguments["gate"]
-        arguments["out"] = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    return arguments, [prepare(**arguments)]
 
 
 def prepare(

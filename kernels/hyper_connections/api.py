@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_collapse, check_expand
 
@@ -61,15 +60,22 @@ def collapse_streams(
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), streams) == "triton":
-        from . import triton_impl as hyper_triton
-
-        return hyper_triton.collapse(arguments)
-    from . import torch_impl as hyper_torch
-
-    check_once(check_collapse, arguments)
-    return hyper_torch.collapse(**arguments)
+    chosen = implementation(impl, streams)
+    check_collapse(streams, fn, base, scale, norm_weight, norm_eps, eps, iterations)
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.collapse(
+        streams,
+        fn,
+        base,
+        scale,
+        norm_weight=norm_weight,
+        norm_eps=norm_eps,
+        eps=eps,
+        iterations=iterations,
+    )
 
 
 def expand_streams(
@@ -107,12 +113,10 @@ def expand_streams(
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), streams) == "triton":
-        from . import expansion
-
-        return expansion.expand(arguments)
-    from . import torch_impl as hyper_torch
-
-    check_once(check_expand, arguments)
-    return hyper_torch.expand(**arguments)
+    chosen = implementation(impl, streams)
+    check_expand(streams, y, post, comb, rows, weights)
+    if chosen == "triton":
+        from . import expansion as module
+    else:
+        from . import torch_impl as module
+    return module.expand(streams, y, post, comb, rows=rows, weights=weights)

@@ -11,16 +11,14 @@ all is read once, and the streams written once.
 Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
-from ..common.launching import Launch
+from ..common import strided
+from ..common.launching import Launch, run
 from ..common.tile_shapes import next_power_of_2
-from .call import check_expand, expect_supported
+from .call import expect_supported
 
 # Channels of all streams that a program expands; rows that it fetches at once, those of V4's experts.
 CHANNELS, UNROLL, WARPS = 1024, 6, 4
@@ -61,21 +59,18 @@ def _expand_kernel(
     tl.store(written, total.to(dtype), mask=real & inside[None, :])
 
 
-def expand(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``expand_streams(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    arguments |= {"out": None}
-    made: torch.Tensor = launch_cache.run(prepare, arguments, _checked)
-    return made
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {name: value for name, value in arguments.items() if name != "out"}
-    check_expand(**given)
-    out, launch = prepare(**given)
-    return given | {"out": out}, [launch]
+def expand(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    rows: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``expand_streams``; returns the streams."""
+    out, launch = prepare(streams, y, post, comb, rows, weights)
+    run([launch], streams)
+    return out
 
 
 def prepare(

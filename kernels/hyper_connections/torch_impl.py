@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..common.grad import without_grad
 
-
-@without_grad
+@torch.no_grad()
 def collapse(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -65,7 +63,7 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     return matrix.permute(2, 0, 1).contiguous()  # else a batched product takes it matrix by matrix
 
 
-@without_grad
+@torch.no_grad()
 def expand(
     streams: torch.Tensor,
     y: torch.Tensor,

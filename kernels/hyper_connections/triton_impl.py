@@ -19,29 +19,25 @@ Bound by memory: the streams are read once by each kernel.
 Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.arch import Arch
-from ..common.launching import Launch, arch_and_sms
+from ..common.launching import Launch, arch_and_sms, run
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
-from .call import check_collapse, expect_supported
+from .call import expect_supported
 
 # Bytes of a token in a tile of the products; parts that the reduction is split into, at most;
 # tiles that a part has, at least.
 BLOCK_BYTES, MAX_SPLITS, MIN_TILES = 128, 32, 4
 # Tokens of a tile of the products, as many as read fn seldom enough: a byte of streams in bf16 comes
-# with 0.75 of fn. RDNA multiplies fp32 without matrix instructions, from registers: those of 32
-# tokens spill.
-BLOCK_TOKENS, RDNA_TOKENS = 64, 16
+# with 0.75 of fn.
+BLOCK_TOKENS = 64
 COLLAPSE_WARPS = 8
 # Partial sums that a thread fetches at once.
 UNROLL = 4
-COLLAPSE_MADE = ("out", "post", "comb", "workspace")
 
 
 @triton.jit
@@ -225,22 +221,22 @@ def _collapse_kernel(
 
 
 def collapse(
-    arguments: dict[str, Any],
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Check and launch ``collapse_streams(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    arguments |= dict.fromkeys(COLLAPSE_MADE)
-    launch_cache.run(prepare_collapse, arguments, _checked_collapse)
-    return arguments["out"], arguments["post"], arguments["comb"]
-
-
-def _checked_collapse(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {name: value for name, value in arguments.items() if name not in COLLAPSE_MADE}
-    check_collapse(**given)
-    tensors, launches = prepare_collapse(*arch_and_sms(arguments["streams"]), **given)
-    return given | tensors, launches
+    """Launch checked arguments, shaped as in ``collapse_streams``; returns (out, post, comb)."""
+    arch, num_sms = arch_and_sms(streams)
+    made, launches = prepare_collapse(
+        arch, num_sms, streams, fn, base, scale, norm_weight, norm_eps, eps, iterations
+    )
+    run(launches, streams)
+    return made
 
 
 def prepare_collapse(
@@ -254,48 +250,45 @@ def prepare_collapse(
     norm_eps: float,
     eps: float,
     iterations: int,
-) -> tuple[dict[str, torch.Tensor | None], list[Launch]]:
-    """What is made for checked arguments of ``collapse_streams``, by name, and the launches."""
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], list[Launch]]:
+    """(out, post, comb) of checked arguments of ``collapse_streams``, not filled yet, and the
+    launches."""
     num_tokens, n, hidden_size = streams.shape
     expect_supported(n, hidden_size)
     # The few rows of a head take the tile of a layer's: one kernel serves both.
     layer_rows, fn_rows = (2 + n) * n, len(fn)
     rows = max(16, next_power_of_2(layer_rows + 1))
-    block_t = RDNA_TOKENS if arch.matrix == "wmma" else BLOCK_TOKENS
     block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
     all_tiles = n * triton.cdiv(hidden_size, block_k)
-    blocks = max(1, triton.cdiv(num_tokens, block_t))
+    blocks = max(1, triton.cdiv(num_tokens, BLOCK_TOKENS))
     splits = max(1, min(MAX_SPLITS, all_tiles // MIN_TILES, num_sms // blocks))
     tiles = triton.cdiv(all_tiles, splits)
     splits = triton.cdiv(all_tiles, tiles)
-    made: dict[str, torch.Tensor | None] = {
-        "out": streams.new_empty(num_tokens, hidden_size),
-        "post": None,
-        "comb": None,
-        "workspace": fn.new_empty(splits, num_tokens, rows),
-    }
+    out = streams.new_empty(num_tokens, hidden_size)
+    workspace = fn.new_empty(splits, num_tokens, rows)
+    post = comb = None
     if fn_rows > n:
-        made |= {"post": fn.new_empty(num_tokens, n), "comb": fn.new_empty(num_tokens, n, n)}
+        post, comb = fn.new_empty(num_tokens, n), fn.new_empty(num_tokens, n, n)
     sizes = {"NUM_STREAMS": n, "HIDDEN": hidden_size, "FN_ROWS": layer_rows, "ROWS": rows}
     at_once = arch.lanes * COLLAPSE_WARPS  # tokens whose post and comb a program makes
     weight_programs = triton.cdiv(num_tokens, at_once) if fn_rows > n else 0
-    return made, [
+    launches = [
         Launch(
             _products_kernel,
-            (triton.cdiv(num_tokens, block_t), splits),
+            (triton.cdiv(num_tokens, BLOCK_TOKENS), splits),
             {
                 "streams": strided.rows(streams),
                 "fn": strided.matrix(fn),
-                "workspace": made["workspace"],
+                "workspace": workspace,
                 "num_tokens": num_tokens,
                 "tiles": tiles,
                 "fn_rows": fn_rows,
                 **sizes,
-                "BLOCK_T": block_t,
+                "BLOCK_T": BLOCK_TOKENS,
                 "BLOCK_K": block_k,
                 "PRECISION": arch.fp32_products,
                 "num_warps": 4,
-                "num_stages": 4 if arch.maker == "nvidia" else arch.stages(3),
+                "num_stages": 4 if arch.maker == "nvidia" else 3,
                 **arch.register_limit(MAX_REGISTERS),
             },
         ),
@@ -307,11 +300,11 @@ def prepare_collapse(
                 "base": base,
                 "scale": scale,
                 "norm_weight": norm_weight,
-                "out": made["out"],
-                "workspace": made["workspace"],
+                "out": out,
+                "workspace": workspace,
                 # A head has neither: any fp32 tensor stands in, and nothing is written there.
-                "post": made["workspace"] if made["post"] is None else made["post"],
-                "comb": made["workspace"] if made["comb"] is None else made["comb"],
+                "post": workspace if post is None else post,
+                "comb": workspace if comb is None else comb,
                 "norm_eps": float(norm_eps),
                 "eps": float(eps),
                 "num_tokens": num_tokens,
@@ -328,3 +321,4 @@ def prepare_collapse(
             },
         ),
     ]
+    return (out, post, comb), launches

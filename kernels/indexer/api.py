@@ -87,15 +87,28 @@ def index_topk(
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), q) == "triton":
-        from . import triton_impl as indexer_triton
-
-        return indexer_triton.topk(arguments)
-    from . import torch_impl as indexer_torch
-
-    call = IndexCall(**arguments)
-    indexer_torch.index_topk(call)
+    chosen = implementation(impl, q)
+    call = IndexCall(
+        q=q,
+        weights=weights,
+        pages=pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        topk=topk,
+        max_seqlen_q=max_seqlen_q,
+        max_seq_len=max_seq_len,
+        compress_ratio=compress_ratio,
+        out=out,
+        lens=lens,
+        scores=scores,
+        workspace=workspace,
+    )
+    if chosen == "triton":
+        from .triton_impl import index_topk as run
+    else:
+        from .torch_impl import index_topk as run
+    run(call)
     return call.out, call.lens
 
 

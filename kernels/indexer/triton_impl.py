@@ -12,15 +12,13 @@ then of each level but the last the candidates, scores fp32 and ids int32, both
 Source: DeepSeek-V4, lightning indexer.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 
-from ..common import launch_cache
 from ..common.arch import Arch
-from ..common.launching import Launch, arch_and_sms
+from ..common.launching import Launch, arch_and_sms, run
 from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from .call import IndexCall
 from .scores import index_scores_kernel
@@ -38,22 +36,9 @@ LANES, LANES_PER_WARP = 2048, 256
 MIN_SCORED = 512
 
 
-def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check and launch ``index_topk(**arguments)``; returns (out, lens).
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    launch_cache.run(prepare, arguments, _prepared)
-    return arguments["out"], arguments["lens"]
-
-
-def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = IndexCall(**arguments)
-    if call.workspace is None:
-        numel = call.plan.workspace_numel
-        workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
-        call = replace(call, workspace=workspace)
-    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
+def index_topk(call: IndexCall) -> None:
+    """Launch a checked call."""
+    run(prepare(call, *arch_and_sms(call.q)), call.q)
 
 
 def prepare(call: IndexCall, arch: Arch, num_sms: int) -> list[Launch]:
@@ -86,13 +71,11 @@ def _prepare_scores(
     num_heads, element_size = call.q.shape[1], call.q.element_size()
     config = FP8_CONFIG if pages.fp8 else PLAIN_CONFIG
     block_n, num_warps, num_stages = FP32_CONFIG if element_size == 4 else config
-    if arch.matrix == "wmma":  # a thread of RDNA has few registers: twice the threads have a tile
-        block_n, num_warps = 16 if element_size == 4 else block_n, 2 * num_warps
     block_heads = max(16, next_power_of_2(num_heads))
     most = max(1, MAX_COLUMNS[element_size] // block_heads)
-    # In two blocks, of which decode skips one. Queries of both in registers, as RDNA has them, and
-    # fp32, spill: there decode has columns without tokens.
-    pair = most > 1 and element_size == 2 and arch.matrix != "wmma"
+    # In two blocks, of which decode skips one. Queries of both in registers, fp32, spill: there
+    # decode has columns without tokens.
+    pair = most > 1 and element_size == 2
     if pair and arch.maker == "nvidia" and pages.storage_block_size % block_n == 0:
         # The second block's queries leave room for two programs where three were: each has a tile
         # more under way. (A page id for each key takes registers: sm_100 would spill.)
@@ -135,7 +118,7 @@ def _prepare_scores(
             "HARDWARE_FP8": arch.widens_e4m3,
             # fp32 in as many threads as a program has on NVIDIA: more would halve their registers.
             "num_warps": num_warps * 32 // arch.lanes if element_size == 4 else num_warps,
-            "num_stages": arch.stages(num_stages),
+            "num_stages": num_stages,
             **arch.register_limit(MAX_REGISTERS),
         },
     )

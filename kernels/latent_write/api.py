@@ -60,13 +60,20 @@ def write_latent(
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), x) == "triton":
-        from . import triton_impl as latent_triton
-
-        latent_triton.write(arguments)
-        return out
-    from . import torch_impl as latent_torch
-
-    latent_torch.write_latent(LatentCall(**arguments))
+    chosen = implementation(impl, x)
+    call = LatentCall(
+        x=x,
+        pages=pages,
+        slot_mapping=slot_mapping,
+        positions=positions,
+        cos_sin=cos_sin,
+        norm_weight=norm_weight,
+        eps=eps,
+        out=out,
+    )
+    if chosen == "triton":
+        from .triton_impl import write_latent as write
+    else:
+        from .torch_impl import write_latent as write
+    write(call)
     return out

@@ -18,14 +18,13 @@ Source: DeepSeek-V4, kv_norm and rotary embedding of the latent; FlashMLA's test
 """
 
 import math
-from typing import Any
 
 import triton
 import triton.language as tl
 
-from ..common import latent_pages, launch_cache, strided
+from ..common import latent_pages, strided
 from ..common.latent_pages import IndexPages, LatentPages
-from ..common.launching import Launch
+from ..common.launching import Launch, run
 from ..common.tiles import INF_BITS, rounded_to_e4m3
 from .call import LatentCall
 
@@ -192,16 +191,9 @@ def paged_rows(pages: LatentPages | IndexPages) -> strided.PagedRows:
     return strided.PagedRows(pages.data, rows.stride(0), rows.stride(1))
 
 
-def write(arguments: dict[str, Any]) -> None:
-    """Check and launch ``write_latent(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    launch_cache.run(prepare, arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    return arguments, [prepare(LatentCall(**arguments))]
+def write_latent(call: LatentCall) -> None:
+    """Launch a checked call."""
+    run([prepare(call)], call.x)
 
 
 def prepare(call: LatentCall) -> Launch:

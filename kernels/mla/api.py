@@ -78,11 +78,25 @@ def mla_attention(
 
     Source: DeepSeek-V2 (arXiv 2405.04434) 2.1, decoupled RoPE and absorbed projections.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), q) == "triton":
-        from . import triton_impl as mla_triton
-
-        return mla_triton.attention(arguments)
-    from . import torch_impl as mla_torch
-
-    return mla_torch.attention(MlaCall(**arguments))
+    chosen = implementation(impl, q)
+    call = MlaCall(
+        q=q,
+        pages=pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        softmax_scale=softmax_scale,
+        head_dim_v=head_dim_v,
+        kv=kv,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+    )
+    if chosen == "triton":
+        from .triton_impl import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)

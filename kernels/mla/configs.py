@@ -31,8 +31,6 @@ class MlaConfig:
         swap: whether keys take the rows of the matrix instructions.
         divide: whether warps divide the scores of a tile between them (``common.tiles.update``).
         per_sm: programs that share an SM and its registers.
-        key_parts: parts of the channels that queries and keys are read and multiplied in, for every
-            tile; 1: the queries stay in registers (``common.tiles.score_parts``).
         matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
             choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
@@ -44,7 +42,6 @@ class MlaConfig:
     swap: bool
     divide: bool = False
     per_sm: int = 1
-    key_parts: int = 1
     matrix_instr_nonkdim: int | None = None
 
 

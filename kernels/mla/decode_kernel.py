@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common import stream_k
-from ..common.query_tiles import readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import row_pointers, rows_of_tile
 from .query_tile import attend_query_tile, store_output, store_rows
 
 
@@ -24,7 +24,7 @@ def mla_decode_kernel(
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
-    HOIST: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, ALIGNED: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
     """Attend for the query tiles that lie in this program's stretch, whole or in part."""
@@ -51,16 +51,12 @@ def mla_decode_kernel(
         token, head, live = rows_of_tile(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
-        if PARTS > 1:
-            q_token, q_head = readable_rows(token, head, live, head_tile * HEADS)
-        else:
-            q_token, q_head = token, head
         q_rows = row_pointers(
             q.data,
             first_token + q_first,
             first_head,
-            q_token,
-            q_head,
+            token,
+            head,
             q.stride_token,
             q.stride_head,
         )
@@ -75,7 +71,7 @@ def mla_decode_kernel(
             block_table.data + seq.to(tl.int64) * block_table.stride_seq, block_table.width,
             low, high, context, scale,
             HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
-            PARTS, BLOCK_Q == 1,
+            BLOCK_Q == 1,
         )  # fmt: skip
         first_token = tl.load(cu_seqlens_q + seq, volatile=True)
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token

@@ -6,7 +6,7 @@ Next: `query_tile`, the loop over the keys.
 import triton
 import triton.language as tl
 
-from ..common.query_tiles import find_query_tile, readable_rows, row_pointers, rows_of_tile
+from ..common.query_tiles import find_query_tile, row_pointers, rows_of_tile
 from .query_tile import attend_query_tile, store_output
 
 
@@ -18,7 +18,7 @@ def mla_prefill_kernel(
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
-    HOIST: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr,
+    HOIST: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend for the query tile ``num_tiles - 1 - program // HEAD_TILES`` of the batch."""
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -33,12 +33,8 @@ def mla_prefill_kernel(
     context = tl.load(seq_lens + seq) - q_len
     tile_token = first_token + q_first
     token, head, live = rows_of_tile(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
-    if PARTS > 1:
-        q_token, q_head = readable_rows(token, head, live, head_tile * HEADS)
-    else:
-        q_token, q_head = token, head
     q_rows = row_pointers(
-        q.data, tile_token, head_tile * 0, q_token, q_head, q.stride_token, q.stride_head
+        q.data, tile_token, head_tile * 0, token, head, q.stride_token, q.stride_head
     )
     new_kv = None
     new_stride = 0
@@ -51,6 +47,6 @@ def mla_prefill_kernel(
         block_table.data + seq.to(tl.int64) * block_table.stride_seq, block_table.width,
         0, high, context, scale,
         HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
-        PARTS, BLOCK_Q == 1,
+        BLOCK_Q == 1,
     )  # fmt: skip
     store_output(acc, row_max, row_sum, out, lse, tile_token, token, head, live, HEAD_DIM_V, SWAP)

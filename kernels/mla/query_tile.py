@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common.query_tiles import fold_sink, load_page, natural_lse, row_pointers
-from ..common.tiles import score_parts, update, update_scored
+from ..common.tiles import update
 
 
 @triton.jit
@@ -25,13 +25,12 @@ def attend_query_tile(
     low, high, context, scale,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
-    HOIST: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    HOIST: tl.constexpr, ALIGNED: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the keys [low, high); those from ``context`` on are new rows.
 
     Args:
-        q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row. With
-            PARTS the pointers of rows that are not live are those of some that are.
+        q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row.
         pages: ``PagedRows``.
         new_kv: pointer to the step's rows of the sequence, ``new_stride`` elements apart; None: all
             keys are in the pages.
@@ -39,16 +38,13 @@ def attend_query_tile(
         low: first key, a multiple of BLOCK_N.
         ALIGNED: pages and new rows start at multiples of 16 bytes, which Triton 3.9 forgets of a
             pointer that is chosen from two.
-        PARTS: above 1, queries and keys are read and multiplied in so many parts
-            (``common.tiles.score_parts``).
         ONE_TOKEN: all rows are of one token, which sees all keys.
     """
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM_V)
     rope_dim = HEAD_DIM_V + tl.arange(0, ROPE_DIM)
-    if PARTS == 1:
-        q = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-        q_rope = tl.load(q_rows[:, None] + rope_dim[None, :], mask=live[:, None], other=0.0)
+    q = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    q_rope = tl.load(q_rows[:, None] + rope_dim[None, :], mask=live[:, None], other=0.0)
     if SWAP:
         acc = tl.zeros([HEAD_DIM_V, BLOCK_M], tl.float32)
     else:
@@ -58,17 +54,11 @@ def attend_query_tile(
     paged_high = high
     if new_kv is not None:
         paged_high = tl.minimum(high, context)
-    if PARTS > 1:
-        # Of keys past the last one the page is read as well: it has to be one.
-        table_width = tl.minimum(table_width, tl.cdiv(paged_high, BLOCK_SIZE))
     page = load_page(
         table, table_width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N
     )
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
-        if PARTS > 1:
-            # Keys past the last one are that one again, whose weight is 0.
-            key = tl.minimum(key, high - 1)
         if HOIST and BLOCK_SIZE < BLOCK_N:
             # Not by a mask: it would be the same in all tiles, and be hoisted into registers that
             # there are not.
@@ -82,39 +72,21 @@ def attend_query_tile(
             rows = tl.where(in_pages, rows, new_kv + (key - context).to(tl.int64) * new_stride)
             if ALIGNED:
                 rows = tl.multiple_of(rows, 16)
-        if PARTS > 1:
-            live_key = start + offs_n < high
-            read = live_key[:, None]
-            latents = tl.load(rows[:, None] + dim[None, :])
-        else:
-            live_key = key < high
-            read = live_key[:, None]
-            # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
-            latents = tl.load(rows[:, None] + dim[None, :], mask=read, other=0.0)
-            ropes = tl.load(rows[:, None] + rope_dim[None, :], mask=read, other=0.0)
+        live_key = key < high
+        read = live_key[:, None]
+        # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
+        latents = tl.load(rows[:, None] + dim[None, :], mask=read, other=0.0)
+        ropes = tl.load(rows[:, None] + rope_dim[None, :], mask=read, other=0.0)
         if ONE_TOKEN:
             visible = read if SWAP else live_key[None, :]
         elif SWAP:
             visible = read & (key[:, None] <= position[None, :])
         else:
             visible = live_key[None, :] & (key[None, :] <= position[:, None])
-        if PARTS > 1:
-            # 0, of which only that 16 divides it is to be known: see `score_parts`.
-            again = q_rows + 16 * tl.minimum(high - start, 0)
-            if SWAP:
-                scores = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            else:
-                scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            scores = score_parts(again + HEAD_DIM_V, rows + HEAD_DIM_V, scores, ROPE_DIM, 1, SWAP)
-            scores = score_parts(again, rows, scores, HEAD_DIM_V, PARTS, SWAP)
-            acc, row_max, row_sum = update_scored(
-                acc, row_max, row_sum, scores, latents, visible, scale, SWAP
-            )
-        else:
-            acc, row_max, row_sum = update(
-                acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high,
-                SWAP, DIVIDE, HOIST,
-            )  # fmt: skip
+        acc, row_max, row_sum = update(
+            acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high,
+            SWAP, DIVIDE, HOIST,
+        )  # fmt: skip
         more = start + BLOCK_N < paged_high
         page = load_page(
             table, table_width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS, SPLIT_COST
-from ..common.launching import Launch, arch_and_sms, given, partials
+from ..common.launching import Launch, arch_and_sms, given, partials, run
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
@@ -32,18 +32,10 @@ from .prefill_kernel import mla_prefill_kernel
 NEVER = 1 << 28
 
 
-def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``mla_attention(**arguments)``; returns ``out``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    aligned = launch_cache.at_16_bytes(arguments["pages"], arguments["kv"])
-    return launch_cache.run((select_config, aligned), arguments, _prepared)
-
-
-def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = MlaCall(**arguments)
-    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
+def attention(call: MlaCall) -> torch.Tensor:
+    """Launch a checked call; returns ``out``."""
+    run(prepare(call, *arch_and_sms(call.q)), call.q)
+    return call.out
 
 
 def prepare(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
@@ -94,8 +86,7 @@ def _shared_arguments(call: MlaCall, config: MlaConfig, arch: Arch) -> dict[str,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
         "HOIST": hoists(config.swap, config.divide, arch),
-        "PARTS": config.key_parts,
-        "ALIGNED": launch_cache.rows_at_16_bytes(call.pages, call.kv),
+        "ALIGNED": strided.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
@@ -139,33 +130,57 @@ def _prepare_decode(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
     shared = _shared_arguments(call, config, arch)
     block_q, block_n = shared["BLOCK_Q"], shared["BLOCK_N"]
     partial_out, first_lse = partials(plan.workspace_numel, dim, call.workspace, call.q.device)
-    split = {
-        "partial_out": partial_out,
-        "first_lse": first_lse,
-        "decode_tokens": max(max_seqlen_q, block_q),
-        "programs": plan.programs,
-        "LEAST": MIN_SPLIT_KEYS // block_n if plan.workspace_numel else NEVER,
-        "cost": 2 * SPLIT_COST * config.block_m // block_n,
-    }
+    cost = 2 * SPLIT_COST * config.block_m // block_n
+    least = MIN_SPLIT_KEYS // block_n if plan.workspace_numel else NEVER
+    decode_tokens = max(max_seqlen_q, block_q)
     attention = Launch(
-        mla_decode_kernel, (plan.programs * shared["HEAD_TILES"],), {**shared, **split}
+        mla_decode_kernel,
+        (plan.programs * shared["HEAD_TILES"],),
+        {
+            **shared,
+            "partial_out": partial_out,
+            "first_lse": first_lse,
+            "decode_tokens": decode_tokens,
+            "programs": plan.programs,
+            "LEAST": least,
+            "cost": cost,
+        },
     )
     if partial_out is None:
         return [attention]
-    more = {
-        **dict.fromkeys(("sinks", "cos_sin", "sliding_window", "ratio")),
-        **dict.fromkeys(("num_unsplit", "num_splits", "cos_sin_stride"), 0),
-        "num_heads": num_heads,
-        "out": call.out,
-        "lse": call.lse,
-        "out_stride_token": call.out.stride(0),
-        "out_stride_head": call.out.stride(1),
-        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
-        "SLOTS": False,
-        "HEAD_DIM": dim,
-        "BLOCK_PARTS": block_parts(plan.programs, dim),
-    }
-    kernel = compressed_merge_kernel
-    arguments = {name: (shared | split | more)[name] for name in kernel.arg_names}
-    merging = Launch(kernel, (call.num_decodes * num_heads,), arguments | {"num_warps": 4})
-    return [attention, merging]
+    merge = Launch(
+        compressed_merge_kernel,
+        (call.num_decodes * num_heads,),
+        {
+            "partial_out": partial_out,
+            "first_lse": first_lse,
+            "seq_lens": call.seq_lens,
+            "cu_seqlens_q": call.cu_seqlens_q,
+            "sinks": None,
+            "cos_sin": None,
+            "out": call.out,
+            "lse": call.lse,
+            "num_unsplit": 0,
+            "num_decodes": call.num_decodes,
+            "decode_tokens": decode_tokens,
+            "num_splits": 0,
+            "programs": plan.programs,
+            "cost": cost,
+            "sliding_window": None,
+            "ratio": None,
+            "num_heads": num_heads,
+            "out_stride_token": call.out.stride(0),
+            "out_stride_head": call.out.stride(1),
+            "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
+            "cos_sin_stride": 0,
+            "BLOCK_Q": block_q,
+            "SLOTS": False,
+            "HEAD_DIM": dim,
+            "ROPE_DIM": shared["ROPE_DIM"],
+            "BLOCK_N": block_n,
+            "LEAST": least,
+            "BLOCK_PARTS": block_parts(plan.programs, dim),
+            "num_warps": 4,
+        },
+    )
+    return [attention, merge]

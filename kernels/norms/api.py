@@ -1,14 +1,13 @@
 """``residual_norm``: check once, choose the implementation by name.
 
-Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU, or `flashinfer_impl`.
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
-from ..common.impls import WITH_FLASHINFER, implementation
+from ..common.impls import implementation
 from .call import check_residual_norm
 
 
@@ -43,36 +42,32 @@ def residual_norm(
         scalar: [1], a factor of the sum; None = none.
         out: [num_rows, size] of x's dtype or fp32, last stride 1; it may be x. None = new memory, of
             x's dtype.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors), "flashinfer"
-            (where it is installed): CUDA tensors in fp16 or bf16, all of one dtype and in aligned
-            rows, with a weight and an offset of 0 or 1, without post_weight and scalar; its norm is
-            that of the sum before it is rounded, and ``out`` other than x costs a copy.
+        impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
 
     Returns:
         ``out``, or ``residual`` without a weight.
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
-        NotImplementedError: with Triton, rows of more than 16384 channels; with FlashInfer, what it
-            does not take.
+        NotImplementedError: with Triton, rows of more than 16384 channels.
 
     Source: RMSNorm (arXiv 1910.07467); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    arguments = locals()  # all of them, by name
-    chosen = implementation(arguments.pop("impl"), x, WITH_FLASHINFER)
+    chosen = implementation(impl, x)
+    check_residual_norm(x, weight, eps, offset, residual, post_weight, scalar, out)
     if chosen == "triton":
-        from . import triton_impl
-
-        made = triton_impl.residual_norm(arguments)
-    elif chosen == "flashinfer":
-        from . import flashinfer_impl
-
-        check_once(check_residual_norm, arguments)
-        made = flashinfer_impl.residual_norm(**arguments)
+        from . import triton_impl as module
     else:
-        from . import torch_impl
-
-        check_once(check_residual_norm, arguments)
-        made = torch_impl.residual_norm(**arguments)
+        from . import torch_impl as module
+    made = module.residual_norm(
+        x,
+        weight,
+        eps=eps,
+        offset=offset,
+        residual=residual,
+        post_weight=post_weight,
+        scalar=scalar,
+        out=out,
+    )
     return residual if made is None else made

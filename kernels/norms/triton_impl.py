@@ -11,16 +11,13 @@ of the rows is read once and written once.
 Source: RMSNorm (arXiv 1910.07467).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
-from ..common.launching import Launch
+from ..common import strided
+from ..common.launching import Launch, run
 from ..common.tile_shapes import next_power_of_2
-from .call import check_residual_norm
 
 MAX_SIZE = 16384
 # Channels of a row that one warp holds: 16 for each thread.
@@ -61,23 +58,29 @@ def _residual_norm_kernel(
         tl.store(cells, values.to(out.data.dtype.element_ty), mask=live)
 
 
-def residual_norm(arguments: dict[str, Any]) -> torch.Tensor | None:
-    """Check and launch ``quire.kernels.residual_norm(**arguments)``; None without a weight."""
-    made: torch.Tensor | None = launch_cache.run(prepare, arguments, _checked)
-    return made
+def residual_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    residual: torch.Tensor | None,
+    post_weight: torch.Tensor | None,
+    scalar: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Launch checked arguments, shaped as in ``quire.kernels.residual_norm``.
 
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    check_residual_norm(**arguments)
-    arguments = dict(arguments)
-    x = arguments["x"]
+    Returns:
+        ``out``, None without a weight.
+    """
     if x.shape[1] > MAX_SIZE:
         raise NotImplementedError(
             f"x: rows of at most {MAX_SIZE} channels are supported, got {x.shape[1]}"
         )
-    if arguments["weight"] is not None and arguments["out"] is None:
-        arguments["out"] = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return arguments, [prepare(**arguments)]
+    if weight is not None and out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    run([prepare(x, weight, eps, offset, residual, post_weight, scalar, out)], x)
+    return out
 
 
 def prepare(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_overlap
 
@@ -50,13 +49,23 @@ def copy_overlap(
 
     Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), kv) == "triton":
-        from . import triton_impl as overlap_triton
-
-        overlap_triton.copy(arguments)
-        return
-    from . import torch_impl as overlap_torch
-
-    check_once(check_overlap, arguments)
-    overlap_torch.copy(**arguments)
+    chosen = implementation(impl, kv)
+    check_overlap(
+        kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
+    )
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    module.copy(
+        kv,
+        gate,
+        ape,
+        state,
+        pages,
+        from_pages=from_pages,
+        state_index=state_index,
+        state_rows=state_rows,
+        tokens=tokens,
+        to_pages=to_pages,
+    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..common.grad import without_grad
 
-
-@without_grad
+@torch.no_grad()
 def copy(
     kv: torch.Tensor,
     gate: torch.Tensor,

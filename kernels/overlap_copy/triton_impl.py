@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
-from ..common.launching import Launch
-from .call import check_overlap
+from ..common import strided
+from ..common.launching import Launch, run
 
 # Channels that a program copies.
 BLOCK = 512
@@ -87,17 +86,23 @@ def _copy_overlap_kernel(
             tl.store(_pair(pages, page, row, 1, dim), logit, mask=live)
 
 
-def copy(arguments: dict[str, Any]) -> None:
-    """Check and launch ``copy_overlap(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    launch_cache.run(prepare, arguments, _checked)
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    check_overlap(**arguments)
-    return arguments, [prepare(**arguments)]
+def copy(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    pages: torch.Tensor,
+    from_pages: torch.Tensor,
+    state_index: torch.Tensor,
+    state_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    to_pages: torch.Tensor,
+) -> None:
+    """Launch checked arguments, shaped as in ``quire.kernels.copy_overlap``."""
+    launch = prepare(
+        kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
+    )
+    run([launch], kv)
 
 
 def prepare(

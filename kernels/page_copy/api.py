@@ -76,12 +76,10 @@ def _copy(
 ) -> None:
     # What is no pool, the checks refuse.
     first: Any = pages.addresses if isinstance(pages, PoolPages) else None
-    if implementation(impl, first) == "triton":
-        from . import triton_impl
-
-        triton_impl.copy(pages, page_ids, buffer, rows, written)
+    chosen = implementation(impl, first)
+    check_copy(pages, page_ids, buffer, rows, written)
+    if chosen == "triton":
+        from .triton_impl import copy
     else:
-        from . import torch_impl
-
-        check_copy(pages, page_ids, buffer, rows, written)
-        torch_impl.copy(pages, page_ids, buffer, rows, written)
+        from .torch_impl import copy
+    copy(pages, page_ids, buffer, rows, written)

@@ -12,20 +12,16 @@ A pool with ``e4m3_rows`` is converted on the way: pieces are rows, and what the
 Source: as of ``gather_pages``; ``common.e4m3``.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache
 from ..common.arch import Arch
 from ..common.checks import expect_tensor
-from ..common.launching import Launch, arch_and_sms
-from ..common.row_scales import row_scales
+from ..common.launching import Launch, arch_and_sms, run
+from ..common.strided import rows_at_16_bytes
 from ..common.tile_shapes import next_power_of_2
-from ..common.tiles import rounded_to_e4m3, widen_e4m3
-from .call import check_copy, is_reachable
+from ..common.tiles import rounded_to_e4m3, row_scales, widen_e4m3
 from .pool_pages import ALIGNMENT, FASTEST, SCALE_BYTES, E4m3Rows, PoolPages
 
 # Words of a piece: of each of 128 threads four loads of 16 bytes are under way.
@@ -142,38 +138,31 @@ def copy(
     rows: torch.Tensor | None,
     written: str,
 ) -> None:
-    """Check and launch the copies of ``call.check_copy``'s arguments."""
-    reachable = is_reachable(buffer, pages)
-    aligned = reachable and pages.is_aligned and launch_cache.rows_at_16_bytes(buffer)
-    aligned = aligned and pages.kept_bytes % FASTEST == 0
-    launch_cache.run(
-        (copy, written, aligned, reachable, pages.e4m3_rows),
-        {
-            "addresses": pages.addresses,
-            "page_ids": page_ids,
-            "buffer": buffer,
-            "rows": rows,
-            "num_parts": pages.num_parts,
-            "num_tensors": pages.num_tensors,
-            "page_stride": pages.tensors[0].stride(0),
-        },
-        lambda arguments: _checked(arguments, pages, written, aligned),
-    )
-
-
-def _checked(
-    arguments: dict[str, Any], pages: PoolPages, written: str, aligned: bool
-) -> tuple[dict[str, Any], list[Launch]]:
-    ids = {name: arguments[name] for name in ("page_ids", "buffer", "rows")}
-    check_copy(pages, **ids, written=written)
-    for name in ("page_ids", "rows"):
-        if ids[name] is not None:
-            expect_tensor(name, ids[name], (None,), torch.int64, device=pages.device)
-    options: dict[str, Any] = {"gather": written == "buffer", "aligned": aligned}
+    """Launch the copies of the checked arguments of ``call.check_copy``."""
+    for name, ids in (("page_ids", page_ids), ("rows", rows)):
+        if ids is not None:
+            expect_tensor(name, ids, (None,), torch.int64, device=pages.device)
+    aligned = pages.is_aligned and pages.kept_bytes % FASTEST == 0
+    aligned = aligned and rows_at_16_bytes(buffer)
+    sizes = pages.num_parts, pages.num_tensors, pages.tensors[0].stride(0)
+    gather = written == "buffer"
     if pages.e4m3_rows is None:
-        return arguments, [prepare(**arguments, **options)]
-    options |= {"form": pages.e4m3_rows, "arch": arch_and_sms(pages.addresses)[0]}
-    return arguments, [prepare_e4m3(**arguments, **options)]
+        launch = prepare(
+            pages.addresses, page_ids, buffer, rows, *sizes, gather=gather, aligned=aligned
+        )
+    else:
+        launch = prepare_e4m3(
+            pages.addresses,
+            page_ids,
+            buffer,
+            rows,
+            *sizes,
+            gather=gather,
+            aligned=aligned,
+            form=pages.e4m3_rows,
+            arch=arch_and_sms(pages.addresses)[0],
+        )
+    run([launch], pages.addresses)
 
 
 def prepare(

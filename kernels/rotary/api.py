@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_norm_rope
 
@@ -61,12 +60,24 @@ def norm_rope(
     Source: RoFormer (arXiv 2104.09864); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), qkv) == "triton":
-        from . import triton_impl
-
-        return triton_impl.norm_rope(arguments)
-    from . import torch_impl
-
-    check_once(check_norm_rope, arguments)
-    return torch_impl.norm_rope(**arguments)
+    chosen = implementation(impl, qkv)
+    check_norm_rope(
+        qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset, out
+    )
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.norm_rope(
+        qkv,
+        cos,
+        sin,
+        num_kv_heads=num_kv_heads,
+        has_v=has_v,
+        q_weight=q_weight,
+        k_weight=k_weight,
+        norm_v=norm_v,
+        eps=eps,
+        offset=offset,
+        out=out,
+    )

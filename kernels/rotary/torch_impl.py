@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..common.grad import without_grad
 from .call import out_heads
 
 
-@without_grad
+@torch.no_grad()
 def norm_rope(
     qkv: torch.Tensor,
     cos: torch.Tensor,

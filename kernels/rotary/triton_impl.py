@@ -11,17 +11,15 @@ Bound by memory: each head is read once (twice where keys are values too) and wr
 Source: RoFormer (arXiv 2104.09864).
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
+from ..common import strided
 from ..common.checks import expect_head_dim
-from ..common.launching import Launch
+from ..common.launching import Launch, run
 from ..common.tile_shapes import next_power_of_2
-from .call import check_norm_rope, out_heads
+from .call import out_heads
 
 ELEMENTS_PER_PROGRAM = 2048
 
@@ -76,22 +74,30 @@ def _norm_rope_kernel(
     tl.store(cells + HALF, high.to(dtype), mask=live)
 
 
-def norm_rope(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``quire.kernels.norm_rope(**arguments)``."""
-    out: torch.Tensor = launch_cache.run(prepare, arguments, _checked)
+def norm_rope(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_kv_heads: int,
+    has_v: bool,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    norm_v: bool,
+    eps: float,
+    offset: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.norm_rope``; returns ``out``."""
+    num_tokens, heads, head_dim = qkv.shape
+    expect_head_dim("qkv", head_dim)
+    if out is None:
+        shape = (num_tokens, out_heads(heads, num_kv_heads, has_v, norm_v), head_dim)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+    launch = prepare(
+        qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset, out
+    )
+    run([launch], qkv)
     return out
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    check_norm_rope(**arguments)
-    arguments = dict(arguments)
-    qkv = arguments["qkv"]
-    expect_head_dim("qkv", qkv.shape[2])
-    if arguments["out"] is None:
-        options = (arguments[name] for name in ("num_kv_heads", "has_v", "norm_v"))
-        shape = (qkv.shape[0], out_heads(qkv.shape[1], *options), qkv.shape[2])
-        arguments["out"] = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
-    return arguments, [prepare(**arguments)]
 
 
 def prepare(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_combine, check_route
 
@@ -65,15 +64,35 @@ def route_tokens(
     Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
         ``modeling_gemma4``.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), logits) == "triton":
-        from . import triton_impl as routing_triton
-
-        return routing_triton.route(arguments)
-    from . import torch_impl as routing_torch
-
-    check_once(check_route, arguments)
-    return routing_torch.route(**arguments)
+    chosen = implementation(impl, logits)
+    check_route(
+        logits,
+        top_k,
+        score,
+        scale,
+        logits_factor,
+        logits_bias,
+        expert_scale,
+        bias,
+        table,
+        token_ids,
+    )
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.route(
+        logits,
+        top_k=top_k,
+        score=score,
+        scale=scale,
+        logits_factor=logits_factor,
+        logits_bias=logits_bias,
+        expert_scale=expert_scale,
+        bias=bias,
+        table=table,
+        token_ids=token_ids,
+    )
 
 
 def combine_experts(
@@ -102,12 +121,10 @@ def combine_experts(
 
     Source: transformers ``modeling_deepseek_v4``.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), rows) == "triton":
-        from . import triton_impl as routing_triton
-
-        return routing_triton.combine(arguments)
-    from . import torch_impl as routing_torch
-
-    check_once(check_combine, arguments)
-    return routing_torch.combine(**arguments)
+    chosen = implementation(impl, rows)
+    check_combine(rows, weights, addend)
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.combine(rows, weights, addend)

@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..common.grad import without_grad
 
-
-@without_grad
+@torch.no_grad()
 def route(
     logits: torch.Tensor,
     top_k: int,
@@ -42,7 +40,7 @@ def route(
     return ids, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * scale
 
 
-@without_grad
+@torch.no_grad()
 def combine(rows: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
     """``combine_experts`` of checked arguments."""
     y = rows.unflatten(0, weights.shape)

@@ -14,16 +14,13 @@ Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_
     ``modeling_gemma4``.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
-from ..common.launching import Launch
+from ..common import strided
+from ..common.launching import Launch, run
 from ..common.tile_shapes import next_power_of_2
-from .call import check_combine, check_route
 
 MAX_EXPERTS = 4096
 # Channels of a row that a program adds up.
@@ -133,35 +130,40 @@ def _combine_kernel(
     tl.store(out + token * SIZE + channel, total, mask=inside)
 
 
-def route(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check and launch ``route_tokens(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    arguments |= {"ids": None, "route_weights": None}
-    launch_cache.run(prepare_route, arguments, _checked_route)
-    return arguments["ids"], arguments["route_weights"]
-
-
-def combine(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``combine_experts(**arguments)``, as ``route`` does."""
-    arguments |= {"out": None}
-    made: torch.Tensor = launch_cache.run(prepare_combine, arguments, _checked_combine)
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    score: str,
+    scale: float,
+    logits_factor: float,
+    logits_bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    table: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch checked arguments, shaped as in ``route_tokens``; returns (ids, weights)."""
+    made, launch = prepare_route(
+        logits,
+        top_k,
+        score,
+        scale,
+        logits_factor,
+        logits_bias,
+        expert_scale,
+        bias,
+        table,
+        token_ids,
+    )
+    run([launch], logits)
     return made
 
 
-def _checked_route(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {k: value for k, value in arguments.items() if k not in ("ids", "route_weights")}
-    check_route(**given)
-    made, launch = prepare_route(**given)
-    return given | made, [launch]
-
-
-def _checked_combine(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {k: value for k, value in arguments.items() if k != "out"}
-    check_combine(**given)
-    out, launch = prepare_combine(**given)
-    return given | {"out": out}, [launch]
+def combine(rows: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``combine_experts``; returns the sums."""
+    out, launch = prepare_combine(rows, weights, addend)
+    run([launch], rows)
+    return out
 
 
 def prepare_route(
@@ -175,25 +177,23 @@ def prepare_route(
     bias: torch.Tensor | None,
     table: torch.Tensor | None,
     token_ids: torch.Tensor | None,
-) -> tuple[dict[str, torch.Tensor], Launch]:
-    """What is made for checked arguments of ``route_tokens``, by name, and the launch."""
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Launch]:
+    """(ids, weights) of checked arguments of ``route_tokens``, not filled yet, and the launch."""
     num_tokens, num_experts = logits.shape
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(
             f"logits: up to {MAX_EXPERTS} experts are supported, got {num_experts}"
         )
-    made = {
-        "ids": logits.new_empty(num_tokens, top_k, dtype=torch.int64),
-        "route_weights": logits.new_empty(num_tokens, top_k),
-    }
+    ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
+    weights = logits.new_empty(num_tokens, top_k)
     by_table = table is not None
     if score != "softmax":
         # One kernel for layers of a model that choose by score and those that choose by a table:
         # where there is no table, or with one no bias, any tensor stands in.
-        table = made["ids"] if table is None else table
-        token_ids = made["ids"] if token_ids is None else token_ids
-        bias = made["route_weights"] if by_table else bias
-    return made, Launch(
+        table = ids if table is None else table
+        token_ids = ids if token_ids is None else token_ids
+        bias = weights if by_table else bias
+    launch = Launch(
         _route_kernel,
         (num_tokens,),
         {
@@ -205,7 +205,8 @@ def prepare_route(
             "table": strided.matrix(table),
             "token_ids": token_ids,
             "by_table": int(by_table),
-            **made,
+            "ids": ids,
+            "route_weights": weights,
             "scale": float(scale),
             "SOFTMAX": score == "softmax",
             "NUM_EXPERTS": num_experts,
@@ -215,6 +216,7 @@ def prepare_route(
             "num_warps": 1 if num_experts <= 512 else 4,
         },
     )
+    return (ids, weights), launch
 
 
 def prepare_combine(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_sample
 
@@ -58,12 +57,18 @@ def sample_tokens(
 
     Source: transformers ``generation/logits_process`` for the filters and their order.
     """
-    arguments = locals()  # all of them, by name
-    if implementation(arguments.pop("impl"), logits) == "triton":
-        from . import triton_impl as sampling_triton
-
-        return sampling_triton.sample(arguments)
-    from . import torch_impl as sampling_torch
-
-    check_once(check_sample, arguments)
-    return sampling_torch.sample(**arguments)
+    chosen = implementation(impl, logits)
+    check_sample(logits, temperature, top_k, top_p, min_p, u, probs)
+    if chosen == "triton":
+        from . import triton_impl as module
+    else:
+        from . import torch_impl as module
+    return module.sample(
+        logits,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        u=u,
+        probs=probs,
+    )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ..common.grad import without_grad
 
-
-@without_grad
+@torch.no_grad()
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,

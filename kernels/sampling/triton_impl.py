@@ -10,17 +10,14 @@ workspace. Bound by the latency of a row's passes, each from the L2 cache but th
 Source: as ``quire.kernels.sample_tokens``.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..common import launch_cache, strided
-from ..common.launching import Launch
+from ..common import strided
+from ..common.launching import Launch, run
 from ..common.ordering import ordered, threshold
 from ..common.tile_shapes import next_power_of_2
-from .call import check_sample
 from .filters import (
     MAX_VOCAB,
     UNITS,
@@ -168,21 +165,19 @@ def sample_kernel(
     tl.store(out + index, chosen.to(tl.int64))
 
 
-def sample(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``sample_tokens(**arguments)``.
-
-    Calls that look alike are checked once (``common.launch_cache``).
-    """
-    arguments |= {"out": None, "workspace": None}
-    made: torch.Tensor = launch_cache.run(prepare, arguments, _checked)
-    return made
-
-
-def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    given = {k: value for k, value in arguments.items() if k not in ("out", "workspace")}
-    check_sample(**given)
-    made, launch = prepare(**given)
-    return given | made, [launch]
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    u: torch.Tensor | None,
+    probs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``sample_tokens``; returns the tokens."""
+    out, launch = prepare(logits, temperature, top_k, top_p, min_p, u, probs)
+    run([launch], logits)
+    return out
 
 
 def prepare(
@@ -193,21 +188,19 @@ def prepare(
     min_p: torch.Tensor | None,
     u: torch.Tensor | None,
     probs: torch.Tensor | None,
-) -> tuple[dict[str, torch.Tensor | None], Launch]:
-    """What is made for checked arguments of ``sample_tokens``, by name, and the launch."""
+) -> tuple[torch.Tensor, Launch]:
+    """The tokens of checked arguments of ``sample_tokens``, not filled yet, and the launch."""
     num_rows, vocab_size = logits.shape
     if vocab_size > MAX_VOCAB:
         raise NotImplementedError(
             f"logits: up to {MAX_VOCAB} tokens are supported, got {vocab_size}"
         )
     block = min(BLOCK, max(128, next_power_of_2(vocab_size)))
-    made: dict[str, torch.Tensor | None] = {
-        "out": logits.new_empty(num_rows, dtype=torch.int64),
-        "workspace": None,
-    }
+    out = logits.new_empty(num_rows, dtype=torch.int64)
+    workspace = None
     if temperature is not None:
-        made["workspace"] = logits.new_empty(num_rows, block, dtype=torch.int32)
-    return made, Launch(
+        workspace = logits.new_empty(num_rows, block, dtype=torch.int32)
+    return out, Launch(
         sample_kernel,
         (num_rows,),
         {
@@ -217,9 +210,9 @@ def prepare(
             "top_p": top_p,
             "min_p": min_p,
             "u": u,
-            "out": made["out"],
+            "out": out,
             "probs": strided.matrix(probs),
-            "workspace": made["workspace"],
+            "workspace": workspace,
             "vocab_size": vocab_size,
             "BLOCK": block,
             "num_warps": max(4, block // 256),

@@ -4,24 +4,18 @@ It needs torch, without which the rest of `quire.kvcore` imports. It knows no mo
 """
 
 from .batch import (
-    AttentionPlanner,
     AttnMetadata,
     Batch,
     BatchBuilder,
-    FixedPlan,
-    MakePlanner,
     known_ids,
 )
 from .staging import HostCopy, Staging
 
 __all__ = [
-    "AttentionPlanner",
     "AttnMetadata",
     "Batch",
     "BatchBuilder",
-    "FixedPlan",
     "HostCopy",
-    "MakePlanner",
     "Staging",
     "known_ids",
 ]

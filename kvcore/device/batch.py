@@ -8,9 +8,8 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -46,7 +45,6 @@ class AttnMetadata:
             full attention has their keys and values.
         replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None
             where there are none.
-        prepared: what an `AttentionPlanner` made of the step; None where there is none.
     """
 
     cu_seqlens_q: Tensor
@@ -59,7 +57,6 @@ class AttnMetadata:
     request_slots: Tensor | None = None
     replay_rows: Tensor | None = None
     replay_slots: tuple[Tensor, ...] | None = None
-    prepared: Any = None
 
 
 @dataclass(frozen=True)
@@ -77,35 +74,6 @@ class Batch:
     attn: AttnMetadata
 
 
-class AttentionPlanner(Protocol):
-    """Plans attention of a step on the host, for an implementation that wants it."""
-
-    def step(self, plan: StepPlan | StepArrays) -> Any:
-        """`AttnMetadata.prepared` of a step, until the next one."""
-
-    def padding(self, num_decodes: int, num_tokens: int) -> Any:
-        """`AttnMetadata.prepared` of padding: sequences of one token, and one of several."""
-
-    def fixed(self, num_seqs: int, rows: int) -> FixedPlan:
-        """For a graph of so many sequences, and rows of each; raises what cannot be captured."""
-
-
-class FixedPlan(Protocol):
-    """What a graph attends through.
-
-    Attributes:
-        step: `AttnMetadata.prepared`.
-    """
-
-    step: Any
-
-    def plan(self, plan: StepPlan | StepArrays | None) -> None:
-        """Prepares the next replay, or, without a plan, one of padding."""
-
-
-MakePlanner = Callable[["KVCache | WorkerTables"], AttentionPlanner]
-
-
 class BatchBuilder:
     """Makes the tensors of a step from its plan, and keeps the block tables on the device.
 
@@ -115,15 +83,12 @@ class BatchBuilder:
     Args:
         kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Or the
             `quire.kvcore.WorkerTables` of one in another process, which are updated with each step
-            before it is built; `make_planner` needs the allocator itself. Each of the groups has
-            one table, so that tables and groups have the same numbers, and none has states, so that
-            plans have no pages to copy.
-        make_planner: makes one of attention, of the allocator; None = attention needs none.
+            before it is built. Each of the groups has one table, so that tables and groups have the
+            same numbers, and none has states, so that plans have no pages to copy.
         max_placeholders: ids of a step that the host may not know.
 
     Attributes:
         num_groups: cache groups.
-        planner: of the attention of each step, or None.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
         sampled: [max_placeholders] int64 on the device, what placeholders stand for.
 
@@ -135,12 +100,10 @@ class BatchBuilder:
         self,
         kv: KVCache | WorkerTables,
         device: torch.device | str,
-        make_planner: MakePlanner | None = None,
         *,
         max_placeholders: int = 0,
     ) -> None:
         self._kv = kv
-        self.planner = None if make_planner is None else make_planner(kv)
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
         for g in self._groups:
@@ -205,7 +168,6 @@ class BatchBuilder:
             request_slots=request_slots,
             replay_rows=more[0] if len(plan.replay_rows) else None,
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
-            prepared=None if self.planner is None else self.planner.step(plan),
         )
         ids, positions, rows = inputs
         ids = self.token_ids(ids) if input_ids.min() < 0 else ids

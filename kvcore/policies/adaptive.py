@@ -173,15 +173,6 @@ class Adaptive:
                     place.again(entry)
             self._new[shorter] = None
 
-    def chance(self, entry: Entry) -> float | None:
-        """How likely a hit on `entry` is at the next prompt; None where it was not added, as it
-        may not be evicted."""
-        if entry in self._new and entry not in self._filed:
-            del self._new[entry]
-            self._file(entry, self._record(entry))
-        filed = self._filed.get(entry)
-        return None if filed is None else self._returns.chance(filed[1])
-
     def again(self, entry: Entry) -> None:
         """What is known of `entry` changed: file it anew when something depends on it."""
         self._new[entry] = None

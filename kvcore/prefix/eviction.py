@@ -120,11 +120,6 @@ class EvictableTree:
             (self.policy.add if add else self.policy.discard)(entry)
             del self._failed[entry]
 
-    def forget_offers(self) -> None:
-        """Forget which runs are to go first, and which calls of the policy failed."""
-        self._useless.clear()
-        self._failed.clear()
-
     def became_leaf(self, run: Run) -> None:
         """File `run` for eviction if it is an unlocked leaf now."""
         if self._is_entry(run):

@@ -44,14 +44,13 @@ class Pins:
             return False
         end = index.end_at(run, depth)
         entry = index.point_at(end) if index.hybrid else end
-        fits = entry is not None and (entry in index.pins or self._fits_alone(entry, end))
+        own = len(entry.pages) if isinstance(entry, ResumePoint) else 0
+        fits = entry is not None and (
+            entry in index.pins or depth * index.pages_per_segment + own <= self._max_pages
+        )
         if not fits:
             merge(end, index.hybrid)
         return fits
-
-    def _fits_alone(self, entry: Run | ResumePoint, end: Run) -> bool:
-        own = len(entry.pages) if isinstance(entry, ResumePoint) else 0
-        return end.depth * self._index.pages_per_segment + own <= self._max_pages
 
     def unpin(self, run: Run, depth: int) -> bool:
         """End the pin of the boundary `depth` on the path to `run`; False if it is not pinned."""

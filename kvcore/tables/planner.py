@@ -14,12 +14,13 @@ slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in bloc
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. Groups whose
-queries read the step's own rows from pages (`KVCache(reads="pages")`) have entries for all blocks.
+What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. Groups
+whose queries read the step's own rows from pages (`KVCache(reads="pages")`) have entries for all
+blocks.
 
-The tables change in `commit`, so a step's attention reads them as the last step left them. A ring is
-*turned* when a request starts a block: the ring then has the blocks that the next query can see and
-the tail of the last boundary, and lets the others go.
+The tables change in `commit`, so a step's attention reads them as the last step left them. A ring
+is *turned* when a request starts a block: the ring then has the blocks that the next query can see
+and the tail of the last boundary, and lets the others go.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..arrays import NO_ROWS, Flags, Int32, Int64, ragged_arange
-from ..pages import NULL, UNSHARED, PagePool
-from ..spec import Layout
-from .rows import LIVE, SNAPSHOT, ClassTables, RowTables
+from ..pages import NULL, UNSHARED
+from .rows import LIVE, SNAPSHOT, ClassTables, Tables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
@@ -101,23 +101,21 @@ class Effects:
     copies: Int32
 
 
-class Tables(RowTables):
-    """The tables of all groups, and steps of them.
+class StepPlanner:
+    """Steps over the tables of all groups.
 
     Args:
-        layout, max_requests, pool, track_deltas: as of `RowTables`.
+        tables: what the steps read and write.
     """
 
-    def __init__(
-        self, layout: Layout, max_requests: int, pool: PagePool, track_deltas: bool
-    ) -> None:
-        super().__init__(layout, max_requests, pool, track_deltas)
-        self._flat = self.array.reshape(-1)
-        self._row: Int64 = np.array(layout.num_columns)
-        each = [
-            (b.spec, t, f) for b in self.blocks for t, f in zip(b.spec.tables, b.first, strict=True)
-        ]
-        self._num_dense = sum(b.spec.num_tables for b in self.dense)
+    def __init__(self, tables: Tables) -> None:
+        self._tables, self._pool, self._layout = tables, tables.pool, tables.layout
+        self._dense, self._windows, self._states = tables.dense, tables.windows, tables.states
+        self._flat = tables.array.reshape(-1)
+        self._row: Int64 = np.array(self._layout.num_columns)
+        blocks = tables.blocks
+        each = [(b.spec, t, f) for b in blocks for t, f in zip(b.spec.tables, b.first, strict=True)]
+        self._num_dense = sum(b.spec.num_tables for b in tables.dense)
 
         def per_table(values: list[int]) -> Int64:
             return np.array(values, dtype=np.int64)
@@ -163,9 +161,9 @@ class Tables(RowTables):
         indices += blocks % self._width[tables]
         num_new = int(np.count_nonzero(is_new))
         starting, snapping = NO_ROWS, []
-        for state in self.states:
+        for state in self._states:
             starting = (state.table[slots, 0, LIVE] == NULL).nonzero()[0]
-            shared = self.pool.counts[state.table[slots[snapshot], 0, SNAPSHOT]] != UNSHARED
+            shared = self._pool.counts[state.table[slots[snapshot], 0, SNAPSHOT]] != UNSHARED
             snapping.append(snapshot[shared])
             num_new += (len(starting) + len(snapping[-1])) * state.spec.num_tables
         return StepChanges(
@@ -224,14 +222,14 @@ class Tables(RowTables):
 
     def per_group(self, step: StepChanges) -> dict[str, int]:
         """Pages that each group needs."""
-        needed = {g.name: 0 for g in self.layout.groups}
+        needed = {g.name: 0 for g in self._layout.groups}
         of_table = np.bincount(step.tables[step.is_new], minlength=len(self._size)).tolist()
         demand = dict(zip(self._table_row.tolist(), of_table, strict=True))
-        for state, snapping in zip(self.states, step.snapping, strict=True):
+        for state, snapping in zip(self._states, step.snapping, strict=True):
             for t in state.spec.tables.tolist():
                 demand[t] = len(step.starting) + len(snapping)
-        for t, (group, _) in enumerate(self.layout.tables):
-            needed[self.layout.groups[group].name] += demand[t]
+        for t, (group, _) in enumerate(self._layout.tables):
+            needed[self._layout.groups[group].name] += demand[t]
         return needed
 
     # Fill.
@@ -242,7 +240,7 @@ class Tables(RowTables):
         num_blocks = np.count_nonzero(step.is_new)
         own[step.is_new] = pages[:num_blocks]
         self._fill_states(step, pages[num_blocks:])
-        mapping: Int64 = np.full((len(self.layout.tables), total), -1, dtype=np.int64)
+        mapping: Int64 = np.full((len(self._layout.tables), total), -1, dtype=np.int64)
         if step.inside is not None:
             mapping[self._table_row] = own.reshape(step.inside.shape) * self._size_column
             mapping[self._table_row] += step.inside
@@ -263,11 +261,11 @@ class Tables(RowTables):
 
     def _fill_states(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""
-        if not self.states:
+        if not self._states:
             return
         n, copies = len(step.slots), []
-        step.state_pages = np.zeros((len(self.layout.tables), n), dtype=np.int32)
-        for state, snapping in zip(self.states, step.snapping, strict=True):
+        step.state_pages = np.zeros((len(self._layout.tables), n), dtype=np.int32)
+        for state, snapping in zip(self._states, step.snapping, strict=True):
             k = state.spec.num_tables
             num_live, num_snapshots = len(step.starting) * k, len(snapping) * k
             new, pages = pages[:num_live], pages[num_live:]
@@ -291,8 +289,8 @@ class Tables(RowTables):
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
         rows = cu[which] + positions - step.start[which]
-        where = np.full((len(self.layout.tables), len(rows)), -1, dtype=np.int64)
-        for block in self.dense:
+        where = np.full((len(self._layout.tables), len(rows)), -1, dtype=np.int64)
+        for block in self._dense:
             size = block.spec.block_size
             indices = block.indices(step.slots[which], positions[:, None] // size)[:, :, 0]
             where[block.spec.tables] = self._flat[indices.T] * np.int64(size) + positions % size
@@ -307,20 +305,20 @@ class Tables(RowTables):
             end: [n] tokens after the step, rejected ones not counted.
             kept: [k] (rows, boundaries) whose tails the caller is about to keep, sorted by row.
         """
-        tails = np.zeros((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
+        tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
         gone: list[Int32] = []
         taken, cut = step.is_new, int(step.tables.searchsorted(self._num_dense))
         dense = taken[:cut].nonzero()[0]
         if end is not step.end:
             stays = step.blocks[dense] * self._size[step.tables[dense]] < end[step.rows[dense]]
-            self.pool.put(step.pages[dense[~stays]])
+            self._pool.put(step.pages[dense[~stays]])
             dense = dense[stays]
         if dense.size:
             indices, pages = step.indices[dense], step.pages[dense]
             self._flat[indices] = pages
-            self.note(indices, pages)
+            self._tables.note(indices, pages)
         first = self._num_dense
-        for window in self.windows:
+        for window in self._windows:
             if kept[0].size:
                 part = self._tails_in(step, window, first, *kept)
                 c = window.spec
@@ -329,8 +327,8 @@ class Tables(RowTables):
             gone.append(self._turn(step, window, first, end))
             first += window.spec.num_tables
         new = cut + taken[cut:].nonzero()[0]
-        copies = self._commit_states(step, end) if self.states else NO_COPIES
-        for state in self.states if kept[0].size else ():
+        copies = self._commit_states(step, end) if self._states else NO_COPIES
+        for state in self._states if kept[0].size else ():
             c = state.spec
             columns = slice(c.tail_offset, c.tail_offset + c.num_tables)
             tails[:, columns] = state.table[step.slots[kept[0]], :, SNAPSHOT]
@@ -339,10 +337,10 @@ class Tables(RowTables):
     def settle(self, effects: Effects) -> None:
         """Free what a step left and nobody holds."""
         for pages in effects.gone:
-            self.pool.unuse(pages)
+            self._pool.unuse(pages)
         new = effects.unclaimed
         if new.size:
-            self.pool.put(new[self.pool.counts[new] == NULL])
+            self._pool.put(new[self._pool.counts[new] == NULL])
 
     def _turn(self, step: StepChanges, window: ClassTables, first: int, end: Int64) -> Int32:
         """Turn the rings of the rows that start a block; returns the pages that leave them.
@@ -372,15 +370,15 @@ class Tables(RowTables):
         # The query of the newest token sees one row more than the next one.
         live = blocks >= (np.maximum(0, step.end[rows] - c.reach - 1) // size)[:, None]
         # The last boundary stays resumable, and the last one whose segment has its key.
-        for known in {0, self.layout.lookahead}:
-            tail_end = ((end[rows] - known) // self.layout.alignment * c.per_segment)[:, None]
+        for known in {0, self._layout.lookahead}:
+            tail_end = ((end[rows] - known) // self._layout.alignment * c.per_segment)[:, None]
             live |= (blocks < tail_end) & (blocks >= tail_end - c.tail)
         pages *= (live & (blocks >= 0))[:, None, :]
         changed = old != pages
         indices, new, gone = indices[changed], pages[changed], old[changed]
-        self.pool.use_new(new)
+        self._pool.use_new(new)
         self._flat[indices] = new
-        self.note(indices, new)
+        self._tables.note(indices, new)
         left: Int32 = gone[gone != 0]
         return left
 
@@ -408,20 +406,20 @@ class Tables(RowTables):
         """Make the states of a step real; returns the copies [c, 2] that snapshots need."""
         if not (step.snapshot.size or step.starting.size):
             return NO_COPIES
-        ends = step.snapshot[end[step.snapshot] % self.layout.alignment == 0]
-        self.snapshot_at[step.slots[ends]] = end[ends]
+        ends = step.snapshot[end[step.snapshot] % self._layout.alignment == 0]
+        self._tables.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
-        for state, snapping, new in zip(self.states, step.snapping, step.snapshots, strict=True):
+        for state, snapping, new in zip(self._states, step.snapping, step.snapshots, strict=True):
             live = step.state_pages[state.spec.tables].T  # [n, num_tables]
             if step.starting.size:
                 slots = step.slots[step.starting]
                 indices = state.indices(slots, np.full((len(slots), 1), LIVE))[:, :, 0]
                 self._put(indices, live[step.starting])
-            due = end[snapping] % self.layout.alignment == 0
-            self.pool.put(new[~due].ravel())
+            due = end[snapping] % self._layout.alignment == 0
+            self._pool.put(new[~due].ravel())
             slots = step.slots[snapping[due]]
             indices = state.indices(slots, np.full((len(slots), 1), SNAPSHOT))[:, :, 0]
-            self.pool.unuse(self._flat[indices].ravel())
+            self._pool.unuse(self._flat[indices].ravel())
             self._put(indices, new[due].astype(np.int32))
             snapshots = state.table[step.slots[ends], :, SNAPSHOT]
             copies.append(np.stack([live[ends].ravel(), snapshots.ravel()], axis=1))
@@ -430,5 +428,5 @@ class Tables(RowTables):
     def _put(self, indices: Int64, pages: Int32) -> None:
         """Put pages that were just taken into entries of state tables."""
         self._flat[indices] = pages
-        self.pool.users[pages] = 1
-        self.note(indices, pages)
+        self._pool.users[pages] = 1
+        self._tables.note(indices, pages)

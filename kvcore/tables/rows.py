@@ -54,14 +54,14 @@ class ClassTables:
         return indices
 
 
-class RowTables:
-    """Block tables of every group, side by side in one array.
+class Tables:
+    """Block tables of all groups, side by side in one array: a row a request.
 
     Args:
         layout: the groups.
-        max_requests: rows.
+        max_requests: number of rows.
         pool: the pages.
-        track_deltas: collect changes.
+        track_deltas: collect changed entries.
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.

@@ -337,7 +337,7 @@ class Tiers:
 
     def _changed(self) -> None:
         """Void the newest plan: the stack of free pages may change."""
-        self._kv._steps.planned = None
+        self._kv._planned = None
 
     # Called by the cache.
 

@@ -90,8 +90,6 @@ class AttentionConfig:
         num_heads, num_kv_heads, head_dim: query heads, KV heads, channels of a head.
         sliding_window: tokens that a query sees including itself; None = all earlier tokens.
         k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
-        context_size: ranks that share a context; num_heads are one's, num_kv_heads those of all
-            (`quire.models.parallel.context`).
     """
 
     num_heads: fields.NumHeads
@@ -100,14 +98,12 @@ class AttentionConfig:
     rope: RopeConfig
     sliding_window: fields.NumTokens | None = None
     k_eq_v: bool = False
-    context_size: fields.NumHeads = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
-        num_heads = self.num_heads * self.context_size
-        if num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads={num_heads}, got "
+                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got "
                 f"{self.num_kv_heads}"
             )
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from quire.kernels import IndexPages, LatentPages
 
 from ..layers.kv_cache import empty_pages
-from ..parallel.context import SplitContext
 from .cache_plan import COMPRESSED, CachePlan, overlap_sizes
 from .config import CSA, DeepseekV4Config
 
@@ -63,7 +62,6 @@ class V4PagePool:
         num_pages: page ids, including the null page 0.
         max_requests: slots of the allocator.
         max_draft_tokens: rows of a step that may be taken back; rings are longer by as many.
-        context: the ranks that share a context, as many as the plan has; None = one has it all.
 
     Attributes:
         data: [num_pages, page_bytes] uint8, zeros at first.
@@ -82,9 +80,8 @@ class V4PagePool:
         max_requests: int,
         max_draft_tokens: int = 0,
         device: torch.device | str = "cpu",
-        context: SplitContext | None = None,
     ) -> None:
-        self.config, self.plan, self.context = config, plan, context
+        self.config, self.plan = config, plan
         self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
         self._num_rings, self._max_draft_tokens = max_requests + 1, max_draft_tokens
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
@@ -108,7 +105,7 @@ class V4PagePool:
             return LayerCache(window, place.window_group, None, None)
         group = plan.group_index(COMPRESSED)
         assert group is not None and place.compressed is not None
-        num_entries = plan.groups[group].block_size // plan.context_size // ratio  # of a page
+        num_entries = plan.groups[group].block_size // ratio  # of a page
         pages = self._latents(place.compressed, num_entries)
         if place.index_keys is None:
             compressed = CompressorCache(pages, self._ring(ratio, config.head_dim), None)

@@ -91,14 +91,11 @@ class CachePlan:
     Attributes:
         groups: in the order of an allocator's tables; a page of each has the same bytes.
         layers: of the trunk, then drafters.
-        context_size: ranks that share a context; a page has the entries of a block of "compressed"
-            over this.
     """
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
     layers: tuple[LayerPlacement, ...]
-    context_size: int = 1
 
     def group_index(self, name: str) -> int | None:
         """Where in ``groups`` the group of that name is; None where the model has none."""
@@ -129,7 +126,6 @@ def plan_cache(
     block_size: int | None = None,
     window_block_size: int | None = None,
     drafters: bool = True,
-    context_size: int = 1,
 ) -> CachePlan:
     """Chooses groups and the bytes of their pages.
 
@@ -137,12 +133,10 @@ def plan_cache(
     such pages.
 
     Args:
-        block_size: tokens of a page of entries where one rank has all of them, a multiple of both
-            ratios; default: the first such that holds two HCA windows.
+        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such that holds two HCA windows.
         window_block_size: a divisor of block_size; default: the largest that is at most half a
             sliding window.
         drafters: whether the drafter layers take part.
-        context_size: ranks that share a context.
 
     Returns:
         CachePlan.
@@ -188,7 +182,7 @@ def plan_cache(
 
     groups = []
     if size:
-        groups.append(GroupSpec(COMPRESSED, "dense", block_size * context_size, page_bytes))
+        groups.append(GroupSpec(COMPRESSED, "dense", block_size, page_bytes))
     first = len(groups)
     drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
     for i in range(num_windows):
@@ -209,4 +203,4 @@ def plan_cache(
         LayerPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
         for layer in range(len(kinds))
     )
-    return CachePlan(fmt, tuple(groups), layers, context_size)
+    return CachePlan(fmt, tuple(groups), layers)

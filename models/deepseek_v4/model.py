@@ -19,7 +19,6 @@ from quire.kvcore.device import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.basic import Embedding, Linear, RMSNorm
 from ..layers.unpaged_attention import Stored
-from ..parallel.context import split_context
 from ..parallel.group import Group
 from .cache import V4PagePool
 from .cache_plan import CacheFormat, plan_cache, ring_bytes
@@ -188,13 +187,11 @@ class DeepseekV4(nn.Module):
                 "one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
-        context = split_context(self.group)
         plan = plan_cache(
             self.config,
             fmt,
             block_size=base_block_size,
             drafters=drafter_layers,
-            context_size=1 if context is None else context.size,
         )
 
         def allocate(num_pages: int) -> V4PagePool:
@@ -205,7 +202,6 @@ class DeepseekV4(nn.Module):
                 max_requests=max_requests,
                 max_draft_tokens=max_draft_tokens,
                 device=self.device,
-                context=context,
             )
 
         # One ring more than requests, which no request owns.

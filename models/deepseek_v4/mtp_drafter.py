@@ -20,6 +20,7 @@ Source: DeepSeek-V3 report 2.2 for several layers (arXiv 2412.19437); vLLM 0.33 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -35,6 +36,9 @@ from ..parallel.group import Group
 from .cache import V4PagePool
 from .model import DeepseekV4
 from .paged_attention import PagedAttend
+
+if TYPE_CHECKING:
+    from ..parallel.lead import Lead
 
 
 class MTPDrafter:
@@ -56,6 +60,8 @@ class MTPDrafter:
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
         self.model, self.max_draft_tokens = model, max_draft_tokens
+        # Of several ranks: rank 0 makes the others draft too.
+        self.lead: Lead | None = None
 
     def attach(
         self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
@@ -85,6 +91,8 @@ class MTPDrafter:
         slots: np.ndarray,
     ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
+        if self.lead is not None:
+            self.lead.observe(next_ids, last_rows, slots)
         step = PagedAttend(batch.attn, self._pool, impl=self._impl)
         ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
         firsts = batch.attn.cu_seqlens_q[:-1].long()
@@ -147,23 +155,39 @@ class MTPDrafter:
             # No comparison with NaN holds: what is no draw is replaced from the target itself.
             mass[:, 0].masked_fill_(ids < 0, torch.nan)
             masses.append(mass)
-            return ids.clamp_min(0)
+            return self._of_rank_0(ids.clamp_min(0))
 
         ids, probs = self._chain(requests, choose), torch.stack(masses, dim=1)
         return ids, [p if r.temperature > 0 else None for p, r in zip(probs, params, strict=True)]
+
+    @torch.inference_mode()
+    def follow(self, slots: np.ndarray, seq_lens: np.ndarray, is_greedy: bool) -> Tensor:
+        """The same drafts on another rank than rank 0, which draws those that are drawn."""
+
+        def choose(logits: Tensor) -> Tensor:
+            return self._of_rank_0(logits.new_empty(len(logits), dtype=torch.int64))
+
+        return self._run_chain(slots, seq_lens, greedy if is_greedy else choose)
 
     def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
         """[num_requests, num_drafts] int64."""
         slots = np.array([request.slot for request in requests], dtype=np.int64)
         # Each waits for one token: the one that its last computed row was told.
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
+        if self.lead is not None:
+            self.lead.draft(slots, seq_lens, choose is greedy)
+        return self._run_chain(slots, seq_lens, choose)
+
+    def _run_chain(
+        self, slots: np.ndarray, seq_lens: np.ndarray, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         longest = int(seq_lens.max())
         room = self.model.config.max_position_embeddings - longest
         if choose is greedy and self._graphs is not None:
             shape = self._graphs.shape_of(len(slots), longest)
             if shape is not None:
                 self._builder.update_tables()
-                return self._alike(self._graphs(shape, slots, seq_lens))
+                return self._of_rank_0(self._graphs(shape, slots, seq_lens))
         request_slots, lengths = self._staging.send([slots, seq_lens])
         self._builder.update_tables()
         drafts = chain_drafts(
@@ -178,10 +202,10 @@ class MTPDrafter:
             choose=choose,
             impl=self._impl,
         )
-        return self._alike(drafts)
+        return self._of_rank_0(drafts)
 
-    def _alike(self, drafts: Tensor) -> Tensor:
-        """The drafts of rank 0, where several ranks run the model."""
+    def _of_rank_0(self, drafts: Tensor) -> Tensor:
+        """What rank 0 has there, where several ranks run the model."""
         group = self.model.group
         return drafts if group is None else group.from_first(drafts.contiguous())
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,12 +11,10 @@ from torch import Tensor
 from quire.kernels import compress, compressed_attention, index_topk, write_latent
 from quire.kvcore.device import AttnMetadata
 
-from ..parallel.context import SplitContext
 from .cache import CompressorCache, LayerCache, V4PagePool
 from .cache_plan import COMPRESSED, OVERLAP
 from .layer import Attention, AttentionInputs, Compressor, GatedPooling, Indexer
 from .overlap import OverlapCopies
-from .rope import apply_rope
 
 
 class PagedAttend:
@@ -61,16 +58,6 @@ class PagedAttend:
                 ratio: slots.div(ratio, rounding_mode="floor")
                 for ratio in (pool.config.csa_ratio, pool.config.hca_ratio)
             }
-            if pool.context is not None:
-                self._split_entries(pool.context, block_size)
-
-    def _split_entries(self, context: SplitContext, block_size: int) -> None:
-        """Which entries this rank writes, and the lengths by which queries see just its own."""
-        self._split_lengths = {}
-        for ratio, slots in self._entry_slots.items():
-            self._entry_slots[ratio] = context.slots(slots, block_size // ratio // context.size)
-            seq_lens = self.attn.seq_lens + context.shift(ratio)
-            self._split_lengths[ratio] = self._lengths | {"seq_lens": seq_lens}
 
     @cached_property
     def _overlap_copies(self) -> OverlapCopies:
@@ -101,49 +88,18 @@ class PagedAttend:
         if attention.compressor is not None:
             compressed = self._compress(attention.compressor, cache, inputs)
         # Without max_seq_len: short steps take the kernels of long ones, as graphs do.
-        attend = partial(
-            compressed_attention,
+        return compressed_attention(
+            inputs.q,
             window_pages=cache.window,
+            window_table=attn.block_tables[cache.window_group],
+            kv=kv,
+            sliding_window=self.pool.config.sliding_window,
             num_decodes=attn.num_decodes,
+            sinks=attention.sinks,
+            cos_sin=inputs.cos_sin,
             impl=self.impl,
-        )
-        raw = {
-            "window_table": attn.block_tables[cache.window_group],
-            "kv": kv,
-            "sliding_window": self.pool.config.sliding_window,
             **self._lengths,
-        }
-        if compressed and self.pool.context is not None:
-            out = self._attend_split(attend, inputs.q, raw, compressed, attention.sinks)
-            return apply_rope(out, inputs.cos_sin[inputs.positions], inverse=True)
-        return attend(inputs.q, **raw, **compressed, sinks=attention.sinks, cos_sin=inputs.cos_sin)
-
-    def _attend_split(
-        self, attend: Callable[..., Tensor], q: Tensor, raw: dict[str, Any],
-        compressed: dict[str, Any], sinks: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Attention where each rank has some of the entries, before the inverse RoPE.
-
-        Args:
-            attend: `compressed_attention` of the layer.
-            raw, compressed: what says which raw rows and which entries it sees.
-        """
-        context, ratio = self.pool.context, compressed["compress_ratio"]
-        assert context is not None
-
-        def part(q: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
-            lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-            return attend(q, lse=lse, **seen), lse
-
-        entries = {
-            "window_table": raw["window_table"][:, :0],
-            "sliding_window": 1,
             **compressed,
-            "compress_ratio": ratio * context.size,
-            **self._split_lengths[ratio],
-        }
-        return context.merge(
-            part(context.all_heads(q), **entries), part(q, **raw), sinks, self.impl
         )
 
     def _compress(
@@ -177,27 +133,17 @@ class PagedAttend:
         index = inputs.indexer
         assert index is not None and cache.index_keys is not None
         self._write_entries(indexer, index.kv, index.gate, cache.index_keys, inputs.cos_sin)
-        topk, ratio = self.pool.config.index_topk, indexer.ratio
-        context, lengths, scores = self.pool.context, self._lengths, None
-        max_seq_len = self.attn.max_seq_len
-        if context is not None:
-            max_seq_len += context.shift(ratio)
-            ratio, lengths = ratio * context.size, self._split_lengths[ratio]
-            scores = index.weights.new_empty(len(index.q), topk)
         topk_indices, topk_lens = index_topk(
             index.q,
             index.weights,
             cache.index_keys.pages,
             self._compressed_table,
-            topk=topk,
-            compress_ratio=ratio,
-            max_seq_len=max_seq_len,
-            scores=scores,
+            topk=self.pool.config.index_topk,
+            compress_ratio=indexer.ratio,
+            max_seq_len=self.attn.max_seq_len,
             impl=self.impl,
-            **lengths,
+            **self._lengths,
         )
-        if context is not None and scores is not None:
-            topk_indices, topk_lens = context.topk(topk_indices, scores, topk)
         return {"topk_indices": topk_indices, "topk_lens": topk_lens}
 
     def _write_entries(

@@ -49,24 +49,21 @@ class EngineConfig:
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
         impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
-            through FlashInfer where that can serve all layers (`quire.models.flashinfer.support`),
-            and other kernels by device.
+            through FlashInfer where that can serve all layers (`quire.models.layers.flashinfer`),
+            without graphs, and other kernels by device.
         rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not
             depend on it. "strict" = the output is that of the same seed without drafts. "standard"
             = drafters that can, draw, and where outputs are diverse more of their drafts stay; the
             same distribution, but other tokens. See `quire.models.engine.speculative`.
         decode_graphs: decode through CUDA graphs of a few batch sizes, which are captured, and all
             kernels compiled, when the engine is made (`quire.models.engine.graphs`); on a CPU
-            through the same buffers. None = on a GPU, unless impl is "torch".
+            through the same buffers. None = on a GPU, unless impl is "torch" or "flashinfer".
         async_scheduling: while the device runs a step, the host prepares the next one, whose input
             ids go from sampler to model on the device; a step's tokens are in the report of the
             call after it. The same output. Steps that preempt wait for the tokens before them,
             and all do where there are drafts. None = on a GPU.
         tensor_parallel_size: ranks that run the model together, each on a device of its own, with a
             part of its weights and of its cache (`quire.models.parallel.shard`).
-        context_parallel_size: ranks that share a context: each has every so many-th token of what
-            full attention has in pages, or entry of DeepSeek-V4. 1, or tensor_parallel_size. See
-            `quire.models.parallel.context`.
         rank_timeout: seconds after which a rank that gets no further ends all of them, with an
             error that names it; more than the longest step takes, compiling included. One that dies
             is noticed at once.
@@ -96,7 +93,6 @@ class EngineConfig:
     decode_graphs: bool | None = None
     async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
-    context_parallel_size: int = 1
     rank_timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -109,16 +105,10 @@ class EngineConfig:
             ("base_block_size", 1),
             ("seed", 0),
             ("tensor_parallel_size", 1),
-            ("context_parallel_size", 1),
         ):
             value = getattr(self, name)
             if value is not None or name in (*REQUIRED, "seed") or name.endswith("parallel_size"):
                 object.__setattr__(self, name, as_int(name, value, low))
-        if self.context_parallel_size not in (1, self.tensor_parallel_size):
-            raise ValueError(
-                f"context_parallel_size: expected 1 or tensor_parallel_size="
-                f"{self.tensor_parallel_size}, got {self.context_parallel_size}"
-            )
         by_device = ("decode_graphs", "async_scheduling")
         for name in ("enable_caching", "replay", *by_device):
             value = getattr(self, name)

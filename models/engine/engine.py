@@ -26,13 +26,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..config.fields import shown
+from ..interrupts import interrupts_wait
 from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import LaunchedStep
@@ -46,7 +48,9 @@ from .request import SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
-from .turns import StepTurns
+
+if TYPE_CHECKING:
+    from ..parallel.lead import Lead
 
 
 class Engine:
@@ -57,15 +61,16 @@ class Engine:
     "nan", and empty the prefix cache of all that no running request needs, since nobody knows which
     of its rows are bad.
 
-    Threads: any may call `add_request`, `check`, `abort`, `unfinished` and `has_work` at any time;
-    they do not wait for the model of a step that runs. One thread at a time steps, others wait for
-    it. Everything else, ``kv`` above all, belongs to the thread that steps.
+    An engine belongs to one thread: only `check` may be called from others. A server queues what its
+    other threads ask for, and adds and aborts requests between two steps. A call that comes while a
+    step runs, from another thread or from within the step, raises RuntimeError.
 
     Args:
         model: see the docstring of the module.
         config: settings; None = `EngineConfig()`.
         tokenizer: for stop strings and streamed text.
         drafter: speculates; None = one token a step.
+        ranks: makes the other ranks run the steps of this one, which is rank 0; None = one rank.
 
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
@@ -76,8 +81,6 @@ class Engine:
         outputs: the unfinished requests.
         totals: sums over steps.
         clock: of the step that runs.
-        lock: held whenever requests change. Whoever holds it adds several requests, or notes their
-            ids, before any of them can end.
 
     Raises:
         ValueError: settings out of range or of more than the memory, or a pool that does not hold
@@ -92,16 +95,22 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
+        ranks: Lead | None = None,
     ) -> None:
         config = config or EngineConfig()
-        self.model, self._config, self.drafter = model, config, drafter
+        self.model, self.drafter = model, drafter
         parts = make_parts(model, config, drafter)
+        runner = parts.runner
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
-        self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
-        self.tiers = parts.tiers
+        self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
+        self.tiers = runner.tiers
         self.max_model_len = self.memory.max_model_len
-        self.scheduler, self._builder, self._sampler = parts.scheduler, parts.builder, parts.sampler
-        self._run, self._graphs, self._is_async = parts.run, parts.graphs, parts.is_async
+        self.scheduler, self._builder, self._sampler = (
+            parts.scheduler,
+            runner.builder,
+            parts.sampler,
+        )
+        self._run, self._graphs, self._is_async = runner.run, runner.graphs, runner.is_async
         self._observer = drafter if isinstance(drafter, ModelDrafter) else None
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
@@ -112,14 +121,15 @@ class Engine:
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
         )
         self._num_added = 0
-        self._turns = StepTurns()
-        self.lock = self._turns.lock
+        self._is_stepping = False
+        self._ranks = ranks
+        if ranks is not None:
+            ranks.attach(self.kv, runner.tables, drafter)
 
     @property
     def unfinished(self) -> frozenset[str]:
         """Ids of all requests that are waiting or running."""
-        with self.lock:
-            return frozenset(self.outputs.unfinished)
+        return frozenset(self.outputs.unfinished)
 
     @property
     def has_work(self) -> bool:
@@ -152,14 +162,15 @@ class Engine:
 
         Raises:
             ValueError: arguments that break these rules, or samples that do not fit the memory.
+            RuntimeError: called while a step runs.
         """
+        self._expect_between_steps("add_request")
         params = SamplingParams() if params is None else params
         prompt = self.check(prompt_token_ids, params)
         if request_id is not None and not isinstance(request_id, str):
             raise ValueError(f"request_id: expected a string or None, got {shown(request_id)}")
         try:
-            with self.lock:
-                return self._add(prompt, params, request_id, salt, stream)
+            return self._add(prompt, params, request_id, salt, stream)
         except (MemoryError, RecursionError) as error:
             raise ValueError(
                 f"prompt_token_ids: expected what fits the memory, got {len(prompt)} ids for "
@@ -203,57 +214,63 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request, all of its samples, with what it has so far.
 
-        Where a step runs meanwhile, what it computes for the request is dropped.
-
         Returns:
             The output of its first unfinished sample.
 
         Raises:
             ValueError: an unknown id.
+            RuntimeError: called while a step runs.
         """
-        with self.lock:
-            return self.outputs.abort(request_id, in_step=self._turns.is_taken)
+        self._expect_between_steps("abort")
+        return self.outputs.abort(request_id)
 
     @torch.inference_mode()
     def step(self) -> StepReport | None:
         """Runs one step of the batch; None when there is nothing to do.
 
+        Ctrl-C is held back until the step has ended; its report is then lost, and nothing else.
+
         Raises:
             Exception: what the model or a drafter in it raises, such as that the device is out of
                 memory; then nothing is lost, and the next call tries again.
-            RuntimeError: called from within a step.
+            RuntimeError: called while a step runs.
         """
-        # Launches, streams and captures are those of the current device.
-        with self._turns.take(self._end_aborted), torch.cuda.device_of(self._builder.tables):
-            return self._step()
+        self._expect_between_steps("step")
+        self._is_stepping = True
+        try:
+            ranks = nullcontext() if self._ranks is None else self._ranks.step()
+            # Launches, streams and captures are those of the current device.
+            with interrupts_wait(), torch.cuda.device_of(self._builder.tables), ranks:
+                return self._step()
+        finally:
+            self._is_stepping = False
 
-    def _end_aborted(self) -> None:
-        """Those give up their pages that were aborted while a step ran."""
-        self.outputs.end_failed()
-        self.outputs.end_aborted()
+    def _expect_between_steps(self, name: str) -> None:
+        if self._is_stepping:
+            raise RuntimeError(
+                f"{name}: expected to be called between steps, got a call from within one, or "
+                "from a second thread"
+            )
 
     def _step(self) -> StepReport | None:
         self.clock.start()
         before, step, delivered = self._in_flight, None, {}
         if before is not None:
-            with self.lock:
-                step = self.scheduler.schedule_ahead()
-                self.outputs.end_failed()
+            step = self.scheduler.schedule_ahead()
+            self.outputs.end_failed()
             if step is None:
                 delivered = self._receive(before)
         while step is None:
-            with self.lock:
-                self._draft()
-                step = self.scheduler.schedule()
-                self.outputs.end_failed()
-                if step is None:
-                    self._idle.stop()
-                    if delivered or self.outputs.has_finished:
-                        return self._report(**delivered)
-                    if self.tiers is None or not self.tiers.is_loading:
-                        return None
-            if step is None:  # all who wait, wait for pages
-                self.tiers.wait()
+            self._draft()
+            step = self.scheduler.schedule()
+            self.outputs.end_failed()
+            if step is None:
+                self._idle.stop()
+                if delivered or self.outputs.has_finished:
+                    return self._report(**delivered)
+                if self.tiers is None or not self.tiers.is_loading:
+                    return None
+                self.tiers.wait()  # all who wait, wait for pages
         try:
             launched = self._forward(step)
             due = self._in_flight if self._is_async else launched
@@ -263,16 +280,15 @@ class Engine:
         except BaseException:
             self._take_back(step)
             raise
-        with self.lock, self.scheduler.allocating:
+        with self.scheduler.allocating:
             # There are no pages to copy: `BatchBuilder` refuses groups with states.
             self.kv.commit(step.plan, launched.input_ids, launched.accepted)
-        with self.lock:
-            if due is not None:
-                delivered = self._deliver(due, new, launched if self._is_async else None)
-            if self._is_async:
-                self._in_flight = launched
-                launched.set_placeholders()
-            return self._report(**delivered)
+        if due is not None:
+            delivered = self._deliver(due, new, launched if self._is_async else None)
+        if self._is_async:
+            self._in_flight = launched
+            launched.set_placeholders()
+        return self._report(**delivered)
 
     def _forward(self, step: ScheduledStep) -> LaunchedStep:
         """Runs the model and samples; on a GPU, all of it begins and nothing is waited for."""
@@ -287,6 +303,8 @@ class Engine:
         batch = shape = None
         if self._graphs is not None and len(rows) == len(input_ids):  # all decode
             shape = self._graphs.shape_of(plan)
+        if self._ranks is not None:
+            plan = self._ranks.run(plan, input_ids, rows, shape)
         if shape is None or self._observer is not None:
             batch = self._builder.build(plan, input_ids, rows)
         clock.switch(MODEL)
@@ -302,6 +320,8 @@ class Engine:
         sampled = self._sampler(logits, requests, num_rows, self._builder.sampled[:unknown])
         if self._is_async:
             self._builder.sampled[: len(ready)] = sampled.ids
+            if self._ranks is not None:
+                self._ranks.group.from_first(self._builder.sampled[: len(ready)])
         self._idle.end()
         return LaunchedStep(step, ready, input_ids, sampled, batch, hidden)
 
@@ -333,9 +353,8 @@ class Engine:
         except BaseException:
             self._take_back()
             raise
-        with self.lock:
-            self._in_flight = None
-            return self._deliver(launched, new)
+        self._in_flight = None
+        return self._deliver(launched, new)
 
     def _deliver(
         self, launched: LaunchedStep, new: list[NewTokens], ahead: LaunchedStep | None = None
@@ -355,22 +374,24 @@ class Engine:
     def _take_back(self, step: ScheduledStep | None = None) -> None:
         """A step failed: its requests, and those whose tokens are not known, wait again."""
         self._idle.stop()
-        with self.lock:
-            requests = [] if step is None else [*step.requests]
-            before, self._in_flight = self._in_flight, None
-            self.scheduler.take_back([*requests, *(before.step.requests if before else ())])
-            if before is not None:
-                # Its tokens would have said whether its rows may be found.
-                self.scheduler.clear_cache()
+        requests = [] if step is None else [*step.requests]
+        before, self._in_flight = self._in_flight, None
+        self.scheduler.take_back([*requests, *(before.step.requests if before else ())])
+        if before is not None:
+            # Its tokens would have said whether its rows may be found.
+            self.scheduler.clear_cache()
+        self.outputs.end_failed()
 
     def close(self) -> None:
-        """Wait for the copies of the host tier. No step may follow: it raises RuntimeError. Without
-        a host tier, and a second time, it does nothing.
+        """End the other ranks, and wait for the copies of the host tier. No step may follow: it
+        raises RuntimeError. Without ranks and host tier, and a second time, it does nothing.
         """
-        tiers = self.tiers
-        if tiers is not None:
-            with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
-                tiers.close()
+        self._expect_between_steps("close")
+        if self.tiers is not None:
+            with torch.cuda.device_of(self.tiers.copier.addresses):
+                self.tiers.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _report(self, **numbers: Any) -> StepReport:
         """What ended and was streamed since the last report, and the step that gave its tokens."""

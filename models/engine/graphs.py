@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from quire.kvcore import KVCache, StepPlan
-from quire.kvcore.device import AttnMetadata, BatchBuilder, FixedPlan, MakePlanner, Staging
+from quire.kvcore import KVCache, StepArrays, StepPlan
+from quire.kvcore.device import AttnMetadata, BatchBuilder, Staging
 
+from .config import FLASHINFER, EngineConfig
 from .memory import free_memory
 
 if TYPE_CHECKING:
     from ..parallel.group import Group
-    from .config import EngineConfig
     from .memory import ModelCache
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -64,14 +64,12 @@ class _Graph:
         out: what the model gave.
         work: what was captured. A replay knows the tensors that it reads by address only: this
             keeps them.
-        attention: what is planned before each replay, or None.
     """
 
     data: Tensor
     out: list[Tensor | tuple[Tensor, Tensor]]
     work: Callable[[], None]
     replay: Callable[[], None]
-    attention: FixedPlan | None = None
 
 
 class DecodeGraphs:
@@ -140,7 +138,7 @@ class DecodeGraphs:
         return next(fitting, None)
 
     def __call__(
-        self, shape: Shape, plan: StepPlan, input_ids: np.ndarray
+        self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs one step, to be called between the plan and its commit.
 
@@ -170,8 +168,6 @@ class DecodeGraphs:
         sent = self._staging.send([data] if dense else [data, at])
         self._builder.update_tables()
         graph.data.copy_(sent[0], non_blocking=True)
-        if graph.attention is not None:
-            graph.attention.plan(plan)
         graph.replay()
         return tree_map(lambda x: x[:total] if dense else x[sent[1]], graph.out[0])
 
@@ -188,7 +184,6 @@ class DecodeGraphs:
         )
         out: list[Tensor | tuple[Tensor, Tensor]] = []
         forward, builder, max_seq_len = self._forward, self._builder, self._max_seq_len
-        attention = None if builder.planner is None else builder.planner.fixed(*shape)
 
         def work() -> None:
             attn = AttnMetadata(
@@ -200,11 +195,10 @@ class DecodeGraphs:
                 max_seq_len=max_seq_len,
                 num_decodes=shape.num_seqs,
                 request_slots=slots.to(torch.int32),
-                prepared=None if attention is None else attention.step,
             )
             out[:] = [forward(builder.token_ids(tokens[0]), tokens[1], attn)]
 
-        self._graphs[shape] = _Graph(data, out, work, self.capture_work(work), attention)
+        self._graphs[shape] = _Graph(data, out, work, self.capture_work(work))
 
 
 def capture_each(
@@ -237,7 +231,8 @@ def capture_each(
             stacklevel=3,
         )
     if group is not None:
-        failed = set().union(*group.all_say(set(failed)))
+        told = group.channel.all_say([*failed])
+        failed = {Shape(*shape) for shapes_of_rank in told for shape in shapes_of_rank}
     return [shape for shape in shapes if shape not in failed]
 
 
@@ -266,9 +261,11 @@ def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
         NotImplementedError: ``config.decode_graphs`` asks for what cannot be.
     """
     on_gpu = device.type == "cuda"
-    possible = not (on_gpu and config.impl == "torch")
+    possible = config.impl != FLASHINFER and not (on_gpu and config.impl == "torch")
     if config.decode_graphs and not possible:
-        raise NotImplementedError("decode_graphs: supported with impl='triton' on a GPU")
+        raise NotImplementedError(
+            f"decode_graphs: supported with impl='triton' on a GPU, got impl={config.impl!r}"
+        )
     wanted = on_gpu if config.decode_graphs is None else config.decode_graphs
     return batch_sizes(config.max_num_seqs) if possible and wanted else []
 
@@ -281,7 +278,6 @@ def graph_bytes(
     max_draft_tokens: int,
     *,
     hidden: bool,
-    make_planner: MakePlanner | None = None,
 ) -> int:
     """Bytes that the graphs of an engine will take, of memory that its pool is then not given.
 
@@ -292,7 +288,6 @@ def graph_bytes(
     Args:
         sizes: of `sizes_to_capture`.
         hidden: as in `forward_pass`.
-        make_planner: as of `BatchBuilder`.
     """
     named = config.num_pages is not None or config.cache_bytes is not None
     if not sizes or named or model.device.type not in MEASURED_ON:
@@ -305,7 +300,7 @@ def graph_bytes(
         max_draft_tokens=max_draft_tokens,
         track_deltas=True,
     )
-    builder = BatchBuilder(kv, model.device, make_planner)
+    builder = BatchBuilder(kv, model.device)
     graphs = DecodeGraphs(
         forward_pass(model, cache.allocate(kv.pool.num_pages), config.impl, hidden=hidden),
         builder,
@@ -381,13 +376,17 @@ def call_again(work: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-def forward_pass(model: nn.Module, pool: Any, impl: str | None, *, hidden: bool) -> Forward:
+def forward_pass(
+    model: nn.Module, pool: Any, impl: str | None, *, hidden: bool, **more: Any
+) -> Forward:
     """The model over its pages, as a function that keeps no engine alive.
 
     Args:
         hidden: whether it returns hidden states beside the logits.
+        more: further arguments of the model.
     """
-    more = {"return_hidden": True} if hidden else {}
+    if hidden:
+        more["return_hidden"] = True
 
     def run(
         input_ids: Tensor,

@@ -107,7 +107,6 @@ class MemoryPlan:
         fixed_bytes: memory of requests that is not in pages.
         graph_bytes: memory of decode graphs, as far as it was measured before.
         host_bytes: behind the pool.
-        context_size: ranks that share a context, each with such a pool.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -121,7 +120,6 @@ class MemoryPlan:
     fixed_bytes: int = 0
     graph_bytes: int = 0
     host_bytes: int = 0
-    context_size: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -181,9 +179,6 @@ class MemoryPlan:
         kept = f" (every {self.interval})" if self.interval else ""
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         besides += f", {_size(self.graph_bytes)} of decode graphs" if self.graph_bytes else ""
-        # What it costs that ranks share a context, and how to pay less.
-        shared = f" ({self.context_size} ranks share the context; base_block_size makes it less)"
-        shared = shared if self.context_size > 1 else ""
         behind = f"behind    {_size(self.host_bytes)} of host memory"
         return "\n".join(
             [
@@ -192,8 +187,7 @@ class MemoryPlan:
                 *([behind] if self.host_bytes else []),
                 f"request   {_size(self.bytes_per_token)} a token + "
                 f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens{shared}, retention "
-                f"{self.retention!r}{kept}",
+                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}{kept}",
                 f"fits      requests of so many tokens at once: {fits} (at most "
                 f"{self.max_num_seqs})",
             ]
@@ -278,7 +272,6 @@ def plan_memory(
         fixed_bytes=cache.fixed_bytes,
         graph_bytes=graph_bytes,
         host_bytes=host_bytes,
-        context_size=config.context_parallel_size,
     )
 
 

@@ -16,7 +16,7 @@ from .scheduler import Scheduler
 
 
 class OutputProcessor:
-    """Keeps the unfinished requests of an engine; whoever calls it holds the engine's lock.
+    """Keeps the unfinished requests of an engine.
 
     Args:
         scheduler: has the requests that wait or run.
@@ -24,14 +24,12 @@ class OutputProcessor:
     Attributes:
         unfinished: by id, the samples of each request that have not ended.
         siblings: by the first sample, those that wait until its prompt is computed.
-        aborted: requests aborted in a step that runs; they keep their pages until its end.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self.unfinished: dict[str, list[Request]] = {}
         self.siblings: dict[Request, list[Request]] = {}
-        self.aborted: set[Request] = set()
         # What ended and what was streamed since `take`.
         self._finished: list[RequestOutput] = []
         self._deltas: list[OutputDelta] = []
@@ -55,35 +53,22 @@ class OutputProcessor:
         if len(samples) > 1:
             self.siblings[samples[0]] = samples[1:]
 
-    def unfinished_sample(self, request_id: str) -> Request:
-        """The first sample of a request that has not ended.
+    def abort(self, request_id: str) -> RequestOutput:
+        """Ends all samples of a request; returns the output of the first unfinished one.
+
+        Args:
+            request_id: of an unfinished request.
 
         Raises:
             ValueError: an unknown id.
         """
         if not isinstance(request_id, str) or request_id not in self.unfinished:
             raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
-        return self.unfinished[request_id][0]
-
-    def abort(self, request_id: str, *, in_step: bool) -> RequestOutput:
-        """Ends all samples of a request; returns the output of the first unfinished one.
-
-        Args:
-            request_id: of an unfinished request.
-            in_step: whether a step runs, which needs the pages of the requests in it.
-
-        Raises:
-            ValueError: an unknown id.
-        """
-        self.unfinished_sample(request_id)
         outputs = []
         for request in list(self.unfinished[request_id]):
             # From where `finish` takes them.
             self._scheduler.waiting.extend(self.siblings.pop(request, []))
-            if in_step and request.slot >= 0:
-                self.aborted.add(request)
-            else:
-                self._scheduler.finish(request)
+            self._scheduler.finish(request)
             outputs.append(self._take_out(request, "abort", None))
         return outputs[0]
 
@@ -105,7 +90,7 @@ class OutputProcessor:
         num_generated, bad = 0, False
         for tokens in new:
             request = tokens.request
-            if request.slot < 0 or request in self.aborted:
+            if request.slot < 0:
                 bad = bad or NO_TOKEN in tokens.ids
                 continue
             request.num_output_placeholders = 0
@@ -133,17 +118,8 @@ class OutputProcessor:
     def end_failed(self) -> None:
         """Ends the requests that the scheduler took out."""
         for request, cause in self._scheduler.failed:
-            if request in self.aborted:
-                self.aborted.remove(request)
-            else:
-                self._end(request, "error", failure(request, cause), request.num_tokens)
+            self._end(request, "error", failure(request, cause), request.num_tokens)
         self._scheduler.failed.clear()
-
-    def end_aborted(self) -> None:
-        """Takes the pages of the requests that were aborted in the step that ends."""
-        for request in self.aborted:
-            self._scheduler.finish(request)
-        self.aborted.clear()
 
     def _end(self, request: Request, reason: str, error: RequestError | None, before: int) -> None:
         """Reports the end of a request that the scheduler has no more.

@@ -1,6 +1,7 @@
 """The parts of an engine, made in the order in which they need each other.
 
-First what of the memory each gets: graphs, then the pool, then the allocator of its pages.
+First what of the memory each gets: graphs, then the pool, then the allocator of its pages. Of
+several ranks each has a `ModelRunner`, and rank 0 alone the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from quire.kernels.common.impls import expect_impl
-from quire.kvcore import KVCache
+from quire.kvcore import KVCache, WorkerTables
 from quire.kvcore.device import BatchBuilder
 
-from ..flashinfer.planner import FlashInfer
+from ..layers.flashinfer import FlashInfer, expect_supported
 from ..parallel.group import Group
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
@@ -29,31 +30,44 @@ from .warm_up import warm_up
 
 
 @dataclass(frozen=True)
-class EngineParts:
-    """What the steps of an engine go through.
+class ModelRunner:
+    """What runs the steps of a model on one device.
 
     Attributes:
-        clock, idle: time of the host, and of the device.
         memory: how the pool was sized.
-        kv, pool: the allocator, and the page tensors.
+        kv: the allocator; None on all ranks but rank 0.
+        tables: the block tables that `builder` reads: the allocator, or a rank's copy.
+        pool: the page tensors.
         tiers: what is behind them; None = nothing.
         run: the model over its pages.
         graphs: None where steps are not replayed.
         is_async: whether the tokens of a step are read while the next one runs.
     """
 
-    clock: StepClock
-    idle: IdleClock
     memory: MemoryPlan
-    kv: KVCache
+    kv: KVCache | None
+    tables: KVCache | WorkerTables
     pool: Any
     tiers: EngineTiers | None
-    scheduler: Scheduler
     builder: BatchBuilder
-    sampler: Sampler
     run: Forward
     graphs: DecodeGraphs | None
     is_async: bool
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What the steps of an engine go through.
+
+    Attributes:
+        clock, idle: time of the host, and of the device.
+    """
+
+    clock: StepClock
+    idle: IdleClock
+    runner: ModelRunner
+    scheduler: Scheduler
+    sampler: Sampler
 
 
 def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> EngineParts:
@@ -63,7 +77,7 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
     """
     try:
-        return _make(model, config, drafter)
+        return _make(model, config, make_runner(model, config, drafter))
     except (MemoryError, RecursionError) as error:
         settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
         raise ValueError(
@@ -72,7 +86,12 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ) from error
 
 
-def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> EngineParts:
+def make_runner(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> ModelRunner:
+    """The model with its pages; of several ranks each calls this at the same time.
+
+    Raises:
+        ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
+    """
     device, on_gpu = model.device, model.device.type == "cuda"
     group: Group | None = getattr(model, "group", None)
     size = 1 if group is None else group.size
@@ -81,19 +100,12 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
             f"tensor_parallel_size: expected {size}, the ranks of this model, got "
             f"{config.tensor_parallel_size}; quire.models.LLM builds models of several ranks"
         )
-    split = 1 if group is None or not group.split_context else size
-    if config.context_parallel_size != split:
-        raise ValueError(
-            f"context_parallel_size: expected {split}, as the ranks of this model share the "
-            f"context, got {config.context_parallel_size}"
-        )
-    if split > 1 and config.impl == FLASHINFER:
-        raise ValueError("impl: expected kernels of quire for a context that ranks share")
     impl = None if config.impl == FLASHINFER else config.impl
     expect_impl(impl, device.type)
     if hasattr(model, "expect_impl"):
         model.expect_impl(impl or ("triton" if on_gpu else "torch"))
-    planner = FlashInfer(model, config).planner if config.impl == FLASHINFER else None
+    if config.impl == FLASHINFER:
+        expect_supported(model, kv_cache_dtype=config.kv_cache_dtype, replay=config.replay)
     num_drafts = drafter.max_draft_tokens if drafter else 0
     hidden = isinstance(drafter, ModelDrafter)
     cache = model_cache(
@@ -104,51 +116,44 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         max_draft_tokens=num_drafts,
         drafter_layers=hidden,
     )
+    attention = {}
+    if config.impl == FLASHINFER:  # before the pool, which gets what memory is left
+        attention["flashinfer"] = FlashInfer(model, cache.groups, config.kv_cache_dtype)
     sizes = sizes_to_capture(config, device)
     memory = plan_memory(
         model,
         cache,
         config,
         max_draft_tokens=num_drafts,
-        graph_bytes=graph_bytes(
-            model, cache, config, sizes, num_drafts, hidden=hidden, make_planner=planner
-        ),
+        graph_bytes=graph_bytes(model, cache, config, sizes, num_drafts, hidden=hidden),
     )
     if group is not None:  # what is free differs
-        num_pages = min(group.all_say(memory.num_pages))
+        num_pages = min(group.channel.all_say(memory.num_pages))
         alike = replace(config, num_pages=num_pages, cache_bytes=None, memory_fraction=None)
         memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
-    kv, clock = make_allocator(model, memory, config), StepClock()
+    kv = tables = None
+    if group is None or group.rank == 0:
+        kv = tables = make_allocator(model, memory, config)
+    if group is not None:
+        tables = WorkerTables(
+            memory.groups,
+            max_requests=config.max_num_seqs,
+            max_model_len=memory.max_model_len,
+            max_draft_tokens=num_drafts,
+        )
     pool = cache.allocate(memory.num_pages)
     tiers = None
     if config.host_cache_gib is not None:
         tiers = make_tiers(kv, pool, memory, config, device)
-    scheduler = Scheduler(
-        kv,
-        clock,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        policy=config.policy,
-        tiers=tiers,
-    )
     # Drafts are guessed from tokens that the host knows.
     wanted = on_gpu if config.async_scheduling is None else config.async_scheduling
     is_async = wanted and drafter is None
     # Of each request its newest token, or the drafts behind it.
     unknown = num_drafts if hidden else int(is_async)
-    builder = BatchBuilder(kv, device, planner, max_placeholders=config.max_num_seqs * unknown)
-    sampler = Sampler(
-        model.config.vocab_size,
-        config.max_num_seqs,
-        device,
-        builder.sampled,
-        rejection_sample_method=config.rejection_sample_method,
-        impl=impl,
-        group=group,
-    )
-    run, graphs = forward_pass(model, pool, config.impl, hidden=hidden), None
+    builder = BatchBuilder(tables, device, max_placeholders=config.max_num_seqs * unknown)
+    run, graphs = forward_pass(model, pool, impl, hidden=hidden, **attention), None
     if isinstance(drafter, ModelDrafter):
-        drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=config.impl)
+        drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=impl)
     if sizes:
         graphs = DecodeGraphs(
             run,
@@ -165,17 +170,25 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
                 drafter.capture(sizes, memory.max_model_len, graphs.capture_work)
             if on_gpu or config.impl == "triton":
                 warm_up(run, builder, config, memory.max_model_len, device)
-    return EngineParts(
-        clock=clock,
-        idle=IdleClock(device),
-        memory=memory,
-        kv=kv,
-        pool=pool,
-        tiers=tiers,
-        scheduler=scheduler,
-        builder=builder,
-        sampler=sampler,
-        run=run,
-        graphs=graphs,
-        is_async=is_async,
+    return ModelRunner(memory, kv, tables, pool, tiers, builder, run, graphs, is_async)
+
+
+def _make(model: nn.Module, config: EngineConfig, runner: ModelRunner) -> EngineParts:
+    clock = StepClock()
+    scheduler = Scheduler(
+        runner.kv,
+        clock,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        policy=config.policy,
+        tiers=runner.tiers,
     )
+    sampler = Sampler(
+        model.config.vocab_size,
+        config.max_num_seqs,
+        model.device,
+        runner.builder.sampled,
+        rejection_sample_method=config.rejection_sample_method,
+        impl=None if config.impl == FLASHINFER else config.impl,
+    )
+    return EngineParts(clock, IdleClock(model.device), runner, scheduler, sampler)

@@ -18,7 +18,6 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import HostCopy, Staging, known_ids
 
-from ..parallel.group import Group
 from .distributions import (
     ACCEPT,
     RESAMPLE,
@@ -114,7 +113,6 @@ class Sampler:
         rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests
             that drafts follow.
         impl: as in `sample_tokens`.
-        group: ranks that sample the same rows; the tokens are those of rank 0.
 
     Raises:
         ValueError: another method.
@@ -129,7 +127,6 @@ class Sampler:
         *,
         rejection_sample_method: str = "strict",
         impl: str | None = None,
-        group: Group | None = None,
     ) -> None:
         if rejection_sample_method not in REJECTION_SAMPLE_METHODS:
             raise ValueError(
@@ -137,7 +134,7 @@ class Sampler:
                 f"{rejection_sample_method!r}"
             )
         self._rejects = rejection_sample_method == "standard"
-        self._impl, self._group = impl, group
+        self._impl = impl
         self._device = torch.device(device)
         self._staging, self._sampled = Staging(device), sampled
         self._seen_shape = (max_requests, vocab_size)
@@ -168,7 +165,7 @@ class Sampler:
         """
         if all(request.params.is_plain for request in requests):
             ids = sample_tokens(logits, impl=self._impl)
-            return _to_host(logits, ids, (), drafts, self._group)
+            return _to_host(logits, ids, (), drafts)
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
@@ -177,14 +174,14 @@ class Sampler:
             logits = self._penalized(logits, requests, num_rows)
         if not any(p.temperature > 0 for p in params):
             ids = sample_tokens(logits, impl=self._impl)
-            return _to_host(raw, ids, params, drafts, self._group)
+            return _to_host(raw, ids, params, drafts)
         [given] = draw_columns(params, [_draws(requests, num_rows)], self._staging)
         rejects = self._rejects and len(params) > len(requests)
         probs = torch.empty_like(logits) if rejects else None
         ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
         if probs is not None:
             ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
-        return _to_host(raw, ids, params, drafts, self._group)
+        return _to_host(raw, ids, params, drafts)
 
     def _warm_up(self) -> None:
         """Compiles what later steps launch."""
@@ -296,9 +293,8 @@ def _draws(
 
 
 def _to_host(
-    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams], drafts: Tensor,
-    group: Group | None,
-) -> SampledOnDevice:  # fmt: skip
+    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams], drafts: Tensor
+) -> SampledOnDevice:
     """Ids, and the log-probabilities that rows ask for, in one copy, with the drafts."""
     wanted = [p.logprobs for p in params]
     most = max((n for n in wanted if n is not None), default=None)
@@ -309,10 +305,7 @@ def _to_host(
         scores = logits.log_softmax(dim=-1)
         best, best_ids = scores.topk(most, dim=-1)
         parts += [scores.gather(1, ids.clamp_min(0)[:, None]), best, best_ids.double()]
-    packed = torch.cat(parts, dim=1)
-    if group is not None:
-        ids = group.from_first(packed)[:, 0].long()
-    return SampledOnDevice(ids, packed, wanted, drafts)
+    return SampledOnDevice(ids, torch.cat(parts, dim=1), wanted, drafts)
 
 
 def _unpack(packed: list[list[float]], wanted: Sequence[int | None], drafts: list[int]) -> Sampled:

@@ -71,6 +71,5 @@ def _padding(
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
         request_slots=slots.to(torch.int32),
-        prepared=builder.planner and builder.planner.padding(num_decodes, num_tokens),
     )
     return integers(total), integers(total), attn, cu_seqlens_q[1:].long() - 1

@@ -18,16 +18,14 @@ from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore.device import AttnMetadata
 
 from ..config.named import FULL, SLIDING, ModelConfig
-from ..engine.config import FLASHINFER
 from ..engine.memory import ModelCache
-from ..flashinfer.attention import FlashInferAttend
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.flashinfer import FlashInfer, FlashInferAttend
 from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
-from ..parallel.context import split_context
 from ..parallel.group import Group
 
 BASE_BLOCK_SIZE = 16
@@ -150,13 +148,11 @@ class Decoder(nn.Module):
                 raise ValueError(
                     f"kv_scales: expected {self.config.num_layers} pairs, got {len(kv_scales)}"
                 )
-        context = split_context(self.group)
         groups, placement = cache_groups(
             self.config,
             dtype,
             base_block_size=BASE_BLOCK_SIZE if base_block_size is None else base_block_size,
             row_scales=kv_scales is None,
-            context_size=1 if context is None else context.size,
         )
 
         def allocate(num_pages: int) -> PageTensors:
@@ -168,7 +164,6 @@ class Decoder(nn.Module):
                 dtype=dtype,
                 device=self.device,
                 kv_scales=kv_scales,
-                context=context,
             )
 
         return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
@@ -182,6 +177,7 @@ class Decoder(nn.Module):
         *,
         logits_rows: Tensor | None = None,
         impl: str | None = None,
+        flashinfer: FlashInfer | None = None,
     ) -> Tensor:
         """One step of a ragged batch.
 
@@ -193,16 +189,15 @@ class Decoder(nn.Module):
             attn: tables, lengths and slots of this step.
             pool: the pages of all layers, updated in place.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            impl: "triton" or "torch" for the kernels, "flashinfer" for attention; default: by
-                device.
+            impl: "triton" or "torch" for the kernels; default: by device.
+            flashinfer: wrappers to attend through instead of the kernels.
 
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
-        if impl == FLASHINFER:
-            return self._run(
-                input_ids, positions, FlashInferAttend(self.config, attn, pool), logits_rows
-            )
+        if flashinfer is not None:
+            attend = FlashInferAttend(self.config, attn, pool, flashinfer)
+            return self._run(input_ids, positions, attend, logits_rows)
         attend = PagedAttend(self.config, attn, pool, impl=impl)
         if self.config.num_kv_shared_layers:
             # Where each sequence has one token, choosing rows saves nothing.
@@ -229,9 +224,7 @@ class Decoder(nn.Module):
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        attend = UnpagedAttend(
-            self.config, rows=rows, stored=stored, context=split_context(self.group)
-        )
+        attend = UnpagedAttend(self.config, rows=rows, stored=stored)
         return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()

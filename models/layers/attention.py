@@ -18,27 +18,21 @@ where it was cut into steps, by the quantization's error; with the same cuts the
 bit, whether the rows before were computed for this request or found cached. Rows that a step
 computes once more are read from pages and rounded to the model's dtype.
 
-Where ranks share a context (`quire.models.parallel.context`), pages of full attention hold a part
-of it, and its layers merge what all ranks see.
-
 `shared_layers` has the steps of models whose last layers share keys and values, and
 `unpaged_attention` whole sequences without a cache.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quire.kernels import attention_for, write_kv
 from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
-from ..parallel.context import SplitContext
-from .kv_cache import LayerCache, PageTensors
+from .kv_cache import PageTensors
 
 
 class Attend(Protocol):
@@ -117,85 +111,34 @@ class PagedAttend:
         """Nothing is left: each layer has written its rows."""
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        context = self._split_context(layer)
-        if context is not None:
-            return self._attend_split(context, layer, q, k, v, sinks)
-        return self._call(layer, self._pool.layers[layer], q, k=k, v=v, sinks=sinks)
-
-    def _call(self, layer: int, cache: LayerCache, q: Tensor, **arguments: Any) -> Tensor:
-        """The operator of a layer over pages, of the whole step but for what ``arguments`` say."""
-        attn = self._attn
-        sizes = {
-            "seq_lens": attn.seq_lens,
-            "max_seq_len": attn.max_seq_len,
-            "softmax_scale": self._config.softmax_scale,
-        }
+        attn, cache = self._attn, self._pool.layers[layer]
         return attention_for(self._config.attention(layer).sliding_window)(
             q,
             cache.k_pages,
             cache.v_pages,
             attn.block_tables[cache.group],
-            cu_seqlens_q=attn.cu_seqlens_q,
+            attn.seq_lens,
+            attn.cu_seqlens_q,
             max_seqlen_q=attn.max_seqlen_q,
+            k=k,
+            v=v,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
+            max_seq_len=attn.max_seq_len,
             num_decodes=attn.num_decodes,
+            softmax_scale=self._config.softmax_scale,
+            sinks=sinks,
             impl=self.impl,
-            **sizes | arguments,
         )
-
-    def _split_context(self, layer: int) -> SplitContext | None:
-        """The ranks that share the context of a layer; None for windows, which all have."""
-        full = self._config.attention(layer).sliding_window is None
-        return self._pool.context if full else None
-
-    @cached_property
-    def _split_lens(self) -> tuple[Tensor, Tensor]:
-        """Lengths of the step's own rows, and with this rank's part of the context before."""
-        assert self._pool.context is not None
-        q_lens = self._attn.cu_seqlens_q.diff()
-        before = self._pool.context.count(self._attn.seq_lens - q_lens)
-        return torch.minimum(self._attn.seq_lens, q_lens), before + q_lens
-
-    def _attend_split(
-        self, context: SplitContext, layer: int, q: Tensor, k: Tensor, v: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention where each rank has some of the keys before the step."""
-        attn, cache = self._attn, self._pool.layers[layer]
-        own_lens, lens = self._split_lens
-
-        def part(cache: LayerCache, q: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-            lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-            return self._call(layer, cache, q, lse=lse, **arguments), lse
-
-        heads = context.own_heads(q.shape[1], k.shape[1])
-        own = part(
-            cache.of_heads(heads), q, k=k[:, heads], v=v[:, heads],
-            seq_lens=own_lens, max_seq_len=attn.max_seqlen_q,
-        )  # fmt: skip
-        seen = part(
-            cache, context.all_heads(q), context_only=True,
-            seq_lens=lens, max_seq_len=-(-attn.max_seq_len // context.size) + attn.max_seqlen_q,
-        )  # fmt: skip
-        return context.merge(seen, own, sinks, self.impl)
-
-    def _slots(self, layer: int, slots: Tensor) -> Tensor:
-        """Slots of a layer's group as this rank has them."""
-        context = self._split_context(layer)
-        if context is None:
-            return slots
-        return context.slots(slots, self._pool.layers[layer].k_pages.shape[1])
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]
-        slots = self._slots(layer, self._attn.slot_mappings[cache.group])
         write_kv(
             k,
             v,
             cache.k_pages,
             cache.v_pages,
-            slots,
+            self._attn.slot_mappings[cache.group],
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
             impl=self.impl,
@@ -207,13 +150,7 @@ class PagedAttend:
         if rows is None or self._config.attention(layer).sliding_window is not None:
             return k, v
         assert self._attn.replay_slots is not None
-        slots = self._slots(layer, self._attn.replay_slots[cache.group])
+        slots = self._attn.replay_slots[cache.group]
         page, row = slots.clamp(min=0) // cache.k_pages.shape[1], slots % cache.k_pages.shape[1]
         kept_k, kept_v = cache.rows(page, row, k.dtype)
-        if (context := self._split_context(layer)) is not None:
-            # Each row is one rank's: the others add zeros.
-            here = (slots >= 0)[:, None, None]
-            kept_k, kept_v = (
-                context.group.sum(torch.where(here, kept, 0)) for kept in (kept_k, kept_v)
-            )
         return k.index_copy(0, rows, kept_k), v.index_copy(0, rows, kept_v)

@@ -13,7 +13,7 @@ with the page, and are shared with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
 from ..config.named import ModelConfig
-from ..parallel.context import SplitContext
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4
@@ -45,20 +44,6 @@ class LayerCache:
     group: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
-
-    def of_heads(self, heads: slice) -> LayerCache:
-        """The pages of some KV heads."""
-
-        def scale(x: Tensor | float | None) -> Tensor | float | None:
-            return x[:, :, heads] if isinstance(x, Tensor) else x
-
-        return replace(
-            self,
-            k_pages=self.k_pages[:, :, heads],
-            v_pages=self.v_pages[:, :, heads],
-            k_scale=scale(self.k_scale),
-            v_scale=scale(self.v_scale),
-        )
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
@@ -84,7 +69,6 @@ def cache_groups(
     *,
     base_block_size: int = 16,
     row_scales: bool = True,
-    context_size: int = 1,
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Deals the layers of a model into groups, as `quire.kvcore.cache_groups` does by their shapes.
 
@@ -95,8 +79,6 @@ def cache_groups(
         dtype: of K and V.
         base_block_size: tokens in a page of the heaviest kind of layer.
         row_scales: whether pages of e4m3 hold a scale for each row.
-        context_size: ranks that share a context (`quire.models.parallel.context`): a block of full
-            attention has as many pages, one on each.
 
     Returns:
         (groups, placement of each layer). Full-attention groups come first.
@@ -110,12 +92,6 @@ def cache_groups(
         scales = token_bytes(config, layer, dtype, row_scales=row_scales) - size
         shapes.append(LayerShape(size, config.attention(layer).sliding_window, scales))
     groups, placement = groups_of_layers(shapes, base_block_size=base_block_size)
-    groups = [
-        replace(group, block_size=group.block_size * context_size)
-        if group.kind == "dense"
-        else group
-        for group in groups
-    ]
     # A layer without keys and values of its own is where its donor is.
     return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]
 
@@ -147,7 +123,6 @@ class PageTensors:
         num_pages: page ids, including the null page 0.
         kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and
             that of all values.
-        context: the ranks that share a context; None = one has it all.
 
     Attributes:
         layers: LayerCache of each layer.
@@ -167,9 +142,7 @@ class PageTensors:
         dtype: torch.dtype,
         device: torch.device | str,
         kv_scales: Sequence[tuple[float, float]] | None = None,
-        context: SplitContext | None = None,
     ) -> None:
-        self.context = context
         self.tensors = [
             empty_pages(num_pages, groups[0].page_bytes, device)
             for _ in range(num_tensors(placement))
@@ -178,8 +151,6 @@ class PageTensors:
         for layer, place in enumerate(placement):
             shape = config.attention(layer)
             block_size = groups[place.group].block_size
-            if context is not None and shape.sliding_window is None:
-                block_size //= context.size
             rows = self.tensors[place.tensor].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))

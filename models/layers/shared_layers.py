@@ -24,7 +24,6 @@ from quire.kernels import paged_attention
 from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
-from ..parallel.context import SplitContext
 from .attention import PagedAttend
 from .kv_cache import LayerCache, PageTensors
 
@@ -35,8 +34,7 @@ GATHERED_BLOCK = 16  # rows of a page of gathered keys
 class _Gathered:
     """Keys and values of chosen rows.
 
-    Of each, one sequence with one query that sees all of them, or with ``context`` this rank's part
-    of them.
+    Of each, one sequence with one query that sees all of them.
     """
 
     k_pages: Tensor
@@ -46,7 +44,6 @@ class _Gathered:
     max_seq_len: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
-    context: SplitContext | None = None
 
 
 class SharedAttend(PagedAttend):
@@ -111,29 +108,21 @@ class SharedAttend(PagedAttend):
         self._new.clear()
 
     def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
-        num_rows, context, lse = len(q), kv.context, None
-        if context is not None:
-            q = context.all_heads(q)
-            lse = q.new_empty(q.shape[1], num_rows, dtype=torch.float32)
-        out = paged_attention(
+        return paged_attention(
             q,
             kv.k_pages,
             kv.v_pages,
             kv.block_table,
             kv.seq_lens,
-            torch.arange(num_rows + 1, dtype=torch.int32, device=q.device),
+            torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
             max_seqlen_q=1,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             max_seq_len=kv.max_seq_len,
-            num_decodes=num_rows,
+            num_decodes=len(q),
             softmax_scale=self._config.softmax_scale,
-            lse=lse,
             impl=self.impl,
         )
-        if context is None or lse is None:
-            return out
-        return context.merge((out, lse), None, None, self.impl)
 
     def _sequence_of(self, rows: Tensor) -> Tensor:
         """[num_rows] int64, the sequence that each row belongs to."""
@@ -145,11 +134,8 @@ class SharedAttend(PagedAttend):
         The step's table does not yet name the pages that it fills; their ids are in its slots.
         """
         assert self.rows is not None
-        context = self._pool.context
         table = self._attn.block_tables[cache.group].clone()
         slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
-        if context is not None:
-            block_size *= context.size
         if self._attn.replay_rows is not None:
             assert self._attn.replay_slots is not None
             replayed = self._attn.replay_slots[cache.group]
@@ -158,8 +144,6 @@ class SharedAttend(PagedAttend):
         table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
         # Rows of padding are in no page, and see nothing.
         num_keys = torch.where(slots < 0, 0, self._positions + 1)
-        if context is not None:
-            num_keys = context.count(num_keys)
         return _Gathered(
             cache.k_pages,
             cache.v_pages,
@@ -168,7 +152,6 @@ class SharedAttend(PagedAttend):
             self._attn.max_seq_len,
             cache.k_scale,
             cache.v_scale,
-            context,
         )
 
     def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:

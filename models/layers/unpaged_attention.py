@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..config.model import ModelConfig
-from ..parallel.context import SplitContext
 
 Stored = Callable[[Tensor], Tensor]
 """What reading a cache gives of rows that were written to it.
@@ -31,7 +30,6 @@ class UnpagedAttend:
         rows: as in `Attend`.
         stored: what attention sees of keys and of values [num_tokens, num_kv_heads, head_dim], as a
             cache of another dtype would round them; None = as they are.
-        context: the ranks that share a context, whose full layers have the keys of all heads.
     """
 
     impl: str | None = "torch"
@@ -42,9 +40,8 @@ class UnpagedAttend:
         *,
         rows: Tensor | None = None,
         stored: Stored | None = None,
-        context: SplitContext | None = None,
     ) -> None:
-        self.rows, self._context = rows, context
+        self.rows = rows
         self._config = config
         self._stored = stored
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -70,9 +67,6 @@ class UnpagedAttend:
                 self._kept[layer] = k, v
         every = torch.arange(len(k), device=q.device)
         position = every if position is None else position
-        if self._context is not None and shape.sliding_window is None:
-            heads = self._context.own_heads(q.shape[1], k.shape[1])
-            k, v = k[:, heads], v[:, heads]
         group = q.shape[1] // k.shape[1]
         keys = k.float().repeat_interleave(group, dim=1)  # [num_tokens, num_heads, head_dim]
         values = v.float().repeat_interleave(group, dim=1)

@@ -75,11 +75,8 @@ def build_model(
         group: the ranks; None = one has it all.
         unit: as in `quire.models.parallel.shard.shard_config`.
     """
-    config = (
-        config
-        if group is None
-        else shard_config(config, group.size, unit, split_context=group.split_context)
-    )
+    if group is not None:
+        config = shard_config(config, group.size, unit)
     if isinstance(config, DeepseekV4Config):
         return DeepseekV4(config, device=device, dtype=dtype, group=group)
     return _MODELS[config.family](config, device=device, dtype=dtype, group=group)

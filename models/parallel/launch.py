@@ -1,224 +1,282 @@
 """Ranks: processes that are there already, or that rank 0 starts.
 
 Under ``torchrun``, and wherever ``torch.distributed`` is initialized, each process is a rank.
-Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.worker`).
+Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.worker`)::
+
+    rank 0                                        rank 1
+    listens, starts the others  ----- stdin --->  heartbeat, before torch is imported
+    heartbeat  <--------------------------------> heartbeat
+    channel    ------------- work --------------> channel
+    process group  <------- gloo, NCCL ---------> process group
+    weights, pool, graphs                         weights, pool, graphs
+    Engine     -------- channel: steps ---------> follow
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
-from .group import Group
-from .watch import RankError, Watch, connect
+from ..engine.config import EngineConfig
+from ..engine.speculative import Drafter
+from .channel import LOCAL, Channel
+from .follow import follow
+from .group import MARGIN, Group
+from .heartbeat import Heartbeat, RankError
+
+if TYPE_CHECKING:
+    from ..llm import ModelSource
 
 WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
-LOCAL = "127.0.0.1"
-ONE_MODEL = "quire/models"  # in the store: how many models the processes have run
-STARTED = "quire/started"
+ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
 SECONDS_TO_END = 5.0
-SECONDS_TO_SEE = 1.0  # until a process that was killed has ended
-MEETING = datetime.timedelta(seconds=300)  # of processes that torchrun has started
+SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
 
-def launched() -> tuple[int, int]:
-    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none.
+@dataclass(frozen=True)
+class Work:
+    """What all ranks run; rank 0 sends it to the others.
 
-    Raises:
-        RankError: ranks of ``torchrun`` that do not reach each other.
+    Attributes:
+        source: of the weights.
+        config: of the engine.
+        drafter: as of `quire.models.llm.LLM`.
+        device: None, or "cuda" = the GPU of its number on its machine, or "cpu".
     """
-    if dist.is_torchelastic_launched() and not dist.is_initialized():
-        try:
-            dist.init_process_group("gloo", timeout=MEETING)
-        except RuntimeError as error:
-            # Of Debian and Ubuntu machines the name is a loopback address, unless somebody changes it.
-            raise RankError(
-                "the ranks do not reach each other. Of several machines each announces the address "
-                "that its own name has, or that of the network interface in GLOO_SOCKET_IFNAME: "
-                f"{error}"
-            ) from error
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+    source: ModelSource
+    config: EngineConfig
+    drafter: Any
+    device: torch.device | str | None
+
+    def parts(self, group: Group) -> tuple[nn.Module, Drafter | None]:
+        """The model of a rank, and its drafter."""
+        model = self.source.build(group.device, group)
+        return model, self.drafter(model) if callable(self.drafter) else self.drafter
 
 
 class Ranks:
-    """All ranks of one model, and this one's part in them.
+    """All ranks of one model, as one of them sees them.
 
     Args:
-        size: ranks.
-        device: None, or what each rank is to run on: "cuda" = the GPU of its number on its machine.
-        timeout: seconds after which a rank that gets no further is stuck.
-        split_context: as of `Group`.
-        work: arguments of `quire.models.llm.LLM` for ranks that are started.
+        heartbeat, channel: of this rank; the channel of rank 0 still waits for the others.
+        store: of torch.distributed.
+        local_rank: number of this rank on its machine.
+        work: pickled `Work`; rank 0 has it.
+        processes: those that this rank has started, by rank.
 
     Attributes:
+        work: what all run.
         group: of the ranks.
-        watch: of the ranks.
-        processes: that this one has started.
+        ended: why no step can follow; "" = one can.
 
     Raises:
-        ValueError: another number of ranks was started, ranks that run a model already, or arguments
-            that cannot be sent to another process.
-        RankError: ranks that do not come.
+        ValueError: a device that is not there.
+        RankError: a rank that does not come.
     """
 
+    group: Group
+
     def __init__(
-        self,
-        size: int,
-        device: torch.device | str | None,
-        *,
-        timeout: float,
-        split_context: bool = False,
-        work: Mapping[str, Any],
-    ) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._watch: Watch | None = None
-        started, _ = launched()
-        self._owns = started == 1
-        if started not in (1, size):
-            raise ValueError(f"tensor_parallel_size: expected {started}, the ranks, got {size}")
+        self, heartbeat: Heartbeat, channel: Channel, store: Any, local_rank: int,
+        work: bytes = b"", processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
+    ) -> None:  # fmt: skip
+        self.heartbeat, self.channel, self.ended = heartbeat, channel, ""
+        self.processes, self._owns_group = processes or {}, not dist.is_initialized()
+        heartbeat.give_up = self._give_up
+        seconds = datetime.timedelta(seconds=heartbeat.timeout + MARGIN)
+        with self.failing():
+            if channel.rank == 0:
+                channel.accept(self._check)
+                channel.send(work)
+            self.work: Work = pickle.loads(work or channel.receive())
+            channel.all_say(None)  # all have imported what they need
+            device = _device_of(self.work.device, local_rank)
+            if self._owns_group:
+                store.set_timeout(seconds)
+                dist.init_process_group(
+                    "gloo", store=store, rank=channel.rank, world_size=channel.size, timeout=seconds
+                )
+            dist.group.WORLD.get_group_store().set(ONE_MODEL, "")
+            self.group = Group(device, channel, heartbeat.timeout)
+            heartbeat.calls = self.group.calls.total
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """On an error end all ranks; raise RankError if another rank is its reason."""
         try:
-            if self._owns:
-                self._start(size, timeout, work)
-            self._meet(size, device, timeout, split_context)
+            yield
         except BaseException as error:
-            # gloo tells of a connection, before the end of a process can be seen.
-            broken = type(error) is RuntimeError and self._ended(SECONDS_TO_SEE)
-            self.close(f"{type(error).__name__}: {error}")
-            if broken:
-                raise RankError(f"{broken}: {error}") from error
+            broken = isinstance(error, ConnectionError | RankError | dist.DistError)
+            until = time.monotonic() + SECONDS_TO_KNOW
+            if broken or type(error) is RuntimeError:  # gloo's
+                while not self.heartbeat.verdict and time.monotonic() < until:
+                    time.sleep(0.01)
+                if self.heartbeat.verdict:
+                    self.close(self.heartbeat.verdict)
+                    raise RankError(self.heartbeat.verdict) from error
+            failed = f"{type(error).__name__}: {error}"
+            self.ended = f"rank {self.channel.rank} failed: {failed}"
+            self.close(failed)
             raise
 
-    def _meet(
-        self, size: int, device: torch.device | str | None, timeout: float, split_context: bool
-    ) -> None:
-        """Makes the groups and the watch."""
-        store = dist.group.WORLD.get_group_store()
-        rank = dist.get_rank()
-        if rank == 0 and store.add(ONE_MODEL, 1) > 1:
-            raise ValueError(
-                "tensor_parallel_size: expected ranks without a model; `close` the one they have, "
-                "or start other processes"
-            )
-        place = _device_of(device, rank, self._owns)
-        self.group = Group(place, timeout, split_context=split_context)
-        peers = connect(rank, size, self.group.say, _host(store), timeout)
-        self.watch = Watch(
-            rank,
-            peers,
-            progress=self.group.calls.total,
-            timeout=timeout,
-            give_up=self._give_up,
-        )
-        self._watch = self.watch
-        if rank != 0 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+    def follow(self) -> None:
+        """Run the steps of rank 0 until it closes."""
+        with self.failing():
+            model, drafter = self.work.parts(self.group)
+            follow(self.group, model, self.work.config, drafter)
+        self.close()
 
     def close(self, error: str = "") -> None:
-        """Ends the watch and the processes that were started.
+        """End the heartbeat, the process group, and the processes that were started.
 
         Args:
             error: of this rank, for which the others end; "" = all are done.
         """
-        if self._watch is not None and error:
-            self._watch.fail(error)
-        elif self._watch is not None:
-            self._watch.close()
-        self._watch = None
-        for process in self.processes:
+        self.ended = self.ended or error or "the engine is closed"
+        self.heartbeat.leave(error)
+        self.channel.close()
+        for process in self.processes.values():
             if error:
                 process.kill()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if self._owns and dist.is_initialized():
+            process.kill()
+            process.wait()
+        if self._owns_group and dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
 
-    def _ended(self, seconds: float) -> str:
-        """Which of the processes that were started has ended, waiting a while for one to; "" = none."""
-        until = time.monotonic() + seconds
-        while self.processes:
-            for rank, process in enumerate(self.processes, start=1):
-                if process.poll() is not None:
-                    return f"rank {rank} ended at its start, with exit status {process.returncode}"
-            if time.monotonic() > until:
-                break
-            time.sleep(0.01)
-        return ""
-
     def _give_up(self) -> None:
-        for process in self.processes:  # one that is stopped would end nothing itself
+        for process in self.processes.values():  # one that is stopped does not end by itself
             process.kill()
-        self.group.abort()
+        self.channel.close()
+        if hasattr(self, "group"):
+            self.group.abort()
 
-    def _start(self, size: int, timeout: float, work: Mapping[str, Any]) -> None:
-        if dist.is_initialized():
-            raise ValueError(
-                f"tensor_parallel_size: expected 1, the ranks of torch.distributed, got {size}"
-            )
+    def _check(self) -> None:
+        for rank, process in self.processes.items():
+            if process.poll() is not None:
+                raise RankError(f"rank {rank} died: its process ended, status {process.returncode}")
+        if self.heartbeat.verdict:
+            raise RankError(self.heartbeat.verdict)
+
+
+def launched() -> tuple[int, int]:
+    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none."""
+    _, rank, size = _found()
+    return size, rank
+
+
+def join_ranks(work: Work) -> Ranks:
+    """The ranks that are there already, or that are started here.
+
+    Raises:
+        ValueError: another number of ranks was started, they run a model already, or arguments
+            that cannot be sent to another process; and as `Ranks`.
+        RankError: as `Ranks`.
+        NotImplementedError: a host tier.
+    """
+    if work.config.host_cache_gib is not None:
+        raise NotImplementedError("host_cache_gib: supported with tensor_parallel_size=1")
+    size, timeout = work.config.tensor_parallel_size, work.config.rank_timeout
+    store, rank, found = _found()
+    if found != size and (found > 1 or dist.is_initialized()):
+        raise ValueError(f"tensor_parallel_size: expected {found}, the ranks, got {size}")
+    if rank != 0:
+        return _join(store, rank, size, timeout)
+    if dist.is_initialized() and store.check([ONE_MODEL]):
+        raise ValueError(
+            "tensor_parallel_size: expected ranks without a model; `close` the one they have, or "
+            "start other processes"
+        )
+    try:
+        pickled = pickle.dumps(work)
+    except Exception as error:
+        raise ValueError(
+            "tensor_parallel_size: expected arguments that can be sent to another process, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    host = LOCAL if found == 1 else ""
+    heartbeat, channel = Heartbeat(0, size, timeout, (host, 0)), Channel(0, size, (host, 0))
+    if found == 1:
         store = dist.TCPStore(LOCAL, 0, size, is_master=True, wait_for_workers=False)
-        threads = max(1, torch.get_num_threads() // size)
-        given = {"port": store.port, "size": size, "threads": threads}
-        try:
-            specs = [pickle.dumps(given | {"rank": r, "work": dict(work)}) for r in range(1, size)]
-        except Exception as error:
-            raise ValueError(
-                "tensor_parallel_size: expected arguments that can be sent to another process, "
-                f"got {type(error).__name__}: {error}"
-            ) from error
-        torch.set_num_threads(threads)
-        for spec in specs:
-            process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE)
-            self.processes.append(process)
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.write(spec)
-                process.stdin.close()
-        for rank in range(1, size):
-            while not store.check([f"{STARTED}/{rank}"]):
-                if ended := self._ended(0.0):
-                    self.close("another rank ended")
-                    raise RankError(ended)
-                time.sleep(0.01)
-        # However this process ends, the others do not stay: their connections break.
-        weakref.finalize(self, _kill, self.processes)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=size)
+        processes = _start(heartbeat, channel, store.port)
+        return Ranks(heartbeat, channel, store, 0, pickled, processes)
+    store.set(PORTS, f"{heartbeat.port} {channel.port}")
+    return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=0), pickled)
 
 
-def join(spec: Mapping[str, Any]) -> None:
-    """Makes this process the rank that another one started it for.
+def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
+    """Be a rank that another process has started, until that closes.
 
     Args:
-        spec: of `Ranks`.
+        spec: of `_start`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank, size = spec["rank"], spec["size"]
     torch.set_num_threads(spec["threads"])
-    store = dist.TCPStore(LOCAL, spec["port"], spec["size"], is_master=False)
-    store.set(f"{STARTED}/{spec['rank']}", "")
-    dist.init_process_group("gloo", store=store, rank=spec["rank"], world_size=spec["size"])
+    channel = Channel(rank, size, (LOCAL, spec["channel"]))
+    store = dist.TCPStore(LOCAL, spec["store"], size, is_master=False)
+    Ranks(heartbeat, channel, store, rank).follow()
 
 
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
+def _start(heartbeat: Heartbeat, channel: Channel, port: int) -> dict[int, subprocess.Popen[bytes]]:
+    """Start the other ranks on this machine.
+
+    Args:
+        port: of the store.
+    """
+    threads = max(1, torch.get_num_threads() // channel.size)
+    torch.set_num_threads(threads)
+    spec = {"size": channel.size, "timeout": heartbeat.timeout, "threads": threads}
+    spec |= {"heartbeat": heartbeat.port, "channel": channel.port, "store": port}
+    processes = {}
+    for rank in range(1, channel.size):
+        process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE)
+        processes[rank] = process
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(json.dumps(spec | {"rank": rank}).encode())
+    return processes
 
 
-def _device_of(device: torch.device | str | None, rank: int, started_here: bool) -> torch.device:
+def _join(store: Any, rank: int, size: int, timeout: float) -> Ranks:
+    """Meet rank 0, which is there already or is about to come."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+    try:
+        store.wait([PORTS], datetime.timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        raise RankError(f"rank 0 died: it did not come within {timeout:g} s") from error
+    beats, messages = map(int, store.get(PORTS).split())
+    host = _host(store)
+    heartbeat = Heartbeat(rank, size, timeout, (host, beats))
+    channel = Channel(rank, size, (host, messages))
+    return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=rank))
+
+
+def _found() -> tuple[Any, int, int]:
+    """The store, this rank, and the number of ranks that were started; (None, 0, 1) = none."""
+    if dist.is_initialized():
+        return dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size()
+    if dist.is_torchelastic_launched():
+        return next(rendezvous("env://"))
+    return None, 0, 1
+
+
+def _device_of(device: torch.device | str | None, local_rank: int) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device(device)
@@ -226,14 +284,13 @@ def _device_of(device: torch.device | str | None, rank: int, started_here: bool)
         return found
     if found.index is not None:
         raise ValueError(f"device: expected 'cuda' or 'cpu' with several ranks, got {device!r}")
-    local = rank if started_here else dist.get_node_local_rank(fallback_rank=rank)
-    if local >= torch.cuda.device_count():
+    if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"tensor_parallel_size: expected a GPU for each rank of this machine, got "
-            f"{torch.cuda.device_count()} for rank {local}"
+            f"{torch.cuda.device_count()} for rank {local_rank}"
         )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def _host(store: Any) -> str:

@@ -33,7 +33,7 @@ _KV = re.compile(r"\.[kv]_proj\.")
 MAX_SIZE = 1024
 
 
-def shard_config(config: Any, size: int, unit: int = 1, *, split_context: bool = False) -> Any:
+def shard_config(config: Any, size: int, unit: int = 1) -> Any:
     """The shapes of one rank's layers; those of vocabulary and router stay the whole model's.
 
     Args:
@@ -41,8 +41,6 @@ def shard_config(config: Any, size: int, unit: int = 1, *, split_context: bool =
         size: ranks.
         unit: widths of MLPs and experts are cut at multiples of it: of the columns that share a
             scale.
-        split_context: ranks share the context of full attention, whose keys and values are then all
-            heads on each of them (`quire.models.parallel.context`).
 
     Raises:
         ValueError: heads that cannot be dealt to so many ranks, naming how many ranks can have them.
@@ -67,18 +65,17 @@ def shard_config(config: Any, size: int, unit: int = 1, *, split_context: bool =
             moe_intermediate_size=part(config.moe_intermediate_size),
         )
 
-    def heads(shape: AttentionConfig | None, split: bool = False) -> AttentionConfig | None:
+    def heads(shape: AttentionConfig | None) -> AttentionConfig | None:
         return shape and replace(
             shape,
             num_heads=shape.num_heads // size,
-            num_kv_heads=shape.num_kv_heads if split else max(1, shape.num_kv_heads // size),
-            context_size=size if split else 1,
+            num_kv_heads=max(1, shape.num_kv_heads // size),
         )
 
     moe = config.moe
     return replace(
         config,
-        full=heads(config.full, split_context),
+        full=heads(config.full),
         sliding=heads(config.sliding),
         intermediate_size=part(config.intermediate_size),
         moe=moe and replace(moe, intermediate_size=part(moe.intermediate_size)),

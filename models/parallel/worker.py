@@ -1,19 +1,31 @@
-"""A rank that `quire.models.parallel.launch.Ranks` starts.
+"""A rank that `quire.models.parallel.launch` starts; stdin says which one.
 
-It reads from stdin which rank it is and of what, and runs until rank 0 is done.
+Torch is imported after the heartbeat has started: that takes seconds.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
+import signal
 import sys
 
-from ..llm import LLM
-from .launch import join
+from .channel import LOCAL
+from .heartbeat import Heartbeat
 
 
 def main() -> None:
-    """Runs the rank; does not return."""
-    spec = pickle.load(sys.stdin.buffer)
-    join(spec)
-    LLM(**spec["work"])
+    """Run the rank until rank 0 closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+    spec = json.load(sys.stdin)
+    rank, address = spec["rank"], (LOCAL, spec["heartbeat"])
+    try:
+        heartbeat = Heartbeat(rank, spec["size"], spec["timeout"], address)
+    except OSError as error:
+        sys.exit(f"quire: rank {rank} ends: rank 0 died: {error}")
+    try:
+        from .launch import run_rank
+
+        run_rank(heartbeat, spec)
+    except BaseException as error:
+        heartbeat.leave(f"{type(error).__name__}: {error}")
+        raise

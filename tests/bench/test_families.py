@@ -6,13 +6,11 @@ import torch
 
 from quire.bench.common import floors
 from quire.bench.common.workload import chat_workload
-from quire.bench.layers import few_layers
 from quire.bench.prefill_decode.build import build_model
 from quire.bench.prefill_decode.drive import run_workload
 from quire.bench.prefill_decode.verify import check_outputs, computing_in
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.layers import attention
-from tests.support.budgets import ordinary
 
 NAMES = ("gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
@@ -28,7 +26,7 @@ def generate(built):
     return run_workload(engine, workload, concurrency=2).outputs
 
 
-@ordinary("gemma4-e-tiny", "gpt-oss-tiny")
+@pytest.mark.parametrize("built", ["gemma4-e-tiny", "gpt-oss-tiny"], indirect=True)
 def test_output_is_checked_and_a_wrong_cache_refused(built, monkeypatch):
     outputs = generate(built)
     assert any(o.num_cached_tokens for o in outputs.values())
@@ -123,8 +121,3 @@ def test_decode_reads_rows_of_tables_and_chosen_experts(built):
             share = len(batch) / len(weight)
         expected += 4 * share * weight.numel()
     assert floors.decode_bytes(model, batch) == pytest.approx(expected, abs=100)
-
-
-def test_few_layers_of_a_model_that_shares_keys():
-    assert few_layers("gemma-4-e2b", 20).num_kv_shared_layers == 5
-    assert few_layers("gemma-4-e2b", 10).num_kv_shared_layers == 0

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from quire.bench import layers
 from quire.models.config.named import get_config
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.gpu.conftest import DRY_RUN
+from tests.gpu.logits import error_over_budget
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.support.helpers import DEVICE
 
@@ -44,10 +44,8 @@ def test_a_prefix_hit_equals_a_cold_run(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_logits_are_within_the_budget(name):
     model = random_model(get_config(name), device=DEVICE, dtype=torch.bfloat16)
-    settings = EngineConfig(num_pages=400, max_num_seqs=2, max_model_len=2000)
-    length = 40 if DRY_RUN else 700
     with torch.inference_mode():
-        assert layers.check_logits(model, settings, length) <= 1
+        assert error_over_budget(model, 40 if DRY_RUN else 700) <= 1
 
 
 def outputs(engine, count):

@@ -1,21 +1,14 @@
-"""FlashInfer's norms and gated products against the oracles; where there is no GPU, its stand-in's."""
+"""Steps that attend through FlashInfer beside quire's kernels; where there is no GPU, through its stand-in."""
 
 import pytest
 import torch
 
-from quire.bench.common.bounds import bounded, bounding
-from quire.kernels import gated_product, residual_norm
-from quire.kernels.gating import reference as gating
-from quire.kernels.norms import reference as norms
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.common.test_flashinfer import EPS, arguments, rows
+from tests.models.layers.test_flashinfer import STEPS, sized, steps_through_both
 from tests.support import flashinfer_stand_in
-from tests.support.helpers import DEVICE, assert_within_budget
+from tests.support.helpers import DEVICE
 
 pytestmark = pytest.mark.gpu
-
-ROWS, SIZE = (2, 64) if DRY_RUN else (33, 1152)
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 @pytest.fixture(autouse=True)
@@ -26,34 +19,9 @@ def package(monkeypatch):
         pytest.importorskip("flashinfer")
 
 
-@DTYPES
-@pytest.mark.parametrize("offset", [0, 1.0])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("padding", [0, 8])
-def test_residual_norm(dtype, offset, residual, padding):
-    given = arguments(ROWS, SIZE, dtype, offset=offset, padding=padding, residual=residual)
-    exact = given["x"].double()
-    with bounding():
-        if residual:
-            exact = norms.new_residual(given["x"], given["residual"], eps=EPS)
-        normed = norms.norm(exact, given["weight"], eps=EPS, offset=offset)
-    given |= {name: t.to(DEVICE) for name, t in given.items() if isinstance(t, torch.Tensor)}
-    out = residual_norm(**given, impl="flashinfer")
-    assert_within_budget("out", out.cpu(), normed)
-    if residual:
-        assert_within_budget("residual", given["residual"].cpu(), exact)
-
-
-@DTYPES
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gated_product(dtype, activation):
-    merged = rows(ROWS, 2 * SIZE, dtype)
-    with bounding():
-        exact = gating.gated_product(*merged.chunk(2, dim=1), activation=activation)
-    if activation == "gelu_tanh":  # tanh.approx.f32: relative errors up to 2**-11
-        gate, up = merged.double().chunk(2, dim=1)
-        exact = bounded(exact, exact.error + (gate * up).abs() * 2.0**-12)
-    out = gated_product(
-        *merged.to(DEVICE).chunk(2, dim=1), activation=activation, impl="flashinfer"
-    )
-    assert_within_budget("out", out.cpu(), exact)
+def test_a_step_attends_to_what_the_kernels_do():
+    """With kernels that `bench.environment` compiles ahead."""
+    config, dtype = sized("gemma3-tiny", head_dim=128), torch.bfloat16
+    for theirs, ours in steps_through_both(config, STEPS["mixed"], DEVICE, dtype):
+        # Outputs of about 1: roundings of weights and of the output, in both.
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=4 * torch.finfo(dtype).eps)

@@ -6,12 +6,11 @@
 import pytest
 import torch
 
-from quire.bench import layers
 from quire.bench.prefill_decode.__main__ import main
 from quire.models.config.named import get_config
-from quire.models.engine.engine import EngineConfig
 from quire.models.loading.random_weights import random_model
 from tests.gpu.conftest import DRY_RUN
+from tests.gpu.logits import error_over_budget, first_layers
 from tests.support.helpers import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -41,17 +40,15 @@ def test_jobs_are_right(name, capsys):
 
 @pytest.mark.parametrize("name", ["deepseek-v4-tiny"] if DRY_RUN else ["deepseek-v4-tiny", "deepseek-v4-small"])  # fmt: skip
 def test_bf16_logits_are_within_the_budget(name):
-    settings = EngineConfig(num_pages=400, max_num_seqs=2, max_model_len=2000)
     with torch.inference_mode():
         model = random_model(get_config(name), device=DEVICE, dtype=torch.bfloat16)
-        assert layers.check_logits(model, settings, 40 if DRY_RUN else 700) <= 1
+        assert error_over_budget(model, 40 if DRY_RUN else 700) <= 1
 
 
 @pytest.mark.skipif(DRY_RUN, reason="16 GB of weights")
 def test_real_widths():
     """Four layers of Flash, of each kind, with fewer experts."""
-    config = layers.few_layers("deepseek-v4-flash", 4, 8)
-    settings = EngineConfig(num_pages=400, max_num_seqs=2, max_model_len=2000)
+    config = first_layers("deepseek-v4-flash", 4, 8)
     with torch.inference_mode():
         model = random_model(config, device=DEVICE, dtype=torch.bfloat16)
-        assert layers.check_logits(model, settings, 700) <= 1
+        assert error_over_budget(model, 700) <= 1

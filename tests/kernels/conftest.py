@@ -1,9 +1,7 @@
-"""Fresh memory is poison, and nothing is remembered from one test to the next."""
+"""Fresh memory is poison."""
 
 import pytest
 import torch
-
-from quire.kernels.common import launch_cache
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +14,3 @@ def poisoned_empty(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         made = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, made=made, **k: poison(made(*a, **k)))
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered():
-    """A test may replace what launches are made from."""
-    launch_cache.clear()

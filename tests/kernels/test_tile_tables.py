@@ -39,7 +39,7 @@ def test_a_missing_field_stands_for_any_value(tmp_path):
         {"dtype": "fp32", "block_m": 16, **SHAPE},
         {"dtype": "16-bit", "rows": 16, **SHAPE},
     )
-    for arch in map(named, ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942", "gfx1201")):
+    for arch in map(named, ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942", "gfx950")):
         for phase in (None, "prefill", "decode"):
             for head_dim in (16, 512):
                 config = table.select(arch, dtype_bytes=4, head_dim=head_dim, phase=phase, rows=64)
@@ -87,7 +87,7 @@ def test_only_some_launch_choices_change_and_those_lose_their_comment(tmp_path):
 
 
 REFUSED = [
-    ({"rows": 16, **SHAPE, "gpu": "turing"}, "gpu: expected one of hopper, blackwell, medium, small, cdna3, cdna4, rdna3, rdna4, got 'turing'"),
+    ({"rows": 16, **SHAPE, "gpu": "turing"}, "gpu: expected one of hopper, blackwell, medium, small, cdna3, cdna4, got 'turing'"),
     ({"rows": 16, **SHAPE, "block_n": 48}, "block_n: expected a power of two, got 48"),
     ({"rows": 16, **SHAPE, "num_warps": 0}, "num_warps: expected a power of two, got 0"),
     ({"rows": 16, **SHAPE, "num_stages": 0}, "num_stages: expected 1 or more, got 0"),
@@ -143,7 +143,7 @@ def test_an_entry_that_names_the_gpu_comes_before_one_that_names_none(tmp_path):
         assert found == {"gfx942": 64, "gfx950": 32, "sm_90": 32}
 
 
-AMD = {"gfx942": "cdna3", "gfx950": "cdna4", "gfx1100": "rdna3", "gfx1201": "rdna4"}
+AMD = {"gfx942": "cdna3", "gfx950": "cdna4"}
 
 
 def answers(table, arch, head_dim, **question):

@@ -484,7 +484,7 @@ class Life(Misuse, TakenAway):
         return done
 
     def decode(self) -> None:
-        """The same requests compute a token each, over and over, alone or beside a chunk: some of these steps follow a calendar.
+        """The same requests compute a token each, over and over, alone or beside a chunk.
 
         In some steps each computes drafts too, as many as the others, of which some are rejected.
         """

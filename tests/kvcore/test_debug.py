@@ -140,7 +140,7 @@ def test_a_prompt_without_tokens_is_refused():
 def test_a_plan_that_writes_page_0_is_named(what, monkeypatch):
     kv = cache()
     slot = kv.admit("a", kv.match([1] * 9))
-    fill = kv._tables.fill
+    fill = kv._planner.fill
 
     def broken(step, *args):
         mapping = fill(step, *args)
@@ -150,7 +150,7 @@ def test_a_plan_that_writes_page_0_is_named(what, monkeypatch):
             getattr(step, what)[:, -1] = 0
         return mapping
 
-    monkeypatch.setattr(kv._tables, "fill", broken)
+    monkeypatch.setattr(kv._planner, "fill", broken)
     with pytest.raises(AssertionError, match=re.compile("page 0")):
         kv.plan([slot], [9])
 

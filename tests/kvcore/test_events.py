@@ -18,7 +18,6 @@ from quire.kvcore import (
     OutOfPages,
     tail_hashes,
 )
-from tests.support.budgets import size
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -123,8 +122,7 @@ def same_hits(e: Engine, reader: Reader, prompts, salts=(b"",)) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@settings(max_examples=size(30, long=80), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_reader_answers_the_same_hits(data):
     mix = data.draw(st.sampled_from(MIXES))

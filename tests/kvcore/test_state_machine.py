@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.kvcore import traffic
-from tests.support.budgets import budget, size
 
 
 class Draw:
@@ -55,9 +54,9 @@ class Machine(RuleBasedStateMachine):
 for _name in traffic.WEIGHTS:
     setattr(Machine, _name, _rule(_name))
 
-TestTraffic = pytest.mark.slow(pytest.mark.long(Machine.TestCase))
+TestTraffic = pytest.mark.slow(Machine.TestCase)
 TestTraffic.settings = settings(
-    max_examples=size(50, long=150),
+    max_examples=50,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -65,7 +64,7 @@ TestTraffic.settings = settings(
 
 
 @pytest.mark.slow
-@budget(5, long=15)
+@pytest.mark.parametrize("budget", [5])
 def test_long_lives(budget):
     """Caches that live for hundreds of steps with full pools."""
     taken, evicted = Counter(), 0

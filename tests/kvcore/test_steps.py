@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import permutations
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,16 +14,11 @@ from quire.kvcore import (
     KVCache,
     OutOfPages,
     Step,
-    StepPlan,
     linear_table,
     paged_rows,
-    pages,
 )
-from quire.kvcore.open_steps import OpenSteps
-from quire.kvcore.prefix import tracker
-from quire.kvcore.tables import rows
 from tests.support.kvcore.engine import groups
-from tests.support.kvcore.queued import Host, Work
+from tests.support.kvcore.queued import Host
 
 STATE = GroupSpec("state", "state", 4, 4096)
 MIXES = [
@@ -155,94 +149,6 @@ def test_pages_that_are_not_adopted_come_back():
     assert left[0] - left[1] == 5
     with pytest.raises(ValueError, match="adopt: expected True or False"):
         small(adopt=None)
-
-
-class OneByOne(Host):
-    """An engine that plans and commits a step request by request, before it runs: what steps are there to prevent."""
-
-    def build(self) -> None:
-        parts, chosen, tables, known, starts, ends = [], [], [], [], [], []
-        for s in self.rng.sample(list(self.running.values()), len(self.running)):
-            n = self.want(s)
-            plan = self.kv.plan([s.slot], [n]) if n else None
-            if not isinstance(plan, StepPlan):
-                s.cut(max(s.prompt, s.done))
-                continue
-            at = [self.kv.table(*t)[s.slot].copy() for t in self.kv.layout.tables]
-            starts.append(s.done)
-            ends.append(s.done + n)
-            known.append(s.rows(s.done + n))
-            after = self.kv.commit(plan, s.tokens[s.done : s.done + n])
-            s.done += n
-            parts.append((plan, after))
-            chosen.append(s)
-            tables.append(at)
-            if self.rng.random() < 0.3:
-                self.admit()
-        if parts:
-            plans = [plan for plan, _ in parts]
-            joined = SimpleNamespace(
-                cu_seqlens_q=np.cumsum([0, *(len(p.positions) for p in plans)]),
-                slot_mapping=np.concatenate([p.slot_mapping for p in plans], axis=1),
-                copies=np.empty((0, 2), dtype=np.int32),
-            )
-            work = Work(
-                joined,
-                np.concatenate([a for _, a in parts]),
-                [*zip(*tables, strict=True)],
-                chosen,
-                known,
-                starts,
-                ends,
-            )
-            self.queue.append(work)
-
-
-def test_the_device_notices_steps_that_are_committed_before_they_run():
-    """Pages let go by one request are written by another in the same step, and hits are on rows that nobody has written."""
-    wrong = 0
-    for seed in (1, 2, 3, 7, 10, 11, 12):
-        one = host(seed)
-        early = OneByOne(
-            seed, list(one.kv.layout.groups), num_pages=60, max_requests=5, max_model_len=160
-        )
-        early.texts += [(b"", [0, 1] * 40)]
-        wrong += early.go(100, 0)["wrong"]
-    assert wrong > 20
-
-
-def keeps(method):
-    return lambda self, *args: None
-
-
-def too_few(method):
-    """A block that starts is not counted."""
-
-    def needed(self, slot, start, num, snapshots):
-        return max(0, method(self, slot, start, num, snapshots) - 1)
-
-    return needed
-
-
-PLANTED = {
-    "the pages of a plan stay in the pool": (pages.PagePool, "take", keeps),
-    "tails of what is in flight may be evicted": (tracker.Chains, "wait", keeps),
-    "what left in flight is published": (tracker.Chains, "forget", keeps),
-    "a part with too few pages": (rows.RowTables, "needed_by_few", too_few),
-    "the pool hands out reserved pages": (OpenSteps, "reserve", keeps),
-}
-
-
-@pytest.mark.parametrize("what", PLANTED)
-def test_the_device_notices(what, monkeypatch):
-    """One fault planted in kvcore, and traffic that must fail."""
-    owner, name, change = PLANTED[what]
-    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
-    try:
-        wrong = sum(host(seed).go(60, 3)["wrong"] for seed in range(9))
-    except Exception:
-        return
-    assert wrong
 
 
 def evictions(kv: KVCache) -> int:

@@ -247,7 +247,7 @@ class Traffic:
             self._advance(counts)
 
     def decode(self):
-        """The same requests compute a token each, several times over, alone or beside chunks: some of these steps follow a calendar."""
+        """The same requests compute a token each, several times over, alone or beside chunks."""
         e = self.e
         batch = [r for r in e.slots if e.computed(r) == len(e.tokens[r]) < MAX_LEN - 1]
         steps = min((MAX_LEN - 1 - e.computed(r) for r in batch), default=0)

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+pytest.importorskip("transformers", reason="renders chat templates")
+
+from quire.models import chat
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.tokenizer import FileTokenizer
 from tests.support.models.chats import CASES, MESSAGES, TEXTS, TOOLS
@@ -17,7 +20,6 @@ TEMPLATE = (
 
 
 def test_chat_templates_of_a_directory(tmp_path):
-    pytest.importorskip("jinja2", reason="renders chat templates")
     messages = [{"role": "user", "content": " hi "}]
     expected = '<s><turn>user\nhi{"a": "é"}<end>\n<turn>model\n'
     with pytest.raises(ValueError, match=r"chat: expected a chat_template\.jinja"):
@@ -50,8 +52,7 @@ def test_chat_templates_of_a_directory(tmp_path):
 
 
 def test_templates_run_in_a_sandbox():
-    jinja2 = pytest.importorskip("jinja2", reason="renders chat templates")
-    with pytest.raises((ValueError, jinja2.exceptions.SecurityError)):
+    with pytest.raises(ValueError, match=r"^messages: the chat template refuses them: access to"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render([])
 
 
@@ -74,9 +75,122 @@ def test_templates_that_fail_as_programs_do():
             ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
 
-def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+@pytest.mark.parametrize("missing", ["jinja2", "transformers.utils.chat_template_utils"])
+def test_what_is_missing_is_named(missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
-        ImportError, match=r"chat needs the package jinja2 \(pip install 'quire\[hf\]'\)"
+        ImportError,
+        match=r"chat needs the packages transformers and jinja2 \(pip install 'quire\[hf\]'\)",
     ):
         ChatTemplate("x")
+
+
+def test_messages_and_text_are_bounded(monkeypatch):
+    monkeypatch.setattr(chat, "MAX_CHAT", 1000)
+    template, message = ChatTemplate("{{ messages[0].content * 9 }}"), "^messages: the chat template refuses them: expected "  # fmt: skip
+    assert template.render([{"role": "user", "content": "x" * 100}]) == "x" * 900
+    for long in (
+        [{"role": "user", "content": "x" * 1000}],
+        [{"role": "user", "content": "x"}] * 40,
+    ):
+        with pytest.raises(
+            ValueError, match=message + r"messages and tools of at most 1000 charac.*, got \d+"
+        ):
+            template.render(long)
+    with pytest.raises(ValueError, match=message + "messages and tools of at most 1000"):
+        template.render([{"role": "user", "content": "x"}], tools=[{"name": "f" * 1000}])
+    with pytest.raises(ValueError, match=message + "a text of at most 1000 characters, got 1800"):
+        template.render([{"role": "user", "content": "x" * 200}])
+
+
+def test_messages_that_hold_themselves_are_refused():
+    ring = []
+    ring.append(ring)
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for content in (ring, deep):
+        with pytest.raises(ValueError, match=r"^messages: the chat template refuses them: "):
+            ChatTemplate("{{ messages }}").render([{"role": "user", "content": content}])
+
+
+def test_a_long_chat():
+    """A million characters in two thousand messages, with what templates of checkpoints do to them."""
+    source = (
+        "{%- set ns = namespace(last=none, tools=false) -%}{%- for m in messages -%}{%- if m.role == 'tool' -%}{%- set ns.tools = true -%}{%- endif -%}"
+        "{%- set text = m.content | trim -%}{%- if '</think>' in text -%}{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
+        "{{ '<|im_start|>' + m.role + '\\n' + text.replace('\\r', '') + '<|im_end|>' }}{%- if loop.index0 == messages|length - 1 -%}{{ '\\n' }}{%- endif -%}"
+        "{%- set ns.last = messages[loop.index0 - 1] -%}{%- if loop.last and not loop.first -%}{{ messages[-1:]|length }}{%- endif -%}{%- endfor -%}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | length }}{{ tools | tojson(indent=4) }}"
+    )
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f" {i} </think>\n" + "x" * 600} for i in range(2000)]  # fmt: skip
+    tools = [{"name": f"f{i}", "parameters": {"a": [i, {"b": "c" * 50}]}} for i in range(300)]
+    text = ChatTemplate(source).render(messages, tools=tools)
+    assert text.startswith("<|im_start|>user\n" + "x" * 600 + "<|im_end|>") and len(text) > 10**6
+    assert text.endswith("\n11000" + json.dumps(tools, indent=4))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for x in [1] %}" * 40 + "{% endfor %}" * 40, "expected a template that is not nested so deeply"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "expected a template that is not nested so deeply"),
+        ("x" * 1_000_001, "expected a text of at most 1000000 characters, got 'xxx"),
+        ("a\n{% if %}", "line 2: "),
+        ("{{ 1 | nosuch }}", "line 1: No filter named 'nosuch'"),
+    ],
+    ids=["blocks", "brackets", "long", "syntax", "filter"],
+)  # fmt: skip
+def test_sources_that_are_refused_name_their_file(source, message, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(ValueError, match=r"^chat template '.*chat_template\.jinja': ") as caught:
+        ChatTemplate.of_directory(tmp_path)
+    assert message in str(caught.value)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    with pytest.raises(ValueError, match=r"^chat_template of '.*tokenizer_config\.json': "):
+        ChatTemplate.of_directory(tmp_path)
+
+
+def test_files_of_another_kind_are_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ 1 }}")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja': expected a text in UTF-8"):
+        ChatTemplate.of_directory(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config = tmp_path / "tokenizer_config.json"
+    for template in ([1], [{"name": "default"}], [{"template": "x"}], 5, {}):
+        config.write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(
+            ValueError, match=r"^chat_template.*: expected .*tokenizer_config\.json'"
+        ):
+            ChatTemplate.of_directory(tmp_path)
+    config.write_text(json.dumps({"chat_template": None}))
+    with pytest.raises(ValueError, match=r"^chat: expected a chat_template\.jinja"):
+        ChatTemplate.of_directory(tmp_path)
+    for token in ({}, {"content": 5}, {"content": None}):
+        config.write_text(json.dumps({"chat_template": "x", "bos_token": token}))
+        with pytest.raises(ValueError, match=r"^bos_token: expected .*tokenizer_config\.json'"):
+            ChatTemplate.of_directory(tmp_path)
+    for messages in (5, [5], ["text"], None):
+        with pytest.raises(ValueError, match=r"^messages: expected a list of dicts, got "):
+            ChatTemplate("x").render(messages)
+
+
+def test_tokenizer_files_of_another_kind_are_named(tmp_path):
+    pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
+    file = tmp_path / "tokenizer.json"
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": 5}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ):
+        file.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"^path: expected a tokenizer in '.*tokenizer\.json', got: ."
+        ):
+            FileTokenizer(file)

@@ -29,7 +29,6 @@ from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
-from tests.support.budgets import ordinary
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = EngineConfig(num_pages=300)
@@ -277,7 +276,7 @@ def test_statistics_and_speculation(capsys):
 
 
 def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
-    pytest.importorskip("jinja2", reason="renders chat templates")
+    pytest.importorskip("transformers", reason="renders chat templates")
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     base = [
         "--model",
@@ -585,7 +584,7 @@ def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
     assert b"Traceback" not in err and b"generated/s" in err
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly():
     arguments = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--prompt", "x", "--threads", "1"]  # fmt: skip

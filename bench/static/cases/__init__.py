@@ -1,8 +1,4 @@
-"""The cases that ``bench.static`` compiles: one module a family of kernels, each with ``cases() -> list[StaticCase]``.
-
-A new family is a new module here, with a case marked ``sample`` for each of its kernels. A kernel whose name ends in ``prefill_kernel``,
-``decode_kernel`` or ``scores_kernel`` is held to the rules about copies and bytes in flight as well; its constant BLOCK_N is the keys of a tile.
-"""
+"""The calls that ``bench.static`` compiles, a module for each part of a model."""
 
 from __future__ import annotations
 
@@ -15,56 +11,35 @@ from typing import Any
 
 from quire.kernels.common.arch import Arch
 
-# Streaming multiprocessors of A100, RTX 3090, RTX 4090, H100, B200, RTX 5090; what torch counts of
-# MI300X, MI355X, RX 7900 XTX and RX 9070 XT.
-NUM_SMS = {
-    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170,
-    "gfx942": 304, "gfx950": 256, "gfx1100": 48, "gfx1201": 32,
-}  # fmt: skip
-ARCHS = tuple(NUM_SMS)
-# What is compiled unless asked otherwise: every tile shape for the first, the samples for the others.
-DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950", "gfx1100", "gfx1201")
-# Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
-ALL_ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")  # fmt: skip
-# Kernels that walk tiles of keys, by how their names end.
-PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
+from ..launches import Launch, record
+
+# Compiled by default: each tile shape for the first, the samples for the others.
+DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950")
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticCase:
-    """What one call of a public function launches at one shape.
+    """One call of a public operator at one shape.
 
-    name: unique among all cases.
-    phase: "prefill", "decode", or what else the call does.
-    launches: architecture -> the ``Launch`` values of the call, over tensors without storage (``meta``).
-    dtype: of the keys and values, a torch dtype by name.
-    key_bytes: what one key takes of the K/V tile, values included; 0 if no kernel of the case has such tiles.
-    scale_bytes: what the scales of one quantised key take; they are not counted in key_bytes.
-    min_copy_bytes: the narrowest copy of a K/V tile that the case may have.
-    sample: whether it stands for its kernels on SAMPLE_ARCHS.
-    operator: the public function that is called.
-    head_dim: channels of its rows in the pages; of MLA those that are values too.
-    pages: dtype of its pages, "uint8" for DeepSeek-V4's quantised rows; "" without pages.
-    block_sizes: rows of its pages, of each kind that it reads or writes.
+    Attributes:
+        name: unique among all cases.
+        call: makes the call over tensors on the device "meta", with ``impl="triton"``.
+        dtype: a torch dtype by name, of the keys and values if there are any.
+        key_bytes: bytes of a key and its value in the pages; 0: no kernel has tiles of keys. The
+            constant BLOCK_N of a kernel that has them is the keys of a tile.
+        sample: whether it is compiled for SAMPLE_ARCHS.
     """
 
     name: str
-    phase: str
-    launches: Callable[[Arch], list[Any]]
+    call: Callable[[], object]
     dtype: str = "bfloat16"
     key_bytes: int = 0
-    scale_bytes: int = 0
-    min_copy_bytes: int = 16
     sample: bool = False
-    operator: str = ""
-    head_dim: int = 0
-    pages: str = ""
-    block_sizes: tuple[int, ...] = ()
 
 
 @functools.cache
 def all_cases() -> dict[str, StaticCase]:
-    """Every case of every module of this package, by name; ValueError if two share a name."""
+    """All cases of the modules of this package by name."""
     found: dict[str, StaticCase] = {}
     for module in pkgutil.iter_modules(__path__):
         for case in importlib.import_module(f"{__name__}.{module.name}").cases():
@@ -74,9 +49,9 @@ def all_cases() -> dict[str, StaticCase]:
     return found
 
 
-def launches_of(case: StaticCase, arch: Arch) -> list[Any]:
+def launches_of(case: StaticCase, arch: Arch) -> list[Launch]:
     """The launches of a case on an architecture."""
-    return case.launches(arch)
+    return record(case.call, arch)
 
 
 def meta(*shape: int, dtype: str = "bfloat16") -> Any:

@@ -10,19 +10,17 @@ import pytest
 import torch
 
 from quire.bench.cases.problem import attention_rows, expect, make_problem
-from quire.bench.cases.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, headline
+from quire.bench.cases.shapes import SHAPES, TINY_SHAPES, Case, all_cases, headline
+from quire.bench.cases.work import attention_bytes
 from quire.bench.common.bounds import bounding
 from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels
-from quire.bench.kernels import prediction
 from quire.bench.peers.attention import find_peers
 from quire.bench.peers.folder import unpack
 from quire.bench.peers.peer import Peer, Unsupported
-from quire.bench.static import report
 from quire.kernels.attention import reference
 from quire.kernels.attention.call import AttentionCall
-from quire.kernels.attention.configs import select_config
 from quire.models.config.named import get_config
 from tests.support.forked import printed
 from tests.support.helpers import assert_equal_in_float64
@@ -171,7 +169,7 @@ def test_rows_have_shares_and_the_ratio_to_the_best_peer():
         assert row["copy_share"] == pytest.approx(row["gb_per_s"] * 1e9 / 1e9)
     assert set(missing) >= {"flashinfer", "fa3", "vllm-triton"} - {peer.name for peer in found}
     bytes_moved = 2 * 37 * 4 * 2 * 32 + 2 * 2 * 2 * 4 * 32  # K and V once; q and out
-    assert prediction.case_bytes(CASES[3]) == bytes_moved
+    assert attention_bytes(CASES[3]) == bytes_moved
 
 
 def test_the_command_writes_json_and_says_what_it_did_not_run(tmp_path, capsys, monkeypatch):
@@ -196,115 +194,6 @@ def test_a_wrong_result_of_ours_is_exit_status_1(monkeypatch):
     assert kernels.main(["--set", "tiny"]) == 1
     monkeypatch.setattr(kernels, "run", lambda *a: {"rows": [wrong | {"ours": False}], "not_run": []})  # fmt: skip
     assert kernels.main(["--set", "tiny"]) == 0
-
-
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name.replace(" ", "-"))
-def test_no_prediction_is_below_its_floor(case):
-    found = prediction.predict(case, prediction.H200)
-    assert found.seconds >= found.floor * 0.999
-    assert found.seconds == max(found.terms.values()) == found.terms[found.bound]
-
-
-def test_predictions_follow_what_they_are_made_of():
-    decode = Case(SHAPES["llama-3-70b"], "decode", 16, 32768, 16)
-    slow = dataclasses.replace(prediction.H200, copy_bytes_per_s=1e12)
-    assert (
-        prediction.predict(decode, slow).memory
-        > 4 * prediction.predict(decode, prediction.H200).memory
-    )
-    # One program on the whole device cannot keep it busy.
-    config, shape = prediction.Config(16, 64, 4, 3), SHAPES["llama-3-70b"]
-
-    def rate(config, programs):
-        return prediction.copy_rate(config, shape, programs, prediction.H200)
-
-    assert rate(config, 1) < 0.02 * prediction.H200.copy_bytes_per_s
-    assert rate(config, 10**6) > prediction.H200.copy_bytes_per_s
-    # The rate of a loop that copies and multiplies in turns; with another stage, half of its copies come beside the products.
-    tall = prediction.Config(128, 128, 8, 2)
-    tile = 128 * 2 * 128 * 2
-    flops = 4 * 128 * 128 * 128 * 132
-    turns = prediction.H200.latency + flops / prediction.H200.matmul_flops_per_s
-    assert rate(tall, 132) == pytest.approx(132 * tile / turns)
-    assert rate(dataclasses.replace(tall, num_stages=3), 132) == pytest.approx(2 * rate(tall, 132))
-    # At twice the chunk, prefill over the same context costs twice the products, less the causal corner.
-    prefill = Case(SHAPES["llama-3-70b"], "prefill", 1, 4096, 16)
-    longer = Case(SHAPES["llama-3-70b"], "prefill", 1, 8192, 16)
-    ratio = prediction.predict(longer, prediction.H200).tensor_cores / prediction.predict(prefill, prediction.H200).tensor_cores  # fmt: skip
-    assert 3.9 < ratio < 4.0
-
-
-@pytest.mark.parametrize(
-    ("phase", "context", "kernels"),
-    [("prefill", 4096, 1), ("decode", 256, 1), ("decode", 257, 2), ("mixed", 4096, 3)],
-)
-def test_every_kernel_of_a_case_is_launched_once(phase, context, kernels):
-    """Attention of each phase, and a merge where decode may be cut into KV splits."""
-    case = Case(SHAPES["llama-3-70b"], phase, 2, context, 16)
-    assert prediction.predict(case, prediction.H200).launch == kernels * prediction.H200.launch
-
-
-def test_predictions_over_e4m3_pages(monkeypatch):
-    """Half the bytes and the scales, from memory and from the L2 cache; values are widened by every program; tiles are those of e4m3."""
-    shape = SHAPES["gemma-4-31b/global"]  # head_dim 512
-    fp8 = FP8_SHAPES["gemma-4-31b/global/fp8"]
-    share = (512 + 4) / (2 * 512)
-    plain, wide = (
-        prediction.predict(Case(s, "decode", 128, 32768, 32), prediction.H200) for s in (shape, fp8)
-    )
-    assert wide.memory / plain.memory == pytest.approx(share, rel=0.01)
-    assert wide.l2 / plain.l2 == pytest.approx(share)
-    # All that the loop over 16 keys of the tile issues, by four warps side by side.
-    keys = 128 * 32768 * shape.num_kv_heads
-    cycles = keys / 16 * prediction.E4M3_INSTRUCTIONS[512, 16]
-    assert wide.issue == pytest.approx(
-        cycles / (prediction.H200.num_sms * prediction.H200.clock_hz)
-    )
-    # So in prefill: programs of 128 rows, two of them sharing the value channels, walk tiles of 16 keys for the last 8192 tokens.
-    tokens = 128 * shape.num_kv_heads // shape.num_heads
-    tiles = sum(-(-(24576 + last) // 16) for last in range(tokens, 8192 + 1, tokens))
-    cycles = tiles * shape.num_kv_heads * 2 * prediction.E4M3_INSTRUCTIONS[512, 128] * 8 / 4
-    prefill = prediction.predict(Case(fp8, "prefill", 1, 32768, 32), prediction.H200)
-    assert prefill.issue == pytest.approx(
-        cycles / (prediction.H200.num_sms * prediction.H200.clock_hz)
-    )
-    # Of as many keys under way there are half the bytes: where these limit, keys take as long, but for their scales.
-    far = dataclasses.replace(prediction.H200, latency=1e-3)
-    same_tiles = prediction.Config(16, 16, 4, 2)
-    with monkeypatch.context() as patch:
-        patch.setattr(prediction, "select_config", lambda *args, **kwargs: same_tiles)
-        plain, wide = (prediction.predict(Case(s, "decode", 128, 32768, 32), far) for s in (shape, fp8))  # fmt: skip
-    assert wide.memory / plain.memory == pytest.approx(2 * share, rel=0.01)
-    # Tiles are looked up in the table of e4m3 pages.
-    asked = []
-    monkeypatch.setattr(prediction, "select_config", lambda *a, **k: asked.append(k["page_bytes"]) or select_config(*a, **k))  # fmt: skip
-    for each in shape, fp8:
-        prediction.predict(Case(each, "mixed", 2, 32768, 32), far)
-    assert asked == [2, 2, 1, 1]
-    # The widened tile has to fit as well, where wgmma reads it: one program an SM in place of two.
-    found = prediction.copy_rate(prediction.Config(64, 64, 4, 2), dataclasses.replace(fp8, head_dim=256), 264, far)  # fmt: skip
-    assert found == pytest.approx(64 * 2 * 256 * 132 / far.latency, rel=0.01)
-
-
-def test_instructions_of_the_model_are_those_of_the_static_table():
-    rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == "sm_90"}  # fmt: skip
-    for (head_dim, height), instructions in prediction.E4M3_INSTRUCTIONS.items():
-        case = f"prefill-fp8-d{head_dim}-p128", "prefill_kernel"
-        if height <= 64:
-            queries = {16: 1, 32: 8, 64: 16}[height]
-            case = f"decode-fp8-d{head_dim}-p128-q{queries}", "decode_kernel"
-        row = rows[case]
-        assert row["config"].startswith(f"{height}x")
-        assert instructions == pytest.approx(
-            row["sass_per_tile"], rel=0.01
-        )  # what a change may cost
-
-
-def test_predict_prints_floors_without_measuring(capsys):
-    assert kernels.main(["--predict"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("predicted, not measured: NVIDIA H200")
-    assert len(lines) == 2 + len(kernels.SETS["headline"]())
 
 
 def test_times_are_of_one_call():

@@ -1,4 +1,4 @@
-"""bench.kernels on latent kernels: shapes, oracles against those with loops, what is refused, FlashMLA's convention, predictions, the command."""
+"""bench.kernels on latent kernels: shapes, oracles against those with loops, what is refused, FlashMLA's convention, work, the command."""
 
 import dataclasses
 import json
@@ -17,10 +17,10 @@ from quire.bench.cases.latent_shapes import (
     headline,
     tiny_cases,
 )
+from quire.bench.cases.work import latent_bytes, latent_flops
 from quire.bench.common.bounds import bounding
 from quire.bench.common.floors import Rates
 from quire.bench.kernels import __main__ as kernels
-from quire.bench.kernels import prediction, prediction_latent
 from quire.bench.kernels.families import family_of
 from quire.bench.peers import flashmla
 from quire.bench.peers.attention import find_peers
@@ -321,38 +321,15 @@ def test_a_wrong_result_is_not_timed():
     assert "budget" in row["wrong"] and "ms" not in row
 
 
-def test_no_prediction_is_below_its_floor():
-    for case in all_cases():
-        found = prediction_latent.predict(case, prediction.H200)
-        assert found.seconds >= found.floor * 0.999, case.name
-        assert prediction_latent.case_bytes(case) > 0, case.name
-
-
 def test_bytes_and_operations_of_a_case():
     # 128 raw rows and 512 selected rows of 584 bytes; q and out; the topk indices. Two products over 640 keys.
     case = LatentCase(SHAPES["v4-flash/csa"], "decode", 16, 32768, True)
-    assert prediction_latent.case_bytes(case) == 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512)
-    assert prediction_latent.case_flops(case) == 16 * 640 * 4 * 64 * 512
+    assert latent_bytes(case) == 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512)
+    assert latent_flops(case) == 16 * 640 * 4 * 64 * 512
     case = LatentCase(SHAPES["v4-flash/index"], "decode", 1, 32768, True)
-    assert prediction_latent.case_flops(case) == 2 * 8192 * 64 * 128
+    assert latent_flops(case) == 2 * 8192 * 64 * 128
     case = LatentCase(SHAPES["v3/mla"], "decode", 1, 4096, False)
-    assert prediction_latent.case_bytes(case) == 4096 * 1152 + 128 * (576 + 512) * 2
+    assert latent_bytes(case) == 4096 * 1152 + 128 * (576 + 512) * 2
     # A chunk at the start: query p sees p + 1 rows.
     case = LatentCase(SHAPES["v3/mla"], "prefill", 1, 4096, False)
-    assert prediction_latent.case_flops(case) == 2 * 128 * (576 + 512) * 4096 * 4097 // 2
-
-
-def test_predictions_follow_what_they_are_made_of():
-    case = LatentCase(SHAPES["v4-flash/hca"], "decode", 128, 131072, False)
-    slow = dataclasses.replace(prediction.H200, copy_bytes_per_s=1e12)
-    assert (
-        prediction_latent.predict(case, slow).memory
-        > 4 * prediction_latent.predict(case, prediction.H200).memory
-    )
-    # Plain rows are not widened, and twice as many heads as a tile holds widen quantised ones twice.
-    wide = LatentCase(SHAPES["v4-pro/hca"], "decode", 128, 131072, True)
-    half = LatentCase(SHAPES["v4-flash/hca"], "decode", 128, 131072, True)
-    plain, one, two = (
-        prediction_latent.predict(c, prediction.H200).issue for c in (case, half, wide)
-    )
-    assert plain < one / 4 and two > 1.9 * one
+    assert latent_flops(case) == 2 * 128 * (576 + 512) * 4096 * 4097 // 2

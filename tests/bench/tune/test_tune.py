@@ -27,10 +27,9 @@ from quire.kernels.compressed.configs import CompressedConfig
 from quire.kernels.mla import configs as mla_configs
 from quire.kernels.mla import triton_impl as dense_triton
 from quire.kernels.mla.configs import MlaConfig
-from tests.support.budgets import ordinary
 
 ARCHS = [
-    named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1201")
+    named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 ]
 HOPPER = named("sm_90")
 
@@ -40,7 +39,7 @@ def case_of(phase):
     return case
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
     def time_calls(calls, device, seconds):
@@ -73,7 +72,7 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     assert taken[-1].split()[6:8] == ["1", "2"]
 
 
-@pytest.mark.parametrize("name", ["gfx942", "gfx1201"])
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 def test_a_dry_run_for_another_architecture(name, monkeypatch):
     """Its entries' own shapes are compiled for it, and run in the interpreter."""
     asked = []
@@ -90,7 +89,7 @@ def test_a_dry_run_for_another_architecture(name, monkeypatch):
     assert ("decode 32 x16", named(name)) in asked and {arch for _, arch in asked} == {named(name)}
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     """And the kernels of each are launched with the tile shape in question."""
@@ -230,7 +229,8 @@ def test_candidates_start_with_the_table_and_fit(arch):
         launched = []
         for name in entry.static_cases(arch):
             # It is the entry that this case compiles.
-            launch = static_cases.all_cases()[name].launches(arch)[0].values
+            case = static_cases.all_cases()[name]
+            launch = static_cases.launches_of(case, arch)[0].values
             launched.append((launch["BLOCK_M"], launch["BLOCK_N"], launch["num_warps"], launch["num_stages"]))  # fmt: skip
         rows = getattr(found[0], "block_m", getattr(entry, "rows", 0))
         now = (rows, found[0].block_n, found[0].num_warps, found[0].num_stages)
@@ -327,7 +327,7 @@ def test_no_entry_is_begun_after_its_time(capsys, monkeypatch):
     assert "out of time: decode " in capsys.readouterr().out
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_bad_arguments_are_named(capsys):
     assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
     assert "only: expected part of an entry's name, got 'decode 7'" in capsys.readouterr().err

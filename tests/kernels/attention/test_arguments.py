@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from inspect import signature
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import quire.kernels
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
 from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.call import AttentionCall, check_attention
 from tests.support.forked import forked, printed
 from tests.support.helpers import DEVICE, AttentionCase, make_batch
 
@@ -107,11 +107,8 @@ def test_unsupported_head_dim_names_the_supported():
     message = r"k_pages: head_dim 24 is not one of \[16, 32, 64, 128, 256, 512\]"
     arguments = replaced(q=zeros(6, 4, 24), k_pages=pages, v_pages=pages, k=None, v=None)
     assert paged_attention(**arguments, impl="torch").shape == (6, 4, 24)
-    call = signature(paged_attention).bind(**arguments)
-    call.apply_defaults()
-    call.arguments.pop("impl")
     with pytest.raises(NotImplementedError, match=message):
-        paged.attention({**call.arguments, "sliding_window": None})
+        paged.attention(check_attention(AttentionCall(**arguments)))
     with pytest.raises(NotImplementedError, match="partial_out: head_dim 24"):
         merge_partials(zeros(2, 3, 4, 24), zeros(2, 4, 3))
 

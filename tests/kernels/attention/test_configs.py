@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from quire.kernels import workspace_numel
-from quire.kernels.attention import configs
-from quire.kernels.common import split_kv, tile_shapes
+from quire.kernels.attention import configs, split_kv
+from quire.kernels.common import tile_shapes
 from quire.kernels.common.arch import named
 from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
 from tests.support.helpers import DEVICE

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from quire.kernels.attention.quantized_tile import halve, halve_pairs, widen
 from quire.kernels.common.tiles import halve_e4m3, rounded_to_e4m3, widen_e4m3
-from tests.support.budgets import ordinary
 from tests.support.helpers import DEVICE
 from tests.support.shared import once_a_run
 
@@ -144,7 +143,7 @@ import triton
 from quire.kernels.common.arch import named
 from tests.kernels.common import test_e4m3
 found = []
-for name in ("gfx942", "gfx950", "gfx1100", "gfx1201"):
+for name in ("gfx942", "gfx950"):
     arch = named(name)
     for kernel in test_e4m3.TILES:
         out = "*bf16" if kernel in test_e4m3.WIDENS else "*fp16"
@@ -157,7 +156,7 @@ print(json.dumps(found))
 """
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_amd_targets_need_no_assembly(tmp_path_factory):
     """They compile, and without the comparisons by which Triton's own cast tells subnormals and NaN apart where there is no instruction."""
 
@@ -168,6 +167,6 @@ def test_amd_targets_need_no_assembly(tmp_path_factory):
         (folder / "found.json").write_text(done.stdout)
 
     found = json.loads((once_a_run(tmp_path_factory, "e4m3_amd", make) / "found.json").read_text())
-    assert len(found) == 4 * len(TILES)
+    assert len(found) == 2 * len(TILES)
     for name, kernel, assembly, compares in found:
         assert not assembly and not (compares and kernel == "_pairs_kernel"), (name, kernel)

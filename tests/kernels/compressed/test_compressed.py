@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from quire.bench.static.cases import ALL_ARCHS
+from quire.bench.static.limits import ARCHS
 from quire.kernels import (
     LatentPages,
     compressed_attention,
@@ -18,7 +18,7 @@ from quire.kernels import (
 from quire.kernels.common import launching
 from quire.kernels.common.arch import named
 from quire.kernels.common.tile_shapes import tile_heads, tile_rows
-from quire.kernels.compressed import configs, flash_mla
+from quire.kernels.compressed import configs
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressed import triton_impl as compressed_triton
 from quire.kernels.compressed.call import CompressedCall
@@ -297,15 +297,16 @@ def test_quantized_rows_are_read_exactly(arch):
     pages = LatentPages(data.to(DEVICE), rows)
     q = torch.zeros(rows, 1, 512, dtype=BF16, device=DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None] + rows
-    call = flash_mla.slots_call(
+    call = CompressedCall(
         q,
-        (pages, slots, None),
+        pages,
+        slots,
         None,
-        sinks=None,
-        softmax_scale=None,
-        out=None,
-        lse=None,
-        workspace=None,
+        None,
+        sliding_window=1,
+        max_seqlen_q=1,
+        num_decodes=rows,
+        slots=True,
     )
     for launch in compressed_triton.prepare(call, named(arch), 2):
         launch.run()
@@ -316,9 +317,7 @@ def test_quantized_rows_are_read_exactly(arch):
 @pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 24, 64, 65, 80, 128])
 def test_the_stated_workspace_suffices(num_heads):
     """Whatever the batch, the format, the architecture and the lengths are."""
-    for arch, fp8, has_topk in itertools.product(
-        map(named, ALL_ARCHS), (False, True), (False, True)
-    ):
+    for arch, fp8, has_topk in itertools.product(map(named, ARCHS), (False, True), (False, True)):
         for decode_tokens, num_decodes, num_sms in itertools.product(
             (1, 3, 9), (1, 300), (1, 7, 132)
         ):

@@ -7,10 +7,10 @@ import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import LatentPages, compressed_attention, flash_mla_with_kvcache
+from quire.kernels.common.arch import named
 from quire.kernels.common.latent_pages import page_bytes
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressed import triton_impl
-from quire.kernels.compressed.configs import CompressedConfig
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 BF16 = torch.bfloat16
@@ -127,19 +127,6 @@ def test_against_float64(options):
         assert_within_budget(f"{impl} lse", lse, exact_lse)
 
 
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_in_parts_of_channels(fp8, swap, monkeypatch):
-    """As GPUs with few registers read keys: nothing is masked, so what is named nowhere must be read from somewhere."""
-    parts = CompressedConfig(16, 16, 4, 1, swap=swap, key_parts=16 if swap else 8)
-    monkeypatch.setattr(triton_impl, "select_config", lambda *_, **__: parts)
-    arguments, lists = make_call(fp8=fp8, lens=False)
-    exact, exact_lse = exactly(arguments, lists)
-    out, lse = flash_mla_with_kvcache(**arguments, impl="triton")
-    assert_within_budget("out", out.flatten(0, 1).cpu(), exact)
-    assert_within_budget("lse", lse.transpose(0, 1).flatten(1).cpu(), exact_lse)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_query_without_keys(impl):
     """FlashMLA's convention: output 0, lse +inf."""
@@ -149,6 +136,36 @@ def test_a_query_without_keys(impl):
     out, lse = flash_mla_with_kvcache(**arguments, impl=impl)
     assert not out[0].any() and (lse[0] == torch.inf).all()
     assert out[1].any() and lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
+    """Tokens of a sequence lie evenly, sequences do not; one of them has several splits without keys."""
+    monkeypatch.setattr(triton_impl, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 3, 4, 512, generator=generator).to(BF16)[:, :q_len]
+    cache = torch.randn(2, 256, 1, 512, generator=generator).to(BF16)[:, 8:][:, :200]
+    indices = torch.randint(0, 400, (2, 3, 300), generator=generator, dtype=torch.int32)[:, :q_len]
+    indices[1] = -1
+    lens = torch.tensor([299, 300], dtype=torch.int32)
+    call = {
+        "q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "is_fp8_kvcache": False,
+        "indices": indices, "topk_length": lens, "attn_sink": None,
+    }  # fmt: skip
+    exact, exact_lse = exactly(call, [(LatentPages(cache[:, :, 0], 200), indices, lens)])
+    call = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
+    more = {
+        "out": torch.full((2, q_len, 4, 512), NAN, dtype=BF16, device=DEVICE),
+        "lse": torch.full((4, 2 * q_len), NAN, device=DEVICE),
+        "workspace": torch.full((10**6,), NAN, device=DEVICE)[8:],
+    }
+    out, lse = flash_mla_with_kvcache(**call, **more, impl=impl)
+    assert out is more["out"] and lse.data_ptr() == more["lse"].data_ptr()
+    assert_within_budget("out", out.flatten(0, 1).cpu(), exact)
+    # A query without keys has lse -inf in the oracle, and FlashMLA's +inf.
+    assert (lse[1] == torch.inf).all()
+    assert_within_budget("lse", lse[0].cpu(), exact_lse[:, :q_len])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -121,7 +121,7 @@ REFUSED = [
     ({"out": zeros(3, 39)}, r"out: expected float32 \[3, 40\], got float32 \[3, 39\]"),
     ({"out": zeros(40, 3).T}, "out: expected stride 1 in the last dimension"),
     ({"out": zeros(1, 40).expand(3, 40)}, "out: expected elements that share no memory"),
-    ({"impl": "cuda"}, "impl: expected 'triton', 'torch', 'flashinfer' or None, got 'cuda'"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
 ]
 
 

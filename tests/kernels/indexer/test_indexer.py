@@ -199,8 +199,10 @@ def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
             assert len(row.unique()) < visible
 
 
-@pytest.mark.parametrize("lanes", [8, 2048])
-@pytest.mark.parametrize("values", ["integers", "zeros", "negative", "normal"])
+@pytest.mark.parametrize(
+    "values, lanes",
+    [("integers", 8), ("integers", 2048), ("zeros", 8), ("negative", 8), ("normal", 2048)],
+)
 def test_levels_change_nothing(values, lanes, monkeypatch):
     """Blocks of 16 scores in two turns or in one, and top-k 8: four levels, with last blocks that hold fewer than 8."""
     monkeypatch.setattr(indexer_triton, "LANES", lanes)

@@ -186,7 +186,7 @@ REFUSED = [
     ({"eps": 0.0}, "eps: expected a finite number > 0, got 0.0"),
     ({"offset": NAN}, "offset: expected a finite number, got nan"),
     ({"offset": True}, "offset: expected a finite number, got True"),
-    ({"impl": "cuda"}, "impl: expected 'triton', 'torch', 'flashinfer' or None, got 'cuda'"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
 ]
 
 

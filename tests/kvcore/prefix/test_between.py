@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, StepPlan
-from tests.support.budgets import budget, ordinary
 from tests.support.kvcore.engine import Engine, groups, row_ids
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -45,10 +44,8 @@ def held(e: Engine, prompt: list[int]) -> int:
     return 0
 
 
-@ordinary("5-latest", "-64-2")
-@budget(3, long=1)
-@pytest.mark.parametrize("retention", ["latest", 2])
-@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("budget", [3])
+@pytest.mark.parametrize(("chunk", "retention"), [(5, "latest"), (64, 2)])
 @pytest.mark.parametrize("mix", [m for m in MIXES if m != "state"])
 def test_a_hit_is_as_long_as_the_held_rows_allow(mix, chunk, retention, budget):
     """At every length of the shared part, or at every third: at others for the other chunks and retentions."""

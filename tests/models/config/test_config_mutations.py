@@ -16,7 +16,6 @@ from quire.models.deepseek_v4.hf import DeepseekV4Keys
 from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model, load_model
-from tests.support.budgets import ordinary
 
 DEEP = json.loads("[" * 500 + "]" * 500)
 VALUES = {
@@ -97,8 +96,7 @@ def mutated(config, path, value):
     return config | {path[0]: mutated(config[path[0]], path[1:], value) if path[1:] else value}
 
 
-@ordinary("v4]", "gemma4-e", "gpt-oss]")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["v4", "gemma4-e", "gpt-oss"])
 def test_a_wrong_value_is_named_or_means_something(tmp_path, name):
     """What is accepted makes a model whose logits are finite, or a larger one that the checkpoint's tensors do not fit."""
     base = FILES[name]

@@ -14,7 +14,6 @@ from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.models.engine.test_graphs import SAMPLING, Step
-from tests.support.budgets import ordinary
 from tests.support.models.captured import (
     KERNELS,
     ON_HOST,
@@ -66,7 +65,7 @@ def run(engine, lengths, max_tokens=9):
     return done
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_chains_through_graphs_are_those_of_eager_passes(model):
     """Padded batches, accepted and rejected drafts, several layers; a chain that has no room runs eagerly."""
     lengths = (31, 5, 22, 50)
@@ -95,11 +94,9 @@ def test_chains_that_cannot_be_captured_run_without(model):
     assert len(run(engine, (9, 5))) == 2 and engine.totals.num_drafts > 0
 
 
-@ordinary("drawn")
 @pytest.mark.parametrize(
     ("method", "sampling"),
-    [("strict", {}), ("standard", SAMPLING | {"logprobs": 3})],
-    ids=["greedy", "drawn"],
+    [("standard", SAMPLING | {"logprobs": 3})],
 )
 def test_a_step_with_drafts_waits_once(model, method, sampling, monkeypatch):
     """Tokens and drafts come to the host in one copy; which drafts stay follows from these."""

@@ -18,7 +18,6 @@ from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.support.budgets import ordinary
 from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
@@ -93,7 +92,6 @@ WORK = [
     (16, {"temperature": 0.7, "top_p": 0.9, "seed": 1}),
 ]
 DRAFTERS = {
-    "mtp, one": lambda model: MTPDrafter(model),
     "mtp, right now and then": lambda model: Knowing(model, 3),
     "n-gram": lambda model: NGramDrafter(3, min_ngram=1),
 }
@@ -116,7 +114,6 @@ def work(model, drafter, **settings):
     return run, ids
 
 
-@ordinary("n-gram", "right now and then")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_outputs_do_not_depend_on_drafts(model, plain, name):
     """Greedy, sampled and penalized requests beside each other."""
@@ -145,7 +142,7 @@ def test_decode_through_fixed_buffers(model, plain):
     assert [outputs[i] for i in ids] == [plain[i] for i in ids]
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_drafts_of_the_model_beside_graphs(model, plain):
     """The model runs as a graph, which gives the hidden states that its drafter reads; fillers leave no trace in rings and pages."""
     drafter, captures = Knowing(model, 3), Captures()
@@ -162,7 +159,6 @@ def test_drafts_of_the_model_beside_graphs(model, plain):
     assert captures.num_replays > 8 and 10 < engine.totals.num_accepted < engine.totals.num_drafts
 
 
-@ordinary("2")
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_hits_of_every_kind(model, num_drafts):
     """A resend, a longer sibling, the next turn, a junction, another tenant; the drafter changes none of them."""
@@ -185,11 +181,10 @@ def test_hits_of_every_kind(model, num_drafts):
     assert hits == [0, 96, 96, 96, 0, 48, 0]
 
 
-@ordinary("0")
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_preempted_requests_resume(model, num_drafts):
     drafter = MTPDrafter(model, num_drafts) if num_drafts else None
-    run = V4Recorder(model, drafter=drafter, num_pages=60, max_model_len=120)
+    run = V4Recorder(model, drafter=drafter, num_pages=56, max_model_len=120)
     ids = [run.add(prompt(50 + n, n), 30) for n in range(4)]
     run.run()
     assert sum(run.check(i).num_preemptions for i in ids) > 0

@@ -18,7 +18,6 @@ from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.engine.test_engine import prompt
-from tests.support.budgets import ordinary
 from tests.support.models.tolerance import tolerance
 
 
@@ -112,7 +111,6 @@ class Seen(V4Recorder):
         return logits
 
 
-@ordinary("107")
 @pytest.mark.parametrize("cold", [1, 38, 107])
 def test_logits_are_those_of_the_dense_model_over_the_rounded_rows(
     model, oracle, monkeypatch, cold

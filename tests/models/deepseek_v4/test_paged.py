@@ -6,12 +6,10 @@ from itertools import cycle
 import pytest
 import torch
 
-from quire.models.deepseek_v4 import paged_attention
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
 from quire.models.deepseek_v4.unpaged_attention import UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
-from tests.support.budgets import ordinary
 from tests.support.models.tolerance import tolerance
 from tests.support.models.v4_engine import SmallEngine
 
@@ -154,7 +152,7 @@ def greedy(model, oracle):
     return tokens, logits
 
 
-@ordinary()
+@pytest.mark.nightly
 def test_drafts_accepted_and_rejected(model, greedy):
     """Up to three drafts a step, some right and some wrong: tokens and logits are those of decoding one by one."""
     tokens, logits = greedy
@@ -187,7 +185,6 @@ def draft_logits(model, tokens, logits):
         return model.draft_logits(0, model.draft_streams(0, streams, after, positions, attend))
 
 
-@ordinary("1")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_drafter_over_pages(model, greedy, depth):
     """Its rows live in a window group of their own lookahead; its drafts are those of an uncached run, whatever was rejected."""
@@ -285,55 +282,3 @@ def test_kernels_in_the_interpreter(model):
     engine.admit("a", ids)
     got = torch.cat([engine.run("a", 9), engine.run("a", 10)])
     assert difference(got, model.full_forward(ids)) < tolerance(model)
-
-
-def _forgetful(monkeypatch):
-    """A sensitivity: compressors have nothing of the windows before the step."""
-    original = paged_attention.compress
-
-    def call(kv, gate, ape, state, *args, **kwargs):
-        original(kv, gate, ape, torch.zeros_like(state), *args, **kwargs)
-
-    monkeypatch.setattr(paged_attention, "compress", call)
-
-
-def _argument(function, **changed):
-    """A sensitivity that changes arguments of a kernel."""
-
-    def apply(monkeypatch):
-        original = getattr(paged_attention, function)
-
-        def call(*args, **kwargs):
-            known = {k: v(kwargs[k]) for k, v in changed.items() if kwargs.get(k) is not None}
-            return original(*args, **kwargs | known)
-
-        monkeypatch.setattr(paged_attention, function, call)
-
-    return apply
-
-
-BROKEN = {
-    "window one shorter": _argument("compressed_attention", sliding_window=lambda w: w - 1),
-    "window one longer": _argument("compressed_attention", sliding_window=lambda w: w + 1),
-    "no sinks": _argument("compressed_attention", sinks=lambda s: s * 0),
-    "output not rotated back": _argument("compressed_attention", cos_sin=lambda c: None),
-    "new K/V not given": _argument("compressed_attention", kv=lambda kv: kv * 0),
-    "one topk index less": _argument("index_topk", topk=lambda k: k - 1),
-    "topk indices not used": _argument("compressed_attention", topk_indices=lambda t: None, topk_lens=lambda n: None),
-    "raw rows without norm": _argument("write_latent", norm_weight=lambda w: None),
-    "raw rows not rotated": _argument("write_latent", positions=lambda p: p * 0),
-    "entries not normed": _argument("compress", norm_weight=torch.ones_like),
-    "entries rotated by the last position": _argument("compress", cos_sin=lambda c: c[3:].contiguous()),
-    "open windows forgotten": _forgetful,
-}  # fmt: skip
-
-
-@ordinary("no sinks", "topk indices")
-@pytest.mark.parametrize("mutation", BROKEN)
-def test_each_rule_matters_over_pages(oracle, model, monkeypatch, mutation):
-    limit = 100 * tolerance(model)
-    BROKEN[mutation](monkeypatch)
-    engine = SmallEngine(model)
-    engine.admit("a", oracle.input_ids)
-    got = torch.cat([engine.run("a", 60, 31), engine.run("a", 65, 1)])
-    assert not (got - oracle.logits[:65]).abs().max() < limit

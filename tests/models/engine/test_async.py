@@ -20,7 +20,6 @@ from tests.models.engine import test_failures, test_isolation
 from tests.models.engine.test_engine import prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
-from tests.support.budgets import ordinary
 from tests.support.models.captured import ON_HOST, Captures, captured_engine
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
@@ -39,15 +38,11 @@ def counting(engine):
     return ahead
 
 
-@ordinary("prefill-first")
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"decode_graphs": True, "num_pages": 120},
         {"retention": "dense", "policy": SchedulerPolicy(prefill_first=True, max_prefill_tokens=9)},
     ],
-    ids=["plain", "graphs", "prefill-first"],
 )
 def test_many_requests_equal_each_alone(settings):
     """Aborted, preempted, stopped by an id one step late, sampled, with penalties and prefixes in common."""
@@ -78,7 +73,6 @@ def test_many_requests_equal_each_alone(settings):
     assert engine.kv.num_free_pages == engine.kv.num_pages - 1
 
 
-@ordinary("written")
 @pytest.mark.parametrize("where", ["tensors", "written", "wait"])
 def test_steps_that_fail_are_done_again(where, monkeypatch):
     """At any place, with tokens of the step before on their way: both steps' requests wait again, and nothing is lost."""
@@ -264,12 +258,6 @@ def test_nothing_is_found_of_a_request_without_a_token():
     while engine.has_work:
         outputs += engine.step().finished
     assert [(o.finish_reason, o.num_cached_tokens) for o in outputs] == [("nan", 0)] * 2
-
-
-def test_threads_that_add_and_abort_lose_nothing(monkeypatch):
-    config = test_isolation.config
-    monkeypatch.setattr(test_isolation, "config", lambda **m: config(async_scheduling=True, **m))
-    test_isolation.test_threads_that_add_and_abort_lose_nothing()
 
 
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])

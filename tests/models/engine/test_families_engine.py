@@ -6,7 +6,6 @@ from quire.models.config.named import get_config
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.support.budgets import ordinary
 
 NAMES = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
@@ -43,7 +42,7 @@ def test_prefix_hit_equals_cold_run(model):
     assert run.check(next_turn).num_cached_tokens >= whole
 
 
-@ordinary("gemma4-e-tiny")
+@pytest.mark.parametrize("model", ["gemma4-e-tiny"], indirect=True)
 def test_preempted_and_resumed_equals_undisturbed(model):
     lengths = (40, 50, 30)
 
@@ -63,7 +62,7 @@ def test_preempted_and_resumed_equals_undisturbed(model):
     assert [o.token_ids for o in disturbed] == [o.token_ids for o in undisturbed]
 
 
-@ordinary("gemma4-moe-tiny")
+@pytest.mark.parametrize("model", ["gemma4-moe-tiny"], indirect=True)
 def test_drafts_change_nothing(model):
     """Verified drafts are several wanted rows of a sequence, among prompts that want their last row or none."""
 

@@ -21,7 +21,6 @@ from quire.models.generate import main
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
-from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -136,8 +135,7 @@ def poisoned(name, **changes):
     return model
 
 
-@ordinary("gemma4-e-tiny", "deepseek-v4-tiny")
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])  # fmt: skip
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_nan_of_a_model_reaches_no_other_request_and_no_cached_page(name):
     prompts = {
         key: [t + 20 if t != BAD else BAD for t in tokens] * 3 for key, tokens in PROMPTS.items()
@@ -304,8 +302,7 @@ def run_faulty(monkeypatch, faults):
 PLACES = ("decode", "append", "text.append", "text.take", "admit", "match", "make_room", "propose", "draft ids")  # fmt: skip
 
 
-@ordinary("propose", "append]", "match")
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", ["append", "text.append", "match", "propose"])
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
     none = Faults()
     whole, whole_texts, num_preempted = run_faulty(monkeypatch, none)
@@ -445,149 +442,40 @@ def test_prompts_of_any_kind_and_only_ids():
     assert not engine.has_work
 
 
-# Threads.
+# One thread.
 
 
-def test_threads_that_add_and_abort_lose_nothing():
-    engine, lock = Engine(ToyModel(), config(num_pages=200, max_num_seqs=16)), threading.Lock()
-    added, aborted, reported, errors = {}, {}, [], []
-    stop = threading.Event()
-
-    def adds(number):
-        try:
-            rng = np.random.default_rng(number)
-            for i in range(60):
-                prompt = rng.integers(3, VOCAB, int(rng.integers(1, 40)))
-                params = SamplingParams(int(rng.integers(1, 12)), ignore_eos=True, n=1 + i % 2)
-                request_id = engine.add_request(prompt, params)
-                with lock:
-                    assert request_id not in added
-                    added[request_id] = (prompt.tolist(), params)
-                if rng.random() < 0.4:
-                    try:
-                        output = engine.abort(request_id)
-                    except ValueError:
-                        continue  # it had ended
-                    with lock:
-                        aborted[request_id] = output
-        except BaseException as error:
-            errors.append(error)
-
-    def steps():
-        try:
-            while not stop.is_set() or engine.has_work:
-                report = engine.step()
-                if report is not None:
-                    with lock:
-                        reported.extend(report.finished)
-        except BaseException as error:
-            errors.append(error)
-
-    adders = [threading.Thread(target=adds, args=(i,)) for i in range(6)]
-    steppers = [threading.Thread(target=steps) for _ in range(2)]
-    for thread in (*adders, *steppers):
-        thread.start()
-    for thread in adders:
-        thread.join()
-    stop.set()
-    for thread in steppers:
-        thread.join()
-    assert not errors and len(added) == 360 and len(aborted) > 20
-    ended = Counter((o.request_id, o.sample) for o in reported)
-    assert set(ended.values()) == {1}
-    for request_id, (_, params) in added.items():
-        if request_id not in aborted:
-            assert all((request_id, sample) in ended for sample in range(params.n))
-    from tests.models.engine.test_engine_many import alone
-
+@pytest.mark.parametrize("name", ["add_request", "abort", "step"])
+@pytest.mark.parametrize("where", ["within the step", "a second thread"])
+def test_calls_while_a_step_runs_are_refused(name, where):
     model = ToyModel()
-    for output in reported:
-        prompt, params = added[output.request_id]
-        assert output.token_ids == alone(model, prompt, params)
-    for request_id, output in aborted.items():
-        prompt, params = added[request_id]
-        assert output.token_ids == alone(model, prompt, params)[: len(output.token_ids)]
-    engine.kv.check_invariants()
-    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.unfinished
-
-
-@pytest.mark.parametrize("name", ["add_request", "abort", "unfinished", "step"])
-def test_nothing_changes_while_somebody_holds_the_lock(name):
-    engine, done = Engine(ToyModel(), config()), threading.Event()
-    first = engine.add_request(PROMPTS["a"], SamplingParams(3))
+    engine, forward, refused = Engine(model, config()), model.forward, []
+    first = engine.add_request(PROMPTS["a"], SamplingParams(3, ignore_eos=True))
     calls = {
         "add_request": lambda: engine.add_request(PROMPTS["b"]),
         "abort": lambda: engine.abort(first),
-        "unfinished": lambda: engine.unfinished,
         "step": engine.step,
     }
-    with engine.lock:
-        thread = threading.Thread(target=lambda: (calls[name](), done.set()))
-        thread.start()
-        assert not done.wait(0.3)
-    thread.join()
-    assert done.is_set()
 
+    def call():
+        with pytest.raises(
+            RuntimeError, match=f"^{name}: expected to be called between steps, got"
+        ):
+            calls[name]()
+        refused.append(name)
 
-def test_who_adds_or_aborts_does_not_wait_for_the_model():
-    model, inside, go = ToyModel(), threading.Event(), threading.Event()
-    engine, forward = Engine(model, config()), model.forward
-    waits: list[bool] = []
-    model.forward = lambda *a, **k: (inside.set(), waits.append(go.wait(20)), forward(*a, **k))[2]
-    first = engine.add_request(PROMPTS["a"][:9], SamplingParams(3, ignore_eos=True), stream=True)
-    reports = []
-    thread = threading.Thread(target=lambda: reports.append(engine.step()))
-    thread.start()
-    assert inside.wait(60)
-    second = engine.add_request(PROMPTS["b"][:9], SamplingParams(3, ignore_eos=True))
-    assert engine.unfinished == {first, second}
-    assert engine.abort(first).finish_reason == "abort" and engine.unfinished == {second}
-    assert engine.kv.num_free_slots == 3  # the step still needs the one of `first`
-    go.set()
-    thread.join()
-    assert all(waits), "the model ended before anybody could add or abort"
-    assert reports[0].finished == reports[0].deltas == [] and reports[0].num_generated == 0
-    assert engine.kv.stats()["pages_in_use"] == 0
-    engine.kv.check_invariants()
-    outputs = run(engine, {}, None)
-    assert list(outputs) == [(second, 0)] and len(outputs[(second, 0)].token_ids) == 3
-
-
-def test_an_abort_in_a_step_that_fails_leaves_nothing():
-    model = ToyModel()
-    engine, forward = Engine(model, config()), model.forward
-    request_id = engine.add_request(PROMPTS["a"], SamplingParams(3))
-
-    def fails(*_, **__):
-        engine.abort(request_id)
-        with pytest.raises(RuntimeError, match="step: expected to be called between steps"):
-            engine.step()
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model.forward = fails
-    with pytest.raises(torch.OutOfMemoryError):
-        engine.step()
-    model.forward = forward
-    assert not engine.has_work and engine.step() is None
-    engine.kv.check_invariants()
-    assert engine.kv.stats()["pages_in_use"] == 0
-
-
-def test_threads_share_one_llm():
-    llm = LLM("gemma3-tiny", engine=config(num_pages=300, max_num_seqs=8))
-    params, prompts = SamplingParams(5, ignore_eos=True), [f"prompt {i}" for i in range(8)]
-    expected = [o.text for o in llm.generate(prompts, params, progress=False)]
-    got = {}
-
-    def ask(i):
-        if i % 2:
-            got[i] = llm.generate(prompts[i], params, progress=False)[0].text
+    def calling(*args, **more):
+        if where == "within the step":
+            call()
         else:
-            got[i] = "".join(delta.text for delta in llm.stream(prompts[i], params))
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        return forward(*args, **more)
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [got[i] for i in range(8)] == expected
+    model.forward = calling
+    outputs = run(engine, {}, None)
+    assert list(outputs) == [(first, 0)] and len(outputs[(first, 0)].token_ids) == 3
+    assert refused == [name] * engine.totals.num_steps
+    engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0

@@ -25,7 +25,6 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.room import longest_request, pages_of_request
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import build
-from tests.support.budgets import ordinary
 from tests.support.models.toy import ToyModel
 
 GROUPS = {
@@ -195,8 +194,7 @@ def an_eighth(config):
     )
 
 
-@ordinary("gemma-4", "gpt-oss")
-@pytest.mark.parametrize("name", ["gemma-3-27b", "gemma-4-31b", "gemma-4-e2b", "gemma-4-26b-a4b", "llama-3.1-8b", "gpt-oss-20b"])  # fmt: skip
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e2b", "gemma-4-26b-a4b", "gpt-oss-20b"])
 def test_a_step_holds_what_its_model_says(name, monkeypatch):
     """Of two bytes an element and with Triton's kernels, as on a GPU; the estimate is at most a quarter above."""
     monkeypatch.setattr(launching, "launch", lambda *_: None)  # the memory is all that counts

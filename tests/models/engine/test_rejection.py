@@ -17,13 +17,11 @@ import torch
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
-from quire.models.engine import sampler as sampling
-from quire.models.engine.distributions import DRAFT, draw, rejection_sample, uniform
+from quire.models.engine.distributions import DRAFT, draw, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_sampling import plain_probabilities
-from tests.support.budgets import budget, ordinary
 from tests.support.models.toy import ToyModel
 
 V = 4  # tokens of the chain
@@ -82,8 +80,6 @@ def drafter(kind, model, params, k):
     return {
         "good": lambda: Drawn((0.8 * p + 0.2 / V).float(), k),
         "bad": lambda: Drawn(p.roll(1, dims=1).float(), k),
-        "equal": lambda: Drawn(p.float(), k),
-        "never possible": lambda: Drawn(torch.eye(V)[p.argmin(dim=1)], k),
         "guess, good": lambda: Guess(model.table, k),
         "guess, bad": lambda: Guess(-model.table, k),
     }[kind]()
@@ -140,66 +136,22 @@ def excess(outputs, expected):
     return ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
 
 
-KINDS = ("good", "bad", "equal", "never possible", "guess, good", "guess, bad")
-
-
-CASES = [
-    (kind, name)
-    for name in PARAMS
-    for kind in KINDS
-    if name == "temperature" or kind not in ("equal", "guess, bad")
-]
-
-
-@ordinary("guess, good-")
-@budget(1500, long=4000)
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize("budget", [1500])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("bad", "temperature"), *(("guess, good", name) for name in PARAMS)]
+)
 def test_outputs_have_the_targets_distribution(kind, name, budget):
     model, params = Chain(), PARAMS[name]
     expected = {o: probability(model.table, params, o) for o in product(range(V), repeat=4)}
     guess = drafter(kind, model, params, 2)
-    outputs, drafts, accepted = run(model, guess, params, num_tokens=4, num_outputs=budget)
+    outputs, drafts, _ = run(model, guess, params, num_tokens=4, num_outputs=budget)
     assert drafts > budget
     assert excess(outputs, expected) < Z
-    if kind == "equal":
-        assert accepted > 0.999 * drafts, "but for rounding"
-    if kind == "never possible" and name != "penalty":
-        assert accepted <= 0.25 * drafts
 
 
-def from_target(target, drafts, probs, u_accept, u_draw, _):
-    """Replacements from p, not from what is left of it."""
-    ids = rejection_sample(target, drafts, probs, u_accept, u_draw)
-    return torch.where(ids == drafts, drafts, draw(target, u_draw))
-
-
-BROKEN = {
-    "replaced from p": from_target,
-    "accepted with p": lambda p, x, q, *u: rejection_sample(
-        p, x, None if q is None else q * 0 + 1, *u
-    ),
-    "always accepted": lambda p, x, q, *u: x,
-    "one number for both": lambda p, x, q, u, *_: rejection_sample(p, x, q, u, u),
-    "q of another row": lambda p, x, q, *u: rejection_sample(p, x, q.roll(1, 0), *u),
-}
-
-
-@budget(1500, long=4000)
-@pytest.mark.parametrize("rule", BROKEN)
-def test_broken_rejection_shows(rule, monkeypatch, budget):
-    model, params = Chain(), PARAMS["temperature"]
-    expected = {o: probability(model.table, params, o) for o in product(range(V), repeat=4)}
-    monkeypatch.setattr(sampling, "rejection_sample", BROKEN[rule])
-    kind = "guess, good" if rule == "one number for both" else "bad"
-    guess = drafter(kind, model, params, 2)
-    outputs, _, _ = run(model, guess, params, num_tokens=4, num_outputs=budget)
-    assert excess(outputs, expected) > Z * (budget // 1500)
-
-
-@ordinary("guess, good")
 @pytest.mark.slow
-@budget(1500, long=4000)
-@pytest.mark.parametrize("kind", ["good", "bad", "guess, good"])
+@pytest.mark.parametrize("budget", [1500])
+@pytest.mark.parametrize("kind", ["guess, good"])
 def test_acceptance_rates(kind, budget):
     """One draft a request: "strict" keeps p(x) of it, "standard" the sum of min(p, q), and both as often where nothing is drawn."""
     model, params = Chain(), PARAMS["temperature"]
@@ -252,7 +204,7 @@ def test_greedy_outputs_do_not_depend_on_the_method():
             assert got == plain and drafts > 0
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distribution():
     """Its own drafter, two drafts a step; greedy requests beside the sampled ones draft as ever."""

@@ -2,13 +2,10 @@
 
 import pytest
 
-from quire.models.config.model import ModelConfig
 from quire.models.config.named import CONFIGS, get_config
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.layers.attention import PagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.support.budgets import ordinary
 from tests.support.models.toy import ToyModel
 
 # Sliding layers with keys and values of their own, of 16 tokens each.
@@ -44,8 +41,11 @@ def expected_start(run):
     return (to - 15 * NUM_WINDOWS[run.engine.model.config.name]) // alignment * alignment, to
 
 
-@ordinary("gemma4-e-tiny", "gemma3-tiny-17")
-@pytest.mark.parametrize("budget", [17, 500])
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [("gemma4-e-tiny", 17), ("gemma4-e-tiny", 500), ("gemma3-tiny", 17)],
+    indirect=["model"],
+)
 def test_logits_after_a_replay_equal_a_cold_run(model, budget):
     """In chunks that end inside of what is computed once more, at its end, and behind the prompt."""
     run = without_points(model, max_num_batched_tokens=budget)
@@ -74,27 +74,6 @@ def test_drafts_after_a_replay(model):
     run.run()
     assert run.check(again).num_cached_tokens == expected_start(run)[0]
     assert run.engine.totals.num_drafts > 0
-
-
-def _fresh_rows(monkeypatch):
-    monkeypatch.setattr(PagedAttend, "_with_cached", lambda self, layer, k, v: (k, v))
-
-
-def _half_the_tokens(monkeypatch):
-    right = ModelConfig.replay_tokens.fget
-    monkeypatch.setattr(ModelConfig, "replay_tokens", property(lambda self: right(self) // 2))
-
-
-@pytest.mark.parametrize("rule", [_fresh_rows, _half_the_tokens])
-def test_each_rule_matters(model, monkeypatch, rule):
-    """Full attention over rows that are computed once more, and fewer of these than the windows need."""
-    rule(monkeypatch)
-    run = without_points(model)
-    again = run.add(prompt(LENGTH))
-    run.run()
-    assert run.engine.kv.stats()["replays"] == 1
-    with pytest.raises(AssertionError):
-        run.check(again)
 
 
 def test_tokens_that_restore_the_windows():

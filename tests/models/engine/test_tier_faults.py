@@ -13,7 +13,6 @@ from tests.models.engine.test_tiering import (
     recount,
     tiered,
 )
-from tests.support.budgets import budget
 from tests.support.models.toy import ToyModel
 
 PROMPTS = [[3 + (n + 7 * user) % 50 for n in range(70 + 5 * user)] for user in range(4)]
@@ -59,7 +58,7 @@ def life(model, is_async):
     engine.close()
 
 
-@budget(24, long=1)
+@pytest.mark.parametrize("budget", [24])
 @pytest.mark.parametrize("how", FAILURES)
 def test_each_call_fails_in_turn(how, budget, monkeypatch):
     """Some of them in an ordinary run. Outputs are those without tiers, and all pages are accounted for."""

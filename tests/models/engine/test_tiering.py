@@ -19,7 +19,6 @@ from quire.models.tiers.copier import PageCopier
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
-from tests.support.budgets import ordinary
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel, ToyPool
 
@@ -85,15 +84,10 @@ class Faults:
         return copy
 
 
-@ordinary("300-0.25-False-3", "60-0.25-True")
 @pytest.mark.parametrize(
     "host_pages, share, is_async, num_drafts",
     [
-        (300, 0.0, False, 0),
-        (300, 0.25, True, 0),
         (300, 0.25, False, 3),
-        (60, 0.0, True, 0),
-        (60, 0.25, False, 2),
         (60, 0.25, True, 0),
     ],
 )
@@ -427,13 +421,10 @@ def test_close_waits_for_copies_and_ends_the_steps(monkeypatch):
         engine.step()
 
 
-@ordinary("deepseek-v4-tiny-4-mtp", "gemma3-tiny")
 @pytest.mark.parametrize(
     "name, num_users, drafter",
     [
         ("gemma3-tiny", 4, None),
-        ("gemma4-tiny", 6, "ngram"),
-        ("deepseek-v4-tiny", 3, None),
         ("deepseek-v4-tiny", 4, "mtp"),
     ],
 )

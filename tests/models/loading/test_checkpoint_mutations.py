@@ -19,7 +19,6 @@ from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4 import test_weights as v4
 from tests.models.loading.test_weights_quantized import write_fp8
-from tests.support.budgets import ordinary
 
 FILE = "model.safetensors"
 BATCH = 20  # tensors that an error names
@@ -226,7 +225,7 @@ def broken(tensor, last):
     return flat.view(tensor.shape)
 
 
-@ordinary("dense", "moe", "mxfp4", "v4-fp4")
+@pytest.mark.parametrize("checkpoint", ["dense", "moe", "mxfp4", "v4-fp4"], indirect=True)
 @pytest.mark.slow
 def test_weights_that_are_no_finite_numbers(checkpoint):
     """First and last element by turns, in each way to load."""

@@ -19,7 +19,6 @@ from quire.models.layers.basic import Linear
 from quire.models.loading import weights
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import kept_as_stored, load_model
-from tests.support.budgets import ordinary
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.
@@ -246,7 +245,7 @@ print(status("VmHWM") - before - total, total)
 """
 
 
-@ordinary()
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_host_memory_is_below_the_largest_shard(tmp_path):
     """Beside the weights themselves, loading has less than 1.2 times the largest file in memory, here a fifth of the model."""

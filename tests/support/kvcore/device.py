@@ -64,17 +64,6 @@ class Text:
         self.tokens += tokens
         self._array = None
 
-    def copy(self) -> Text:
-        """The same, which goes on alone."""
-        text = Text([], self.salt)
-        text.tokens, text.num_given, text.extra_keys = (
-            self.tokens[:],
-            self.num_given,
-            self.extra_keys,
-        )
-        text._hashers, text._hashes = self._hashers[:], self._hashes[:]
-        return text
-
     def cut(self, n: int) -> None:
         """Forget the tokens from position `n` on; never those of the prompt."""
         n = max(n, self.num_given)

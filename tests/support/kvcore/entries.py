@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.kvcore import Adaptive
+
 
 @dataclass(eq=False)
 class Fake:
@@ -22,3 +24,9 @@ class Fake:
 def key(*names: object) -> bytes:
     """Segment keys, 32 bytes each."""
     return b"".join(str(name).encode().rjust(32) for name in names)
+
+
+def chance(policy: Adaptive, entry: Fake) -> float:
+    """How likely `policy` takes a hit on `entry` to be at the next prompt."""
+    policy.coming(0)  # which looks at all that was added
+    return policy._returns.chance(policy._filed[entry][1])

@@ -25,11 +25,6 @@ class Ask:
     extra_keys: tuple[tuple[int, int | None, bytes], ...] = ()
 
     @property
-    def lora(self) -> str | None:
-        first = [key for start, stop, key in self.extra_keys if stop is None]
-        return first[0].rpartition(b"\0")[2].decode() if first else None
-
-    @property
     def images(self) -> list[tuple[int, int, bytes]]:
         return [part for part in self.extra_keys if part[1] is not None]
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.attention import api
@@ -187,11 +187,6 @@ class Captures:
                 for name in names:
                     patch.setattr(owner, name, on_host(name, getattr(owner, name)))
             yield
-
-
-def under_way() -> bool:
-    """Whether a capture is."""
-    return isinstance(_get_current_dispatch_mode(), Graph)
 
 
 def captured_engine(model, config, capture, **more) -> Engine:

@@ -1,1 +1,0 @@
-"""Measured figures in Markdown pages, written from ``bench/results``."""

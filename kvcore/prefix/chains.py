@@ -1,0 +1,364 @@
+"""Cached chains of running requests, and the boundaries at which they leave resume points.
+
+The dense blocks of a request up to the end of its run belong to the prefix index (a segment that
+was cached before keeps its old pages); the blocks after it are the request's own. The run ends at
+the last boundary that the request has passed, or before it while the tokens of a step are unknown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from ..announcer import Announcer
+from ..arrays import NO_ROWS, Int32, Int64
+from ..policies.retention import kept_boundaries, replay_boundaries
+from ..tables.planner import StepChanges
+from ..tables.rows import Tables
+from .index import PrefixIndex
+from .lookup import Match
+from .replays import Replays
+from .requests import Sequences
+from .tree import Run, Source
+
+
+class Ending(NamedTuple):
+    """Requests of a step that complete segments.
+
+    Attributes:
+        rows, slots: [m] int64 rows in the step, and their slots. slot_list: the slots as ints.
+        end: [m] int64 tokens up to which their segments are complete.
+    """
+
+    rows: Int64
+    slots: Int64
+    slot_list: list[int]
+    end: Int64
+
+
+NONE_ENDING = Ending(NO_ROWS, NO_ROWS, [], NO_ROWS)
+NONE_KEPT = NO_ROWS, NO_ROWS
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """Segments and resume points that a step completed; cached once its tokens are known.
+
+    Attributes:
+        ending: requests whose segments end.
+        slots, boundaries, tails: resume points, and their pages, which are held.
+    """
+
+    ending: Ending
+    slots: list[int]
+    boundaries: list[int]
+    tails: list[Int32]
+
+
+class Chains:
+    """Cache segments and resume points of running requests as steps complete them.
+
+    Which boundaries a request passes and keeps depends on positions alone, not on tokens.
+
+    Args:
+        interval: tokens between kept boundaries, from `policies.retention`.
+        sequences, tables, index: the requests, their pages, and the cached segments.
+        announcer: writes events of new entries; None without events.
+        counters: resume points kept and used, counted up here.
+        adopt: replace a request's pages by the index's where the segment was cached before.
+
+    Attributes:
+        cached: [max_requests] int64 tokens of each request that are in the index, or will be once
+            the tokens of all its steps are known.
+        runs: end of each request's cached prefix.
+        replays: tokens that requests compute again.
+        twins: slot -> own pages of segments cached before by another request, without `adopt`.
+    """
+
+    def __init__(
+        self,
+        interval: int,
+        sequences: Sequences,
+        tables: Tables,
+        index: PrefixIndex,
+        announcer: Announcer | None,
+        counters: dict[str, int],
+        adopt: bool,
+    ) -> None:
+        self.interval, self.sequences, self.index = interval, sequences, index
+        self._tables, self._announcer, self._counters = tables, announcer, counters
+        self.adopt = adopt
+        self.layout = layout = tables.layout
+        self.alignment, self._drafts = layout.alignment, layout.drafts
+        n = sequences.max_requests
+        self.cached: Int64 = np.zeros(n, dtype=np.int64)
+        self.runs: list[Run] = [index.root] * n
+        self.replays = Replays(n)
+        self.twins: dict[int, list[Int32]] = {}
+        self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
+        self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
+        # The ends that a chunk may have: with and without its drafts, with and without the key of
+        # its last segment.
+        late = {0, layout.lookahead}
+        self._uncertain = np.array(sorted(late | {k + layout.drafts for k in late}))
+
+    # A request starts and ends.
+
+    def ask(self, match: Match) -> tuple[int, ...]:
+        """Tell the policy of a prompt before anything changes, as it may raise; return the
+        boundaries that its request keeps."""
+        hit, a = match.replay_to or match.num_tokens, self.alignment
+        keep: tuple[int, ...] = ()
+        if self.layout.hybrid:
+            # A replay may end before the dense blocks do, where no longer hit is wanted.
+            junction = match.replay_to or match.dense_tokens
+            keep = (*replay_boundaries(match.prompt.num_tokens, a), junction)
+        self.index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
+        return keep
+
+    def start(self, slot: int, match: Match, run: Run, keep: tuple[int, ...]) -> None:
+        """Start a request behind the hit of `match`, on the path to `run`; `keep` is from `ask`."""
+        hit, a = match.replay_to or match.num_tokens, self.alignment
+        self.cached[slot] = hit
+        self.replays.begin(slot, match.replay_from, match.replay_to)
+        self._keep[slot] = keep or 0
+        index = self.index
+        self.runs[slot] = run = index.end_at(run, hit // a) if hit else index.root
+        index.lock(run)
+        if hit:
+            self._tables.fill_dense(slot, 0, index.pages_between(run, 0, run.depth))
+            known = index.num_points
+            point = None if match.replay_to else index.use(run)
+            if point is not None:
+                self._tables.load(slot, hit, point.pages)
+                self._counters["resume_points_used"] += 1
+                self._counters["resume_points_kept"] += index.num_points - known
+
+    def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
+        """End a request after `computed` tokens: its last boundary becomes a resume point, if it is
+        to `keep` one.
+
+        Returns:
+            (a run on whose path its prefix ends, segments of the prefix).
+        """
+        run = self.runs[slot]
+        cached = run.depth * self.alignment
+        # What steps whose tokens are not known have passed may have taken the place of the tail.
+        if keep and self.layout.hybrid and 0 < cached <= computed and cached == self.cached[slot]:
+            has_state = not self._tables.states or self._tables.snapshot_at[slot] == cached
+            if has_state and not self.index.renew(run):
+                self._add_points(*self._hold([slot], [cached], [self._tables.tail(slot, cached)]))
+        run = self.index.unlock(run)
+        self._tables.release(slot, cached, computed)
+        for pages in self.twins.pop(slot, ()):
+            self.index.pool.put(pages)
+        self.runs[slot] = self.index.root
+        self.cached[slot] = 0
+        return run, cached // self.alignment
+
+    # Before a step.
+
+    def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
+        """Where chunks from `start` to at most `end` [n] should end so that the states there can be
+        kept."""
+        stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
+        if self.interval:
+            stops.append(((start // self.interval + 1) * self.interval)[:, None])
+        after = np.concatenate(stops, axis=1)
+        after[after <= start[:, None]] = np.iinfo(np.int64).max
+        nearest: Int64 = np.minimum(end, after.min(axis=1))
+        return nearest
+
+    def boundaries(
+        self, slots: Int64, start: Int64, end: Int64
+    ) -> tuple[tuple[Int64, Int64], Int64]:
+        """Boundaries that a step must not lose.
+
+        Args:
+            slots, start, end: [n] requests and their tokens before and after the step.
+
+        Returns:
+            ((row, boundary) of tails that must survive the step, rows that may need a snapshot of
+            their state).
+        """
+        snapshot = NO_ROWS
+        a, drafts = self.alignment, self._drafts
+        if not self.layout.hybrid:
+            return NONE_KEPT, NO_ROWS
+        counts = end - start
+        if self._tables.states:
+            snapshot = (end % a < np.minimum(counts, drafts + 1)).nonzero()[0]
+        # Of a boundary that no more than the drafts follow, the next query sees the whole tail.
+        rows = (counts > drafts + 1).nonzero()[0]
+        if rows.size:
+            rows = rows[end[rows] // a > start[rows] // a]
+        if not rows.size:
+            return NONE_KEPT, snapshot
+        slots, start, end = slots[rows], start[rows], end[rows]
+        # The windows are not exact before the end of a replay.
+        start = np.minimum(end, np.maximum(start, self.replays.stop[slots] - 1))
+        if self._tables.states:  # no state is kept but where a step may end
+            start = np.maximum(start, end - (drafts + 1))
+        # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
+        ends = (end[:, None] - self._uncertain) // a * a
+        always = np.concatenate([self._keep[slots], ends], axis=1)
+        which, kept = kept_boundaries(start, end, always, self.interval)
+        return (rows[which], kept), snapshot
+
+    # When a step's rows count as computed.
+
+    def completed(self, step: StepChanges, end: Int64) -> tuple[Ending, tuple[Int64, Int64]]:
+        """Segments that a step to `end` [n] completes, and [k] rows and boundaries of its resume
+        points, sorted by row."""
+        ending, kept = self._ending(step.slots, end), NONE_KEPT
+        if ending.slot_list and self.layout.hybrid:
+            kept = self._kept(end, ending)
+        if step.replaying:
+            kept = self.replays.finished(step, end, *kept)
+        return ending, kept
+
+    def _ending(self, slots: Int64, end: Int64) -> Ending:
+        """Requests of `slots` that complete segments, and the token at which the last one ends."""
+        rows = (end - self.cached[slots] >= self.alignment).nonzero()[0]
+        if not rows.size:
+            return NONE_ENDING
+        slots, to = slots[rows], end[rows]
+        to = to - to % self.alignment
+        if self.layout.lookahead:
+            known = np.maximum(end[rows], self.sequences.prompt_len[slots]) - self.layout.lookahead
+            known -= known % self.alignment
+            ready = known > self.cached[slots]
+            rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
+        return Ending(rows, slots, slots.tolist(), to)
+
+    def _kept(self, end: Int64, ending: Ending) -> tuple[Int64, Int64]:
+        """Rows of the segments `ending` that keep a resume point, and its boundary."""
+        slots = ending.slots
+        rows, kept = kept_boundaries(
+            self.cached[slots], ending.end, self._keep[slots], self.interval
+        )
+        if rows.size and self._tables.states:
+            known = kept == end[ending.rows[rows]]
+            known |= kept == self._tables.snapshot_at[slots[rows]]
+            rows, kept = rows[known], kept[known]
+        return ending.rows[rows], kept
+
+    def hold(
+        self, slots: Int64, ending: Ending, kept: tuple[Int64, Int64], tails: Int32
+    ) -> Publication | None:
+        """Hold what a step completed until it is published; None if it completed nothing.
+
+        Args:
+            slots: [n] requests of the step.
+            ending, kept: from `completed`.
+            tails: [k, pages_per_point] pages of the resume points.
+        """
+        rows, boundaries = kept
+        if not (ending.slot_list or rows.size):
+            return None
+        self.cached[ending.slots] = ending.end
+        held = self._hold(slots[rows].tolist(), boundaries.tolist(), list(tails))
+        return Publication(ending, *held)
+
+    def _hold(
+        self, slots: list[int], boundaries: list[int], tails: list[Int32]
+    ) -> tuple[list[int], list[int], list[Int32]]:
+        """Hold the pages of resume points; return the points whose state was copied."""
+        if self._tables.states:
+            known = self._tables.snapshot_at[slots].tolist()
+            which = [i for i, b in enumerate(boundaries) if known[i] == b]
+            if len(which) < len(slots):
+                slots, boundaries = [slots[i] for i in which], [boundaries[i] for i in which]
+                tails = [tails[i] for i in which]
+        if slots:
+            self.index.pool.hold(np.concatenate(tails))
+        return slots, boundaries, tails
+
+    # When the tokens of a step are known.
+
+    def publish(self, publication: Publication) -> None:
+        """Cache the segments and resume points that a step completed."""
+        if publication.ending.slot_list:
+            self._cache_segments(publication.ending)
+        if publication.slots:
+            self._add_points(publication.slots, publication.boundaries, publication.tails)
+
+    def wait(self, publication: Publication) -> None:
+        """Protect the pages of a publication that comes later from eviction until then."""
+        if publication.tails:
+            self.index.pool.use_held(np.concatenate(publication.tails))
+
+    def publish_late(self, publication: Publication) -> None:
+        """`publish`, after `wait`."""
+        self.publish(publication)
+        if publication.tails:
+            self.index.pool.unuse(np.concatenate(publication.tails))
+
+    def forget(self, publication: Publication, slot: int) -> None:
+        """Take the request of `slot` out of a publication that waits, as it ends before."""
+        ending = publication.ending
+        rows = (ending.slots != slot).nonzero()[0]
+        if len(rows) < len(ending.slots):
+            slots = ending.slots[rows]
+            publication.ending = Ending(ending.rows[rows], slots, slots.tolist(), ending.end[rows])
+        while slot in publication.slots:
+            i = publication.slots.index(slot)
+            del publication.slots[i], publication.boundaries[i]
+            tail = publication.tails.pop(i)
+            self.index.pool.unhold(tail)
+            self.index.pool.unuse(tail)
+
+    def _cache_segments(self, ending: Ending) -> None:
+        """Cache the segments that end."""
+        ends = (ending.end // self.alignment).tolist()
+        ones: list[int] = []
+        keys: list[bytes] = []
+        for slot, end in zip(ending.slot_list, ends, strict=True):
+            begin = self.runs[slot].depth
+            if end - begin > 1:
+                self._cache_several(slot, begin, end)
+            else:
+                ones.append(slot)
+                keys.append(self.sequences.keys(slot, begin, end))
+        known = set(self.index.append(self.runs, ones, keys, self._sources))
+        for i, slot in enumerate(ones):
+            end = self.runs[slot].depth
+            if i in known:
+                self._adopt(slot, end - 1, 1)
+            elif self._announcer is not None:
+                self._announcer.segments(slot, end - 1, end)
+
+    def _cache_several(self, slot: int, begin: int, end: int) -> None:
+        """Cache the segments [begin, end) of one request."""
+        keys = self.sequences.keys(slot, begin, end)
+        self.runs[slot], known = self.index.insert(self.runs[slot], keys, self._sources[slot])
+        if known:
+            self._adopt(slot, begin, known)
+        if self._announcer is not None and begin + known < end:
+            self._announcer.segments(slot, begin + known, end)
+
+    def _adopt(self, slot: int, first: int, n: int) -> None:
+        """Keep one copy of `n` segments from `first` on, which another request cached before:
+        theirs; or, without `adopt`, this one too until the request ends."""
+        own = self._sources[slot](first, first + n).ravel()
+        if not self.adopt:
+            self.twins.setdefault(slot, []).append(own)
+            return
+        self.index.pool.put(own)
+        theirs = self.index.pages_between(self.runs[slot], first, first + n)
+        self._tables.fill_dense(slot, first, theirs)
+
+    def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:
+        """Keep resume points whose pages are held; let go of those of points that are there."""
+        a, known = self.alignment, []
+        for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
+            if not self.index.add_point(self.runs[slot], boundary // a, pages):
+                known.append(pages)
+            elif self._announcer is not None:
+                self._announcer.point(self.runs[slot], boundary // a, slot)
+        self._counters["resume_points_kept"] += len(slots) - len(known)
+        if known:
+            self.index.pool.unhold(np.concatenate(known))

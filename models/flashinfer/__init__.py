@@ -1,1 +1,0 @@
-"""Full and sliding-window attention through FlashInfer instead of `quire.kernels`."""

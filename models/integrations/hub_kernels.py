@@ -1,0 +1,107 @@
+"""Export the kernels as a repository for the PyPI package `kernels` of Hugging Face.
+
+    python -m quire.models.integrations.hub_kernels DIR
+
+DIR, a new or empty directory, gets ``build.toml``, the sources in ``torch-ext/quire_kernels`` and the
+same files in ``build/torch-cpu`` and ``build/torch-cuda``. They do not need quire. ::
+
+    quire_kernels = kernels.get_local_kernel(Path("DIR"))
+
+Source: huggingface.co/docs/kernels, "Kernel requirements" and "Writing kernels"; kernels 0.17.2.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from ..command import run
+
+    run("quire.models.integrations.hub_kernels")
+
+import base64
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire import kernels
+
+from ..command import Parser, program
+
+PACKAGE = "quire_kernels"
+VERSION = 0  # alpha, by the Hub's convention
+OLDEST = "0.17.2"  # of the package `kernels`
+# Compute capabilities that the kernels are compiled for; each covers later minor versions.
+ARCHS = {"cpu": None, "cuda": ["8.0", "8.6", "9.0", "10.0", "12.0"]}
+BUILD_TOML = f"""\
+[general]
+name = "quire-kernels"
+version = {VERSION}
+edition = 5
+license = "Apache-2.0"
+backends = ["cpu", "cuda"]
+
+[torch-noarch]
+pyext = ["py", "json"]
+"""
+
+
+def export(directory: Path) -> None:
+    """Write the repository.
+
+    Args:
+        directory: new or empty.
+
+    Raises:
+        ValueError: directory holds something, or is a file.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"DIR: expected a new or an empty directory, got {directory}")
+    source = Path(str(kernels.__file__)).parent
+    folders = {name: directory / "build" / f"torch-{name}" for name in ARCHS}
+    for folder in (directory / "torch-ext" / PACKAGE, *folders.values()):
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for backend, folder in folders.items():
+        text = json.dumps(metadata(folder, backend), indent=2)
+        (folder / "metadata.json").write_text(text, encoding="utf-8")
+    (directory / "build.toml").write_text(BUILD_TOML, encoding="utf-8")
+
+
+def metadata(folder: Path, backend: str) -> dict[str, object]:
+    """``metadata.json`` for the files in a folder; its id depends on their contents."""
+    digests = {
+        path.relative_to(folder).as_posix(): base64.b64encode(_sha256(path)).decode()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    content = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:12]
+    archs = ARCHS[backend]
+    return {
+        "name": "quire-kernels",
+        "id": f"_{PACKAGE}_{backend}_{content}",
+        "version": VERSION,
+        "kernels-minver": OLDEST,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": backend} | ({"archs": archs} if archs else {}),
+        "digest": {"algorithm": "sha256", "files": digests},
+    }
+
+
+def _sha256(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    directory = _parser().parse_args(argv).directory
+    export(directory)
+    print(f"written to {directory}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("models.integrations.hub_kernels", __doc__)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to; new or empty")
+    return parser

@@ -1,0 +1,149 @@
+"""A rank that is killed or stopped, at the start and in a step, ends all of them by name and in time."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from quire.models.parallel import heartbeat
+from quire.models.parallel.heartbeat import BEAT, Heartbeat
+from tests.support.models.rank_program import NAMED
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT, WITHIN = 4.0, 5.0  # rank_timeout, and seconds after it
+CASES = [(s, rank) for s in (signal.SIGKILL, signal.SIGSTOP) for rank in (0, 1)]
+
+
+class Program:
+    """Two ranks; both are gone when this ends."""
+
+    def __enter__(self):
+        command = [sys.executable, "-m", "tests.support.models.rank_program", str(TIMEOUT)]
+        self.first = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.other = int(self.first.stdout.readline())  # it has just been started
+        self.handle = os.pidfd_open(self.other)
+        return self
+
+    def __exit__(self, *_):
+        for is_alive, pid in ((not self.other_has_ended(0), self.other), (self.first.poll() is None, self.first.pid)):  # fmt: skip
+            if is_alive:
+                os.kill(pid, signal.SIGKILL)
+        os.close(self.handle)
+        self.first.communicate()
+
+    def other_has_ended(self, seconds):
+        return bool(select.select([self.handle], [], [], seconds)[0])
+
+
+def hit(number, rank, is_stepping, said):
+    """What the ranks print about ``rank`` after it got the signal; an AssertionError if they do not end."""
+    with Program() as ranks:
+        if is_stepping:
+            assert ranks.first.stdout.readline() == "ready\n"
+            time.sleep(0.3)
+        else:
+            time.sleep(0.2)  # it imports torch
+        os.kill((ranks.first.pid, ranks.other)[rank], number)
+        begin = time.monotonic()
+        assert ranks.other_has_ended(TIMEOUT + WITHIN), "rank 1 runs"
+        if rank == 1:
+            while not (text := ranks.first.stdout.readline()).startswith("named: "):
+                assert text == "ready\n"
+            assert time.monotonic() - begin < TIMEOUT + WITHIN
+            said[number, rank] = ranks.first.wait(60), text  # to leave Python takes time too
+            return
+        if number == signal.SIGSTOP:
+            assert ranks.first.poll() is None
+            ranks.first.kill()
+        said[number, rank] = EXITED, ranks.first.communicate()[1].splitlines()[-1]
+
+
+EXITED = "rank 1 has ended"
+
+
+@pytest.mark.parametrize("is_stepping", [False, True], ids=["start", "step"])
+def test_each_rank_that_is_killed_or_stopped(is_stepping):
+    """All cases at once: they wait most of the time."""
+    said = {}
+    threads = [
+        threading.Thread(target=hit, args=(*case, is_stepping, said), daemon=True) for case in CASES
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said.keys() == set(CASES)  # else a thread has failed, and pytest shows it
+    for (_, rank), (status, text) in said.items():
+        assert f"rank {rank} died: " in text
+        assert status == (NAMED if rank == 1 else EXITED)
+
+
+@pytest.fixture
+def beats(monkeypatch):
+    """Heartbeats of two ranks in this process, which must not end it."""
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat.os, "_exit", lambda status: ended.set())
+    first = Heartbeat(0, 2, 2.0, ("127.0.0.1", 0))
+    second = Heartbeat(1, 2, 2.0, ("127.0.0.1", first.port))
+    yield first, second, ended
+    first.leave()
+    second.leave()
+
+
+def verdict(one, seconds):
+    until = time.monotonic() + seconds
+    while not one.verdict and time.monotonic() < until:
+        time.sleep(0.05)
+    return one.verdict
+
+
+def test_a_rank_that_makes_no_progress(beats):
+    """Only in a step; the one with the fewest calls is it."""
+    first, second, ended = beats
+    gave_up = threading.Event()
+    first.calls, second.calls, first.give_up = lambda: 7, lambda: 6, gave_up.set
+    assert not verdict(first, 3.5)
+    first.is_stepping = True
+    assert verdict(first, 6.0) == "rank 1 is stuck: no progress for 2 s"
+    assert ended.wait(2 * BEAT) and gave_up.wait(2 * BEAT)
+    assert second.verdict == first.verdict
+
+
+def test_a_rank_that_fails_or_leaves(beats):
+    first, second, ended = beats
+    second.leave("ValueError: " + "é" * 1000)
+    assert verdict(first, 3.0).startswith("rank 1 failed: ValueError: é")
+    assert not ended.is_set()
+
+
+def test_ranks_that_leave_are_not_missed(beats):
+    first, second, _ = beats
+    second.leave()
+    second.join()
+    assert not verdict(first, 4.0)
+
+
+def test_a_beat_on_its_way_does_not_take_back_that_a_rank_has_left(beats, monkeypatch):
+    first, second, _ = beats
+    under_way, dumps = threading.Event(), heartbeat.json.dumps
+
+    def slow(said):
+        text = dumps(said)
+        if said["rank"] == 1 and not said["left"]:
+            under_way.set()
+            time.sleep(2 * BEAT)
+        return text
+
+    monkeypatch.setattr(heartbeat.json, "dumps", slow)
+    assert under_way.wait(2 * BEAT)
+    second.leave()
+    second.join()
+    assert not verdict(first, 4.0)
