@@ -236,14 +236,15 @@ class Engine:
             RuntimeError: called while a step runs.
         """
         self._expect_between_steps("step")
-        self._is_stepping = True
-        try:
-            ranks = nullcontext() if self._ranks is None else self._ranks.step()
-            # Launches, streams and captures are those of the current device.
-            with interrupts_wait(), torch.cuda.device_of(self._builder.tables), ranks:
-                return self._step()
-        finally:
-            self._is_stepping = False
+        with interrupts_wait():
+            self._is_stepping = True
+            try:
+                ranks = nullcontext() if self._ranks is None else self._ranks.step()
+                # Launches, streams and captures are those of the current device.
+                with torch.cuda.device_of(self._builder.tables), ranks:
+                    return self._step()
+            finally:
+                self._is_stepping = False
 
     def _expect_between_steps(self, name: str) -> None:
         if self._is_stepping:
