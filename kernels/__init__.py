@@ -12,7 +12,7 @@ from typing import Any
 _HOME = {
     "IndexPages": "common.latent_pages",
     "LatentPages": "common.latent_pages",
-    "PoolPages": "page_copy.pool_pages",
+    "PoolPages": "page_copy.call",
     "attention_for": "attention.api",
     "collapse_streams": "hyper_connections.api",
     "combine_experts": "routing.api",

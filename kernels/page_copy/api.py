@@ -1,7 +1,6 @@
 """``gather_pages`` and ``scatter_pages``: check once, choose the implementation by name.
 
-Next: `pool_pages`, the page tensors; `call`, the checks; then `triton_impl`, or `torch_impl` on a
-CPU.
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..common.impls import implementation
-from .call import check_copy
-from .pool_pages import PoolPages
+from .call import PoolPages, check_copy
 
 
 def gather_pages(

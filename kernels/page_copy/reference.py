@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .pool_pages import PoolPages
+from .call import PoolPages
 
 
 def gather_pages(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..common.checks import expect_ids
-from .pool_pages import PoolPages
+from .call import PoolPages
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from ..common.checks import expect_tensor
 from ..common.launching import Launch, run
 from ..common.strided import rows_at_16_bytes
 from ..common.tile_shapes import next_power_of_2
-from .pool_pages import ALIGNMENT, FASTEST, PoolPages
+from .call import ALIGNMENT, FASTEST, PoolPages
 
 # Words of a piece: each of 128 threads has four loads of 16 bytes under way.
 BLOCK = 2048
