@@ -1,10 +1,8 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
-from .append_only import AppendOnlyCache, RequestTables
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .layers import LayerPlacement, LayerShape, cache_groups
-from .part import Part
 from .plan import OutOfPages, PagesNeeded, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
@@ -14,7 +12,6 @@ from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
 from .spec import NULL_BLOCK, GroupSpec
-from .step import Step
 from .tables.formats import PagedRows, linear_table, paged_rows
 from .worker import StepArrays, WorkerTables, step_arrays
 
@@ -24,7 +21,6 @@ __all__ = [
     "S3FIFO",
     "Adaptive",
     "AllBlocksCleared",
-    "AppendOnlyCache",
     "BlockRemoved",
     "BlockStored",
     "CostAware",
@@ -39,11 +35,8 @@ __all__ = [
     "OutOfPages",
     "PagedRows",
     "PagesNeeded",
-    "Part",
     "Prompt",
     "Ranked",
-    "RequestTables",
-    "Step",
     "StepArrays",
     "StepPlan",
     "WorkerTables",

@@ -24,7 +24,6 @@ from .prefix.requests import Sequences
 from .spec import GroupClass, Layout
 
 if TYPE_CHECKING:
-    from .plan import StepPlan
     from .prefix.tree import Run
 
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
@@ -95,13 +94,15 @@ class Announcer:
             self._identities[slot] = identity_of(prompt.salt, prompt.marks)
         self._told[slot] = 0
 
-    def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
-        """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
-        stay."""
-        slots, positions = plan.slots, plan.positions
+    def computed(
+        self, slots: Int64, counts: Int64, positions: Int64, ids: Int32, end: Int64
+    ) -> None:
+        """Tokens `ids` [total] at `positions` were computed, `counts` [n] of each request, those up
+        to position `end` [n] to stay."""
+        longest = int(counts.max()) if len(positions) > len(slots) else 1
         if len(positions) > len(slots):
-            slots = np.repeat(slots, plan.num_new_tokens)
-            end = np.repeat(end, plan.num_new_tokens)
+            slots = np.repeat(slots, counts)
+            end = np.repeat(end, counts)
         columns = positions - self._sequences.prompt_len[slots]  # tokens of prompts are known
         new = (columns >= 0) & (positions < end)
         if np.count_nonzero(new) < len(new):
@@ -109,7 +110,6 @@ class Announcer:
             end = end[new]
         if not len(ids):
             return
-        longest = int(plan.num_new_tokens.max()) if len(positions) > len(plan.slots) else 1
         needed, width = self._kept + longest, self._answers.shape[1]
         if needed > width or 4 * needed < width > 2 * self._kept:
             self._resize(max(needed, 2 * self._kept))

@@ -26,45 +26,71 @@ blocks of 16, whose first pages are 2 and 1:
     32            33         [2, 1]      0 .. 31         48 = 3 * 16
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
-A commit *advances* the requests (the rows count as computed, and nothing of that depends on what
-the tokens are) and *publishes* what they completed. A `Step` that is followed by others before its
-tokens are known does one after the other.
+`plan` and `commit` are the quick way through four calls, which an engine makes one by one that
+schedules a step before it knows the tokens of the one before, or asks for one request at a time:
+
+    reserve    pages leave the pool and wait beside the tables (`Reserved`), until
+    advance    they enter them: rows count as computed, whatever the tokens are
+    arrays     between the two, what the kernels need; it reads only
+    publish    the tokens are known: whole segments, and the resume points that wait for them, can
+               be found
+
+What keeps the pages of a step in flight from being handed out again: pages that it writes have left
+the pool; pages that it reads belong to its requests, or to what these lock, and until it advances
+none of its requests can be in another step, released or rolled back; what `advance`, `publish` or
+`release` free goes to later steps, whose work the device does later. So work must be queued in the
+order of the reservations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .announcer import Announcer
-from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids
+from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids, ragged_arange
 from .attachments import attach, check_log, check_policy
 from .debug import CALLS, Checks
 from .events import EventLog
 from .invariants import check_invariants
-from .open_steps import OpenSteps
 from .pages import PagePool
-from .plan import OutOfPages, PagesNeeded, StepPlan
+from .plan import OutOfPages, PagesNeeded, StepPlan, without_last
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
 from .prefix.chains import NONE_ENDING, NONE_KEPT, Chains, Publication
 from .prefix.extra_keys import ExtraKeys
 from .prefix.index import PrefixIndex
-from .prefix.keys import root_key
+from .prefix.keys import KEY_BYTES, Prompt, root_key
 from .prefix.lookup import Lookup, Match
 from .prefix.pins import Pins, expiry_of
 from .prefix.requests import Sequences
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
 from .stats import count_admission, describe, new_counters, stats
-from .step import Step
-from .tables.planner import StepChanges, StepPlanner
+from .tables.linear import LinearTables
+from .tables.planner import BLOCK_BITS, NO_COPIES, StepChanges, StepPlanner
 from .tables.rows import Tables
 
 if TYPE_CHECKING:
     from .tier.tiers import Tiers
+
+
+@dataclass(slots=True)
+class Reserved:
+    """Pages of a request that its next step may write, beside the tables until it advances.
+
+    Attributes:
+        end: tokens up to which they were reserved last.
+        pages: by what they are for (see `StepPlanner.wanted`).
+        in_flight: whether `arrays` gave them to a step.
+    """
+
+    end: int
+    pages: dict[int, int] = field(default_factory=dict)
+    in_flight: bool = False
 
 
 class KVCache:
@@ -95,6 +121,10 @@ class KVCache:
         adopt: a request that computes a segment which somebody else has cached meanwhile takes the
             cached pages into its table and gives its own back. False: its tables are append-only,
             and it keeps its own until it is released.
+        append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
+            append what `reserve` returns, count requests back without a call, and let one request
+            hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
+            dense and window groups with a page a block; no tables, plans, drafts or replays.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed, of this cache alone; None keeps no
             events and no tokens.
@@ -135,6 +165,7 @@ class KVCache:
         max_pinned_pages: int | None = None,
         reads: str = "step",
         adopt: bool = True,
+        append_only: bool = False,
         track_deltas: bool = False,
         events: EventLog | None = None,
         debug: bool = False,
@@ -147,13 +178,21 @@ class KVCache:
             replay_tokens = as_int("replay_tokens", replay_tokens, 1)
         pinned = num_pages if max_pinned_pages is None else max_pinned_pages
         self.max_pinned_pages = as_int("max_pinned_pages", pinned, 0)
-        flags = {"enable_caching": enable_caching, "adopt": adopt}
+        flags = {"enable_caching": enable_caching, "adopt": adopt, "append_only": append_only}
         flags |= {"track_deltas": track_deltas, "debug": debug}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {flag!r}")
         if reads not in ("step", "pages"):
             raise ValueError(f"reads: expected 'step' or 'pages', got {reads!r}")
+        if append_only and (
+            (reads, adopt) != ("pages", False)
+            or track_deltas or max_draft_tokens or replay_tokens is not None
+        ):  # fmt: skip
+            raise ValueError(
+                "append_only: expected False but with reads='pages' and adopt=False, without "
+                "track_deltas, max_draft_tokens and replay_tokens"
+            )
         policy = Adaptive() if policy is None else policy
         check_log(events)
         check_policy(policy)
@@ -173,13 +212,15 @@ class KVCache:
             self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between
         )
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
-        self._tables = Tables(layout, max_requests, self.pool, track_deltas)
+        self._linear = LinearTables(layout, max_requests, self.pool) if append_only else None
+        rows = 1 if append_only else max_requests  # of which an append-only cache uses none
+        self._tables = Tables(layout, rows, self.pool, track_deltas)
         self._planner = StepPlanner(self._tables)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
         self.index.announcer = self._announcer
         self.counters = new_counters(layout)
         self._chains = Chains(
-            self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters,
+            self.interval, self.sequences, self._linear or self._tables, self.index, self._announcer, self.counters,
             adopt,
         )  # fmt: skip
         self._lookup = Lookup(
@@ -192,11 +233,17 @@ class KVCache:
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
+        # Of slots with reserved pages, these; of slots that have advanced past them, the tokens
+        # that are known.
+        self._reserved: dict[int, Reserved] = {}
+        self._known: dict[int, int] = {}
+        # Tokens of a request that start at most one block a table, all of which survives the step.
+        sizes = [g.block_size for g in layout.groups if g.kind != "state"]
+        self._few = min([max_draft_tokens + 1, layout.alignment, *sizes])
         attach(policy, events)
         self._checks = Checks(layout) if debug else None
         if self._checks is not None:
             self._checks.expect_one_thread(self, CALLS)
-        self._open = OpenSteps(self)
 
     # What can be read.
 
@@ -228,6 +275,7 @@ class KVCache:
     @property
     def tables(self) -> Int32:
         """[max_requests, columns] int32: all block tables side by side; not to be written to."""
+        self._expect_tables("tables")
         return self._tables.array
 
     def table(self, group: int, part: int = 0) -> Int32:
@@ -240,6 +288,7 @@ class KVCache:
         request's length, and of a window group those behind its window, are not to be read. A view,
         not to be written to.
         """
+        self._expect_tables("table")
         offset, width = self.layout.columns(group, part)
         return self.tables[:, offset : offset + width]
 
@@ -280,11 +329,13 @@ class KVCache:
 
     def match(
         self,
-        token_ids: Any,
+        token_ids: Any = None,
         *,
         salt: bytes | None = None,
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
+        keys: bytes | None = None,
+        num_tokens: int | None = None,
     ) -> Match:
         """Longest cached prefix of a prompt. Changes nothing.
 
@@ -299,6 +350,9 @@ class KVCache:
                 included. None: those of the prompt, and none of token ids.
             max_tokens: no longer hit; 0 for a request that is to compute everything. `admit` and
                 `pin` keep to it. None: as long as there is.
+            keys, num_tokens: in place of token ids, salt and extra keys, the caller's own hashes of
+                whole segments, 32 bytes each (of as many as are known), and the length of the
+                prompt. `publish` takes the keys of what comes after.
 
         Returns:
             Match; at least the last token of the prompt is left to compute.
@@ -306,12 +360,24 @@ class KVCache:
         Raises:
             ValueError: empty or longer than max_model_len, not integers, ids out of range, extra
                 keys out of the prompt, a negative max_tokens, or a prompt of another salt or other
-                extra keys, or of a cache with other segments or another hash_seed.
+                extra keys, or of a cache with other segments or another hash_seed; or keys beside
+                token ids, or for a cache with events or debug, which need the tokens.
         """
-        prompt = self._lookup.prompt(token_ids, salt, extra_keys)
+        if keys is None:
+            prompt = self._lookup.prompt(token_ids, salt, extra_keys)
+        elif any(
+            x is not None for x in (token_ids, salt, extra_keys, self._announcer, self._checks)
+        ):
+            raise ValueError("keys: expected None beside tokens, or with events or debug, got keys")
+        else:
+            n = as_int("num_tokens", num_tokens, 1)
+            layout = self.layout
+            prompt = Prompt.of_keys(keys, n, layout.alignment, layout.lookahead, self.hash_seed)
         return self._lookup.find(prompt, max_tokens)[0]
 
-    def admit(self, request_id: Hashable, match: Match, *, resumed: bool = False) -> int:
+    def admit(
+        self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
+    ) -> Any:
         """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
 
         Args:
@@ -319,9 +385,11 @@ class KVCache:
             match: from `match`.
             resumed: it was admitted before and then preempted: it counts as resumed, not as one
                 more request with a prompt and a hit.
+            least: pages that must be free or evictable beside those of the hit.
 
         Returns:
-            The slot; ``num_computed[slot]`` tokens are already valid.
+            The slot, an int; ``num_computed[slot]`` tokens are already valid. Or OutOfPages, for
+            want of `least`, and nothing has changed.
 
         Raises:
             ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
@@ -333,10 +401,21 @@ class KVCache:
         if not self.sequences.num_free:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         match, run = self._lookup.again(match)
+        hit, uses_point = match.replay_to or match.num_tokens, not match.replay_to
+        if least > self.pool.num_free:
+            evictable = self.index.num_evictable
+            evictable -= self.index.taken_by_hit(
+                run, hit // self.alignment, uses_point=bool(hit and uses_point)
+            )
+            if least > self.pool.num_free + evictable:
+                group = self.layout.groups[0].name
+                return OutOfPages(least, self.pool.num_free, evictable, group, {})
         keep = self._chains.ask(match)
         self._changed()
-        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._floor[slot] = match.replay_to or match.num_tokens
+        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens, hit)
+        if self._linear is not None and self.enable_caching and not match.prompt.is_keyed:
+            self._known[slot] = hit
+        self._floor[slot] = hit
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
@@ -357,8 +436,9 @@ class KVCache:
         Raises:
             ValueError: as `plan`.
         """
+        self._expect_tables("needed")
         changes = self._changes_of(slots, num_new_tokens)
-        free, per_group = self.pool.num_available, self._planner.per_group(changes)
+        free, per_group = self.pool.num_free, self._planner.per_group(changes)
         return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
 
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
@@ -394,19 +474,18 @@ class KVCache:
             num_new_tokens: [n] ints >= 1.
 
         Raises:
-            ValueError: an unknown or repeated slot, one in a step of `begin` that is not committed,
-                a count below 1, or a sequence past max_model_len; or a step is being built.
+            ValueError: an unknown or repeated slot, one with reserved pages or tokens that were not
+                published, a count below 1, or a sequence past max_model_len.
         """
-        steps = self._open
-        if steps.by_slot or steps.advanced:
-            steps.expect_none_of(slots)
+        self._expect_tables("plan")
+        if self._reserved or self._known or self.sequences.keyed:
+            for slot in as_ints("slots", slots).ravel().tolist():
+                self._expect_settled(slot)
         changes = self._changes_of(slots, num_new_tokens)
-        free = self.pool.num_available
-        if changes.num_new > free:
-            if changes.num_new > free + self.index.num_evictable:
-                return self._lacking(changes.num_new, self._planner.per_group(changes))
-            self._evict(changes.num_new - free)
-        self._planned = plan = self._arrays(changes)
+        lacks = self._make_room(changes.num_new, lambda: self._planner.per_group(changes))
+        if lacks is not None:
+            return lacks
+        self._planned = plan = self._arrays(changes, self.pool.peek(changes.num_new))
         if self._checks is not None:
             self._checks.expect_pages(plan)
         return plan
@@ -457,11 +536,26 @@ class KVCache:
         self.sequences.check(slots)
         return slots, counts
 
-    def _lacking(self, needed: int, per_group: dict[str, int]) -> OutOfPages:
-        """The value of `plan` for a step that needs more pages than there are."""
-        worst = max(per_group, key=lambda name: per_group[name])
-        free, evictable = self.pool.num_available, self.index.num_evictable
-        return OutOfPages(needed, free, evictable, worst, per_group)
+    def _make_room(
+        self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
+    ) -> OutOfPages | None:
+        """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages
+        that are free or evictable, and nothing has changed.
+
+        Args:
+            per_group: tells how many each group needs.
+        """
+        wanted, free = max(needed, least), self.pool.num_free
+        if wanted <= free:
+            return None
+        evictable = self.index.num_evictable
+        if wanted > free + evictable:
+            each = per_group()
+            worst = max(each, key=lambda name: each[name])
+            return OutOfPages(wanted, free, evictable, worst, each)
+        if needed > free:
+            self._evict(needed - free)
+        return None
 
     def _evict(self, num_pages: int) -> None:
         """Free `num_pages` evictable pages."""
@@ -469,8 +563,8 @@ class KVCache:
         self._planned = None
         self.index.evict(num_pages)
 
-    def _arrays(self, changes: StepChanges) -> StepPlan:
-        """Give free pages to a step, and lay out its arrays; no table changes here."""
+    def _arrays(self, changes: StepChanges, pages: Int64) -> StepPlan:
+        """Give `pages` to a step, and lay out its arrays; no table changes here."""
         counts = changes.end - changes.start
         if changes.inside is not None:  # one token each
             cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
@@ -478,8 +572,8 @@ class KVCache:
             cu = np.zeros(len(counts) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
-        pages = self.pool.peek(changes.num_new)
-        mapping = self._planner.fill(changes, pages, cu, len(positions))
+        self._planner.give(changes, pages)
+        mapping = self._planner.mapping(changes, cu, len(positions))
         replays = self._no_replays
         if changes.replaying:
             replays = self._planner.cached_rows(changes, cu)
@@ -487,14 +581,6 @@ class KVCache:
             changes.slots, counts, cu, changes.end.astype(np.int32), positions, mapping, *replays,
             changes.copies, changes.state_pages, changes,
         )  # fmt: skip
-
-    def begin(self) -> Step:
-        """Start to build a step, request by request (see `Step`). It voids the newest plan.
-
-        Raises:
-            ValueError: another step is being built: its plan was not asked for.
-        """
-        return self._open.begin()
 
     # A step is committed, or taken back.
 
@@ -528,12 +614,17 @@ class KVCache:
                 f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
             )
         if self._checks is not None:
-            self._checks.expect_tokens(plan, ids, set(plan.slots.tolist()))
+            slots, counts = plan.slots.tolist(), plan.num_new_tokens.tolist()
+            start = plan.changes.start.tolist()
+            self._checks.expect_tokens("input_ids", slots, start, counts, ids)
         end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
         self.pool.take(plan.changes.num_new)
         self._changed()
-        self._feed(plan, ids, end)
-        copies, publication = self._advance(plan, end)
+        if self.enable_caching:
+            self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
+            if self._announcer is not None:
+                self._announcer.computed(plan.slots, plan.num_new_tokens, plan.positions, ids, end)
+        copies, publication = self._advance(plan.changes, end)
         if publication is not None:
             self._chains.publish(publication)
         return copies
@@ -559,21 +650,13 @@ class KVCache:
         self._planned = None
         self.index.tick += 1
 
-    def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
-        """Add the tokens of a step up to `end` [n] to the chains of keys."""
-        if self.enable_caching:
-            start, first = plan.changes.start, plan.cu_seqlens_q[:-1]
-            self.sequences.feed(plan.slots, start, end, ids, first)
-            if self._announcer is not None:
-                self._announcer.computed(plan, ids, end)
-
-    def _advance(self, plan: StepPlan, end: Int64) -> tuple[Int32, Publication | None]:
+    def _advance(self, changes: StepChanges, end: Int64) -> tuple[Int32, Publication | None]:
         """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool.
 
         Returns:
             ([m, 2] pages to copy after the step, what to publish once its tokens are known).
         """
-        slots, changes = plan.slots, plan.changes
+        slots = changes.slots
         if self.max_draft_tokens:
             floor = changes.end - self.max_draft_tokens
             self._floor[slots] = np.maximum(self._floor[slots], floor)
@@ -586,6 +669,500 @@ class KVCache:
         self.sequences.num_computed[slots] = end
         return effects.copies, publication
 
+    # The same in four calls: see the top of this file.
+
+    def room(self, slot: int) -> int:
+        """Tokens up to which a request needs neither a page nor a key: nothing need be reserved or
+        published for a step that ends there or before.
+
+        Raises:
+            ValueError: the slot is unknown.
+        """
+        self._expect_admitted(slot)
+        a, most = self.alignment, self.max_model_len
+        if self._linear is not None:
+            most = self._linear.room[slot]
+        if self.enable_caching:
+            known = self._chains.runs[slot].depth * a + a - 1  # then a segment ends
+            most = known if known < most else most
+        if self._linear is not None:
+            return most
+        start = self.sequences.num_computed.item(slot)
+        if start < self._chains.replays.stop.item(slot) or not self._tables.has_states(slot):
+            return start
+        if self._tables.states:  # a state is kept at a boundary
+            most = min(most, start // a * a + a - 1)
+        open_to = min(-(-start // size) * size for size in self._planner.sizes or [most])
+        return max(start, min(most, open_to))
+
+    def num_published(self, slot: int) -> int:
+        """Tokens of a request that others find.
+
+        Raises:
+            ValueError: the slot is unknown.
+        """
+        self._expect_admitted(slot)
+        return self._chains.runs[slot].depth * self.alignment
+
+    def pages_of(self, slot: int) -> list[list[int]]:
+        """Of an append-only cache, the pages of a request in each group, 0 where a block has left
+        the window; not to be written to.
+
+        Raises:
+            ValueError: the slot is unknown, or the cache has arrays for tables (see `table`).
+        """
+        self._expect_admitted(slot)
+        if self._linear is None:
+            raise ValueError("pages_of: expected a cache with append_only=True; see `table`")
+        return self._linear.pages[slot]
+
+    def reserve(self, slots: Any, ends: Any, least: int = 0) -> Any:
+        """Take pages for the tokens of requests up to `ends`, which are theirs until they advance
+        (or, of an append-only cache, end).
+
+        When free pages run short, cached entries are evicted, and only if that is enough. What is
+        reserved already is not taken again, so that an end may fall: no page is given back then,
+        and none is taken, unless a window group keeps survivors only and it falls by more than
+        max_draft_tokens: then others survive. It voids the newest plan.
+
+        Args:
+            slots: [n] ints, distinct, from `admit`; or one int.
+            ends: [n] ints: tokens of each request after the step, drafts that may be proposed
+                within it included; or one int.
+            least: pages that must be free or evictable before, whatever this takes.
+
+        Returns:
+            The new pages of each slot and table (row of a slot mapping), in the order of their
+            blocks; of one int, of each table. What a state takes is in `StepPlan.state_pages`. Or
+            OutOfPages, and nothing has changed.
+
+        Raises:
+            ValueError: an unknown or repeated slot, an end past max_model_len, or a request in a
+                step that has not advanced. Nothing has changed.
+        """
+        if slots.__class__ is not int or ends.__class__ is not int:
+            if np.ndim(slots):
+                return self._reserve(*self._pairs(slots, ends), least)
+            slots, ends = as_int("slots", slots, 0), as_int("ends", ends, 0)
+        slot, end = slots, ends
+        self._expect_admitted(slot)
+        if end > self.max_model_len:
+            raise self._too_long(slot, end)
+        if self._linear is not None:
+            counts = self._linear.lacking(slot, end)
+            if max(sum(counts), least) <= self.pool.num_free:
+                return self._linear.extend(slot, counts)
+            given = self._extend([(slot, counts)], least)
+            return given if isinstance(given, OutOfPages) else given[0]
+        self._expect_not_in_flight(slot, "slots")
+        start = self.sequences.num_computed.item(slot)
+        is_few = 0 < end - start <= self._few and start >= self._chains.replays.stop.item(slot)
+        if self._tables.states:
+            a = self.alignment
+            is_few = is_few and start // a == end // a and self._tables.has_states(slot)
+        if not is_few:
+            given = self._reserve(np.array([slot]), np.array([end]), least)
+        else:
+            given = self._take([(slot, end, self._planner.few(start, end))], least)
+        return given if isinstance(given, OutOfPages) else given[0]
+
+    def _reserve(self, slots: Int64, ends: Int64, least: int) -> list[list[list[int]]] | OutOfPages:
+        """`reserve` of several requests."""
+        self.sequences.check(slots)
+        if int(ends.max()) > self.max_model_len:
+            i = int(ends.argmax())
+            raise self._too_long(int(slots[i]), int(ends[i]))
+        listed = slots.tolist()
+        if self._linear is not None:
+            wanted = zip(listed, ends.tolist(), strict=True)
+            return self._extend([(s, self._linear.lacking(s, end)) for s, end in wanted], least)
+        for slot in listed:
+            self._expect_not_in_flight(slot, "slots")
+        counts = ends - self.sequences.num_computed[slots]
+        more = (counts > 0).nonzero()[0]
+        keys: dict[int, list[int]] = {slot: [] for slot in listed}
+        if more.size:
+            changes = self._changes_of(slots[more], counts[more])
+            for row, key in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
+                keys[listed[more[row]]].append(key)
+        each = zip(keys.items(), ends.tolist(), strict=True)
+        return self._take([(slot, end, some) for (slot, some), end in each], least)
+
+    def _take(
+        self, wanted: list[tuple[int, int, list[int]]], least: int
+    ) -> list[list[list[int]]] | OutOfPages:
+        """Take pages for (slot, end, keys) as far as they are not reserved yet; ring tables."""
+        new = []
+        for slot, _, keys in wanted:
+            held = self._reserved.get(slot)
+            new.append(keys if held is None else [k for k in keys if k not in held.pages])
+        needed, groups, rows = sum(map(len, new)), self.layout.groups, self._planner.table_rows
+
+        def per_group() -> dict[str, int]:
+            counts = {g.name: 0 for g in groups}
+            for key in [key for keys in new for key in keys]:
+                group, _ = self.layout.tables[rows[key >> BLOCK_BITS]]
+                counts[groups[group].name] += 1
+            return counts
+
+        lacks = self._make_room(needed, per_group, least)
+        if lacks is not None:
+            return lacks
+        self._planned = None  # it may name these pages
+        pages = iter(self.pool.peek(needed).tolist() if needed else [])
+        self.pool.take(needed)
+        num_blocks, every = len(self._planner.sizes), []
+        for (slot, end, _), keys in zip(wanted, new, strict=True):
+            given: list[list[int]] = [[] for _ in rows]
+            every.append(given)
+            held = self._reserved.get(slot)
+            if held is None:
+                if not keys:  # nothing is lacking
+                    continue
+                held = self._reserved[slot] = Reserved(end)
+            held.end = end
+            for key in keys:
+                held.pages[key] = page = next(pages)
+                if key >> BLOCK_BITS < num_blocks:
+                    given[rows[key >> BLOCK_BITS]].append(page)
+        return every
+
+    def _extend(
+        self, wanted: list[tuple[int, list[int]]], least: int
+    ) -> list[list[list[int]]] | OutOfPages:
+        """Append pages to linear tables: so many blocks of each group to each slot."""
+        assert self._linear is not None
+
+        def per_group() -> dict[str, int]:
+            each = zip(*(counts for _, counts in wanted), strict=True)
+            return {g.name: sum(n) for g, n in zip(self.layout.groups, each, strict=True)}
+
+        lacks = self._make_room(sum(sum(counts) for _, counts in wanted), per_group, least)
+        if lacks is not None:
+            return lacks
+        return [self._linear.extend(slot, counts) for slot, counts in wanted]
+
+    def arrays(self, slots: Any, starts: Any, ends: Any) -> StepPlan:
+        """The arrays of a step whose pages are reserved. No table changes; until they advance, its
+        requests are in no other step and cannot be released.
+
+        Asked again with other ends it gives the same step with more or fewer tokens: those of a
+        drafter within the step, say.
+
+        Args:
+            slots: [n] ints, distinct.
+            starts: [n] ints: tokens of each request before the step, its ``num_computed``.
+            ends: [n] ints: tokens after it. At most max_draft_tokens fewer than were reserved.
+
+        Raises:
+            ValueError: an unknown or repeated slot, a start that is not ``num_computed``, an end
+                without its pages, or the cache is append-only: its workers have the tables.
+        """
+        self._expect_tables("arrays")
+        slots, ends = self._pairs(slots, ends)
+        starts = self._pairs(slots, starts)[1]
+        self._batch(slots, ends - starts)
+        start, full = self.sequences.num_computed[slots], self._full(slots, ends)
+        if np.count_nonzero(starts != start):
+            raise ValueError(
+                f"starts: expected num_computed {start.tolist()}, got {starts.tolist()}"
+            )
+        self._expect_ends(start, ends, full)
+        changes = self._changes_of(slots, full - start)
+        plan = self._arrays(changes, self._reserved_pages(changes))
+        for slot, end in zip(slots.tolist(), full.tolist(), strict=True):
+            held = self._reserved.get(slot)
+            if held is None:  # nothing was lacking
+                held = self._reserved[slot] = Reserved(end)
+            held.end, held.in_flight = end, True
+        self._planned = None
+        if np.count_nonzero(full != ends):
+            plan = without_last(plan, full - ends)
+        if self._checks is not None:
+            self._checks.expect_pages(plan)
+        return plan
+
+    def _full(self, slots: Int64, ends: Int64) -> Int64:
+        """[n] tokens up to which the step of each request reaches: what is reserved, or `ends`."""
+        full = ends.copy()
+        for i, slot in enumerate(slots.tolist()):
+            held = self._reserved.get(slot)
+            if held is not None:
+                full[i] = max(held.end, int(ends[i]))
+        return full
+
+    def _expect_ends(self, start: Int64, ends: Int64, full: Int64) -> None:
+        """Raise ValueError if a step of `full` [n] tokens cannot end at `ends`."""
+        least = np.maximum(start + 1, full - self.max_draft_tokens)
+        if np.count_nonzero(ends < least):
+            raise ValueError(
+                f"ends: expected at least {least.tolist()}, got {ends.tolist()}: at most "
+                f"max_draft_tokens {self.max_draft_tokens} fewer than were reserved"
+            )
+
+    def _reserved_pages(self, changes: StepChanges) -> Int64:
+        """The pages that a step takes, out of those reserved.
+
+        Raises:
+            ValueError: some are not.
+        """
+        slots, pages = changes.slots.tolist(), []
+        for row, key in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
+            held = self._reserved.get(slots[row])
+            page = None if held is None else held.pages.get(key)
+            if page is None:
+                raise ValueError(
+                    f"ends: expected tokens whose pages are reserved, got {changes.end[row]} of "
+                    f"slot {slots[row]}: call `reserve` first"
+                )
+            pages.append(page)
+        return np.array(pages, dtype=np.int64)
+
+    def advance(
+        self, slots: Any, ends: Any, oldest_query: Any = None, *, keep_tails: bool = True
+    ) -> Int32:
+        """The tokens of a step count as computed: reserved pages enter the tables, and those that
+        no later query sees are free for later steps.
+
+        To be called once the work of the step is queued on the device, which has read the tables by
+        then or was given a copy: they describe the context after the step from now on. What the
+        tokens are need not be known: nothing of them is findable before `publish`.
+
+        Args:
+            slots: [n] ints, distinct; or one int.
+            ends: [n] ints or one: tokens after the step. With drafts, those that stay: at most
+                max_draft_tokens fewer than were reserved. A request that stays where it is
+                (``num_computed``) leaves its step, which does not run: its reserved pages are free
+                again.
+            oldest_query: of an append-only cache, [n] ints or one: no query from now on, in steps
+                in flight neither, is before this token; `ends` by default. There `ends` may fall.
+            keep_tails: of an append-only cache, keep what a resume point at the last boundary
+                needs, when the request ends. False gives more pages back.
+
+        Returns:
+            [m, 2] int32 pages to copy after this step and before the next: snapshots of states.
+
+        Raises:
+            ValueError: an unknown or repeated slot, or an end that was not reserved. Nothing has
+                changed.
+        """
+        if self._linear is not None:
+            oldest = ends if oldest_query is None else oldest_query
+            if slots.__class__ is int:
+                self._count(slots, ends, oldest, keep_tails)
+            else:
+                each = (as_ints("slots", x).ravel().tolist() for x in (slots, ends, oldest))
+                for slot, end, old in zip(*each, strict=True):
+                    self._count(slot, end, old, keep_tails)
+            return NO_COPIES
+        if oldest_query is not None or not keep_tails:
+            raise ValueError(
+                "oldest_query, keep_tails: expected None and True without append_only: rings have "
+                "what queries of steps in flight see, in the order of these"
+            )
+        slots, ends = self._pairs(slots, ends)
+        self.sequences.check(slots)
+        start, full = self.sequences.num_computed[slots], self._full(slots, ends)
+        moving = (ends != start).nonzero()[0]
+        changes, pages = None, NO_ROWS
+        if moving.size:
+            self._expect_ends(start[moving], ends[moving], full[moving])
+            changes = self._changes_of(slots[moving], (full - start)[moving])
+            pages = self._reserved_pages(changes)
+        self._changed()
+        taken = set(pages.tolist())
+        held = [self._reserved.pop(slot).pages for slot in slots.tolist() if slot in self._reserved]
+        left = [page for each in held if each for page in each.values() if page not in taken]
+        if left:
+            self.pool.put(np.array(left, dtype=np.int64))
+        if changes is None:
+            return NO_COPIES
+        self._planner.give(changes, pages)
+        if self.enable_caching:
+            for slot, known in zip(changes.slots.tolist(), changes.start.tolist(), strict=True):
+                self._known.setdefault(slot, known)
+        stays = ends[moving]
+        end = changes.end if np.array_equal(stays, changes.end) else stays
+        copies, publication = self._advance(changes, end)
+        if publication is not None:
+            self._chains.wait(publication)
+        return copies
+
+    def _count(self, slot: int, end: int, oldest: int, keep_tails: bool) -> None:
+        """`advance` of one request with linear tables."""
+        assert self._linear is not None
+        self._expect_admitted(slot)
+        self.sequences.num_computed[slot] = end
+        keeps = self.enable_caching and keep_tails
+        cached = self._chains.runs[slot].depth * self.alignment if keeps else None
+        self._linear.let_go(slot, oldest, cached)
+
+    def publish(
+        self, slots: Any, upto: Any, tokens: Any = None, *, keys: bytes | None = None
+    ) -> None:
+        """The tokens of requests are known `upto` some position: whole segments become findable, and
+        the boundaries that are kept resumable.
+
+        Of an append-only cache they may be so before their rows exist, where the step that writes
+        them is queued before any that reads them; else they must have advanced.
+
+        Args:
+            slots: [n] ints, distinct; or one int.
+            upto: [n] ints; or one.
+            tokens: the ids of each request's tokens from where the last `publish` or `commit`
+                stopped (at first ``num_computed``) to `upto`, one request after another.
+            keys: of one request, admitted with keys, in place of tokens: those of segments past the
+                last that has one (the hit, at first), up to `upto`.
+
+        Raises:
+            ValueError: an unknown or repeated slot, a position past what has advanced or before
+                what is known, or as many tokens or keys as are not expected. Nothing has changed.
+        """
+        if keys is not None:
+            return self._publish_keys(slots, upto, keys)
+        is_one = slots.__class__ is int and upto.__class__ is int
+        if is_one:
+            self._expect_admitted(slots)
+            listed, ends = [slots], [upto]
+        else:
+            slots, upto = self._pairs(slots, upto)
+            self.sequences.check(slots)
+            listed, ends = slots.tolist(), upto.tolist()
+        if not self.enable_caching:
+            return None
+        start, counts = [], []
+        for slot, end in zip(listed, ends, strict=True):
+            most = self._most_published(slot)
+            low = self._known.get(slot, most)
+            if slot in self.sequences.keyed or not low <= end <= most:
+                raise ValueError(
+                    f"upto: expected {low}..{most} of slot {slot}, a request that was admitted "
+                    f"with tokens, got {end}"
+                )
+            start.append(low)
+            counts.append(end - low)
+        ids = as_token_ids("tokens", () if tokens is None else tokens)
+        if len(ids) != sum(counts):
+            raise ValueError(
+                f"tokens: expected {sum(counts)}, {counts} of each request, got {len(ids)}"
+            )
+        if self._checks is not None:
+            self._checks.expect_tokens("tokens", listed, start, counts, ids)
+        self._changed()
+        if is_one:
+            self.sequences.feed_one(slots, start[0], ids)
+        else:
+            begin, first = np.array(start), np.array([0, *counts[:-1]]).cumsum()
+            self.sequences.feed(slots, begin, upto, ids, first.astype(np.int32))
+        if self._announcer is not None:
+            each = np.array(counts)
+            _, positions = ragged_arange(np.array(start), each)
+            self._announcer.computed(
+                np.array(listed), each, positions, ids, np.array(ends, dtype=np.int64)
+            )
+        for slot, end in zip(listed, ends, strict=True):
+            self._now_known(slot, end)
+        if self._linear is None:
+            return self._chains.publish_known(listed, ends)
+        for slot, end in zip(listed, ends, strict=True):
+            self._chains.publish_ahead(slot, end)
+
+    def _most_published(self, slot: int) -> int:
+        """Tokens up to which a request may be published."""
+        if self._linear is not None:
+            return self._linear.room[slot]
+        return self.sequences.num_computed.item(slot)
+
+    def _now_known(self, slot: int, upto: int) -> None:
+        """The tokens of a request are known `upto` there."""
+        if self._linear is None and upto == self.sequences.num_computed.item(slot):
+            self._known.pop(slot, None)
+        else:
+            self._known[slot] = upto
+
+    def _publish_keys(self, slot: int, upto: int, keys: bytes) -> None:
+        """`publish` of one request with keys of the caller."""
+        self._expect_admitted(slot)
+        if slot not in self.sequences.keyed:
+            raise ValueError(f"keys: expected None, as slot {slot} was admitted with tokens")
+        if not self.enable_caching:
+            return
+        most = self._most_published(slot)
+        missing = upto // self.alignment - self.sequences.num_keys(slot)
+        if upto > most or len(keys) % KEY_BYTES or len(keys) > max(0, missing) * KEY_BYTES:
+            raise ValueError(
+                f"keys: expected at most {max(0, missing)} up to token {upto} of at most {most}, "
+                f"got {len(keys) / KEY_BYTES:.4g}"
+            )
+        self.sequences.give_keys(slot, keys)
+        if self._linear is not None:
+            return self._chains.publish_ahead(slot, upto)
+        self._changed()
+        self._now_known(slot, upto)
+        self._chains.publish_known([slot], [upto])
+
+    def _pairs(self, slots: Any, values: Any) -> tuple[Int64, Int64]:
+        """Slots and a number of each, as new arrays [n]; one int is one request.
+
+        Raises:
+            ValueError: they are no ints, or not as many.
+        """
+        some = np.atleast_1d(as_ints("slots", slots)).copy()
+        numbers = np.atleast_1d(as_ints("ends", values)).copy()
+        if some.ndim != 1 or numbers.shape != some.shape or not len(some):
+            raise ValueError(
+                f"slots, ends: expected two vectors of one length > 0, got {list(some.shape)} and "
+                f"{list(numbers.shape)}"
+            )
+        return some, numbers
+
+    # What calls expect of each other.
+
+    def _expect_tables(self, call: str) -> None:
+        if self._linear is not None:
+            raise ValueError(
+                f"{call}: expected a cache with tables, got one with append_only=True: see "
+                "`reserve`, `advance` and `publish`"
+            )
+
+    def _expect_admitted(self, slot: int) -> None:
+        if slot.__class__ is not int or slot < 0 or slot >= self.max_requests:
+            self.sequences.checked(slot)  # raises, or it is a numpy int
+        elif not self.sequences.active.item(slot):
+            self.sequences.checked(slot)
+
+    def _too_long(self, slot: int, end: int) -> ValueError:
+        return ValueError(
+            f"ends: slot {slot} would reach {end} tokens, expected at most max_model_len = "
+            f"{self.max_model_len}"
+        )
+
+    def _expect_not_in_flight(self, slot: int, name: str) -> None:
+        held = self._reserved.get(slot)
+        if held is not None and held.in_flight:
+            raise ValueError(
+                f"{name}: expected a request that no step holds, got slot {slot}, which is in a "
+                "step that has not advanced: advance it first, to where it was if the step is not "
+                "run"
+            )
+
+    def _expect_settled(self, slot: int) -> None:
+        """Raise ValueError if `plan` or `rollback` would pass over what the other calls left."""
+        self._expect_not_in_flight(slot, "slots")
+        if slot in self._reserved:
+            raise ValueError(
+                f"slots: expected a request without reserved pages, got slot {slot}: advance it"
+            )
+        if slot in self._known:
+            raise ValueError(
+                f"slots: expected a request whose tokens are published, got slot {slot}, of which "
+                f"{self._known[slot]} are"
+            )
+        if slot in self.sequences.keyed:
+            raise ValueError(
+                f"slots: expected a request admitted with tokens, got slot {slot}, with keys"
+            )
+
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.
 
@@ -594,12 +1171,14 @@ class KVCache:
             num_tokens: how many, at least 1.
 
         Raises:
-            ValueError: the slot is unknown, or in a step of `begin` that is not committed, or the
-                tokens are cached already (or are the lookahead of cached ones), or more than
-                max_draft_tokens would be taken back from the furthest position reached.
+            ValueError: the slot is unknown, or has reserved pages or tokens that were not
+                published, or the tokens are cached already (or are the lookahead of cached ones),
+                or more than max_draft_tokens would be taken back from the furthest position
+                reached.
         """
+        self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
-        self._open.expect_settled(slot)
+        self._expect_settled(slot)
         computed = int(self.sequences.num_computed[slot])
         most = computed - self._lowest(slot)
         if num_tokens > most:
@@ -648,12 +1227,17 @@ class KVCache:
                 out wrong, `evict_pages` removes them.
 
         Raises:
-            ValueError: the id is unknown.
+            ValueError: the id is unknown, or the request is in a step that has not advanced.
         """
         slot = self.sequences.slot_of(request_id)
-        self._open.leave(slot, "request_id")
+        self._expect_not_in_flight(slot, "request_id")
         self._changed()
-        run, depth = self._chains.end(slot, int(self.sequences.lengths[slot]), not discard)
+        held = self._reserved.pop(slot, None)
+        if held is not None:
+            self.pool.put(np.array([*held.pages.values()], dtype=np.int64))
+        self._known.pop(slot, None)
+        computed = int(self.sequences.lengths[slot]) if self._linear is None else MOST_TOKENS
+        run, depth = self._chains.end(slot, computed, not discard)
         if discard:
             self._pins.at_release.pop(slot, None)
         self._pins.released(slot, run, depth)
@@ -690,8 +1274,7 @@ class KVCache:
                 f"`done` or `cancel`"
             )
         for request_id in running:  # before anything changes
-            if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:
-                raise self._open.busy("end_requests", slot)
+            self._expect_not_in_flight(self.sequences.slot_of(request_id), "end_requests")
         for request_id in running:
             self.release(request_id, discard=True)
         self.clear()

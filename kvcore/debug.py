@@ -15,13 +15,12 @@ from .spec import NULL_BLOCK, Layout
 if TYPE_CHECKING:
     from .plan import StepPlan
 
-# Calls of `KVCache` and `Step` that change something, or read what others change.
+# Calls of `KVCache` that change something, or read what others change.
 CALLS = (
-    "match", "admit", "cut", "needed", "plan", "begin", "commit", "rollback", "lowest_rollback",
-    "release", "pin", "pin_request", "unpin", "expire_pins", "clear", "announce", "evict",
+    "match", "admit", "cut", "needed", "plan", "commit", "room", "reserve", "arrays", "advance",
+    "publish", "num_published", "pages_of", "rollback", "lowest_rollback", "release", "pin", "pin_request", "unpin", "expire_pins", "clear", "announce", "evict",
     "evict_pages", "reset", "take_deltas", "check_invariants",
 )  # fmt: skip
-STEP_CALLS = ("add", "drop", "plan", "advance", "commit", "cancel")
 
 
 class Checks:
@@ -77,19 +76,19 @@ class Checks:
         assert (plan.state_pages[self._states] != NULL_BLOCK).all(), "a live state on page 0"
         assert (plan.copies[:, 1] != NULL_BLOCK).all(), "a copy to page 0"
 
-    def expect_tokens(self, plan: StepPlan, ids: Int32, slots: set[int]) -> None:
-        """Raise ValueError if tokens `ids` of a step differ from the prompts of `slots`."""
-        cu = plan.cu_seqlens_q.tolist()
-        for i, slot in enumerate(plan.slots.tolist()):
-            prompt = self.prompts.get(slot)
-            if prompt is None or slot not in slots:
-                continue
-            start = int(plan.positions[cu[i]])
-            known = prompt[start : start + cu[i + 1] - cu[i]]
-            wrong = (ids[cu[i] :][: len(known)] != known).nonzero()[0]
+    def expect_tokens(
+        self, name: str, slots: list[int], start: list[int], counts: list[int], ids: Int32
+    ) -> None:
+        """Raise ValueError if tokens `ids`, `counts` of each of `slots` from position `start` on,
+        differ from the prompts."""
+        first = 0
+        for slot, begin, n in zip(slots, start, counts, strict=True):
+            known = self.prompts[slot][begin : begin + n]
+            wrong = (ids[first:][: len(known)] != known).nonzero()[0]
             if wrong.size:
                 at = int(wrong[0])
                 raise ValueError(
-                    f"input_ids: expected {known[at]} at position {start + at} of slot {slot}, "
-                    f"as in its prompt, got {ids[cu[i] + at]}"
+                    f"{name}: expected {known[at]} at position {begin + at} of slot {slot}, "
+                    f"as in its prompt, got {ids[first + at]}"
                 )
+            first += n

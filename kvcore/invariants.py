@@ -29,16 +29,23 @@ def check_invariants(cache: KVCache) -> None:
     for slot in np.flatnonzero(cache.sequences.active).tolist():
         computed, cached = int(cache.num_computed[slot]), int(cache._chains.cached[slot])
         replaying = computed < int(cache._chains.replays.stop[slot])
-        assert (cached <= computed or replaying) and cached % a == 0
-        lowest = min(computed, cache.lowest_rollback(slot))
+        assert cached <= computed or replaying or cache._linear is not None
+        assert cached % a == 0
+        lowest = min(computed, cache._lowest(slot))
         run = cache._chains.runs[slot]
-        waits = any(slot in step.slots for step in cache._open.advanced)
+        waits = slot in cache._known and cache._linear is None
         assert run.depth * a == cached or (waits and run.depth * a < cached), (
             "a request's prefix ends at the end of its run"
         )
         cached = run.depth * a
         for node in path_to(run):
             locks[id(node)] += 1
+        owners += cache._chains.twins.get(slot, [])
+        if cache._linear is not None:
+            own, live = cache._linear.held(slot, cached)
+            owners.append(np.array(own, dtype=np.int64))
+            users.append(np.array(live, dtype=np.int64))
+            continue
         path_pages = np.concatenate([index.root.look(), *(r.look() for r in path_to(run))])
         for block in cache._tables.windows:
             c = block.spec
@@ -52,7 +59,6 @@ def check_invariants(cache: KVCache) -> None:
             assert (live != 0).all(), "a block inside the window has no page"
         snapshot_at = int(cache._tables.snapshot_at[slot])
         assert snapshot_at <= computed and snapshot_at % a == 0, "a snapshot of what was taken back"
-        owners += cache._chains.twins.get(slot, [])
         for state in cache._tables.states:
             users.append(state.table[slot].ravel())
             assert not snapshot_at or state.table[slot, :, SNAPSHOT].all(), "a snapshot on no page"
@@ -67,8 +73,9 @@ def check_invariants(cache: KVCache) -> None:
             differs = part.reshape(c.num_tables, -1) != row[:, :whole]
             twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
             assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
-    owners += cache._open.taken()
-    waiting: list[Int32 | Int64] = [pages for step in cache._open.advanced for pages in step.held]
+    owners += [np.array([*held.pages.values()], np.int64) for held in cache._reserved.values()]
+    points = cache._chains.waiting.values()
+    waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
     users += waiting
     check_index(index, owners, users, waiting, locks)
     if cache._announcer is not None:
@@ -128,7 +135,6 @@ def check_index(
             points += 1
             assert point.run is run
             holds.append(point.pages)
-    assert 0 <= pool.num_reserved <= pool.num_free, "what is reserved is free"
     used, held = _count(users, pool.num_pages), _count(holds, pool.num_pages)
     used[0] = held[0] = 0  # empty entries
     owned = _count(owners, pool.num_pages) + ((used > 0) | (held > 0))

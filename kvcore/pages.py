@@ -30,14 +30,12 @@ class PagePool:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
         counts: [num_pages] int64, both at once: users + (holds << 32).
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
-        num_reserved: free pages that a step which is being built will take.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
-        self.num_reserved = 0
         # The two counts of a page lie side by side, so that one look tells both: ``users + (holds
         # << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
@@ -47,11 +45,6 @@ class PagePool:
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0  # window pages that only resume points hold
-
-    @property
-    def num_available(self) -> int:
-        """Free pages that no step which is being built has reserved."""
-        return self.num_free - self.num_reserved
 
     def peek(self, n: int) -> Int64:
         """The n pages that the next `take(n)` hands out, as a copy."""
@@ -83,12 +76,23 @@ class PagePool:
         self.num_held_only -= self._num_different(pages[self.users[pages] == 0])
         np.add.at(self.counts, pages, 1)
 
+    def num_unused(self, pages: Int32) -> int:
+        """How many different of `pages`, which resume points hold, nobody reads (repeats and the
+        null page allowed)."""
+        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
+        return self._num_different(pages[self.users[pages] == 0])
+
     def use_new(self, pages: Int32) -> int:
         """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns
         how many these are."""
         named = pages[pages.nonzero()]
         self.counts[named] = UNSHARED
         return len(named)
+
+    def use_one_by_one(self, pages: list[int]) -> None:
+        """`use_new` of a few pages, none of them null."""
+        for page in pages:
+            self.counts[page] = 1
 
     def unuse(self, pages: Int32 | Int64) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .arrays import Int32, Int64
 from .tables.planner import StepChanges
 
@@ -13,8 +15,8 @@ class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to.
 
     From `KVCache.plan` it holds until the cache changes: another plan, an admission, a commit,
-    rollback, release or eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a
-    void plan. From `Step.plan` it holds until the step advances.
+    rollback, release, reservation or eviction voids it, pins and look-ups do not. `KVCache.commit`
+    refuses a void plan. From `KVCache.arrays` it holds until its requests advance.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.
@@ -92,3 +94,19 @@ class PagesNeeded:
     def fits(self) -> bool:
         """Whether `KVCache.plan` would plan it."""
         return self.needed <= self.free + self.evictable
+
+
+def without_last(plan: StepPlan, num: Int64) -> StepPlan:
+    """A plan without the last `num` [n] tokens of each request."""
+    counts = plan.num_new_tokens - num
+    cu = np.zeros_like(plan.cu_seqlens_q)
+    cu[1:] = np.add.accumulate(counts)
+    number = np.arange(len(plan.positions)) - plan.cu_seqlens_q[:-1].repeat(plan.num_new_tokens)
+    stays = number < counts.repeat(plan.num_new_tokens)
+    replays = stays[plan.replay_rows]
+    rows = (stays.cumsum() - 1)[plan.replay_rows[replays]]
+    return StepPlan(
+        plan.slots, counts, cu, (plan.seq_lens - num).astype(np.int32),
+        plan.positions[stays], plan.slot_mapping[:, stays], rows, plan.replay_slots[:, replays],
+        plan.copies, plan.state_pages, plan.changes,
+    )  # fmt: skip

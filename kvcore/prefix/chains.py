@@ -15,7 +15,8 @@ import numpy as np
 
 from ..announcer import Announcer
 from ..arrays import NO_ROWS, Int32, Int64
-from ..policies.retention import kept_boundaries, replay_boundaries
+from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
+from ..tables.linear import LinearTables
 from ..tables.planner import StepChanges
 from ..tables.rows import Tables
 from .index import PrefixIndex
@@ -76,13 +77,15 @@ class Chains:
         runs: end of each request's cached prefix.
         replays: tokens that requests compute again.
         twins: slot -> own pages of segments cached before by another request, without `adopt`.
+        waiting: slot -> (boundary, pages) of resume points that its steps have made, and whose
+            tokens are not known yet; the pages are held and in use.
     """
 
     def __init__(
         self,
         interval: int,
         sequences: Sequences,
-        tables: Tables,
+        tables: Tables | LinearTables,
         index: PrefixIndex,
         announcer: Announcer | None,
         counters: dict[str, int],
@@ -98,6 +101,7 @@ class Chains:
         self.runs: list[Run] = [index.root] * n
         self.replays = Replays(n)
         self.twins: dict[int, list[Int32]] = {}
+        self.waiting: dict[int, list[tuple[int, Int32]]] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
         # The ends that a chunk may have: with and without its drafts, with and without the key of
@@ -146,11 +150,14 @@ class Chains:
         """
         run = self.runs[slot]
         cached = run.depth * self.alignment
+        for _, pages in self.waiting.pop(slot, ()):
+            self.index.pool.unhold(pages)
+            self.index.pool.unuse(pages)
         # What steps whose tokens are not known have passed may have taken the place of the tail.
         if keep and self.layout.hybrid and 0 < cached <= computed and cached == self.cached[slot]:
             has_state = not self._tables.states or self._tables.snapshot_at[slot] == cached
             if has_state and not self.index.renew(run):
-                self._add_points(*self._hold([slot], [cached], [self._tables.tail(slot, cached)]))
+                self._keep_tail(slot, cached)
         run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
         for pages in self.twins.pop(slot, ()):
@@ -281,42 +288,71 @@ class Chains:
 
     def publish(self, publication: Publication) -> None:
         """Cache the segments and resume points that a step completed."""
-        if publication.ending.slot_list:
-            self._cache_segments(publication.ending)
+        ending = publication.ending
+        if ending.slot_list:
+            self._cache_segments(ending.slot_list, (ending.end // self.alignment).tolist())
         if publication.slots:
             self._add_points(publication.slots, publication.boundaries, publication.tails)
 
     def wait(self, publication: Publication) -> None:
-        """Protect the pages of a publication that comes later from eviction until then."""
+        """Keep the resume points of a step whose tokens are not known until `publish_known`; nobody
+        evicts their pages."""
+        points = zip(publication.slots, publication.boundaries, publication.tails, strict=True)
+        for slot, boundary, pages in points:
+            self.waiting.setdefault(slot, []).append((boundary, pages))
         if publication.tails:
             self.index.pool.use_held(np.concatenate(publication.tails))
 
-    def publish_late(self, publication: Publication) -> None:
-        """`publish`, after `wait`."""
-        self.publish(publication)
-        if publication.tails:
-            self.index.pool.unuse(np.concatenate(publication.tails))
+    def publish_known(self, slots: list[int], upto: list[int]) -> None:
+        """Cache what steps of these requests completed whose tokens `upto` some are known now."""
+        ready: list[int] = []
+        ends: list[int] = []
+        for slot, known in zip(slots, upto, strict=True):
+            end = min(self.cached.item(slot), known) // self.alignment
+            end = min(end, self.sequences.num_keys(slot))
+            if end > self.runs[slot].depth:
+                ready.append(slot)
+                ends.append(end)
+        if ready:
+            self._cache_segments(ready, ends)
+        for slot in [slot for slot in slots if slot in self.waiting]:
+            reached = self.runs[slot].depth * self.alignment
+            points = self.waiting.pop(slot)
+            due = [(b, pages) for b, pages in points if b <= reached]
+            if len(due) < len(points):
+                self.waiting[slot] = [(b, pages) for b, pages in points if b > reached]
+            if due:
+                tails = [pages for _, pages in due]
+                self._add_points([slot] * len(due), [b for b, _ in due], tails)
+                self.index.pool.unuse(np.concatenate(tails))
 
-    def forget(self, publication: Publication, slot: int) -> None:
-        """Take the request of `slot` out of a publication that waits, as it ends before."""
-        ending = publication.ending
-        rows = (ending.slots != slot).nonzero()[0]
-        if len(rows) < len(ending.slots):
-            slots = ending.slots[rows]
-            publication.ending = Ending(ending.rows[rows], slots, slots.tolist(), ending.end[rows])
-        while slot in publication.slots:
-            i = publication.slots.index(slot)
-            del publication.slots[i], publication.boundaries[i]
-            tail = publication.tails.pop(i)
-            self.index.pool.unhold(tail)
-            self.index.pool.unuse(tail)
+    def publish_ahead(self, slot: int, upto: int) -> None:
+        """Cache the segments of a request in linear tables up to token `upto`, as far as their keys
+        are known, and the boundaries that are kept; their rows may be written later."""
+        a, begin = self.alignment, self.runs[slot].depth
+        end = min(upto // a, self.sequences.num_keys(slot))
+        if end <= begin:
+            return
+        self._cache_several(slot, begin, end)
+        self.cached[slot] = end * a
+        if self.layout.hybrid:
+            always = self._keep[slot].tolist()
+            _, kept = kept_of_one(begin * a, end * a, always, self.interval)
+            for boundary in kept.tolist():
+                self._keep_tail(slot, boundary)
 
-    def _cache_segments(self, ending: Ending) -> None:
-        """Cache the segments that end."""
-        ends = (ending.end // self.alignment).tolist()
+    def _keep_tail(self, slot: int, boundary: int) -> None:
+        """Keep a resume point at a boundary of a request, from its tables, if they have its
+        tail."""
+        tail = self._tables.tail(slot, boundary)
+        if tail is not None:
+            self._add_points(*self._hold([slot], [boundary], [tail]))
+
+    def _cache_segments(self, slots: list[int], ends: list[int]) -> None:
+        """Cache the segments of requests up to segment `ends` of each."""
         ones: list[int] = []
         keys: list[bytes] = []
-        for slot, end in zip(ending.slot_list, ends, strict=True):
+        for slot, end in zip(slots, ends, strict=True):
             begin = self.runs[slot].depth
             if end - begin > 1:
                 self._cache_several(slot, begin, end)

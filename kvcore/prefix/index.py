@@ -268,18 +268,41 @@ class PrefixIndex(EvictableTree):
         None where they are too far."""
         depth = run.depth
         if depth not in run.points:
-            before = point_before(run, depth)
-            last = 0 if before is None else before.depth
-            after = point_after(run, depth, last + self.span)
-            if after is None:
+            pages = self._pages_at(run, depth)
+            if pages is None:
                 return None
-            tail = None if before is None else before.pages
-            pages = self._tail_between(depth, last, tail, after.depth, after.pages)
             self.add_point(run, depth, pages)
             self.pool.hold(pages)
             if self.announcer is not None:
                 self.announcer.point(run, depth)
         return run.points[depth]
+
+    def _pages_at(self, run: Run, depth: int) -> Int32 | None:
+        """Pages of the resume point at boundary `depth` of `run`, or of its neighbours where there is
+        none; None where they are too far."""
+        point = run.points.get(depth)
+        if point is not None:
+            return point.pages
+        before = point_before(run, depth)
+        last = 0 if before is None else before.depth
+        after = point_after(run, depth, last + self.span)
+        if after is None:
+            return None
+        tail = None if before is None else before.pages
+        return self._tail_between(depth, last, tail, after.depth, after.pages)
+
+    def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
+        """Evictable pages that a request needs which resumes at boundary `depth` on the path to
+        `run`: as many fewer can be evicted for it.
+
+        Args:
+            uses_point: it starts with the pages of a resume point, too.
+        """
+        path = path_to(run)
+        segments = sum(max(0, min(r.depth, depth) - r.start) for r in path if not r.locks)
+        taken = segments * self.pages_per_segment
+        pages = self._pages_at(run_of(run, depth), depth) if self.hybrid and uses_point else None
+        return taken if pages is None else taken + self.pool.num_unused(pages)
 
     def _used(self, point: ResumePoint) -> None:
         point.last_used = self.tick

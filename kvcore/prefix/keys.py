@@ -21,7 +21,7 @@ import struct
 from hashlib import sha256
 from typing import Any
 
-from ..arrays import Int32, as_token_ids
+from ..arrays import NO_VALUES, Int32, as_token_ids
 from .extra_keys import Mark, by_segment, marked_key, parse_extra_keys
 
 KEY_BYTES = 32
@@ -59,6 +59,7 @@ class Prompt:
         last_key: what the next key is made of: the key of the last of them (the root key when there
             is none), with the marks of the next segment.
         marks: of its extra keys.
+        is_keyed: its keys are the caller's own (`of_keys`).
         tail: int32 token ids that no key covers yet; read-only.
         tokens: [num_tokens] int32, or None: kept only for events and debug; and so is
         salt: what it was made with, or None.
@@ -66,6 +67,7 @@ class Prompt:
 
     __slots__ = (
         "alignment",
+        "is_keyed",
         "keys",
         "last_key",
         "lookahead",
@@ -89,7 +91,7 @@ class Prompt:
         keep_tokens: bool = False,
         extra_keys: Any = None,
     ) -> None:
-        self.seed, self.root = seed, root_key(seed, salt)
+        self.seed, self.root, self.is_keyed = seed, root_key(seed, salt), False
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:
             raise ValueError("token_ids: expected at least one token, got none")
@@ -120,3 +122,28 @@ class Prompt:
         self.tail.flags.writeable = False
         self.tokens: Int32 | None = tokens.copy() if keep_tokens else None
         self.salt: bytes | None = salt if keep_tokens else None
+
+    @classmethod
+    def of_keys(
+        cls, keys: bytes, num_tokens: int, alignment: int, lookahead: int, seed: bytes
+    ) -> Prompt:
+        """A prompt of `num_tokens` tokens whose keys somebody else made: 32 bytes a segment.
+
+        Raises:
+            ValueError: no bytes, or more keys than the prompt has segments.
+        """
+        if not isinstance(keys, bytes) or len(keys) % KEY_BYTES:
+            raise ValueError(f"keys: expected {KEY_BYTES} bytes a segment, got {keys!r:.80}")
+        prompt = cls.__new__(cls)
+        prompt.alignment, prompt.lookahead, prompt.seed = alignment, lookahead, seed
+        prompt.keys, prompt.num_tokens, prompt.is_keyed = keys, num_tokens, True
+        prompt.num_segments = len(keys) // KEY_BYTES
+        if prompt.num_segments * alignment > num_tokens:
+            raise ValueError(
+                f"keys: expected at most {num_tokens // alignment} for {num_tokens} tokens, "
+                f"got {prompt.num_segments}"
+            )
+        prompt.root = prompt.last_key = b""
+        prompt.marks, prompt.tokens, prompt.salt = (), None, None
+        prompt.tail = NO_VALUES
+        return prompt

@@ -25,6 +25,7 @@ class Sequences:
         num_computed: [max_requests] int64 tokens whose rows are valid. lengths: the same,
             read-only.
         prompt_len: [max_requests] int64.
+        keyed: slots of requests whose keys are the caller's own.
     """
 
     def __init__(self, max_requests: int, alignment: int, lookahead: int) -> None:
@@ -44,6 +45,7 @@ class Sequences:
         self._prompt_keys: list[bytes] = [b""] * max_requests
         self._more_keys: list[bytearray] = [bytearray()] * max_requests
         self._last_key: list[bytes] = [b""] * max_requests
+        self.keyed: set[int] = set()
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
@@ -76,8 +78,9 @@ class Sequences:
             raise ValueError(f"request_id: expected an admitted request, got {request_id!r}")
         return self._slots[request_id]
 
-    def add(self, request_id: Hashable, prompt: Prompt, computed: int) -> int:
-        """Give a request a free slot; `computed` of its tokens are valid already."""
+    def add(self, request_id: Hashable, prompt: Prompt, computed: int, hit: int) -> int:
+        """Give a request a free slot; `computed` of its tokens are valid already, and the segments
+        of the first `hit` tokens are cached."""
         slot = self._slots[request_id] = self._free[-1]
         del self._free[-1]
         self._checked = None
@@ -87,6 +90,9 @@ class Sequences:
         self._open[slot, : len(prompt.tail)] = prompt.tail
         self._prompt_keys[slot], self._more_keys[slot] = prompt.keys, bytearray()
         self._last_key[slot] = prompt.last_key
+        if prompt.is_keyed:  # it gives those past its hit again, with all others
+            self._prompt_keys[slot] = prompt.keys[: hit // self.alignment * KEY_BYTES]
+            self.keyed.add(slot)
         return slot
 
     def remove(self, request_id: Hashable) -> None:
@@ -96,6 +102,7 @@ class Sequences:
         self.active[slot] = False
         self.num_computed[slot] = 0
         self._prompt_keys[slot], self._more_keys[slot] = b"", bytearray()
+        self.keyed.discard(slot)
         self._free.append(slot)
 
     def check(self, slots: Int64) -> None:
@@ -140,6 +147,10 @@ class Sequences:
             more[start * KEY_BYTES : (last - split) * KEY_BYTES]
         )
 
+    def give_keys(self, slot: int, keys: bytes) -> None:
+        """Add keys of the next segments of a request whose keys are the caller's."""
+        self._more_keys[slot] += keys
+
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
         """Tokens [start, end) [n] of each request, which begin at index `first` [n] of `tokens`;
         those of prompts are known."""
@@ -155,13 +166,13 @@ class Sequences:
         ending = columns + counts >= stop  # these make keys, one by one
         for i in ending.nonzero()[0].tolist():
             at = int(source[i])
-            self._feed_one(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
+            self.feed_one(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
         counts[ending] = 0
         indices = slots * self._width + columns
         which, targets = ragged_arange(indices, counts)
         self._flat[targets] = tokens[targets + (source - indices)[which]]
 
-    def _feed_one(self, slot: int, start: int, tokens: Int32) -> None:
+    def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
         """Several tokens of one request, from position `start` on; those of its prompt are
         known."""
         skip = max(0, int(self.prompt_len[slot]) - start)

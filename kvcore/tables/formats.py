@@ -58,8 +58,8 @@ def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRo
     Args:
         cache: the allocator.
         group, part: a dense or window group, and which of its pages_per_block pages.
-        slots: [n] ints, from `KVCache.admit`; or the newest `StepPlan`, or that of an open `Step`
-            that has not advanced (`Step.full_plan`: with the pages of lookaheads).
+        slots: [n] ints, from `KVCache.admit`; or the newest `StepPlan`, or one of `KVCache.arrays`
+            whose requests have not advanced.
 
     Raises:
         ValueError: an unknown slot, group or part, or a state group; or a plan of which not all

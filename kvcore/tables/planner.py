@@ -1,7 +1,7 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
-`plan` counts pages and `fill` hands them out: both only read. `commit` changes the tables, and
-`settle` frees the pages that the step left. A step is a list of *entries*: one for each block of
+`plan` counts pages, `give` hands them out and `mapping` lays them out: all of these only read.
+`commit` changes the tables, and `settle` frees the pages that the step left. A step is a list of *entries*: one for each block of
 each table that the step writes rows into.
 
 *Survivors-only pages*: a window group has entries only for the blocks that outlive the step, those
@@ -127,6 +127,10 @@ class StepPlanner:
         self._width = per_table([c.width for c, _, _ in each])
         self._size = per_table([c.block_size for c, _, _ in each])
         self._size_column = self._size[:, None]
+        self.sizes: list[int] = self._size.tolist()  # of blocks, in the order of these tables
+        # Row in a slot mapping of each table, those of states last.
+        states = [t for state in tables.states for t in state.spec.tables.tolist()]
+        self.table_rows: list[int] = self._table_row.tolist() + states
         reach = [FAR if c.holds_all else max(1, c.reach) for c, _, _ in each]
         self._reach = per_table(reach)[:, None]
         self._tail = per_table([c.tail for c, _, _ in each])
@@ -232,14 +236,45 @@ class StepPlanner:
             needed[self._layout.groups[group].name] += demand[t]
         return needed
 
-    # Fill.
+    # Pages and slots.
 
-    def fill(self, step: StepChanges, pages: Int64, cu: Int32, total: int) -> Int64:
-        """Give `pages` [num_new] to the step; returns the slot mapping [num_tables, total]."""
+    def wanted(self, step: StepChanges) -> tuple[Int64, Int64]:
+        """Whose pages a step takes, and what for, in the order in which `give` gets them.
+
+        Returns:
+            (rows of the step [num_new], keys [num_new]): ``number of the table << BLOCK_BITS |
+            block``, where tables of states come last and have `LIVE` or `SNAPSHOT` for a block.
+        """
+        new = step.is_new.nonzero()[0]
+        rows, keys = [step.rows[new]], [step.tables[new] << BLOCK_BITS | step.blocks[new]]
+        first = len(self._size)
+        for state, snapping in zip(self._states, step.snapping, strict=True):
+            tables = first + np.arange(state.spec.num_tables)
+            for column, which in ((LIVE, step.starting), (SNAPSHOT, snapping)):
+                rows.append(which.repeat(len(tables)))
+                keys.append(np.tile(tables << BLOCK_BITS | column, len(which)))
+            first += len(tables)
+        return np.concatenate(rows), np.concatenate(keys)
+
+    def few(self, start: int, end: int) -> list[int]:
+        """Keys of the blocks that start in [start, end), as of `wanted`: all that a request without
+        states takes for so few tokens that each of its blocks survives the step."""
+        return [
+            t << BLOCK_BITS | block
+            for t, size in enumerate(self.sizes)
+            for block in range(-(-start // size), -(-end // size))
+        ]
+
+    def give(self, step: StepChanges, pages: Int64) -> None:
+        """Give `pages` [num_new] to the step."""
         step.pages = own = self._flat[step.indices].astype(np.int64)
         num_blocks = np.count_nonzero(step.is_new)
         own[step.is_new] = pages[:num_blocks]
         self._fill_states(step, pages[num_blocks:])
+
+    def mapping(self, step: StepChanges, cu: Int32, total: int) -> Int64:
+        """The slot mapping [num_tables, total] of a step that has its pages."""
+        own = step.pages
         mapping: Int64 = np.full((len(self._layout.tables), total), -1, dtype=np.int64)
         if step.inside is not None:
             mapping[self._table_row] = own.reshape(step.inside.shape) * self._size_column

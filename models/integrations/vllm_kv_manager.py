@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-from quire.kvcore import LRU, AppendOnlyCache, GroupSpec, OutOfPages, RequestTables
+from quire.kvcore import LRU, GroupSpec, KVCache, Match, OutOfPages
 
 KEY_BYTES = 32
 
@@ -42,15 +42,15 @@ class Tracked:
     """A request with slots.
 
     Attributes:
-        request: vLLM's. tables: its pages.
+        request: vLLM's. slot: of the cache.
         quiet: tokens up to which nothing is to be done for it.
         pending: tokens up to which it becomes findable at the end of the step.
     """
 
-    __slots__ = ("pending", "quiet", "request", "tables")
+    __slots__ = ("pending", "quiet", "request", "slot")
 
-    def __init__(self, request: Request, tables: RequestTables) -> None:
-        self.request, self.tables, self.quiet, self.pending = request, tables, 0, 0
+    def __init__(self, request: Request, slot: int) -> None:
+        self.request, self.slot, self.quiet, self.pending = request, slot, 0, 0
 
 
 class CacheManager(KVCacheManager):
@@ -66,13 +66,17 @@ class CacheManager(KVCacheManager):
     def __init__(self, scheduler: Any, groups: Sequence[GroupSpec]) -> None:
         self.kv_cache_config = config = scheduler.kv_cache_config
         interval = config.prefix_cache_retention_interval
-        has_windows = any(group.kind == "window" for group in groups)
+        self._has_windows = has_windows = any(group.kind == "window" for group in groups)
         self.max_model_len, self.log_stats = scheduler.max_model_len, scheduler.log_stats
         self.enable_caching = scheduler.cache_config.enable_prefix_caching
-        self.cache = AppendOnlyCache(
+        self.cache = KVCache(
             groups,
             num_pages=config.num_blocks,
+            max_requests=scheduler.max_num_running_reqs,
             max_model_len=self.max_model_len,
+            reads="pages",
+            adopt=False,
+            append_only=True,
             retention="dense" if interval is None or not has_windows else interval or "latest",
             policy=None if has_windows else LRU(),  # as vLLM's: there is little to choose from
             enable_caching=self.enable_caching,
@@ -100,12 +104,15 @@ class CacheManager(KVCacheManager):
         self._zeroes, self._to_zero = config.needs_kv_cache_zeroing, []
         self._tracked: dict[str, Tracked] = {}
         self._pending: dict[str, Tracked] = {}
+        self._found: Match | None = None  # by the newest look-up, for this request
+        self._found_for: Request | None = None
         self.empty_kv_cache_blocks = Pages(tuple(() for _ in specs))
 
     @property
     def usage(self) -> float:
         """Part of the pages that running requests need."""
-        return 1.0 - self.cache.num_available / (self.cache.pool.num_pages - 1)
+        cache = self.cache
+        return 1.0 - (cache.num_free_pages + cache.num_evictable_pages) / (cache.num_pages - 1)
 
     # Look-up.
 
@@ -126,11 +133,16 @@ class CacheManager(KVCacheManager):
         """(no pages yet, tokens that are cached, 0)."""
         self._publish_pending()
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        match = self._match(request, most)
+        hit = match.num_tokens
+        if self._drop and hit and hit == match.dense_tokens:
+            match = self._match(request, hit - self._alignment)
+        self._found, self._found_for = match, request
+        return self.empty_kv_cache_blocks, match.num_tokens, 0
+
+    def _match(self, request: Request, most: int) -> Match:
         keys = self._prompt_keys(request)
-        hit, dense = self.cache.find(keys, most)
-        if self._drop and hit and hit == dense:
-            hit, _ = self.cache.find(keys, dense - self._alignment)
-        return self.empty_kv_cache_blocks, hit, 0
+        return self.cache.match(keys=keys, num_tokens=request.num_tokens, max_tokens=most)
 
     # Slots.
 
@@ -154,15 +166,18 @@ class CacheManager(KVCacheManager):
             raise NotImplementedError(f"allocate_slots: supported are decoders, got {unserved}")
         slots, running = end + num_lookahead_tokens, request.status == RequestStatus.RUNNING
         slots = min(slots, self.max_model_len)
-        lengths = [num_new_computed_tokens // size for size, _ in self._groups]
-        if tracked is not None:
+        if tracked is not None and self._has_windows:
             self._let_go(tracked)
-            lengths = [*map(len, tracked.tables.tables)]
-        least = self._missing(slots, lengths, slots)
-        if full_sequence_must_fit:
-            least = max(least, self._missing(request.num_tokens, lengths))
-        if has_scheduled_reqs and not running:
-            least += self.watermark_blocks
+        least = 0
+        if not running or full_sequence_must_fit:
+            lengths = [num_new_computed_tokens // size for size, _ in self._groups]
+            if tracked is not None:
+                lengths = [*map(len, self.cache.pages_of(tracked.slot))]
+            least = self._missing(slots, lengths, slots)
+            if full_sequence_must_fit:
+                least = max(least, self._missing(request.num_tokens, lengths))
+            if has_scheduled_reqs and not running:
+                least += self.watermark_blocks
         given = self._give(request, tracked, slots, least, num_new_computed_tokens)
         if given is None:
             return None
@@ -170,7 +185,8 @@ class CacheManager(KVCacheManager):
         if self._zeroes:
             self._to_zero += [page for group in given for page in group]
         until = min(end, request.num_tokens)
-        if self.enable_caching and until - tracked.tables.cached >= self._alignment:
+        published = self.cache.num_published(tracked.slot)
+        if self.enable_caching and until - published >= self._alignment:
             if running:
                 tracked.pending, self._pending[request.request_id] = until, tracked
             else:
@@ -195,36 +211,35 @@ class CacheManager(KVCacheManager):
                 for other in self._tracked.values():
                     self._let_go(other, keep_tails)
             if tracked is not None:
-                given = cache.reserve(tracked.tables, slots, least)
+                given = cache.reserve(tracked.slot, slots, least)
                 if not isinstance(given, OutOfPages):
                     return given
-                continue
-            keys = self._prompt_keys(request)
-            tables = cache.admit(keys, request.num_tokens, hit, slots, least)
-            if not isinstance(tables, OutOfPages):
-                assert tables.cached == hit, "what the look-up found"
-                self._tracked[request.request_id] = Tracked(request, tables)
-                first = [hit // size for size, _ in self._groups]
-                return [pages[n:] for pages, n in zip(tables.tables, first, strict=True)]
+            elif cache.num_free_slots:
+                match = self._found
+                if match is None or self._found_for is not request or match.num_tokens != hit:
+                    match = self._match(request, hit)
+                slot = cache.admit(request.request_id, match, least=least)
+                if not isinstance(slot, OutOfPages):
+                    assert match.num_tokens == hit, "what the look-up found"
+                    self._tracked[request.request_id] = Tracked(request, slot)
+                    return cache.reserve(slot, slots)
         return None
 
     def _let_go(self, tracked: Tracked, keep_tail: bool = True) -> None:
         """Steps in flight may still read what their queries see."""
         request = tracked.request
         start = request.num_computed_tokens - request.num_in_flight_tokens
-        self.cache.let_go(tracked.tables, start, keep_tail)
+        self.cache.advance(tracked.slot, request.num_computed_tokens, start, keep_tails=keep_tail)
 
     def _settle(self, tracked: Tracked) -> None:
         """Find when the request needs something again."""
-        tracked.quiet = tracked.tables.room
-        if self.enable_caching:
-            tracked.quiet = min(tracked.quiet, tracked.tables.cached + self._alignment - 1)
+        tracked.quiet = self.cache.room(tracked.slot)
 
     def _publish(self, tracked: Tracked, until: int) -> None:
-        first = tracked.tables.cached // self._alignment
+        first = self.cache.num_published(tracked.slot) // self._alignment
         keys = self._keys(tracked.request, first, until // self._alignment)
         if keys:
-            self.cache.publish(tracked.tables, keys, first)
+            self.cache.publish(tracked.slot, until, keys=keys)
             self._settle(tracked)
 
     def _publish_pending(self) -> None:
@@ -243,7 +258,7 @@ class CacheManager(KVCacheManager):
         self._pending.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
-            self.cache.release(tracked.tables)
+            self.cache.release(request.request_id)
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
@@ -270,12 +285,14 @@ class CacheManager(KVCacheManager):
     def get_blocks(self, request_id: str) -> Pages:
         """All pages of a request."""
         tracked = self._tracked.get(request_id)
-        return Pages(tuple(tracked.tables.tables)) if tracked else self.empty_kv_cache_blocks
+        if tracked is None:
+            return self.empty_kv_cache_blocks
+        return Pages(tuple(self.cache.pages_of(tracked.slot)))
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """Tokens of a request that others find."""
         tracked = self._tracked.get(request.request_id)
-        return 0 if tracked is None else tracked.tables.cached
+        return 0 if tracked is None else self.cache.num_published(tracked.slot)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; False while requests run."""

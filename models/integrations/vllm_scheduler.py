@@ -4,7 +4,7 @@
 
 One class serves both: with asynchronous scheduling it is vLLM's AsyncScheduler. Queues, budgets,
 preemption, drafts and outputs are vLLM's; which pages requests get, what stays cached and where a
-prompt may resume are kvcore's (`vllm_kv_manager`, `quire.kvcore.AppendOnlyCache`). Workers and
+prompt may resume are kvcore's (`vllm_kv_manager`, `KVCache(append_only=True)`). Workers and
 attention backends are as before: tables are append-only, and all rows that queries see are in pages.
 
 What it does not serve is refused when the engine starts, by name: see `refusals`.

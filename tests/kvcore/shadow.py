@@ -185,15 +185,14 @@ class Life(Misuse, TakenAway):
 
     # How calls are made.
 
-    def call(self, name: str, *args, on=None, **kwargs):
-        """A call of the cache, or of a step of it (`on`)."""
+    def call(self, name: str, *args, **kwargs):
+        """A call of the cache."""
         self.calls[name] += 1
         if self.trace is not None:
             shown = [*map(self._shown, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
-            owner = "kv" if on is None else self._shown(on)
-            self.trace.append(f"x{len(self.trace)} = {owner}.{name}({', '.join(shown)})")
+            self.trace.append(f"x{len(self.trace)} = kv.{name}({', '.join(shown)})")
         try:
-            result = getattr(on or self.kv, name)(*args, **kwargs)
+            result = getattr(self.kv, name)(*args, **kwargs)
             if self.trace is not None:
                 self.results.append((f"x{len(self.trace) - 1}", result))
             return result
@@ -336,32 +335,36 @@ class Life(Misuse, TakenAway):
     ) -> bool:
         """Plan a step, run it on the device, commit it; False if it does not fit."""
         rng, order = self.rng, list(counts)
-        step = self.call("begin") if rng.random() < 0.5 else None
+        slots, is_open = [r.slot for r in order], rng.random() < 0.5
         try:
-            if step is not None:
-                plan = self._added(step, counts)
+            if is_open:
+                plan = self._reserved(counts)
             else:
-                slots = [r.slot for r in order]
                 asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
-                plan = self._fits(0, "plan", self.lend(slots), self.lend(counts.values()))
+                plan = self._fits("plan", self.lend(slots), self.lend(counts.values()))
                 assert asked.fits == (plan is not None)
                 assert asked.needed == sum(asked.per_group.values())
                 assert plan is None or asked.needed == plan.changes.num_new
         except Fault:
             assert self.policy.fails
-            if step is not None:
-                self.call("cancel", on=step)
-            return False
+            plan = None
         if plan is None or rng.random() < 0.05:  # the engine changed its mind
-            if step is not None:
-                self.call("cancel", on=step)
+            if is_open:
+                free, taken = self.kv.num_free_pages, self.held_back()
+                self.call("advance", self.lend(slots), self.lend([r.computed for r in order]))
+                assert self.kv.num_free_pages == free + taken
+                self.device.wipe_free_pages()
             return False
-        self.finish_step(plan, counts, accepted, step)
+        self.finish_step(plan, counts, accepted, is_open)
         return True
 
-    def _fits(self, reserved: int, *args, **kwargs):
+    def held_back(self) -> int:
+        """Pages that are reserved."""
+        return sum(len(held.pages) for held in self.kv._reserved.values())
+
+    def _fits(self, *args, **kwargs):
         """What a call gives that plans something; None where pages do not suffice."""
-        stock = self.kv.num_free_pages - reserved + self.kv.num_evictable_pages
+        stock = self.kv.num_free_pages + self.kv.num_evictable_pages
         plan = self.call(*args, **kwargs)
         if not isinstance(plan, OutOfPages):
             return plan
@@ -370,24 +373,36 @@ class Life(Misuse, TakenAway):
         assert sum(plan.per_group.values()) == plan.needed
         return None
 
-    def _added(self, step, counts: dict[Request, int]):
-        """The plan of a step to which requests are added one by one, some of them twice."""
-        order = list(counts)
-        dropped = [r for r in order if self.rng.random() < 0.1]
-        for r in dropped:
-            if self._fits(step.num_reserved, "add", r.slot, on=step) is None:
+    def _reserved(self, counts: dict[Request, int]):
+        """The arrays of a step for which requests reserve one by one, some of them twice, or all at once."""
+        rng, order, most = self.rng, list(counts), self.kv.max_model_len
+        twice = [r for r in order if rng.random() < 0.1]
+        for r in twice:  # for one token, or too many: the end falls then
+            end = r.computed + self.rng.choice((1, counts[r], counts[r] + 9))
+            self._fits("reserve", r.slot, min(end, most))
+        for r in self.order(twice) if rng.random() < 0.5 else ():
+            self.call("advance", r.slot, r.computed)
+        slots, ends = [r.slot for r in order], [r.computed + n for r, n in counts.items()]
+        if rng.random() < 0.3:
+            if self._fits("reserve", self.lend(slots), self.lend(ends)) is None:
                 return None
-        for r in self.order(dropped):
-            self.call("drop", r.slot, on=step)
-        for r in order:
-            if self._fits(step.num_reserved, "add", r.slot, counts[r], on=step) is None:
-                return None
-        return self.call("plan", on=step)
+        else:
+            for slot, end in zip(slots, ends, strict=True):
+                room = self.call("room", slot)
+                free = self.kv.num_free_pages
+                if end <= room and rng.random() < 0.5 and slot not in self.kv._reserved:
+                    continue
+                given = self._fits("reserve", slot, end)
+                if given is None:
+                    return None
+                assert end > room or (not any(given) and self.kv.num_free_pages == free)
+        starts = [r.computed for r in order]
+        return self.call("arrays", self.lend(slots), self.lend(starts), self.lend(ends))
 
     def finish_step(
-        self, plan, counts: dict[Request, int], accepted: dict[Request, int] | None, step=None
+        self, plan, counts: dict[Request, int], accepted: dict[Request, int] | None, is_open=False
     ) -> None:
-        """Run a planned step on the device and commit it; `step`: the one that it is the plan of."""
+        """Run a planned step on the device and commit it; `is_open`: its pages were reserved."""
         kv, device, rng = self.kv, self.device, self.rng
         if rng.random() < 0.2:  # calls that change nothing may come between
             self.call("match", self.new_text().tokens)
@@ -397,7 +412,7 @@ class Life(Misuse, TakenAway):
                 if room:
                     self.call("needed", [r.slot], [rng.randint(1, room)])
             self.call("stats")
-        if step is not None and rng.random() < 0.2:  # and to an open step others do no harm
+        if is_open and rng.random() < 0.2:  # and to an open step others do no harm
             self.admit()
             self.evict()
             self.device.wipe_free_pages()
@@ -405,14 +420,23 @@ class Life(Misuse, TakenAway):
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
-        taken = None if accepted is None else self.lend(accepted.values())
-        if step is None:
+        if not is_open:
+            taken = None if accepted is None else self.lend(accepted.values())
             copies = self.call("commit", plan, self.lend(ids), taken)
-        elif taken is not None or rng.random() < 0.5:
-            copies = self.call("commit", self.lend(ids), taken, on=step)
         else:
-            copies = self.call("advance", on=step)
-            assert not len(self.call("commit", self.lend(ids), on=step))
+            slots = [r.slot for r in counts]
+            ends = [r.computed + n for r, n in (accepted or counts).items()]
+            copies = self.call("advance", self.lend(slots), self.lend(ends))
+            if rng.random() < 0.2:
+                self.look()
+                self.device.wipe_free_pages()
+            texts = [r.text.tokens[r.computed : end] for r, end in zip(counts, ends, strict=True)]
+            if rng.random() < 0.5:
+                tokens = [t for text in texts for t in text]
+                self.call("publish", self.lend(slots), self.lend(ends), self.lend(tokens))
+            else:
+                for slot, end, text in zip(slots, ends, texts, strict=True):
+                    self.call("publish", slot, end, self.lend(text))
         assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
         device.copy(copies)
         assert self._arrays(plan) == arrays, "the arrays of a plan changed"

@@ -47,7 +47,9 @@ class Asks(LRU):
 
 def calls(kv: KVCache, match) -> dict:
     return {
-        "match": lambda: kv.match([1]), "admit": lambda: kv.admit("b", match), "cut": lambda: kv.cut([0], [1]), "plan": lambda: kv.plan([0], [1]), "begin": kv.begin,
+        "match": lambda: kv.match([1]), "admit": lambda: kv.admit("b", match), "cut": lambda: kv.cut([0], [1]), "plan": lambda: kv.plan([0], [1]), "room": lambda: kv.room(0),
+        "reserve": lambda: kv.reserve(0, 1), "arrays": lambda: kv.arrays(0, 0, 1), "advance": lambda: kv.advance(0, 1), "publish": lambda: kv.publish(0, 0),
+        "num_published": lambda: kv.num_published(0), "pages_of": lambda: kv.pages_of(0),
         "commit": lambda: kv.commit(None, []), "rollback": lambda: kv.rollback(0, 1), "lowest_rollback": lambda: kv.lowest_rollback(0),
         "release": lambda: kv.release("a"), "pin": lambda: kv.pin(match, now=0, ttl=1), "pin_request": lambda: kv.pin_request("a", now=0, ttl=1),
         "unpin": lambda: kv.unpin(match), "expire_pins": lambda: kv.expire_pins(0), "clear": kv.clear, "announce": kv.announce,
@@ -140,7 +142,7 @@ def test_a_prompt_without_tokens_is_refused():
 def test_a_plan_that_writes_page_0_is_named(what, monkeypatch):
     kv = cache()
     slot = kv.admit("a", kv.match([1] * 9))
-    fill = kv._planner.fill
+    fill = kv._planner.mapping
 
     def broken(step, *args):
         mapping = fill(step, *args)
@@ -150,7 +152,7 @@ def test_a_plan_that_writes_page_0_is_named(what, monkeypatch):
             getattr(step, what)[:, -1] = 0
         return mapping
 
-    monkeypatch.setattr(kv._planner, "fill", broken)
+    monkeypatch.setattr(kv._planner, "mapping", broken)
     with pytest.raises(AssertionError, match=re.compile("page 0")):
         kv.plan([slot], [9])
 

@@ -65,7 +65,7 @@ def points_of_failure(e: Engine) -> list[tuple[object, str]]:
     kv = e.kv
     return [
         (kv.sequences, "check"), (kv._chains, "boundaries"), (kv._planner, "plan"), (kv.index, "evict"),
-        (kv.pool, "peek"), (kv._planner, "fill"), (manager_module, "StepPlan"),
+        (kv.pool, "peek"), (kv._planner, "give"), (manager_module, "StepPlan"),
     ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_a_failure_in_a_plan_leaves_no_trace(specs, after, monkeypatch):
                 e.kv.plan([e.slots[r] for r in counts], list(counts.values()))
         assert calls, name
         assert picture(e) == before, name
-        evicted = name in ("peek", "fill", "StepPlan") or (name == "evict" and after)
+        evicted = name in ("peek", "give", "StepPlan") or (name == "evict" and after)
         if not evicted:
             assert free_and_cached(e) == stock, name
         e.check()

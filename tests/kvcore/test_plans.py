@@ -86,7 +86,8 @@ CHANGES = {
     "evict": lambda e: e.kv.evict(1),
     "evict-nothing": lambda e: e.kv.evict(0),
     "clear": lambda e: e.kv.clear(),
-    "begin": lambda e: e.kv.begin(),
+    "reserve": lambda e: e.kv.reserve(e.slots["b"], 30),
+    "advance": lambda e: e.kv.advance(e.slots["b"], e.computed("b")),
 }
 NO_CHANGES = {
     "match": lambda e: e.kv.match([1] * 30),

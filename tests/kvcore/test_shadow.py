@@ -31,10 +31,11 @@ def test_lives():
         "out of pages",
         "with drafts",
         "evict_pages",
-        "add",
-        "drop",
+        "reserve",
+        "arrays",
         "advance",
-        "cancel",
+        "publish",
+        "room",
     ):
         assert calls[name] > LIVES // 8, name
     assert calls["commit"] > 25 * LIVES and calls["with drafts"] > 2 * LIVES

@@ -13,7 +13,7 @@ from quire.kvcore import (
     GroupSpec,
     KVCache,
     OutOfPages,
-    Step,
+    StepPlan,
     linear_table,
     paged_rows,
 )
@@ -69,8 +69,8 @@ def test_an_engine_that_writes_before_it_reads_finds_every_row_in_pages(ahead):
 class Unguarded(Host):
     """Tables of a step from its context and its slot mapping, whatever the cache says of them."""
 
-    def during(self, step: Step, t: int) -> np.ndarray:
-        plan, size = step.full_plan(), self.specs[t].block_size
+    def during(self, plan: StepPlan, t: int) -> np.ndarray:
+        size = self.specs[t].block_size
         table = self.kv.table(*self.kv.layout.tables[t])
         linear = np.zeros((len(plan.slots), 200), dtype=np.int64)
         for i, slot in enumerate(plan.slots.tolist()):
@@ -179,12 +179,14 @@ def test_a_step_gives_what_a_plan_of_the_whole_batch_gives(seed):
             counts = [rng.choice((1, 1, 1, rng.randint(1, 9))) for _ in some]
             if rng.random() < 0.3:
                 counts = [counts[0]] * len(some)
-            plan, step = whole.plan(slots, counts), single.begin()
-            got = [step.add(slot, n) for slot, n in zip(slots, counts, strict=True)]
+            plan, starts = whole.plan(slots, counts), single.num_computed[slots]
+            ends = (starts + counts).tolist()
+            before, free = evictions(single), single.num_free_pages
+            got = [single.reserve(slot, end) for slot, end in zip(slots, ends, strict=True)]
             if isinstance(plan, OutOfPages):
                 failed += 1
                 assert any(isinstance(p, OutOfPages) for p in got)
-                step.cancel()
+                assert not len(single.advance(slots, starts))
                 victim = rng.choice(list(running))
                 for kv in (whole, single):
                     kv.release(victim)
@@ -192,23 +194,27 @@ def test_a_step_gives_what_a_plan_of_the_whole_batch_gives(seed):
                 del running[victim]
             else:
                 if rng.random() < 0.3:
-                    for slot in slots:
-                        step.drop(slot)
-                    got = [step.add(slot, n) for slot, n in zip(slots, counts, strict=True)]
-                mine = step.plan()
+                    single.advance(slots, starts)
+                    got = single.reserve(slots, ends)
+                assert (
+                    before < evictions(single)
+                    or plan.changes.num_new == free - single.num_free_pages
+                )
+                mine = single.arrays(slots, starts, ends)
                 for name in ("slots", "num_new_tokens", "cu_seqlens_q", "seq_lens", "positions"):
                     assert np.array_equal(getattr(plan, name), getattr(mine, name)), name
                 assert ((plan.slot_mapping < 0) == (mine.slot_mapping < 0)).all()
                 sizes = [[whole.layout.groups[g].block_size] for g, _ in whole.layout.tables]
                 assert (plan.slot_mapping % sizes == mine.slot_mapping % sizes).all()
-                assert plan.changes.num_new == mine.changes.num_new == len(set(step.pages.tolist()))
+                assert plan.changes.num_new == mine.changes.num_new
                 ids = rng.choices((0, 1), k=sum(counts))
-                early = rng.random() < 0.5
-                after = step.advance() if early else None
-                copies = whole.commit(plan, ids)
-                assert copies.shape == (after if early else step.commit(ids)).shape
-                if early:
-                    assert not len(step.commit(ids))
+                assert whole.commit(plan, ids).shape == single.advance(slots, ends).shape
+                if rng.random() < 0.5:
+                    single.publish(slots, ends, ids)
+                else:
+                    cut = np.cumsum(counts)
+                    for slot, end, n, last in zip(slots, ends, counts, cut.tolist(), strict=True):
+                        single.publish(slot, end, ids[last - n : last])
                 assert ((whole.tables > 0) == (single.tables > 0)).all()
                 assert (whole.num_computed == single.num_computed).all()
                 if evictions(whole) or evictions(single):
@@ -236,169 +242,207 @@ def admitted(kv: KVCache, *prompts: list[int]) -> list[int]:
     return [kv.admit(i, kv.match(p)) for i, p in enumerate(prompts)]
 
 
-def test_each_part_says_what_is_its():
+def launched(kv: KVCache, slots: list[int], counts: list[int]) -> StepPlan:
+    """Reserve and lay out a step."""
+    starts = kv.num_computed[slots]
+    assert not isinstance(kv.reserve(slots, starts + counts), OutOfPages)
+    return kv.arrays(slots, starts, starts + counts)
+
+
+def test_new_pages_are_told_in_the_order_of_their_blocks_and_again_by_slots():
     kv = KVCache(
-        groups((4, None), (4, 9), STATE),
-        num_pages=40,
-        max_requests=3,
-        max_model_len=100,
-        max_draft_tokens=3,
-    )
+        groups((4, None), (4, 9), STATE), num_pages=40, max_requests=3, max_model_len=100,
+        max_draft_tokens=3, reads="pages",
+    )  # fmt: skip
     a, b = admitted(kv, [1] * 10, [2] * 30)
-    step = kv.begin()
-    first, second = step.add(a, 10, 3), step.add(b, 7)
-    assert (first.num_new_tokens, first.lookahead, first.start) == (10, 3, 0)
-    plan = step.plan()
+    first, (second,) = kv.reserve(a, 13), kv.reserve([b], [7])
+    assert [len(pages) for pages in first] == [4, 4, 0]  # a state's are in `state_pages`
+    assert [len(pages) for pages in second] == [2, 2, 0]
+    plan = kv.arrays([a, b], [0, 0], [10, 7])
     assert plan.cu_seqlens_q.tolist() == [0, 10, 17] and plan.seq_lens.tolist() == [10, 7]
-    assert first.rows == slice(0, 10) and second.rows == slice(10, 17)
-    assert first.positions.tolist() == [*range(10)] and second.positions.tolist() == [*range(7)]
-    assert (
-        np.concatenate([first.slot_mapping, second.slot_mapping], axis=1) == plan.slot_mapping
-    ).all()
-    blocks, mine = first.new_blocks(0)
-    assert blocks.tolist() == [0, 1, 2, 3]  # the last one for tokens 12 of the lookahead
-    where = np.concatenate([first.slot_mapping[0], first.lookahead_slots[0]])
-    assert where.tolist() == [int(mine[p // 4]) * 4 + p % 4 for p in range(13)]
-    assert first.state_pages[2] == plan.state_pages[2, 0] > 0
-    assert first.copies.tolist() == [[0, plan.state_pages[2, 0]]]
-    assert second.copies.tolist() == [[0, plan.state_pages[2, 1]]]
-    step.commit([1] * 10 + [2] * 7)
-    assert kv.num_computed[[a, b]].tolist() == [10, 7]
+    more = kv.arrays([a, b], [0, 0], [13, 7])  # with the slots of a drafter within the step
+    assert more.seq_lens.tolist() == [13, 7]
+    for t in (0, 1):
+        where = [first[t][p // 4] * 4 + p % 4 for p in range(13)]
+        assert more.slot_mapping[t, :13].tolist() == where
+        assert plan.slot_mapping[t, :10].tolist() == where[:10]
+        assert plan.slot_mapping[t, 10:].tolist() == more.slot_mapping[t, 13:].tolist()
+    assert (plan.state_pages[2] > 0).all() and plan.copies.tolist() == more.copies.tolist()
     kv.check_invariants()
-    step = kv.begin()
-    part = step.add(a, 1)
-    assert part.new_blocks(0)[0].tolist() == [] and part.replays[0].tolist() == []
-    step.cancel()
+    free = kv.num_free_pages
+    kv.advance([a, b], [10, 7])
+    # Block 3 of two tables, of tokens that did not come, and two snapshots of no boundary.
+    assert kv.num_free_pages == free + 4
+    assert kv.num_computed[[a, b]].tolist() == [10, 7]
+    kv.publish([a, b], [10, 7], [1] * 10 + [2] * 7)
+    kv.check_invariants()
     assert kv.match([1] * 30).dense_tokens == 8
 
 
-def test_a_lookahead_is_clipped_at_the_longest_sequence():
-    kv = small(max_model_len=10, max_draft_tokens=3)
-    (a,) = admitted(kv, [1] * 9)
-    step = kv.begin()
-    assert step.add(a, 9, 3).lookahead == 1
-    step.plan()
-    step.commit([1] * 9)
-    assert kv.num_computed[a] == 9
+def test_what_is_reserved_is_not_taken_twice_and_ends_may_fall():
+    kv = small(num_pages=40, max_draft_tokens=2)
+    (a,) = admitted(kv, [1] * 20)
+    assert [len(x) for x in kv.reserve(a, 12)] == [3, 3]
+    free = kv.num_free_pages
+    assert kv.reserve(a, 12) == kv.reserve(a, 10) == kv.reserve(a, 0) == [[], []]
+    assert kv.num_free_pages == free
+    assert [len(x) for x in kv.reserve(a, 13)] == [1, 1]
+    kv.arrays(a, 0, 12)
+    kv.advance(a, 11)  # one token of a draft stays out
+    assert kv.num_computed[a] == 11 and kv.num_free_pages == 39 - 6
+    kv.publish(a, 11, [1] * 11)
+    kv.check_invariants()
 
 
 def test_what_is_not_taken_of_a_step_comes_back():
     kv = small()
     a, b = admitted(kv, [1] * 20, [2] * 20)
     free = kv.num_free_pages
-    step = kv.begin()
-    assert step.add(a, 20).num_new_pages == 8
-    step.add(b, 20)
-    step.drop(a)
-    assert kv.num_free_pages == free and kv.pool.num_reserved == 8
-    step.plan()
-    assert kv.num_free_pages == free - 8 and kv.pool.num_reserved == 0
+    assert sum(map(len, kv.reserve(a, 20))) == 8
+    kv.reserve(b, 20)
+    kv.advance(a, 0)  # dropped
+    assert kv.num_free_pages == free - 8
+    kv.arrays(b, 0, 20)
     kv.check_invariants()
-    step.cancel()
+    kv.advance(b, 0)  # called off, though it was laid out
     assert kv.num_free_pages == free
     kv.check_invariants()
-    step = kv.begin()
-    step.add(a, 20)
-    step.cancel()
-    assert kv.num_free_pages == free and kv.pool.num_reserved == 0
-    out = kv.begin().add(a, 20)
-    assert not isinstance(out, OutOfPages)
+    kv.reserve(a, 20)
+    kv.release(0)  # nothing of it is in flight
+    assert kv.num_free_pages == free
+    kv.check_invariants()
 
 
-def test_a_request_that_does_not_fit_evicts_nothing_and_leaves_the_step_as_it_was():
+def test_a_request_that_does_not_fit_evicts_nothing_and_leaves_the_others_as_they_were():
     kv = small()
     (a,) = admitted(kv, [1] * 9)
     kv.commit(kv.plan([a], [9]), [1] * 9)
     kv.release(0)
     cached = kv.stats()
     a, b = admitted(kv, [2] * 20, [3] * 99)
-    step = kv.begin()
-    step.add(a, 20)
-    answer = step.add(b, 99)
-    assert isinstance(answer, OutOfPages) and answer.needed > answer.free + answer.evictable
-    assert kv.stats()["cached_segments"] == cached["cached_segments"] and len(step.parts) == 1
-    assert step.plan().slots.tolist() == [a]
+    kv.reserve(a, 20)
+    for answer in (kv.reserve(b, 99), kv.reserve([b], [99]), kv.reserve([a, b], [21, 99])):
+        assert isinstance(answer, OutOfPages) and answer.needed > answer.free + answer.evictable
+        assert sum(answer.per_group.values()) == answer.needed
+        assert kv.stats()["cached_segments"] == cached["cached_segments"]
+    assert kv.arrays(a, 0, 20).slots.tolist() == [a]
 
 
-def planned_step() -> tuple[KVCache, int, int, Step]:
+def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
+    kv = small(num_pages=30)
+    (a,) = admitted(kv, [1] * 21)
+    kv.commit(kv.plan([a], [21]), [1] * 21)
+    kv.release(0)
+    free, match = kv.num_free_pages, kv.match([1] * 21)
+    every = free + kv.num_evictable_pages
+    assert match.num_tokens == 20 and every == 29
+    before = picture(kv)
+    out = kv.admit("b", match, least=every)  # the hit needs some of these
+    assert isinstance(out, OutOfPages) and out.needed == every > out.free + out.evictable
+    assert picture(kv) == before and kv.num_free_slots == 3
+    most = out.free + out.evictable
+    slot = kv.admit("b", match, least=most)
+    assert kv.num_free_pages + kv.num_evictable_pages == most
+    assert isinstance(kv.reserve(slot, 22, least=most + 1), OutOfPages)
+    assert kv.reserve(slot, 22, least=most) != [[], []]
+    kv.check_invariants()
+
+
+def test_up_to_its_room_a_request_needs_neither_pages_nor_keys():
+    rng = random.Random(3)
+    for mix in MIXES:
+        kv = KVCache(groups(*mix), num_pages=300, max_requests=2, max_model_len=200)
+        (a,) = admitted(kv, [1] * 5)
+        done, tokens = 0, 0
+        while done < 180:
+            room, n = kv.room(a), rng.choice((1, 1, 1, 3, 9))
+            end, free, known = done + n, kv.num_free_pages, kv.num_published(a)
+            assert room >= done
+            if end <= room:
+                tokens += 1
+                assert not any(kv.reserve(a, end)) and kv.num_free_pages == free
+            else:
+                kv.reserve(a, end)
+            kv.arrays(a, done, end)
+            kv.advance(a, end)
+            kv.publish(a, end, rng.choices((0, 1), k=n))
+            if end <= room:
+                assert kv.num_published(a) == known
+            done = end
+        assert tokens > 5, mix
+        kv.check_invariants()
+
+
+def in_flight() -> tuple[KVCache, int, int]:
     kv = small(max_draft_tokens=2)
     a, b = admitted(kv, [1] * 9, [2] * 9)
-    step = kv.begin()
-    step.add(a, 9)
-    step.plan()
-    return kv, a, b, step
+    launched(kv, [a], [9])
+    return kv, a, b
 
 
+def after(kv: KVCache, slot: int, call) -> None:
+    kv.advance(slot, 9)
+    call()
+
+
+HELD = "expected a request that no step holds"
 REFUSED = {
-    "release": (lambda kv, a, b, step: kv.release(0), "request_id: expected a request that no step holds"),
-    "rollback": (lambda kv, a, b, step: kv.rollback(a, 1), "slot: expected a request that no step holds"),
-    "plan": (lambda kv, a, b, step: kv.plan([b, a], [1, 1]), "slot: expected a request that no step holds"),
-    "add": (lambda kv, a, b, step: kv.begin().add(a), "slot: expected a request that no step holds"),
-    "add to a planned one": (lambda kv, a, b, step: step.add(b), "add: expected a step whose plan was not asked for"),
-    "drop of a planned one": (lambda kv, a, b, step: step.drop(a), "drop: expected a step whose plan was not asked"),
-    "begin twice": (lambda kv, a, b, step: (kv.begin().add(b), kv.begin()), "begin: expected no step that is being built"),
-    "plan beside one": (lambda kv, a, b, step: (kv.begin().add(b), kv.plan([b], [1])), "plan: expected no step that is"),
-    "twice in one": (lambda kv, a, b, step: add_twice(kv, b), "slot: expected a request that no step holds"),
-    "drop of another": (lambda kv, a, b, step: kv.begin().drop(b), "slot: expected one of"),
-    "commit of one being built": (lambda kv, a, b, step: kv.begin().commit([]), "commit: expected a planned step"),
-    "plan of an empty one": (lambda kv, a, b, step: kv.begin().plan(), "plan: expected a step with a request, got one that is empty"),
-    "too few ids": (lambda kv, a, b, step: step.commit([1] * 8), "input_ids: expected 9 tokens"),
-    "too many rejected": (lambda kv, a, b, step: step.commit([1] * 9, [6]), "accepted: expected between"),
-    "more than planned": (lambda kv, a, b, step: step.commit([1] * 9, [10]), "accepted: expected at most"),
-    "advance twice": (lambda kv, a, b, step: [step.advance() for _ in range(2)], "advance: expected a planned step, got one that is advanced"),
-    "cancel of an advanced one": (lambda kv, a, b, step: (step.advance(), step.cancel()), "cancel: expected a step that has not"),
-    "rejected after advance": (lambda kv, a, b, step: (step.advance(), step.commit([1] * 9, [8])), "accepted: expected all of"),
-    "rollback of an advanced one": (lambda kv, a, b, step: (step.advance(), kv.rollback(a, 1)), "slot: expected a request whose steps"),
-    "plan of an advanced one": (lambda kv, a, b, step: (step.advance(), kv.plan([a], [1])), "slot: expected a request whose steps"),
-    "out of order": (lambda kv, a, b, step: (step.advance(), later(kv, a)), "commit: expected the steps of a request in their order"),
-    "commit twice": (lambda kv, a, b, step: [step.commit([1] * 9) for _ in range(2)], "commit: expected a planned step, got one that is over"),
-    "an empty one before": (lambda kv, a, b, step: [kv.begin(), kv.begin()][0].add(b), "add: expected a step whose plan was not asked for, got one that is over"),
-    "no tokens": (lambda kv, a, b, step: kv.begin().add(b, 0), "num_new_tokens: expected at least 1 and at most 100"),
-    "too many tokens": (lambda kv, a, b, step: kv.begin().add(b, 101), "num_new_tokens: expected at least 1 and at most 100"),
-    "too far ahead": (lambda kv, a, b, step: kv.begin().add(b, 1, 3), "lookahead: expected an int <= 2"),
-    "nobody": (lambda kv, a, b, step: kv.begin().add(2), "slot: expected the slot of an admitted request"),
-    "no slot": (lambda kv, a, b, step: kv.begin().add(-1), "slot: expected an int >= 0, got -1"),
-    "no int": (lambda kv, a, b, step: kv.begin().add(b, 1.0), "num_new_tokens: expected an int"),
+    "release": (lambda kv, a, b: kv.release(0), f"request_id: {HELD}"),
+    "reset": (lambda kv, a, b: kv.reset(end_requests=True), f"end_requests: {HELD}"),
+    "rollback": (lambda kv, a, b: kv.rollback(a, 1), f"slots: {HELD}"),
+    "plan": (lambda kv, a, b: kv.plan([b, a], [1, 1]), f"slots: {HELD}"),
+    "reserve": (lambda kv, a, b: kv.reserve(a, 10), f"slots: {HELD}"),
+    "reserve of several": (lambda kv, a, b: kv.reserve([b, a], [1, 10]), f"slots: {HELD}"),
+    "plan beside what is reserved": (lambda kv, a, b: (kv.reserve(b, 9), kv.plan([b], [1])), "slots: expected a request without reserved"),
+    "arrays of nothing reserved": (lambda kv, a, b: kv.arrays(b, 0, 9), "ends: expected tokens whose pages are reserved, got 9 of slot 1"),
+    "arrays past it": (lambda kv, a, b: (kv.reserve(b, 4), kv.arrays(b, 0, 5)), "ends: expected tokens whose pages are reserved, got 5"),
+    "arrays far before it": (lambda kv, a, b: (kv.reserve(b, 9), kv.arrays(b, 0, 6)), r"ends: expected at least \[7\], got \[6\]"),
+    "arrays from elsewhere": (lambda kv, a, b: (kv.reserve(b, 9), kv.arrays(b, 1, 9)), r"starts: expected num_computed \[0\], got \[1\]"),
+    "no tokens": (lambda kv, a, b: kv.arrays(b, 0, 0), "num_new_tokens: expected at least 1"),
+    "advance of nothing reserved": (lambda kv, a, b: kv.advance(b, 9), "ends: expected tokens whose pages are reserved"),
+    "too many rejected": (lambda kv, a, b: kv.advance(a, 6), r"ends: expected at least \[7\], got \[6\]"),
+    "more than reserved": (lambda kv, a, b: kv.advance(a, 13), "ends: expected tokens whose pages are reserved, got 13"),
+    "oldest query of rings": (lambda kv, a, b: kv.advance(a, 9, 3), "oldest_query, keep_tails: expected None and True"),
+    "publish before advance": (lambda kv, a, b: kv.publish(a, 9, [1] * 9), r"upto: expected 0..0 of slot 0"),
+    "rollback of unpublished": (lambda kv, a, b: after(kv, a, lambda: kv.rollback(a, 1)), "slots: expected a request whose tokens are published, got slot 0, of which 0"),
+    "plan of unpublished": (lambda kv, a, b: after(kv, a, lambda: kv.plan([a], [1])), "slots: expected a request whose tokens are published"),
+    "publish past it": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 10, [1] * 10)), r"upto: expected 0..9 of slot 0"),
+    "publish back": (lambda kv, a, b: after(kv, a, lambda: (kv.publish(a, 9, [1] * 9), kv.publish(a, 8))), r"upto: expected 9..9 of slot 0"),
+    "too few tokens": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 9, [1] * 8)), r"tokens: expected 9, \[9\] of each request, got 8"),
+    "keys of tokens": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 9, keys=b"k" * 64)), "keys: expected None, as slot 0 was admitted with tokens"),
+    "too many tokens": (lambda kv, a, b: kv.reserve(b, 101), "ends: slot 1 would reach 101 tokens"),
+    "one of several too long": (lambda kv, a, b: kv.reserve([b], [101]), "ends: slot 1 would reach 101 tokens"),
+    "nobody": (lambda kv, a, b: kv.reserve(2, 1), "slot: expected the slot of an admitted request"),
+    "no slot": (lambda kv, a, b: kv.reserve(-1, 1), "slot: expected an int >= 0, got -1"),
+    "no int": (lambda kv, a, b: kv.reserve(b, 1.0), "ends: expected an int"),
+    "twice": (lambda kv, a, b: kv.reserve([b, b], [1, 1]), "slots: expected distinct slots"),
+    "uneven": (lambda kv, a, b: kv.reserve([b], [1, 1]), "slots, ends: expected two vectors of one length"),
+    "room of nobody": (lambda kv, a, b: kv.room(2), "slot: expected the slot of an admitted request"),
+    "pages of rings": (lambda kv, a, b: kv.pages_of(a), "pages_of: expected a cache with append_only=True"),
 }  # fmt: skip
 
 
-def add_twice(kv: KVCache, slot: int) -> None:
-    step = kv.begin()
-    step.add(slot)
-    step.add(slot)
-
-
-def later(kv: KVCache, slot: int) -> None:
-    step = kv.begin()
-    step.add(slot)
-    step.plan()
-    step.commit([1])
-
-
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_would_harm_an_open_step_is_refused_by_name(what):
+def test_what_would_harm_a_step_in_flight_is_refused_by_name(what):
     call, message = REFUSED[what]
-    kv, a, b, step = planned_step()
+    kv, a, b = in_flight()
     with pytest.raises(ValueError, match=message):
-        call(kv, a, b, step)
+        call(kv, a, b)
     kv.check_invariants()
 
 
 def test_rows_that_arrive_later_hold_up_nobody_and_are_found_once_they_are_there():
-    """An external load: pages first, rows while other steps run, findable at the commit; or it fails, and nothing happened."""
+    """An external load: pages first, rows while other steps run, findable when they are there; or it fails, and nothing happened."""
     kv = small(num_pages=40)
     a, b, c = admitted(kv, [1] * 17, [2] * 9, [3] * 9)
-    load, lost = kv.begin(), None
-    load.add(a, 16)
-    load.plan()
-    lost = kv.begin()
-    lost.add(c, 8)
-    lost.plan()
+    launched(kv, [a], [16])
+    launched(kv, [c], [8])
     for _ in range(9):
         kv.commit(kv.plan([b], [1]), [2])
     assert kv.match([1] * 30).num_tokens == 0 and kv.num_computed[a] == 0
-    lost.cancel()
-    load.commit([1] * 16)
+    kv.advance(c, 0)
+    kv.advance(a, 16)
+    kv.publish(a, 16, [1] * 16)
     assert kv.match([1] * 30).num_tokens == 16 and kv.num_computed[[a, b, c]].tolist() == [16, 9, 0]
     kv.check_invariants()
 
@@ -406,16 +450,11 @@ def test_rows_that_arrive_later_hold_up_nobody_and_are_found_once_they_are_there
 def test_a_request_that_ends_with_a_step_in_flight_is_cached_as_far_as_its_tokens_are_known():
     kv = small(num_pages=40)
     (a,) = admitted(kv, [1] * 8)
-    first, second = [], []
-    for found, n in ((first, 8), (second, 4)):
-        step = kv.begin()
-        step.add(a, n)
-        step.plan()
-        step.advance()
-        found.append(step)
-    first[0].commit([1] * 8)
+    for n in (8, 4):
+        launched(kv, [a], [n])
+        kv.advance(a, kv.num_computed[a] + n)
+    kv.publish(a, 8, [1] * 8)
     kv.release(0)
-    second[0].commit([7] * 4)  # nobody's tokens
     assert kv.match([1] * 9).num_tokens == 8 and kv.match([1] * 8 + [7] * 9).num_tokens == 8
     kv.check_invariants()
     kv.clear()
@@ -427,12 +466,9 @@ def test_a_boundary_whose_window_a_step_in_flight_has_passed_is_not_kept():
     kv = small(num_pages=60, retention="latest")
     (a,) = admitted(kv, [1] * 41)
     kv.commit(kv.plan([a], [8]), [1] * 8)
-    step = kv.begin()
-    step.add(a, 20)
-    step.plan()
-    step.advance()
+    launched(kv, [a], [20])
+    kv.advance(a, 28)
     kv.release(0)
-    step.commit([1] * 20)
     assert kv.match([1] * 41).num_tokens == 0
     kv.check_invariants()
 
@@ -441,22 +477,64 @@ def test_tokens_are_hashed_in_their_order_whichever_way_their_steps_end():
     kv = small(num_pages=60)
     (a,) = admitted(kv, [1] * 5)
     kv.commit(kv.plan([a], [5]), [1] * 5)
-    tokens = [1] * 5
+    tokens, late = [1] * 5, []
     for i in range(40):
-        step = kv.begin()
-        step.add(a)
-        step.plan()
-        if i % 3 == 1:
-            step.advance()
-        step.commit([i])
+        if i % 5 == 0:
+            kv.commit(kv.plan([a], [1]), [i])
+        else:
+            launched(kv, [a], [1])
+            kv.advance(a, 6 + i)
+            late.append(i)
+            if i % 5 in (2, 4):
+                kv.publish(a, 6 + i, late)
+                late.clear()
         tokens.append(i)
     kv.release(0)
     assert kv.match([*tokens, 1]).num_tokens == 44
 
 
+def test_an_engine_may_bring_its_own_keys():
+    """The same hits, with rings and lists, as with tokens; what needs tokens is refused."""
+    lists = {"append_only": True, "adopt": False, "reads": "pages"}
+    for options in ({}, lists):
+        kv = small(num_pages=60, retention="dense", **options)
+        keys = b"".join(bytes([i]) * 32 for i in range(10))
+        match = kv.match(keys=keys, num_tokens=41)
+        a = kv.admit("a", match)
+        kv.reserve(a, 41)
+        if not options:
+            kv.arrays(a, 0, 41)
+            kv.advance(a, 41)
+        kv.publish(a, 20, keys=keys[: 5 * 32])
+        kv.publish(a, 41, keys=keys[5 * 32 :])
+        assert kv.num_published(a) == 40 and kv.match(keys=keys, num_tokens=41).num_tokens == 40
+        b = kv.admit("b", kv.match(keys=keys[: 9 * 32], num_tokens=60))
+        assert kv.num_computed[b] == kv.num_published(b) == 36
+        kv.check_invariants()
+        for call, message in (
+            (lambda kv=kv, a=a: kv.publish(a, 42, [1]), "upto: expected"),
+            (lambda kv=kv, a=a: kv.publish(a, 41, keys=b"k" * 32), "keys: expected at most 0"),
+            (lambda kv=kv: kv.match(keys=b"k", num_tokens=9), "keys: expected 32 bytes a segment"),
+            (
+                lambda kv=kv: kv.match(keys=b"k" * 96, num_tokens=9),
+                "keys: expected at most 2 for 9",
+            ),
+            (lambda kv=kv: kv.match([1], keys=b"", num_tokens=9), "keys: expected None beside"),
+            (lambda kv=kv: kv.match(keys=b""), "num_tokens: expected an int"),
+            (lambda kv=kv, a=a: kv.plan([a], [1]), "expected a (request admitted with|cache with)"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        kv.release("a"), kv.release("b")
+        kv.clear()
+        assert kv.num_free_pages == 59
+    with pytest.raises(ValueError, match="keys: expected None beside tokens, or with events"):
+        small(debug=True).match(keys=keys, num_tokens=41)
+
+
 def picture(kv: KVCache) -> list:
     arrays = kv.tables, kv.num_computed, kv.pool.free_pages(), kv.pool.counts, kv._chains.cached
-    return [kv.stats(), kv.pool.num_reserved, *(a.tobytes() for a in arrays)]
+    return [kv.stats(), *(a.tobytes() for a in arrays)]
 
 
 def try_each(kv: KVCache, calls: list) -> list[str]:
@@ -485,44 +563,32 @@ def test_every_order_of_steps_works_or_is_refused_by_name():
     for order in orders(random.Random(0)):
         kv = small(num_pages=60, max_requests=1)
         (a,) = admitted(kv, [1] * 6)
-        steps: dict[str, Step] = {}
-        sizes = {"a": 6, "b": 4, "c": 4}
-        known = []
+        sizes, times, ends = {"a": 6, "b": 4, "c": 4}, Counter(), {}
 
-        def plan(name, kv=kv, a=a, steps=steps, sizes=sizes):
-            step = kv.begin()
-            try:
-                step.add(a, sizes[name])
-                step.plan()
-            except ValueError:
-                step.cancel()
-                raise
-            steps[name] = step
+        def take(name, kv=kv, a=a, sizes=sizes, times=times, ends=ends):
+            turn = times[name]
+            if turn == 0:
+                start = int(kv.num_computed[a])
+                if isinstance(kv.reserve(a, start + sizes[name]), OutOfPages):
+                    raise AssertionError("small")
+                kv.arrays(a, start, start + sizes[name])
+                ends[name] = start + sizes[name]
+            elif name in ends:
+                call, more = (
+                    (kv.advance, ()) if turn == 1 else (kv.publish, ([ord(name)] * sizes[name],))
+                )
+                call(a, ends[name], *more)
+            times[name] += 1
 
-        def take(name, steps=steps, sizes=sizes, known=known, plan=plan, times=None):
-            turn = times[name] = times.get(name, 0) + 1
-            if turn == 1:
-                plan(name)
-            elif turn == 2 and name in steps:
-                steps[name].advance()
-            elif name in steps:
-                steps[name].commit([ord(name)] * sizes[name])
-                known.append(name)
-
-        times: dict[str, int] = {}
         calls = [
-            (lambda kv=kv: kv.release(0))
-            if c == "R"
-            else (lambda c=c, take=take, times=times: take(c, times=times))
+            (lambda kv=kv: kv.release(0)) if c == "R" else (lambda c=c, take=take: take(c))
             for c in order
         ]
         refused = try_each(kv, calls)
         worked += not refused
         kv.check_invariants()
-        for step in list(steps.values()):
-            if step.is_planned:
-                step.commit([0] * len(step.plan().positions))
         if 0 in kv.sequences:
+            kv.advance(a, kv.num_computed[a])
             kv.release(0)
         kv.clear()
         kv.check_invariants()
@@ -540,39 +606,38 @@ def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
     match = kv.match(other)
     assert (match.replay_from, match.replay_to) == (36, 44)
     slot = kv.admit("other", match)
-    step = kv.begin()
-    part = step.add(slot, 20)
-    tables = linear_table(kv, 0, step.plan())[0]
+    new, plan = kv.reserve(slot, 56), kv.arrays(slot, 36, 56)
+    tables = linear_table(kv, 0, plan)[0]
     assert tables[:11].tolist() == cached.tolist() and (tables[11:14] > 0).all()
-    assert part.replays[0].tolist() == [*range(8)]
-    assert (linear_table(kv, 1, step.plan())[0, 9:14] > 0).all()
-    blocks, mine = part.new_blocks(0)
-    assert blocks.tolist() == [11, 12, 13] and mine.tolist() == tables[11:14].tolist()
+    assert plan.replay_rows.tolist() == [*range(8)]
+    assert (linear_table(kv, 1, plan)[0, 9:14] > 0).all()
+    assert new[0] == tables[11:14].tolist() and len(new[1]) == 5
 
 
-def test_a_plan_is_void_once_pages_of_a_step_came_back_or_left():
-    for end in ("cancel", "advance"):
-        kv, _, b, step = planned_step()
+def test_a_plan_is_void_once_pages_were_reserved_or_a_request_advanced():
+    for call in ("reserve", "arrays", "advance", "advance to where it is"):
+        kv, a, b = in_flight()
         plan = kv.plan([b], [9])
-        getattr(step, end)()
+        if call == "reserve":
+            kv.reserve(b, 9)
+        elif call == "arrays":
+            kv.arrays(a, 0, 9)
+        else:
+            kv.advance(a, 9 if call == "advance" else 0)
         with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
             kv.commit(plan, [2] * 9)
         kv.check_invariants()
-    step.commit([1] * 9)
-    step.cancel()  # it is over: nothing to do
-    kv.check_invariants()
 
 
-def test_a_step_with_tokens_that_are_not_those_of_the_prompt_is_refused_when_debugging():
+def test_tokens_that_are_not_those_of_the_prompt_are_refused_when_debugging():
     kv = small(debug=True)
     (a,) = admitted(kv, [1] * 9)
-    step = kv.begin()
-    step.add(a, 9)
-    step.plan()
-    with pytest.raises(ValueError, match="input_ids: expected 1 at position 8 of slot 0"):
-        step.commit([1] * 8 + [2])
-    step.commit([1] * 9)
-    assert kv.num_computed[a] == 9
+    launched(kv, [a], [9])
+    kv.advance(a, 9)
+    with pytest.raises(ValueError, match="tokens: expected 1 at position 8 of slot 0"):
+        kv.publish(a, 9, [1] * 8 + [2])
+    kv.publish(a, 9, [1] * 9)
+    assert kv.match([1] * 9).num_tokens == 8
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
@@ -592,20 +657,15 @@ def test_two_steps_ahead_the_same_is_cached_in_the_end(mix):
             counts = [max(1, min(16, len(p) - d)) for p, d in zip(prompts, done, strict=True)]
             if kv._tables.states and turn < 4:
                 counts = kv.cut(slots, counts).tolist()
-            step = kv.begin()
-            for slot, n in zip(slots, counts, strict=True):
-                assert not isinstance(step.add(slot, n), OutOfPages)
-            step.plan()
+            launched(kv, slots, counts)
             ids = [t for x, d, n in zip(texts, done, counts, strict=True) for t in x[d : d + n]]
             done = [d + n for d, n in zip(done, counts, strict=True)]
-            if ahead:
-                step.advance()
-            flying.append((step, ids))
+            kv.advance(slots, done)
+            flying.append((done, ids))
             if len(flying) > ahead:
-                step, ids = flying.pop(0)
-                step.commit(ids)
-        for step, ids in flying:
-            step.commit(ids)
+                kv.publish(slots, *flying.pop(0))
+        for ends, ids in flying:
+            kv.publish(slots, ends, ids)
         kv.check_invariants()
     now, late = caches
     for name in ("resume_points", "cached_segments", "resume_points_kept", "free_pages"):

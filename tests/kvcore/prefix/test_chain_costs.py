@@ -127,7 +127,7 @@ def test_tokens_of_several_requests_make_the_keys_that_each_alone_makes(lookahea
     together, alone = Sequences(n, a, lookahead), Sequences(n, a, lookahead)
     for i in range(n):
         prompt = Prompt(rng.integers(0, 9, 3 + 4 * i), a, lookahead, b"seed", b"")
-        assert together.add(i, prompt, 0) == alone.add(i, prompt, 0)
+        assert together.add(i, prompt, 0, 0) == alone.add(i, prompt, 0, 0)
     slots = np.array([together.slot_of(i) for i in range(n)])
     start = np.zeros(n, dtype=np.int64)
     for _ in range(60):
@@ -137,7 +137,7 @@ def test_tokens_of_several_requests_make_the_keys_that_each_alone_makes(lookahea
         together.feed(slots, start, start + counts, tokens, first)
         for i in range(n):
             part = tokens[first[i] : first[i] + counts[i]]
-            alone._feed_one(int(slots[i]), int(start[i]), part)
+            alone.feed_one(int(slots[i]), int(start[i]), part)
         start += counts
         for slot in slots.tolist():
             known = alone.num_keys(slot)

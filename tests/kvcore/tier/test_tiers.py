@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcore import LRU, AppendOnlyCache, EventLog, KVCache
+from quire.kvcore import LRU, EventLog, KVCache
 from quire.kvcore.events import BlockStored
 from quire.kvcore.tier import Tiers
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, Setup
@@ -213,7 +213,7 @@ def test_what_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             Tiers(kv, **good | wrong)
-    other = AppendOnlyCache(HYBRID, num_pages=40, max_model_len=100)
+    other = object()
     with pytest.raises(ValueError, match="kv: expected a KVCache, got <"):
         Tiers(other, **good)
     off = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100, enable_caching=False)

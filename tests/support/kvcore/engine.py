@@ -111,30 +111,33 @@ class Engine:
         return identity
 
     def _planned(self, slots: list[int], counts: list[int], how: str):
-        """A plan of the whole batch, or a step built one by one (some are added twice); and how it is committed."""
+        """A plan of the whole batch, or one whose pages are reserved one by one (of some twice); and how it is committed."""
+        kv = self.kv
         if how == "plan":
-            plan = self.kv.plan(slots, counts)
-            return plan, lambda *args: self.kv.commit(plan, *args)
-        step = self.kv.begin()
-        added = slots[len(slots) // 2 :] * (len(slots) % 2)
-        for slot in added:
-            step.add(slot)
-        for slot in added[::-1]:
-            if slot in [part.slot for part in step.parts]:
-                step.drop(slot)
-        for slot, count in zip(slots, counts, strict=True):
-            part = step.add(slot, count)
-            if isinstance(part, OutOfPages):
-                step.cancel()
-                return part, None
-        return step.plan(), step.commit if how == "add" else lambda ids, _: self._late(step, ids)
+            plan = kv.plan(slots, counts)
+            return plan, lambda *args: kv.commit(plan, *args)
+        starts = kv.num_computed[slots].tolist()
+        ends = [start + n for start, n in zip(starts, counts, strict=True)]
+        for slot, start in [*zip(slots, starts, strict=True)][len(slots) // 2 :] * (len(slots) % 2):
+            if start + 1 <= kv.max_model_len:
+                kv.reserve(slot, start + 1)
+        for slot, end in zip(slots, ends, strict=True):
+            given = kv.reserve(slot, end)
+            if isinstance(given, OutOfPages):
+                kv.advance(slots, starts)  # none of them goes on: what is reserved comes back
+                return given, None
 
-    def _late(self, step, ids: list[int]):
-        """The step advances before its tokens are known."""
-        copies = step.advance()
-        self.kv.check_invariants()
-        assert not len(step.commit(ids))
-        return copies
+        def commit(ids: list[int], taken: list[int] | None):
+            stays = [start + n for start, n in zip(starts, taken or counts, strict=True)]
+            copies = kv.advance(slots, stays)
+            if how == "late":
+                kv.check_invariants()
+            which = np.arange(max(counts)) < np.array(taken or counts)[:, None]
+            there = np.arange(max(counts)) < np.array(counts)[:, None]
+            kv.publish(slots, stays, np.array(ids)[which[there]])
+            return copies
+
+        return kv.arrays(slots, starts, ends), commit
 
     def step(
         self,
@@ -145,7 +148,7 @@ class Engine:
         """Compute `counts[rid]` tokens of each request; returns the plan or OutOfPages.
 
         Args:
-            how: "plan" for the whole batch, "add" one by one, or "late": and advance before the tokens are known.
+            how: "plan" for the whole batch, "add" one by one, or "late": with checks before the tokens are known.
         """
         order = list(counts)
         slots = [self.slots[r] for r in order]

@@ -19,8 +19,6 @@ from quire.kvcore import (
     GroupSpec,
     KVCache,
     OutOfPages,
-    Part,
-    Step,
     StepPlan,
     linear_table,
     paged_rows,
@@ -44,6 +42,7 @@ class Sequence:
     exact: int  # from here on windows are exact
     done: int  # tokens computed, as the engine counts them
     waiting: bool = False  # in a step that has not advanced
+    reserved: int = 0  # tokens up to which pages are, past `done`
     hashes: list[int] = field(default_factory=list)  # of the first tokens, the salt with them
 
     def rows(self, end: int) -> list[int]:
@@ -63,12 +62,14 @@ class Work:
     """What a launch takes along."""
 
     plan: StepPlan
+    full: list[int]  # tokens of each request, those included that are only reserved
     after: np.ndarray | None  # copies of states after the step, once it has advanced
     tables: list[np.ndarray]  # [n, width] of each table, as of the launch
     sequences: list[Sequence]
     rows: list[list[int]]  # [n] contents of positions up to the end of the step
     starts: list[int]
     ends: list[int]
+    stays: list[int] = field(default_factory=list)  # ends, once it has advanced, of what stays
 
 
 class Host:
@@ -78,7 +79,7 @@ class Host:
         seed: of everything.
         specs, options: of the cache.
         writes_first: attention reads all rows from pages, after the step has written its own.
-        keeps_tables: the device appends to tables of its own what the parts of steps say.
+        keeps_tables: the device appends to tables of its own what `reserve` returns, or slots say.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Host:
             (kv.num_pages, max(STATE_ROWS, *(g.block_size for g in specs))), dtype=np.int64
         )
         self.running: dict[int, Sequence] = {}
-        self.open: list[tuple[Step, Work]] = []  # planned, not over
+        self.open: list[Work] = []  # planned, not published
         self.queue: deque[Work] = deque()
         self.texts: list[tuple[bytes, list[int]]] = [(b"", [])]
         self.counts: Counter[str] = Counter()
@@ -141,10 +142,19 @@ class Host:
         first = max(0, stop - len(row)) if spec.kind == "window" else 0
         return {b: int(row[b % len(row)]) for b in range(first, stop)}
 
+    def cut_tables(self, s: Sequence) -> None:
+        """What was reserved past the tokens of a request is not its any more."""
+        for t, own in enumerate(self.own.get(s.rid, ())):
+            spec = self.specs[t]
+            known = s.done if spec.kind == "window" else max(s.done, s.exact)
+            for block in [b for b in own if b >= -(-known // spec.block_size)]:
+                del own[block]
+
     def release(self, s: Sequence) -> None:
         """End a request; what is in flight of it does not matter any more."""
         self.kv.release(s.rid)
         del self.running[s.rid]
+        self.own.pop(s.rid, None)
         self.texts.append((s.salt, s.tokens[: s.done]))
 
     # Steps.
@@ -167,10 +177,16 @@ class Host:
         n = int(self.kv.cut([s.slot], [n])[0])
         return n
 
-    def build(self) -> Step | None:
+    def drop(self, s: Sequence) -> None:
+        """A request leaves the step before that is launched, or as it is called off."""
+        self.kv.advance([s.slot], [s.done])
+        s.reserved, s.waiting = s.done, False
+        self.cut_tables(s)
+
+    def build(self) -> Work | None:
         """A step with some requests, some of them preempted or dropped on the way; planned and launched."""
         rng, kv = self.rng, self.kv
-        step, chosen = kv.begin(), {}
+        chosen: dict[int, int] = {}
         order, skipped = list(self.running.values()), rng.choice((0, 0, 0.3))
         for s in rng.sample(order, len(order)) if skipped else order:
             if s.rid not in self.running or s.waiting or rng.random() < skipped:
@@ -178,17 +194,18 @@ class Host:
             n = self.want(s)
             ahead = rng.choice((0, 0, kv.max_draft_tokens))
             while n:
-                free, held = kv.num_free_pages - kv.pool.num_reserved, kv.num_evictable_pages
+                free, held = kv.num_free_pages, kv.num_evictable_pages
                 evicted = kv.stats()["evicted_segments"] + kv.stats()["evicted_resume_points"]
-                part = step.add(s.slot, n, ahead)
-                if isinstance(part, Part):
-                    chosen[s.rid] = part
+                until = min(s.done + n + ahead, kv.max_model_len)
+                part = kv.reserve(s.slot, until)
+                if not isinstance(part, OutOfPages):
+                    chosen[s.rid] = n
+                    s.reserved = until
+                    if self.keeps_tables and kv.reads == "pages":
+                        self._append(s, part)
                     self.counts["added"] += 1
                     break
-                assert (
-                    isinstance(part, OutOfPages)
-                    and part.needed > part.free + part.evictable == free + held
-                )
+                assert part.needed > part.free + part.evictable == free + held
                 assert sum(part.per_group.values()) == part.needed
                 assert (
                     evicted == kv.stats()["evicted_segments"] + kv.stats()["evicted_resume_points"]
@@ -199,42 +216,38 @@ class Host:
                     s.cut(max(s.prompt, s.done))
                     break
                 victim = rng.choice(victims)
-                if victim.rid in chosen:
-                    step.drop(victim.slot)
-                    del chosen[victim.rid]
+                if chosen.pop(victim.rid, None):
                     self.counts["dropped"] += 1
                 self.release(victim)
                 self.counts["preempted"] += 1
             if rng.random() < 0.1:
                 self.admit()
             if rng.random() < 0.03 and chosen:
-                rid = rng.choice(list(chosen))
-                step.drop(chosen.pop(rid).slot)
-                self.running[rid].cut(max(self.running[rid].prompt, self.running[rid].done))
+                s = self.running[rng.choice(list(chosen))]
+                del chosen[s.rid]
+                if rng.random() < 0.5:  # else what is reserved stays for a later step
+                    self.drop(s)
+                s.cut(max(s.prompt, s.done))
             if rng.random() < 0.05:
                 kv.evict(3)
         if not chosen:
-            step.cancel()
             return None
-        self.launch(step, [self.running[r] for r in chosen])
-        return step
+        return self.launch([self.running[r] for r in chosen], list(chosen.values()))
 
-    def launch(self, step: Step, sequences: list[Sequence]) -> None:
-        plan, kv = step.plan(), self.kv
+    def launch(self, sequences: list[Sequence], counts: list[int]) -> Work:
+        kv, slots = self.kv, [s.slot for s in sequences]
         starts = [s.done for s in sequences]
-        ends = [s.done + n for s, n in zip(sequences, plan.num_new_tokens.tolist(), strict=True)]
-        assert plan.slots.tolist() == [s.slot for s in sequences]
+        ends = [start + n for start, n in zip(starts, counts, strict=True)]
+        reserved = [s.reserved for s in sequences]
+        plan, full = kv.arrays(slots, starts, ends), kv.arrays(slots, starts, reserved)
+        assert plan.slots.tolist() == slots
         if self.keeps_tables:
-            tables = [
-                [
-                    self._appended(t, p, self.own[s.rid][t])
-                    for p, s in zip(step.parts, sequences, strict=True)
-                ]
-                for t in range(len(self.specs))
-            ]
+            if kv.reads == "step":
+                self._append_of(full, sequences)
+            tables = [[dict(self.own[s.rid][t]) for s in sequences] for t in range(len(self.specs))]
         elif self.writes_first:
             tables = [
-                None if g.kind == "state" else self.during(step, t)
+                None if g.kind == "state" else self.during(full, t)
                 for t, g in enumerate(self.specs)
             ]
         else:
@@ -242,16 +255,16 @@ class Host:
                 kv.table(*kv.layout.tables[t])[plan.slots].copy() for t in range(len(self.specs))
             ]
         rows = [s.rows(end) for s, end in zip(sequences, ends, strict=True)]
-        work = Work(plan, None, tables, sequences, rows, starts, ends)
+        work = Work(plan, reserved, None, tables, sequences, rows, starts, ends)
         self.queue.append(work)
-        self.open.append((step, work))
+        self.open.append(work)
         for s in sequences:
             s.waiting = True
+        return work
 
-    def during(self, step: Step, t: int) -> np.ndarray:
+    def during(self, plan: StepPlan, t: int) -> np.ndarray:
         """Linear tables of a step that writes before it reads; the same as compressed rows."""
         group, part = self.kv.layout.tables[t]
-        plan = step.full_plan()
         linear, rows = (f(self.kv, group, plan, part) for f in (linear_table, paged_rows))
         for i, length in enumerate(plan.seq_lens.tolist()):
             first, size = int(rows.first_tokens[i]), self.specs[t].block_size
@@ -262,49 +275,52 @@ class Host:
             assert first + (len(pages) - 1) * size + rows.last_page_len[i] == length
         return linear
 
-    def _appended(self, t: int, part: Part, own: dict[int, int]) -> dict[int, int]:
-        if self.specs[t].kind != "state":
-            own.update(
-                zip(*(x.tolist() for x in part.new_blocks(*self.kv.layout.tables[t])), strict=True)
-            )
-        return dict(own)
+    def _append(self, s: Sequence, new: list[list[int]]) -> None:
+        """New pages of each table, in the order of its blocks."""
+        for own, pages in zip(self.own[s.rid], new, strict=True):
+            first = max(own, default=-1) + 1
+            own.update(zip(range(first, first + len(pages)), pages, strict=True))
 
-    def advance(self, step: Step, work: Work) -> None:
-        work.after = step.advance()
-        for s, end in zip(work.sequences, work.ends, strict=True):
+    def _append_of(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Blocks that start in a step and have a page: of windows some have none."""
+        for t, spec in enumerate(self.specs):
+            for i, s in enumerate(sequences):
+                rows = slice(*plan.cu_seqlens_q[i : i + 2].tolist())
+                positions, slots = plan.positions[rows], plan.slot_mapping[t, rows]
+                at = (positions % spec.block_size == 0) & (slots >= 0)
+                blocks = (x[at] // spec.block_size for x in (positions, slots))
+                self.own[s.rid][t].update(zip(*(x.tolist() for x in blocks), strict=True))
+
+    def advance(self, work: Work, ends: list[int] | None = None) -> None:
+        """Its rows count as computed, those of drafts up to `ends`."""
+        work.stays = work.ends if ends is None else ends
+        work.after = self.kv.advance([s.slot for s in work.sequences], work.stays)
+        for s, end in zip(work.sequences, work.stays, strict=True):
             s.done, s.waiting = end, False
+            s.reserved = end
+            self.cut_tables(s)
 
-    def commit(self, step: Step, work: Work) -> None:
+    def commit(self, work: Work) -> None:
         """Its tokens are known; of drafts some are rejected, if it has not advanced."""
-        ids = [
-            t
-            for s, a, b in zip(work.sequences, work.starts, work.ends, strict=True)
-            for t in (s.tokens + [0] * b)[a:b]
-        ]
-        accepted = None
         if work.after is None:
+            ends = None
             if self.kv.max_draft_tokens and self.rng.random() < 0.7:
-                least = [
-                    max(1, b - a - (self.kv.max_draft_tokens - p.lookahead))
-                    for a, b, p in zip(work.starts, work.ends, step.parts, strict=True)
-                ]
-                accepted = [
-                    b - a if b <= s.prompt else self.rng.randint(low, b - a)
-                    for low, s, a, b in zip(
-                        least, work.sequences, work.starts, work.ends, strict=True
-                    )
-                ]
-            work.after = step.commit(ids, accepted)
-            for i, s in enumerate(work.sequences):
-                s.waiting = False
-                s.done = work.starts[i] + (
-                    accepted[i] if accepted else work.ends[i] - work.starts[i]
-                )
+                each = zip(work.sequences, work.starts, work.ends, work.full, strict=True)
+                ends = [
+                    b if b <= s.prompt
+                    else self.rng.randint(max(a + 1, most - self.kv.max_draft_tokens), b)
+                    for s, a, b, most in each
+                ]  # fmt: skip
+                self.counts["rejected"] += sum(a < b for a, b in zip(ends, work.ends, strict=True))
+            self.advance(work, ends)
+            for s in work.sequences:
                 s.cut(max(s.prompt, s.done))
-                self.counts["rejected"] += accepted is not None and s.done < work.ends[i]
-        else:
-            assert not len(step.commit(ids))
-        self.open.remove((step, work))
+        here = [i for i, s in enumerate(work.sequences) if s.rid in self.running]
+        some = [(work.sequences[i], work.starts[i], work.stays[i]) for i in here]
+        ids = [t for s, a, b in some for t in s.tokens[a:b]]
+        if some:
+            self.kv.publish([s.slot for s, _, _ in some], [b for _, _, b in some], ids)
+        self.open.remove(work)
         self.counts["committed"] += 1
 
     # The device.
@@ -392,22 +408,22 @@ class Host:
             if rng.random() < 0.85:
                 self.build()
             while self.open:
-                waiting = [x for x in self.open if x[1].after is None]
+                waiting = [x for x in self.open if x.after is None]
                 if waiting and (rng.random() < 0.6):
                     x = rng.choice(waiting)
                     if ahead and rng.random() < 0.8:
-                        self.advance(*x)
+                        self.advance(x)
                     elif self._is_next(x):
-                        self.commit(*x)
+                        self.commit(x)
                 elif len(self.open) > ahead or rng.random() < 0.5:
-                    self.commit(*rng.choice([x for x in self.open if self._is_next(x)]))
+                    self.commit(rng.choice([x for x in self.open if self._is_next(x)]))
                 else:
                     break
             self.run(rng.randint(0, 3))
             if rng.random() < 0.2:
                 self.kv.check_invariants()
         while self.open:
-            self.commit(*next(x for x in self.open if self._is_next(x)))
+            self.commit(next(x for x in self.open if self._is_next(x)))
         self.run(len(self.queue))
         for s in list(self.running.values()):
             self.release(s)
@@ -416,12 +432,12 @@ class Host:
         assert self.kv.num_free_pages == self.kv.num_pages - 1
         return self.counts
 
-    def _is_next(self, x: tuple[Step, Work]) -> bool:
+    def _is_next(self, x: Work) -> bool:
         """Whether no earlier step of its requests waits for its tokens."""
-        mine = {s.rid for s in x[1].sequences if s.rid in self.running}
+        mine = {s.rid for s in x.sequences if s.rid in self.running}
         for other in self.open:
             if other is x:
                 return True
-            if mine & {s.rid for s in other[1].sequences}:
+            if mine & {s.rid for s in other.sequences}:
                 return False
         return True

@@ -427,9 +427,9 @@ def run(name, num_pages, num_requests, where, classes):
         if check is not None:
             check()
             cache = scheduler.kv_cache_manager.cache
-            counts["left"] = num_pages - 1 - cache.num_available + len(cache.requests)
+            counts["left"] = cache.stats()["pages_in_use"] + len(cache.sequences.ids)
             cache.clear()
-            counts["left"] += num_pages - 1 - cache.pool.num_free
+            counts["left"] += num_pages - 1 - cache.num_free_pages
         said[who] = counts
     return said
 
@@ -445,6 +445,7 @@ def timings(where, sizes=(1, 16, 64, 256), steps=64):
     rng, said = random.Random(0), []
     for groups in ("dense", "hybrid"):
         config = configuration(16_384, False, False, "fcfs", 0, where)
+        config.scheduler_config.max_num_seqs = max(sizes)
         for n in sizes:
             prompts = [
                 [rng.randrange(VOCAB) for _ in range(rng.randrange(130, 200))] for _ in range(n)
@@ -550,7 +551,10 @@ def failures(where):
         for so, work in flying:
             scheduler.update_from_output(so, worker.run(work, True)[0])
         cache.check_invariants()
-        said[f"aborted after {steps} steps"] = [len(cache.requests), 299 - cache.num_available]
+        said[f"aborted after {steps} steps"] = [
+            len(cache.sequences.ids),
+            cache.stats()["pages_in_use"],
+        ]
     said["wrong"] = worker.wrong
     # A running request is given slots for its second chunk, and preempted in the same step: nobody computes that.
     manager, hits = scheduler.kv_cache_manager, []
@@ -563,13 +567,13 @@ def failures(where):
         manager.allocate_slots(first, 200 if preempted else 100)
         if preempted:
             manager.free(first)
-            hits.append(manager.cache.find(manager._prompt_keys(second), 299)[1])
+            hits.append(manager._match(second, 299).dense_tokens)
             first.status, first.num_computed_tokens = RequestStatus.WAITING, 0
             manager.allocate_slots(first, 96)
             first.status, first.num_computed_tokens = RequestStatus.RUNNING, 96
         else:
             manager.get_computed_blocks(second)
-            hits.append(manager.cache.find(manager._prompt_keys(second), 299)[1])
+            hits.append(manager._match(second, 299).dense_tokens)
     manager.free(first)
     said["findable"] = hits
     said["drafter"] = []
@@ -590,7 +594,7 @@ def failures(where):
             manager.allocate_slots(request, end - hit, hit, found)
             manager.free(request)
     said["usage"] = scheduler.get_kv_cache_usage()
-    said["reset"] = [scheduler.reset_prefix_cache(), cache.pool.num_free]
+    said["reset"] = [scheduler.reset_prefix_cache(), cache.num_free_pages]
     for name in ("evict_blocks", "remove_skipped_blocks"):
         try:
             getattr(scheduler.kv_cache_manager, name)("a0")

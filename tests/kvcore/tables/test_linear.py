@@ -1,0 +1,381 @@
+"""`KVCache(append_only=True)` under random traffic: a device that writes before it reads and tables that only grow; every row that a query sees is checked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from hashlib import sha256
+
+import numpy as np
+import pytest
+
+from quire.kvcore import LRU, GroupSpec, KVCache, OutOfPages
+
+MIXES = {
+    "dense": ((8, None),),
+    "hybrid": ((8, None), (8, 20), (8, 33)),
+    "block sizes": ((16, None), (8, 20), (4, 9)),
+    "windows": ((8, 20), (16, 40)),
+}
+LONGEST = 160
+
+
+def groups(mix: str) -> list[GroupSpec]:
+    return [
+        GroupSpec(str(i), "window" if window else "dense", size, 1, window)
+        for i, (size, window) in enumerate(MIXES[mix])
+    ]
+
+
+def keys_of(tokens: list[int], alignment: int) -> bytes:
+    keys, key = b"", b""
+    for end in range(alignment, len(tokens) + 1, alignment):
+        key = sha256(key + repr(tokens[end - alignment : end]).encode()).digest()
+        keys += key
+    return keys
+
+
+def row_of(tokens: list[int], position: int, group: int) -> int:
+    data = repr((tokens[: position + 1], group)).encode()
+    return int.from_bytes(sha256(data).digest()[:7], "little") | 1
+
+
+def linear(mix, **options) -> KVCache:
+    modes = {"reads": "pages", "adopt": False, "append_only": True, "max_requests": 12}
+    return KVCache(groups(mix), max_model_len=LONGEST, **(modes | options))
+
+
+class Request:
+    def __init__(self, cache, slot, tokens, keyed):
+        self.slot, self.tokens, self.done = slot, tokens, int(cache.num_computed[slot])
+        self.keyed, self.published = keyed, self.done
+        # A worker's: appended to, never rewritten.
+        self.own = [list(pages) for pages in cache.pages_of(slot)]
+
+
+class Engine:
+    def __init__(self, mix, seed, num_pages, **options):
+        self.rng, self.specs = random.Random(seed), groups(mix)
+        self.cache = linear(mix, num_pages=num_pages, **options)
+        self.keyed = seed % 2 == 0  # else it gives tokens
+        self.memory = np.zeros((num_pages, 16), dtype=np.int64)
+        self.running: list[Request] = []
+        self.texts: list[list[int]] = [[]]
+        self.counts: Counter[str] = Counter()
+        self.next_id = 0
+
+    def admit(self, batch):
+        rng, cache = self.rng, self.cache
+        known = rng.choice([*self.texts[-6:], *(r.tokens for r in self.running)])
+        tokens = known[: rng.choice((0, len(known), rng.randint(0, len(known))))]
+        tokens = (tokens + rng.choices((0, 1), k=rng.choice((1, 9, 40))))[: LONGEST - 20]
+        keys = keys_of(tokens, cache.alignment)
+        match = (
+            cache.match(keys=keys, num_tokens=len(tokens)) if self.keyed else cache.match(tokens)
+        )
+        hit = match.num_tokens
+        n = min(len(tokens) - hit, rng.choice((5, 30, 200)))
+        free = available(cache)
+        lacking = sum(-(-(hit + n) // g.block_size) - hit // g.block_size for g in self.specs)
+        slot = cache.admit(self.next_id, match, least=max(lacking, rng.choice((0, 0, 4))))
+        if isinstance(slot, OutOfPages):
+            assert slot.needed > slot.free + slot.evictable
+            assert available(cache) == free
+            self.counts["refused"] += 1
+            return
+        assert cache.num_published(slot) == hit
+        self.counts["hits"] += hit > 0
+        request = Request(cache, slot, tokens, self.keyed)
+        request.rid, self.next_id = self.next_id, self.next_id + 1
+        assert self.give(request, hit + n) is not None  # as `least` said
+        self.running.append(request)
+        batch.append((request, n, 0))
+        self.publish(request, request.done + n)  # others of this step may hit it
+
+    def publish(self, request, until):
+        cache, slot = self.cache, request.slot
+        if not request.keyed:
+            cache.publish(slot, until, request.tokens[request.published : until])
+            request.published = until
+            return
+        keys = keys_of(request.tokens[:until], cache.alignment)
+        cache.publish(slot, until, keys=keys[32 * (cache.num_published(slot) // cache.alignment) :])
+
+    def step(self):
+        rng, batch = self.rng, []
+        for request in self.running[:]:
+            if request not in self.running:
+                continue
+            left = len(request.tokens) - request.done
+            drafts = 0 if left > 1 else rng.choice((0, 0, 1, 5))
+            n = min(left + drafts, rng.choice((1, 7, 64)) if left > 1 else 9)
+            drafts = min(drafts, n - 1) if left == 1 else 0
+            behind = rng.choice((0, 0, 5))  # of a step in flight
+            oldest = max(0, request.done - behind)
+            cache, slot = self.cache, request.slot
+            cache.advance(slot, request.done, oldest, keep_tails=rng.random() < 0.9)
+            while (given := self.give(request, request.done + n)) is None:
+                self.counts["preempted"] += 1
+                victim = self.running[-1]
+                batch = [part for part in batch if part[0] is not victim]
+                self.end(victim)
+                if victim is request:
+                    break
+            if given is not None:
+                batch.append((request, n, drafts))
+        scheduled = [part for part in batch if part[0] in self.running]
+        for request, n, drafts in scheduled:
+            self.publish(request, request.done + n - drafts)
+        for _ in range(rng.choice((0, 1, 3)) if len(self.running) < 8 else 0):
+            self.admit(scheduled)
+        self.device(scheduled)
+        for request, n, drafts in scheduled:
+            accepted = rng.randint(0, drafts)
+            request.done += n - drafts + accepted
+            request.tokens += [7] * accepted
+            if request.done == len(request.tokens):
+                request.tokens.append(rng.randrange(2))
+            if len(request.tokens) > LONGEST - 10 or rng.random() < 0.06:
+                self.texts.append(request.tokens)
+                self.end(request, rng.random() < 0.8)
+
+    def give(self, request, end):
+        quiet = end <= self.cache.room(request.slot)
+        given = self.cache.reserve(request.slot, end)
+        if isinstance(given, OutOfPages):
+            return None
+        assert not (quiet and any(given))
+        for own, new in zip(request.own, given, strict=True):
+            own += new
+        return given
+
+    def end(self, request, keep=True):
+        self.cache.release(request.rid, discard=not keep)
+        self.running.remove(request)
+
+    def device(self, batch):
+        """All writes of a step, then all reads; drafts are tokens like others, and are gone after it."""
+        texts, written = [], {}
+        for request, n, drafts in batch:
+            text = request.tokens[: request.done + n - drafts] + [7] * drafts
+            texts.append(text)
+            for g, spec in enumerate(self.specs):
+                for p in range(request.done, request.done + n):
+                    page, row = request.own[g][p // spec.block_size], p % spec.block_size
+                    content = row_of(text, p, g)
+                    assert page and written.setdefault((page, row), content) == content
+                    self.memory[page, row] = content
+        for (request, n, _), text in zip(batch, texts, strict=True):
+            for g, spec in enumerate(self.specs):
+                low = (
+                    0
+                    if spec.sliding_window is None
+                    else max(0, request.done - spec.sliding_window + 1)
+                )
+                for p in range(low, request.done + n):
+                    page = request.own[g][p // spec.block_size]
+                    assert self.memory[page, p % spec.block_size] == row_of(text, p, g)
+                    self.counts["rows"] += 1
+
+
+@pytest.mark.parametrize(
+    ("mix", "retention"), [("hybrid", "latest"), ("block sizes", "dense"), ("windows", "latest")]
+)
+def test_every_row_that_a_query_sees_is_right(mix, retention):
+    counts: Counter[str] = Counter()
+    for seed, num_pages in enumerate((32 * len(MIXES[mix]), 150, 400, 24 * len(MIXES[mix]))):
+        e = Engine(mix, seed, num_pages, retention=retention)
+        for i in range(40):
+            e.step()
+            if i % 8 == 0:
+                e.cache.check_invariants()
+        for request in e.running[:]:
+            e.end(request)
+        e.cache.check_invariants()
+        assert available(e.cache) == num_pages - 1  # nothing is held any more
+        e.cache.clear()
+        assert e.cache.num_free_pages == num_pages - 1
+        counts += e.counts
+    assert counts["rows"] > 5_000 and counts["hits"] > 10
+    assert counts["preempted"] > 0 and counts["refused"] > 0
+
+
+def available(cache: KVCache) -> int:
+    return cache.num_free_pages + cache.num_evictable_pages
+
+
+def full(num_pages=20, **options):
+    return linear("hybrid", num_pages=num_pages, **options)
+
+
+def admitted(cache: KVCache, name: str, keys: bytes, num_tokens: int, end: int) -> int:
+    slot = cache.admit(name, cache.match(keys=keys, num_tokens=num_tokens))
+    assert not isinstance(cache.reserve(slot, end), OutOfPages)
+    return slot
+
+
+def test_pages_of_rejected_tokens_stay_with_their_request():
+    cache = full()
+    a = admitted(cache, "a", b"", 10, 10)
+    assert [len(pages) for pages in cache.reserve(a, 30)] == [2, 2, 2]
+    cache.advance(a, 30)
+    # Ten tokens of the step were rejected: lengths fall without a call, or with one.
+    assert cache.reserve(a, 20) == [[], [], []]
+    cache.advance(a, 20)
+    assert cache.num_computed[a] == 20 and cache.reserve(a, 32) == [[], [], []]
+    assert cache.room(a) == 7  # the key of the first segment
+    cache.publish(a, 20, keys=keys_of(list(range(20)), 8))
+    assert cache.room(a) == 23
+
+
+def test_several_requests_get_all_that_they_ask_for_or_nothing():
+    cache = full(40)
+    a, b = admitted(cache, "a", b"", 10, 1), admitted(cache, "b", b"", 10, 1)
+    assert [[len(x) for x in given] for given in cache.reserve([a, b], [8, 20])] == [
+        [0, 0, 0],
+        [2, 2, 2],
+    ]
+    free = cache.num_free_pages
+    assert isinstance(cache.reserve([a, b], [80, 150]), OutOfPages)
+    assert cache.num_free_pages == free and cache.pages_of(a)[0] == cache.pages_of(a)[0][:1]
+    assert not len(cache.advance([a, b], [8, 20], [8, 20]))
+    cache.check_invariants()
+
+
+def test_without_caching_windows_keep_nothing_for_others():
+    cache = full(100, enable_caching=False)
+    a = admitted(cache, "a", b"", 80, 80)
+    keys = keys_of(list(range(80)), 8)
+    cache.publish(a, 80, keys=keys)
+    match = cache.match(keys=keys, num_tokens=80)
+    assert (match.num_tokens, match.dense_tokens, cache.num_published(a)) == (0, 0, 0)
+    cache.advance(a, 80)
+    assert [pages.count(0) for pages in cache.pages_of(a)] == [0, 7, 6]
+    assert cache.room(a) == 80
+    cache.check_invariants()
+
+
+def test_what_lacks_is_said_and_nothing_changes():
+    cache = full()
+    a = admitted(cache, "a", b"", 40, 40)
+    assert cache.num_free_pages == 4
+    lacks = cache.reserve(a, 60)
+    assert isinstance(lacks, OutOfPages)
+    assert (lacks.needed, lacks.free, lacks.evictable, lacks.group) == (9, 4, 0, "0")
+    assert isinstance(cache.reserve(a, 41, least=5), OutOfPages)
+    assert isinstance(cache.admit("b", cache.match(keys=b"", num_tokens=9), least=5), OutOfPages)
+    assert cache.num_free_pages == 4 and len(cache.pages_of(a)[0]) == 5
+    cache.check_invariants()
+
+
+def test_a_policy_that_raises_ends_the_admission_alone():
+    class Raises(LRU):
+        def asked(self, keys, hit, kept=()):
+            if hit:
+                raise RuntimeError("no")
+
+    cache, tokens = full(100, policy=Raises()), list(range(40))
+    keys = keys_of(tokens, cache.alignment)
+    a = admitted(cache, "a", b"", 40, 40)
+    cache.publish(a, 40, keys=keys)
+    before = available(cache)
+    with pytest.raises(RuntimeError, match="no"):
+        cache.admit("b", cache.match(keys=keys, num_tokens=40))
+    assert available(cache) == before and cache.num_free_slots == 11
+    cache.check_invariants()
+
+
+def test_hits_end_where_a_resume_point_is():
+    cache, tokens = full(100, retention="latest"), list(range(50))
+    keys = keys_of(tokens, cache.alignment)
+    a = admitted(cache, "a", keys, 50, 50)
+    cache.publish(a, 50, keys=keys)
+
+    def found(most):
+        match = cache.match(keys=keys, num_tokens=50, max_tokens=most)
+        return match.num_tokens, match.dense_tokens
+
+    assert found(49) == (48, 48) and found(47) == (0, 48)
+    cache.advance(a, 50)
+    assert cache.pages_of(a)[1][:2] == [0, 0] and all(cache.pages_of(a)[0])
+    cache.release("a")
+    b = admitted(cache, "b", keys, 50, 50)
+    assert cache.num_computed[b] == 48
+    assert cache.pages_of(b)[1][:3] == [0, 0, 0] and all(cache.pages_of(b)[1][3:])
+
+
+def test_who_computes_the_same_keeps_its_own_pages_until_it_ends():
+    cache, keys = full(60), keys_of(list(range(40)), 8)
+    a, b = (admitted(cache, name, b"", 40, 40) for name in "ab")
+    before = [list(pages) for pages in cache.pages_of(b)]
+    for slot in (a, b):
+        cache.publish(slot, 40, keys=keys)
+    assert cache.pages_of(b) == before and cache.pages_of(a)[0] != before[0]
+    cache.check_invariants()
+    cache.release("b")
+    cache.check_invariants()
+    assert cache.match(keys=keys, num_tokens=41).num_tokens == 40
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (GroupSpec("s", "state", 8, 1), "state"),
+        (GroupSpec("s", "dense", 8, 1, pages_per_block=2), "pages_per_block=2"),
+        (GroupSpec("s", "dense", 8, 1, lookahead=1), "lookahead=1"),
+    ],
+)
+def test_other_groups_are_refused(spec, named):
+    modes = {"reads": "pages", "adopt": False, "append_only": True}
+    with pytest.raises(ValueError, match=f"groups: expected dense and window groups.*{named}"):
+        KVCache([spec], num_pages=9, max_requests=1, max_model_len=LONGEST, **modes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reads": "step"},
+        {"adopt": True},
+        {"track_deltas": True},
+        {"max_draft_tokens": 2},
+        {"replay_tokens": 9},
+    ],
+)
+def test_modes_that_need_tables_are_refused(options):
+    with pytest.raises(ValueError, match="append_only: expected False but with reads='pages'"):
+        full(**options)
+
+
+def test_calls_that_need_tables_are_refused_by_name():
+    cache = full(60)
+    a = cache.admit("a", cache.match([1] * 20))
+    cache.reserve(a, 20)
+    calls = {
+        "plan": lambda: cache.plan([a], [20]),
+        "needed": lambda: cache.needed([a], [20]),
+        "arrays": lambda: cache.arrays([a], [0], [20]),
+        "rollback": lambda: cache.rollback(a, 1),
+        "table": lambda: cache.table(0),
+        "tables": lambda: cache.tables,
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{name}: expected a cache with tables"):
+            call()
+    with pytest.raises(ValueError, match=r"upto: expected 0\.\.24 of slot 0"):
+        cache.publish(a, 25, [1] * 25)
+    cache.check_invariants()
+
+
+def test_pins_and_statistics_are_as_of_any_cache():
+    cache = full(40)
+    a = cache.admit("a", cache.match([1] * 40))
+    cache.reserve(a, 40)
+    cache.publish(a, 40, [1] * 40)
+    cache.release("a")
+    assert cache.pin(cache.match([1] * 41), now=0.0, ttl=9.0) == 40
+    b = cache.admit("b", cache.match([2] * 80))
+    assert cache.reserve(b, 60) is not None and cache.match([1] * 41).num_tokens == 40
+    assert cache.stats()["pins"] == 1
+    cache.reserve(b, 80)
+    assert cache.match([1] * 41).num_tokens == 0  # demoted before anybody is refused
+    cache.check_invariants()
