@@ -149,9 +149,9 @@ assert quire.__version__ == version("quire"), (quire.__version__, version("quire
 from quire.kvcore import GroupSpec, KVCache
 kv = KVCache([GroupSpec('g', 'dense', 16, 1)], num_pages=9, max_requests=1, max_model_len=99)
 print(kv.match([1] * 40).num_tokens, quire.kvcore.__file__)
-from quire.kernels.attention.configs import TILES, select_config
+from quire.kernels.attention.tiles import select_config
 from quire.kernels.common.arch import named
-assert select_config(128, 2, "decode", 16, named("sm_90")).block_m == 16 and TILES.path.is_file()
+assert select_config(128, 2, named("sm_90"), quantized=False, rows=16).block_m == 16
 """
 
 
