@@ -116,6 +116,7 @@ class FileEntry(TableEntry):
         """What the operator asks its table for; the answer is this entry."""
 
     def current(self, arch: Arch) -> Any:
+        """The launch choices that the file gives."""
         return self.table.find(self.question(arch)).config
 
 
@@ -144,6 +145,7 @@ class _AttentionEntry(TableEntry):
         return f"{self.phase} {self.head_dim}{rows}" + (" e4m3" if self.e4m3 else "")
 
     def current(self, arch: Arch) -> tiles.Config:
+        """The shape that `tiles` gives."""
         rows = self.rows or None
         return tiles.select_config(self.head_dim, 2, arch, quantized=self.e4m3, rows=rows)
 

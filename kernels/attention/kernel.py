@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.query_tiles import LOG2E, find_query_tile, fold_sink, natural_lse, row_pointers
-from ..common.query_tiles import rows_of_tile as query_rows
+from ..common import query_tiles
+from ..common.query_tiles import LOG2E
 from ..common.strided import Pages
 from . import split_kv
 
@@ -31,69 +31,41 @@ LEAST_SCALE = tl.constexpr(2.0**-90)
 
 
 class Shape(NamedTuple):
-    """Compile-time constants of a launch, one ``tl.constexpr`` argument.
+    """Compile-time constants of a launch, one ``tl.constexpr`` argument."""
 
-    Attributes:
-        HEAD_DIM: channels of a row.
-        VALUE_DIM: channels of an accumulator: HEAD_DIM, or half of it (two accumulators).
-        GROUP: query heads of one KV head.
-        BLOCK_Q, HEADS: tokens and heads of a query tile.
-        HEAD_TILES: query tiles that cover the heads of one KV head.
-        BLOCK_SIZE: rows of a page.
-        BLOCK_M: rows of a query tile, at least BLOCK_Q * HEADS.
-        BLOCK_N: keys of a K/V tile.
-        SCALES: kind of e4m3 scales: "none", "number", "tensor" (of one number) or "rows".
-        HARDWARE: whether an instruction converts e4m3 to fp16.
-        NEW_KV: whether the pages hold only the keys before the step.
-        DECODE: whether a program takes a KV split of a decode sequence, not a prefill tile.
-    """
-
-    HEAD_DIM: Any
-    VALUE_DIM: Any
-    GROUP: Any
-    BLOCK_Q: Any
-    HEADS: Any
-    HEAD_TILES: Any
-    BLOCK_SIZE: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
-    SCALES: Any
-    HARDWARE: Any
-    NEW_KV: Any
-    DECODE: Any
+    HEAD_DIM: Any  # channels of a row
+    VALUE_DIM: Any  # channels of an accumulator: HEAD_DIM, or half of it
+    GROUP: Any  # query heads of one KV head
+    BLOCK_Q: Any  # tokens of a query tile
+    HEADS: Any  # heads of a query tile
+    HEAD_TILES: Any  # query tiles that cover the heads of one KV head
+    BLOCK_SIZE: Any  # rows of a page
+    BLOCK_M: Any  # rows of a query tile, at least BLOCK_Q * HEADS
+    BLOCK_N: Any  # keys of a K/V tile
+    SCALES: Any  # of e4m3 pages: "none", "number", "tensor" (of one number) or "rows"
+    HARDWARE: Any  # whether an instruction converts e4m3 to fp16
+    NEW_KV: Any  # whether the pages hold only the keys before the step
+    DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
 
 class Softmax(NamedTuple):
-    """Score parameters.
+    """Score parameters."""
 
-    Attributes:
-        sliding_window: keys that a query sees, its own included; None: all before it.
-        inner_scale: factor of q . k; to log2 units where outer_scale is None.
-        outer_scale: softcap in log2 units, or None.
-    """
-
-    sliding_window: Any
-    inner_scale: Any
-    outer_scale: Any
+    sliding_window: Any  # keys that a query sees, its own included; None: all before it
+    inner_scale: Any  # factor of q . k; to log2 units where outer_scale is None
+    outer_scale: Any  # softcap in log2 units, or None
 
 
 class Source(NamedTuple):
-    """K and V rows of one KV head: in pages, or one after another (table None).
+    """K and V rows of one KV head: in pages, or one after another (table None)."""
 
-    Attributes:
-        k, v: ``Pages`` that start at the head.
-        k_scale, v_scale: ``Pages`` of fp32 row scales, or None.
-        table, width: block table of the sequence and its entries.
-        offset: position of row 0 in the sequence.
-    """
-
-    k: Any
+    k: Any  # ``Pages`` that start at the head
     v: Any
-    k_scale: Any
+    k_scale: Any  # ``Pages`` of fp32 row scales, or None
     v_scale: Any
-    table: Any
-    width: Any
-    offset: Any
+    table: Any  # block table of the sequence
+    width: Any  # its entries
+    offset: Any  # position of row 0 in the sequence
 
 
 @triton.jit
@@ -111,34 +83,6 @@ def widen(values, dtype: tl.constexpr, HARDWARE: tl.constexpr):
         bits = tl.where((values & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16)
         wide = (bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
     return wide.to(dtype)
-
-
-@triton.jit
-def _to_fp16(q):
-    """Rows of queries as fp16, and the factor [rows] that undoes their scaling.
-
-    Powers of two move the largest value of each row to [2^14, 2^15): exact down to 2^-29 of it.
-    """
-    largest = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True)
-    exponent = tl.maximum(largest >> 23, 15)
-    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) * up[:, None]).to(tl.float16), down
-
-
-@triton.jit
-def _softcapped(scores, inner_scale, outer_scale):
-    """outer_scale * tanh(inner_scale * scores), to fp32 accuracy everywhere.
-
-    tanh by exp2 loses its digits near 0, where its series takes over (to x^9).
-    """
-    x = inner_scale * scores
-    square = x * x
-    series = 1.0 + square * (
-        -1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))
-    )
-    by_exp = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-    return outer_scale * tl.where(square < 0.0625, x * series, by_exp)
 
 
 @triton.jit
@@ -175,36 +119,34 @@ def _starts(pages, page, tile, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 
 
 @triton.jit
+def _load(cells, live, ROWS: tl.constexpr):
+    """Rows of a tile. Those that are not ``live`` may hold NaN, and 0 * NaN would reach the output:
+    they are 0. live None: all are."""
+    if live is None:
+        loaded = tl.load(cells)
+    elif ROWS:
+        loaded = tl.load(cells, mask=live[:, None], other=0.0)
+    else:
+        loaded = tl.load(cells, mask=live, other=0.0)
+    return loaded
+
+
+@triton.jit
 def _weigh(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr):  # fmt: skip
-    """One step of the online softmax.
-
-    Args:
-        row_max, row_sum: [BLOCK_M], log2 units and fp32.
-        scores: [BLOCK_M, BLOCK_N] fp32, unscaled.
-        k_scale, v_scale: [BLOCK_N] row scales, or None.
-        visible: [BLOCK_M, BLOCK_N], or None: every row sees the tile whole.
-        scale: factor of the scores, a number or [BLOCK_M, 1].
-        FP16: keep weights of e4m3 values, times their scales, within fp16.
-
-    Returns:
-        (weights times v_scale, decay [BLOCK_M] of earlier sums, row_max, row_sum).
-    """
+    """One step of the online softmax: weights (times v_scale), decay of earlier sums, new maxima
+    (log2 units) and sums. FP16: keep the weights, times their scales, within fp16."""
     if k_scale is not None:
         scores = scores * k_scale[None, :]
     if outer_scale is None:
         scores = scores * scale
     else:
-        scores = _softcapped(scores, scale, outer_scale)
+        scores = query_tiles.softcapped(scores, scale, outer_scale)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
+    highest = scores
     if FP16 and v_scale is not None:
-        logs = tl.log2(tl.maximum(v_scale, LEAST_SCALE)) - HEADROOM
-        highest = tl.max(scores + logs[None, :], 1)
-    elif FP16:
-        highest = tl.max(scores, 1) - HEADROOM
-    else:
-        highest = tl.max(scores, 1)
-    new_max = tl.maximum(row_max, highest)
+        highest = scores + tl.log2(tl.maximum(v_scale, LEAST_SCALE))[None, :]
+    new_max = tl.maximum(row_max, tl.max(highest, 1) - (HEADROOM if FP16 else 0.0))
     base = new_max
     if visible is not None:
         # A row that has seen nothing yet: subtracting its -inf would give NaN.
@@ -219,8 +161,8 @@ def _weigh(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_sca
 
 @triton.jit
 def _attend_tiles(
-    acc, acc_2, row_max, row_sum, q, position, source, low, high, first, count, gap_at, gap, scale,
-    softmax, SHAPE: tl.constexpr, MASKED: tl.constexpr,
+    state, q, position, source, low, high, first, count, gap_at, gap, scale, softmax,
+    SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Walk ``count`` tiles of a source from tile ``first`` on; tile ``gap_at`` is followed by
     ``gap`` tiles that are left out. MASKED: only rows [low, high) count, and of those what each
@@ -231,6 +173,7 @@ def _attend_tiles(
     E4M3: tl.constexpr = source.k.data.dtype.element_ty == tl.uint8
     PAGED: tl.constexpr = source.table is not None
     RING: tl.constexpr = softmax.sliding_window is not None
+    acc, acc_2, row_max, row_sum = state
     dim = tl.arange(0, SHAPE.HEAD_DIM)[None, :]
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = first + tl.where(first >= gap_at, gap, 0)
@@ -239,8 +182,7 @@ def _attend_tiles(
     for i in tl.range(0, count, disable_licm=True):
         k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
-        live = None
-        visible = None
+        live, visible = None, None
         if MASKED:
             row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             key = (row + source.offset)[None, :]
@@ -248,28 +190,16 @@ def _attend_tiles(
             visible = live[None, :] & (key <= position[:, None])
             if RING:
                 visible &= key > position[:, None] - softmax.sliding_window
-            # Rows outside may be NaN: 0 * NaN would reach the output through V.
-            keys = tl.load(k_rows + dim, mask=live[:, None], other=0.0)
-            values = tl.load(v_rows + value_dim, mask=live[:, None], other=0.0)
-        else:
-            keys = tl.load(k_rows + dim)
-            values = tl.load(v_rows + value_dim)
+        keys = _load(k_rows + dim, live, True)
+        values = _load(v_rows + value_dim, live, True)
         if VALUE_DIM < SHAPE.HEAD_DIM:
-            if MASKED:
-                values_2 = tl.load(v_rows + VALUE_DIM + value_dim, mask=live[:, None], other=0.0)
-            else:
-                values_2 = tl.load(v_rows + VALUE_DIM + value_dim)
-        k_scale = None
-        v_scale = None
+            values_2 = _load(v_rows + VALUE_DIM + value_dim, live, True)
+        k_scale, v_scale = None, None
         if source.k_scale is not None:
             k_cells = _starts(source.k_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
             v_cells = _starts(source.v_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
-            if MASKED:
-                k_scale = tl.load(k_cells, mask=live, other=0.0)
-                v_scale = tl.load(v_cells, mask=live, other=0.0)
-            else:
-                k_scale = tl.load(k_cells)
-                v_scale = tl.load(v_cells)
+            k_scale = _load(k_cells, live, False)
+            v_scale = _load(v_cells, live, False)
         if E4M3:
             keys = widen(keys, q.dtype, SHAPE.HARDWARE)
             values = widen(values, q.dtype, SHAPE.HARDWARE)
@@ -293,8 +223,8 @@ def _attend_tiles(
 
 @triton.jit
 def _attend_source(
-    acc, acc_2, row_max, row_sum, q, position, first_position, last_position, source, low, high,
-    scale, softmax, SHAPE: tl.constexpr,
+    state, q, position, first_position, last_position, source, low, high, scale, softmax,
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to rows [low, high) of a source as far as queries at positions [first_position,
     last_position] see them: interior tiles, then the edges."""
@@ -311,13 +241,13 @@ def _attend_source(
     all_first = tl.minimum(tl.maximum(tl.cdiv(all_low, BLOCK_N), first), stop)
     all_stop = tl.minimum(tl.maximum(all_high // BLOCK_N, all_first), stop)
     interior = all_stop - all_first
-    acc, acc_2, row_max, row_sum = _attend_tiles(
-        acc, acc_2, row_max, row_sum, q, position, source, low, high,
-        all_first, interior, all_stop, 0, scale, softmax, SHAPE, False,
+    state = _attend_tiles(
+        state, q, position, source, low, high, all_first, interior, all_stop, 0, scale, softmax,
+        SHAPE, False,
     )  # fmt: skip
     return _attend_tiles(
-        acc, acc_2, row_max, row_sum, q, position, source, low, high,
-        first, stop - first - interior, all_first, interior, scale, softmax, SHAPE, True,
+        state, q, position, source, low, high, first, stop - first - interior, all_first, interior,
+        scale, softmax, SHAPE, True,
     )  # fmt: skip
 
 
@@ -331,17 +261,13 @@ def attention_kernel(
     """Attend for one query tile (prefill), or for one KV split of a decode sequence.
 
     Args:
-        q, out, lse: ``strided.Rows``; lse may be None.
+        q, k_new, v_new, out, lse: ``strided.Rows``; k_new and v_new None: all keys are in pages.
         k_pages, v_pages: ``strided.Pages``; bytes if e4m3.
-        k_new, v_new: ``strided.Rows`` of the step, or None: all keys are in pages.
         k_scale, v_scale: e4m3 scales, of the kind SHAPE.SCALES; "rows": ``strided.Pages``.
-        block_table: ``strided.Table``.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
         num_decodes, decode_tokens: the first so many sequences are decode's, if they have no more
             new tokens than that.
-        num_tiles: bound of the query tiles of all sequences (prefill).
-        target_splits: as in `split_kv` (decode).
-        softmax: ``Softmax``.
+        num_tiles, target_splits: bound of all query tiles (prefill); as in `split_kv` (decode).
     """
     BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
     BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
@@ -364,7 +290,7 @@ def attention_kernel(
     else:
         # Later tiles of a sequence see more keys: they start first.
         item = num_tiles - 1 - item
-        seq, q_first = find_query_tile(cu_seqlens_q, item, num_seqs, BLOCK_Q)
+        seq, q_first = query_tiles.find_query_tile(cu_seqlens_q, item, num_seqs, BLOCK_Q)
     first_token = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
     context = tl.load(seq_lens + seq) - q_len
@@ -376,20 +302,18 @@ def attention_kernel(
 
     first_token += q_first
     first_head = kv_head * SHAPE.GROUP
-    token, head, live = query_rows(
-        head_tile % SHAPE.HEAD_TILES, q_len - q_first, SHAPE.GROUP, BLOCK_Q, SHAPE.HEADS,
-        BLOCK_M,
-    )  # fmt: skip
-    q_rows = row_pointers(
+    token, head, live = query_tiles.rows_of_tile(
+        head_tile % SHAPE.HEAD_TILES, q_len - q_first, SHAPE.GROUP, BLOCK_Q, SHAPE.HEADS, BLOCK_M
+    )
+    q_rows = query_tiles.row_pointers(
         q.data, first_token, first_head, token, head, q.stride_token, q.stride_head
     )
     dim = tl.arange(0, HEAD_DIM)[None, :]
     queries = tl.load(q_rows[:, None] + dim, mask=live[:, None], other=0.0)
-    position = context + q_first + token
     first_position = context + q_first
+    position = first_position + token
     last_position = context + tl.minimum(q_first + BLOCK_Q, q_len) - 1
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
-    acc_2 = acc  # of the second half of the channels, where there are two
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
@@ -407,61 +331,69 @@ def attention_kernel(
     )  # fmt: skip
     scale = softmax.inner_scale
     if SHAPE.SCALES == "number":
-        scale *= k_scale
+        scale, value_scale = scale * k_scale, v_scale
     elif SHAPE.SCALES == "tensor":
-        scale *= tl.load(k_scale)
+        scale, value_scale = scale * tl.load(k_scale), tl.load(v_scale)
     paged_queries = queries
     if SHAPE.SCALES != "none" and queries.dtype == tl.bfloat16:
-        paged_queries, factor = _to_fp16(queries)
+        paged_queries, factor = query_tiles.to_fp16(queries)
         scale = (factor * scale)[:, None]
+    state = (acc, acc, row_max, row_sum)  # a second acc for the second half of the channels
     acc, acc_2, row_max, row_sum = _attend_source(
-        acc, acc_2, row_max, row_sum, paged_queries, position, first_position, last_position,
-        pages, low, high, scale, softmax, SHAPE,
+        state, paged_queries, position, first_position, last_position, pages, low, high, scale,
+        softmax, SHAPE,
     )  # fmt: skip
     if SHAPE.SCALES == "number" or SHAPE.SCALES == "tensor":
-        value_scale = v_scale if SHAPE.SCALES == "number" else tl.load(v_scale)
         acc *= value_scale
         acc_2 *= value_scale
     if k_new is not None:
         step = (first_token - q_first).to(tl.int64)
+        k_rows = _as_pages(k_new, step)
+        v_rows = _as_pages(v_new, step)
         new = Source(
-            Pages(k_new.data + (step * k_new.stride_token + kv_head * k_new.stride_head), 0, k_new.stride_token, 0),
-            Pages(v_new.data + (step * v_new.stride_token + kv_head * v_new.stride_head), 0, v_new.stride_token, 0),
-            None, None, None, 1, context,
-        )  # fmt: skip
+            _of_head(k_rows, kv_head), _of_head(v_rows, kv_head), None, None, None, 1, context
+        )
         # In a padding row (seq_len < q_len) the first new keys do not exist.
         low = tl.maximum(-context, 0)
         high = tl.where(split == num_splits - 1, q_len, low)
         acc, acc_2, row_max, row_sum = _attend_source(
-            acc, acc_2, row_max, row_sum, queries, position, first_position, last_position,
-            new, low, high, softmax.inner_scale, softmax, SHAPE,
+            (acc, acc_2, row_max, row_sum), queries, position, first_position, last_position, new,
+            low, high, softmax.inner_scale, softmax, SHAPE,
         )  # fmt: skip
 
-    num_heads = num_kv_heads * SHAPE.GROUP
     if num_splits == 1:
         sink = float("-inf")
         if sinks is not None:
             sink = tl.load(sinks + first_head + head, mask=live, other=float("-inf")) * LOG2E
-        factor = fold_sink(row_max, row_sum, sink)
+        factor = query_tiles.fold_sink(row_max, row_sum, sink)
         if lse is not None:
-            lse_rows = row_pointers(
+            lse_rows = query_tiles.row_pointers(
                 lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
             )
-            tl.store(lse_rows, natural_lse(row_max, row_sum), mask=live)
-        out_rows = row_pointers(
+            tl.store(lse_rows, query_tiles.natural_lse(row_max, row_sum), mask=live)
+        out_rows = query_tiles.row_pointers(
             out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
         )
         _store(out_rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
     elif partial_out is not None:
-        row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + first_head + head
-        factor = fold_sink(row_max, row_sum, float("-inf"))
-        tl.store(partial_out + first_lse + row, natural_lse(row_max, row_sum), mask=live)
+        row = (item.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
+        row += first_head + head
+        factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
+        tl.store(
+            partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
+        )
         _store(partial_out + row * HEAD_DIM, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
 
 
 @triton.jit
 def _of_head(pages, head):
     return Pages(pages.data + head * pages.stride_head, pages.stride_page, pages.stride_row, 0)
+
+
+@triton.jit
+def _as_pages(rows, first):
+    data = rows.data + first * rows.stride_token
+    return Pages(data, 0, rows.stride_token, rows.stride_head)
 
 
 @triton.jit

@@ -51,9 +51,8 @@ PREFILL = {
 # The same over e4m3 pages, where the tile above would spill.
 LARGE_E4M3_PREFILL = LARGE_PREFILL | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)}
 E4M3_PREFILL = PREFILL | {512: Config(32, 16, 8, 2, 2)}
-# Decode by head_dim: (keys of a tile, stages), and the rows from which a program has 8 warps.
-DECODE = {32: (64, 4), 64: (64, 4), 128: (64, 3), 256: (32, 3), 512: (16, 3)}
-DECODE_8_WARPS = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32}
+# Decode by head_dim: keys of a tile, stages and most rows.
+DECODE = {32: (64, 4, 64), 64: (64, 4, 64), 128: (64, 3, 64), 256: (32, 3, 64), 512: (16, 3, 32)}
 
 
 def select_config(
@@ -66,7 +65,8 @@ def select_config(
         dtype_bytes: of the queries, 2 (bf16, fp16) or 4 (fp32).
         arch: of the GPU.
         quantized: whether the pages are e4m3.
-        rows: query rows of a decode tile, ``DecodePlan.block_m``; None: prefill.
+        rows: query rows of a decode tile, ``DecodePlan.block_m``, or fewer where registers are
+            short; None: prefill.
 
     Returns:
         The table's tile, with as many of its stages as shared memory holds.
@@ -74,10 +74,12 @@ def select_config(
     dim = max(32, head_dim)
     if dtype_bytes == 4:
         # Without tensor cores: small tiles, for both phases and every GPU.
-        tile = Config(16, 32 if dim <= 128 else 16, 4, 2)
+        tile = Config(16, 32 if dim <= 64 else 16, 4 if dim == 32 else 8, 1 if dim == 512 else 2)
     elif rows is not None:
-        block_n, num_stages = DECODE[dim]
-        tile = Config(rows, block_n, 8 if rows >= DECODE_8_WARPS[dim] else 4, num_stages)
+        block_n, num_stages, most_rows = DECODE[dim]
+        rows = min(rows, most_rows)
+        many = rows * dim >= 1 << 14 or (quantized and rows == 64)
+        tile = Config(rows, block_n, 8 if many else 4, num_stages)
     elif arch.tiles in ("hopper", "blackwell"):
         tile = (LARGE_E4M3_PREFILL if quantized else LARGE_PREFILL)[dim]
     else:
