@@ -44,7 +44,6 @@ def _specialise(
 ) -> Any:
     """Type of one argument, or of a named tuple's fields, which are always specialised."""
     import torch
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     pointer = {
         torch.bfloat16: "*bf16",
@@ -68,10 +67,6 @@ def _specialise(
         kind = pointer[value.dtype]
         # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
         divisible = value.storage_offset() * value.element_size() % 16 == 0
-    elif isinstance(value, TensorDescriptor):
-        if len(path) > 1:
-            raise NotImplementedError("Triton launches no tensor descriptor within a tuple")
-        kind, divisible = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>", False
     elif isinstance(value, int):
         kind = "i32" if -(2**31) <= value < 2**31 else "i64"
         divisible = special and value % 16 == 0

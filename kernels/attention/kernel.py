@@ -3,9 +3,9 @@
     out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j
             over the keys j <= p_i (and p_i - j < sliding_window)
 
-A program walks the keys of one query tile, whose rows are tokens x heads of one KV head
-(row = token * HEADS + head): first those in pages, then the step's new rows, with one online softmax
-(exp2 domain, fp32 sums). Per source, tiles that every row sees whole run without masks:
+A program walks the keys of one query tile, whose rows are tokens x heads of one KV head (row =
+token * HEADS + head): those in pages, then the step's new rows, in one online softmax (exp2 domain,
+fp32 sums). Per source, tiles that every row sees whole run without masks:
 
     tiles of a source    [ head edge | interior ... interior | tail edge ]
                            masks       no masks                masks
@@ -95,10 +95,7 @@ def _load_page(source, tile, more, ring, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.c
             block = tile * BLOCK_N // BLOCK_SIZE
         else:
             block = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
-        if ring:
-            block = block % source.width
-        else:
-            block = tl.minimum(block, source.width - 1)
+        block = block % source.width if ring else tl.minimum(block, source.width - 1)
         page = tl.load(source.table + block, mask=more, other=0)
     return page
 
@@ -119,13 +116,11 @@ def _starts(pages, page, tile, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 
 
 @triton.jit
-def _load(cells, live, ROWS: tl.constexpr):
+def _load(cells, live):
     """Rows of a tile. Those that are not ``live`` may hold NaN, and 0 * NaN would reach the output:
     they are 0. live None: all are."""
     if live is None:
         loaded = tl.load(cells)
-    elif ROWS:
-        loaded = tl.load(cells, mask=live[:, None], other=0.0)
     else:
         loaded = tl.load(cells, mask=live, other=0.0)
     return loaded
@@ -182,24 +177,25 @@ def _attend_tiles(
     for i in tl.range(0, count, disable_licm=True):
         k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
-        live, visible = None, None
+        live, live_rows, visible = None, None, None
         if MASKED:
             row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             key = (row + source.offset)[None, :]
             live = (row >= low) & (row < high)
+            live_rows = live[:, None]
             visible = live[None, :] & (key <= position[:, None])
             if RING:
                 visible &= key > position[:, None] - softmax.sliding_window
-        keys = _load(k_rows + dim, live, True)
-        values = _load(v_rows + value_dim, live, True)
+        keys = _load(k_rows + dim, live_rows)
+        values = _load(v_rows + value_dim, live_rows)
         if VALUE_DIM < SHAPE.HEAD_DIM:
-            values_2 = _load(v_rows + VALUE_DIM + value_dim, live, True)
+            values_2 = _load(v_rows + VALUE_DIM + value_dim, live_rows)
         k_scale, v_scale = None, None
         if source.k_scale is not None:
             k_cells = _starts(source.k_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
             v_cells = _starts(source.v_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
-            k_scale = _load(k_cells, live, False)
-            v_scale = _load(v_cells, live, False)
+            k_scale = _load(k_cells, live)
+            v_scale = _load(v_cells, live)
         if E4M3:
             keys = widen(keys, q.dtype, SHAPE.HARDWARE)
             values = widen(values, q.dtype, SHAPE.HARDWARE)
@@ -215,8 +211,7 @@ def _attend_tiles(
                 values_2 = widen(values_2, q.dtype, SHAPE.HARDWARE)
             acc_2 = tl.dot(weights, values_2, acc_2 * decay[:, None], input_precision="ieee")
         # Loaded one tile ahead: else Triton keeps one K/V tile in flight, whatever num_stages is.
-        tile = first + i + 1
-        tile += tl.where(tile >= gap_at, gap, 0)
+        tile = first + i + 1 + tl.where(first + i + 1 >= gap_at, gap, 0)
         page = _load_page(source, tile, i + 1 < count, RING, BLOCK_SIZE, BLOCK_N)
     return acc, acc_2, row_max, row_sum
 

@@ -33,24 +33,33 @@ class Config:
     value_parts: int = 1
 
 
-# Prefill of 16-bit queries by head_dim. GPUs of large shared memory, and all others.
-LARGE_PREFILL = {
+_HOPPER = {
     32: Config(64, 64, 4, 3),
     64: Config(128, 64, 8, 3),
     128: Config(128, 64, 8, 3),
     256: Config(128, 32, 8, 3),
     512: Config(64, 16, 8, 3, 2),
 }
-PREFILL = {
+_OTHER = {
     32: Config(64, 64, 4, 3),
     64: Config(128, 64, 8, 3),
     128: Config(64, 64, 8, 3),
     256: Config(64, 32, 8, 3),
     512: Config(64, 16, 8, 2, 2),
 }
-# The same over e4m3 pages, where the tile above would spill.
-LARGE_E4M3_PREFILL = LARGE_PREFILL | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)}
-E4M3_PREFILL = PREFILL | {512: Config(32, 16, 8, 2, 2)}
+# Prefill of 16-bit queries, by class of GPUs and head_dim. (Of blackwell, two accumulators of 64 rows
+# would take all tensor memory.)
+PREFILL = {
+    "hopper": _HOPPER,
+    "blackwell": _HOPPER | {512: Config(32, 32, 8, 2, 2)},
+    "other": _OTHER,
+}
+# The same over e4m3 pages, which take more registers.
+E4M3_PREFILL = {
+    "hopper": _HOPPER | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)},
+    "blackwell": _HOPPER | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)},
+    "other": _OTHER | {512: Config(32, 16, 8, 2, 2)},
+}
 # Decode by head_dim: keys of a tile, stages and most rows.
 DECODE = {32: (64, 4, 64), 64: (64, 4, 64), 128: (64, 3, 64), 256: (32, 3, 64), 512: (16, 3, 32)}
 
@@ -77,13 +86,14 @@ def select_config(
         tile = Config(16, 32 if dim <= 64 else 16, 4 if dim == 32 else 8, 1 if dim == 512 else 2)
     elif rows is not None:
         block_n, num_stages, most_rows = DECODE[dim]
-        rows = min(rows, most_rows)
+        rows = min(rows, 16 if quantized and dim == 512 and not arch.widens_e4m3 else most_rows)
         many = rows * dim >= 1 << 14 or (quantized and rows == 64)
         tile = Config(rows, block_n, 8 if many else 4, num_stages)
-    elif arch.tiles in ("hopper", "blackwell"):
-        tile = (LARGE_E4M3_PREFILL if quantized else LARGE_PREFILL)[dim]
     else:
-        tile = (E4M3_PREFILL if quantized else PREFILL)[dim]
+        kind = arch.tiles if arch.tiles in ("hopper", "blackwell") else "other"
+        tile = (E4M3_PREFILL if quantized else PREFILL)[kind][dim]
+    if arch.maker == "amd":  # 4 wavefronts have 512 registers each, 8 have 256
+        tile = replace(tile, block_m=min(tile.block_m, 64), num_warps=4)
     # Triton holds the queries, and all stages of the K/V tiles but one.
     rows_held = arch.shared_memory // (dim * dtype_bytes) - tile.block_m
     most = 1 + rows_held // (2 * tile.block_n)

@@ -19,7 +19,7 @@ import torch
 
 from ..common import e4m3
 from ..common.checks import expect_ids, expect_offsets
-from .api import AttentionCall
+from .call import AttentionCall
 
 # Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the
 # whole pool.

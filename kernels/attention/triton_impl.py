@@ -11,7 +11,7 @@ from ..common.launching import arch_and_sms
 from ..common.merging import block_parts
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
-from .api import AttentionCall
+from .call import AttentionCall
 from .kernel import Shape, Softmax, attention_kernel
 from .split_kv import merge_partials_kernel, merge_splits_kernel
 from .tiles import DecodePlan, plan_decode, select_config

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ..attention import torch_impl
-from ..attention.api import AttentionCall
+from ..attention.call import AttentionCall
 from .call import MlaCall
 
 

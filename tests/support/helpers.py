@@ -15,7 +15,7 @@ import torch
 
 from quire.bench.common.bounds import UNIT, Bounded, allowed, bounding
 from quire.kernels.attention import reference
-from quire.kernels.attention.api import AttentionCall
+from quire.kernels.attention.call import AttentionCall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")

@@ -20,7 +20,7 @@ from quire.bench.peers.attention import find_peers
 from quire.bench.peers.folder import unpack
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels.attention import reference
-from quire.kernels.attention.api import AttentionCall
+from quire.kernels.attention.call import AttentionCall
 from quire.models.config.named import get_config
 from tests.support.forked import printed
 from tests.support.helpers import assert_equal_in_float64

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, limits
@@ -185,15 +184,6 @@ def test_arguments_are_specialised_as_the_launcher_does():
     assert hinted == ["even", "n", "far", "matrix.0", "matrix.1", "plain_pair.2"]
     assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
     assert options["num_warps"] == 8 and not set(options) & set(arguments)
-
-
-def test_no_descriptor_is_launched_within_a_tuple():
-    rows = TensorDescriptor(torch.empty(8, 16), [8, 16], [16, 1], [8, 16])
-    params = [SimpleNamespace(name="m", is_constexpr=False, do_not_specialize=False)]
-    kernel = SimpleNamespace(params=params, arg_names=["m"])
-    launch = SimpleNamespace(kernel=kernel, arguments={"m": Matrix(rows, 1, 1)})
-    with pytest.raises(NotImplementedError, match="descriptor within a tuple"):
-        compiling.specialise(launch)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from quire.kernels import (
     write_kv,
 )
 from quire.kernels.attention import reference
-from quire.kernels.attention.api import AttentionCall
+from quire.kernels.attention.call import AttentionCall
 from quire.kernels.cache_write import reference as reference_write
 from tests.support.helpers import DEVICE, NAN, AttentionCase, make_batch
 from tests.support.kernels.edges import (
