@@ -100,7 +100,7 @@ class Transfer:
         target_holding = Holding(target, target.end_at(there, first))
         has_room = False
         try:
-            lacks = max(0, len(sources) - target.pool.num_available)
+            lacks = max(0, len(sources) - target.pool.num_free)
             if lacks <= target.num_evictable:
                 target.evict(lacks)
                 has_room = True

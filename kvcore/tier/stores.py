@@ -44,7 +44,7 @@ class Stores:
         due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
             self._seen = {e: used for e, used in self._seen.items() if _is_cached(e)}
-        lacks = self._watermark - device.pool.num_available - under_way
+        lacks = self._watermark - device.pool.num_free - under_way
         policy: Any = device.policy
         for entry in policy.coming(AHEAD) if lacks > 0 else ():
             if not _is_cached(entry) or entry in device.pins:
