@@ -10,10 +10,9 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "E4m3Rows": "page_copy.pool_pages",
     "IndexPages": "common.latent_pages",
     "LatentPages": "common.latent_pages",
-    "PoolPages": "page_copy.pool_pages",
+    "PoolPages": "page_copy.call",
     "attention_for": "attention.api",
     "collapse_streams": "hyper_connections.api",
     "combine_experts": "routing.api",
@@ -44,7 +43,6 @@ _HOME = {
 }
 
 __all__ = [
-    "E4m3Rows",
     "IndexPages",
     "LatentPages",
     "PoolPages",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .arrays import Flags, Int32, Int64
+from .arrays import Int32, Int64
 from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
@@ -30,8 +30,6 @@ class PagePool:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
         counts: [num_pages] int64, both at once: users + (holds << 32).
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
-        lossy: [num_pages] bool, pages of `mark_lossy` that nobody else took since; None: it never
-            was called.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -47,7 +45,6 @@ class PagePool:
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0  # window pages that only resume points hold
-        self.lossy: Flags | None = None
 
     def peek(self, n: int) -> Int64:
         """The n pages that the next `take(n)` hands out, as a copy."""
@@ -58,14 +55,6 @@ class PagePool:
         """Remove from the stack the n pages that `peek(n)` showed."""
         assert n <= self.num_free
         self.num_free -= n
-        if self.lossy is not None:
-            self.lossy[self._stack[self.num_free : self.num_free + n]] = False
-
-    def mark_lossy(self, pages: Int32) -> None:
-        """What `pages` hold is not bit for bit what a request would compute."""
-        if self.lossy is None:
-            self.lossy = np.zeros(self.num_pages, dtype=np.bool_)
-        self.lossy[pages] = True
 
     def put(self, pages: Int32 | Int64) -> None:
         """Give pages back; none may be free already or have users or holds."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal
 
@@ -234,20 +234,6 @@ class Layout:
                 self.pages_per_segment += c.num_tables * c.per_segment
             c.tail_offset = self.pages_per_point
             self.pages_per_point += c.num_tables * c.tail
-
-    def in_parts(self, page_bytes: int, parts: Sequence[int]) -> Layout:
-        """The same groups in smaller pages.
-
-        Args:
-            page_bytes: of a smaller page.
-            parts: [num_groups] how many of these a page of each group becomes. Page `j` of a block
-                becomes those from ``j * parts`` on.
-        """
-        groups = [
-            replace(g, page_bytes=page_bytes, pages_per_block=g.pages_per_block * n)
-            for g, n in zip(self.groups, parts, strict=True)
-        ]
-        return Layout(groups, self.max_model_len, self.drafts, self.reads_pages)
 
     def span(self, exact: bool) -> int:
         """How far apart, in segments, two resume points of a chain may be so that they hold all

@@ -20,11 +20,11 @@ def new_counters(layout: Layout) -> dict[str, int]:
     ``resumed_...`` count requests that came back after a preemption, which no other counter of
     requests, prompts and hits does. ``misses/...`` counts requests without a hit,
     ``limited_by/...`` all requests, by `Match.limited_by`; ``group_tokens/...`` sums
-    `Match.per_group`, and ``lossy_tokens`` `Match.lossy_tokens`.
+    `Match.per_group`.
     """
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",
-        "resume_points_kept", "resume_points_used", "replays", "replayed_tokens", "lossy_tokens",
+        "resume_points_kept", "resume_points_used", "replays", "replayed_tokens",
         "resumed_requests", "resumed_prompt_tokens", "resumed_hit_tokens",
     ]  # fmt: skip
     reasons = get_args(Reason)
@@ -39,7 +39,6 @@ def count_admission(counters: dict[str, int], match: Match, resumed: bool) -> No
     if match.replay_from is not None and match.replay_to is not None:
         counters["replays"] += 1
         counters["replayed_tokens"] += match.replay_to - match.replay_from
-    counters["lossy_tokens"] += match.lossy_tokens
     if resumed:
         counters["resumed_requests"] += 1
         counters["resumed_prompt_tokens"] += match.prompt.num_tokens

@@ -58,9 +58,6 @@ OPERATOR_TESTS = """
     tests/kernels/overlap_copy/test_overlap_copy.py::test_copy_overlap
     tests/kernels/overlap_copy/test_overlap_copy.py::test_nan_stays_where_it_is
     tests/kernels/overlap_copy/test_overlap_copy.py::test_padding_rows
-    tests/kernels/page_copy/test_e4m3_rows.py::test_copy
-    tests/kernels/page_copy/test_e4m3_rows.py::test_error
-    tests/kernels/page_copy/test_e4m3_rows.py::test_what_was_rounded_is_not_rounded_again
     tests/kernels/page_copy/test_page_copy.py::test_copy
     tests/kernels/page_copy/test_page_copy.py::test_pages_come_back_as_they_were
     tests/kernels/rotary/test_norm_rope.py::test_a_head_without_frequencies_stays_where_it_is

@@ -35,8 +35,7 @@ outputs that differ are checked in both runs. How often a random model's drafter
 matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
 
 With --host-cache what leaves the pool is kept in host memory (`quire.models.engine.tiering`), and the
-prompts run once more without it, which outputs of the first run are compared with. With
---tier-dtype fp8 pages are rounded there, and outputs checked as those of a cache of e4m3 are.
+prompts run once more without it, which outputs of the first run are compared with.
 
 With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
 part of the model. What they generate is checked by the passes of one rank, which has to hold the
@@ -79,7 +78,7 @@ from quire.models.command import (
     threads,
 )
 from quire.models.device import find_device
-from quire.models.engine.config import FLASHINFER, IMPLS, TIER_DTYPES
+from quire.models.engine.config import FLASHINFER, IMPLS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
@@ -121,7 +120,6 @@ class Measured:
     bytes_per_token: float
     describe: str
     moved: dict[str, int]
-    space: tuple[int, int] | None
 
 
 @program
@@ -133,8 +131,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.draft_tokens is not None and not args.speculate:
             raise ValueError("draft_tokens: expected --speculate with it, got none")
         has_host = args.host_cache is not None
-        if args.tier_dtype != "auto" and not has_host:
-            raise ValueError("tier_dtype: expected --host-cache with it, got none")
         if has_host and (args.compare or args.speculate or (args.split or 1) > 1):
             raise ValueError("host_cache: expected no --compare, --speculate or --split with it")
         if args.tensor_parallel_size is not None and (has_host or args.speculate):
@@ -151,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small")
         built = build_model(
             name, device=device, dtype=dtype, seed=args.seed,
-            kv_cache_dtype=_rounding(args.kv_cache_dtype, args.tier_dtype),
+            kv_cache_dtype=args.kv_cache_dtype,
         )  # fmt: skip
         if args.tensor_parallel_size is not None:
             # Says what does not fit.
@@ -226,7 +222,7 @@ def measure(
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     # One size for all engines: what is free is not quite the same for each.
-    without = replace(settings, host_cache_gib=None, tier_dtype="auto")
+    without = replace(settings, host_cache_gib=None)
     warmed = _run(built, warm, without, "warm-up", drafter=drafter())
     settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
     others = replace(settings, impl=compare)
@@ -235,9 +231,8 @@ def measure(
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
     outputs = cached.run.outputs
     dtype, sampled = settings.kv_cache_dtype, sample(outputs, num_checks)
-    rounding = _rounding(dtype, settings.tier_dtype)
-    check = _checked(built, {key: outputs[key] for key in sampled}, rounding)
-    among = outputs if rounding == "auto" else sampled
+    check = _checked(built, {key: outputs[key] for key in sampled}, dtype)
+    among = outputs if dtype == "auto" else sampled
     with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
         rates = measure_rates(model)
     uncached = plain = other = untiered = parallel = None
@@ -277,7 +272,6 @@ def measure(
                 settings,
                 cached.run,
                 cached.moved,
-                cached.space,
                 untiered.run,
                 metrics(untiered.run, model, rates, untiered.num_pages, kv_cache_dtype=dtype),
             ),
@@ -299,22 +293,22 @@ def measure(
         keep(known())
         prompts = cached.run.prompts
         untiered = _run(built, workload, without, "without tiers", prompts=prompts)
-        _check_differing(built, cached.run, untiered.run, among, rounding)
+        _check_differing(built, cached.run, untiered.run, among, dtype)
     if baseline:
         keep(known())
         off = replace(without, enable_caching=False)
         prompts = cached.run.prompts
         uncached = _run(built, workload, off, "caching off", prompts=prompts, drafter=drafter())
-        _check_differing(built, cached.run, uncached.run, among, rounding)
+        _check_differing(built, cached.run, uncached.run, among, dtype)
     if speculate:
         keep(known())
         plain = _run(built, workload, settings, "no drafts", prompts=cached.run.prompts)
-        _check_differing(built, cached.run, plain.run, among, rounding)
+        _check_differing(built, cached.run, plain.run, among, dtype)
     if compare:
         keep(known())
         prompts = cached.run.prompts
         other = _run(built, workload, others, compare, prompts=prompts, drafter=drafter())
-        _checked(built, {key: other.run.outputs[key] for key in sampled}, rounding)
+        _checked(built, {key: other.run.outputs[key] for key in sampled}, dtype)
     if num_ranks:
         keep(known())
         prompts = cached.run.prompts
@@ -326,7 +320,7 @@ def measure(
             prompts,
             bytes_per_token=cached.bytes_per_token,
         )
-        _checked(built, {key: parallel[0].outputs[key] for key in sampled}, rounding)
+        _checked(built, {key: parallel[0].outputs[key] for key in sampled}, dtype)
     for _ in range(split_runs - 1):
         keep(known())
         prompts = cached.run.prompts
@@ -352,10 +346,9 @@ def _run(
     )
     engine.close()
     moved = {} if engine.tiers is None else engine.tiers.copier.num_bytes
-    space = None if engine.tiers is None else engine.tiers.space()
     del engine
     gc.collect()
-    return Measured(run, num_pages, bytes_per_token, describe, moved, space)
+    return Measured(run, num_pages, bytes_per_token, describe, moved)
 
 
 def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
@@ -421,13 +414,7 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         impl=args.impl,
         decode_graphs=False if args.no_graphs else None,
         host_cache_gib=args.host_cache,
-        tier_dtype=args.tier_dtype,
     )
-
-
-def _rounding(kv_cache_dtype: str, tier_dtype: str) -> str:
-    """What rounds rows that outputs depend on: of a cache with tiers that may be these."""
-    return kv_cache_dtype if tier_dtype == "auto" else tier_dtype
 
 
 def _retention(text: str) -> str | int:
@@ -503,12 +490,6 @@ def _parser() -> Parser:
         type=number(above=True),
         metavar="GIB",
         help="host memory behind the pool; default: none",
-    )
-    add(
-        "--tier-dtype",
-        default="auto",
-        choices=TIER_DTYPES,
-        help="what pages hold there: fp8 = e4m3, and hits on these are counted; default: auto",
     )
     add(
         "--max-num-seqs",

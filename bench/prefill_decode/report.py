@@ -26,8 +26,7 @@ dictionary::
     speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
-    tiers                  with --host-cache: host_gib, dtype, lossy_tokens; counters {name: count}; moved {to_host, to_device: bytes};
-                           space {held, taken: bytes of the host's entries at the end, those that hold rows and all}; without, of the same
+    tiers                  with --host-cache: host_gib; counters {name: count}; moved {to_host, to_device: bytes}; without, of the same
                            prompts without it, as cached; comparison, of cached against it; or null
     ranks                  with --tensor-parallel-size: size; memory of a rank, in words;
                            capacity, tokens of a rank's pool by those of one that has all of the model, in as many bytes; tokens_per_step; sum_bytes_per_layer_token, what is
@@ -200,7 +199,6 @@ def tiers(
     settings: EngineConfig,
     run: Run,
     moved: dict[str, int],
-    space: tuple[int, int],
     plain: Run,
     without: dict[str, Any],
 ) -> dict[str, Any]:
@@ -209,7 +207,6 @@ def tiers(
 
     Args:
         moved: bytes by direction.
-        space: bytes that hold rows at the end of ``run``, and bytes taken.
         without: metrics of ``plain``.
     """
     counters = {
@@ -219,11 +216,8 @@ def tiers(
     }
     return {
         "host_gib": settings.host_cache_gib,
-        "dtype": settings.tier_dtype,
-        "lossy_tokens": sum(o.lossy_tokens for o in run.outputs.values()),
         "counters": counters,
         "moved": moved,
-        "space": dict(zip(("held", "taken"), space, strict=True)),
         "without": without,
         "comparison": comparison(run, plain),
     }

@@ -102,20 +102,11 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
         behind["comparison"],
         [result["cached"]["hit"]["rate"], behind["without"]["hit"]["rate"]],
     )
-    count, moved, space = behind["counters"], behind["moved"], behind["space"]
-    unused = 1 - space["held"] / max(1, space["taken"])
+    count, moved = behind["counters"], behind["moved"]
     return [
         f"host: {count['stored_points']} resume points and {count['stored_segments']} segments stored, {count['loaded_points']} and "
         f"{count['loaded_segments']} loaded; {count['store_failures'] + count['load_failures']} failures",
-        f"host: {space['taken'] / 2**20:.1f} MiB taken, {unused:.1%} of them unused; moved there {moved['to_host'] / 2**20:.1f} MiB, "
-        f"back {moved['to_device'] / 2**20:.1f} MiB",
-        *(
-            [
-                f"hits: {behind['lossy_tokens']} of {result['cached']['hit']['tokens']} cached tokens rest on rows that were kept in e4m3"
-            ]
-            if behind["dtype"] != "auto"
-            else []
-        ),
+        f"host: {moved['to_host'] / 2**20:.1f} MiB moved there, {moved['to_device'] / 2**20:.1f} MiB back",
         f"with host memory against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
         f"identical output: {same['identical_requests']} of {result['workload']['requests']} requests, "
         f"{same['identical_tokens']} of {same['output_tokens']} tokens",

@@ -164,10 +164,9 @@ class Engine:
             return
         transfer.is_started = True
         end = transfer.link.send(self.now, transfer.num_bytes)
-        seconds = transfer.num_bytes / transfer.link.bytes_per_second
 
         def ended() -> None:
-            transfer.done(seconds)
+            transfer.done()
             for number in transfer.waiting:
                 del self._loading[number]
             for number in transfer.waiting:
@@ -236,11 +235,9 @@ class Engine:
         for end, rate in ((request.input, self.timing.prefill_rate), (len(tokens), None)):
             while start < end:
                 count = self._commit(number, slot, tokens, start, end)
-                seconds = count / rate if rate else 0.0
                 if rate:
-                    self._advance(self.now + seconds)
+                    self._advance(self.now + count / rate)
                 if self.behind is not None:
-                    self.behind.computed(count, seconds)
                     self._store()
                 start += count
         self.ttft[number] = self.now - request.arrival

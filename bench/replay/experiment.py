@@ -15,7 +15,7 @@ from quire.kvcore.policies.retention import parse_retention
 from quire.models.progress import tqdm
 
 from .bounds import clairvoyant_hits, dense_working_set, infinite_hits
-from .presets import PARTS, PRESETS
+from .presets import PRESETS
 from .simulate import Outcome, Timing, Workload, replay
 from .tiers import TierMemory
 
@@ -102,7 +102,7 @@ def run_grid(
 
         def behind(cache: KVCache) -> TierMemory:
             return TierMemory(
-                cache, host=host_sizes[host], link=link, timing=timing, parts=PARTS.get(preset),
+                cache, host=host_sizes[host], link=link, timing=timing,
                 policy=None if eviction == "adaptive" else EVICTIONS[eviction],
             )  # fmt: skip
 

@@ -41,13 +41,13 @@ class Transfer:
     Attributes:
         link: in their direction.
         num_bytes: how many.
-        done: called when all are there, with the seconds that they took, queue not counted.
+        done: called when all are there.
         waiting: numbers of the requests that wait for it.
         is_started: it is queued.
     """
 
     link: Link
     num_bytes: int
-    done: Callable[[float], object]
+    done: Callable[[], object]
     waiting: list[int] = field(default_factory=list)
     is_started: bool = False

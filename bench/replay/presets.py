@@ -31,10 +31,3 @@ PRESETS: dict[str, list[GroupSpec]] = {
     # 80 layers of 8 KV heads of 128, bf16.
     "llama-like": [GroupSpec("full", "dense", 16, 80 * 16 * 4096)],
 }
-
-# Parts of pages as `quire.models.tiers.parts` chooses them for an engine, where it does not keep whole
-# pages: bytes of a part, and parts of a page of each group.
-PARTS: dict[str, tuple[int, tuple[int, ...]]] = {
-    "v4-flash": (91_520, (11, 9, 9, 5)),
-    "v4-pro": (165_808, (9, 7, 7, 4)),
-}

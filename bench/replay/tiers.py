@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from quire.kvcore import KVCache
-from quire.kvcore.plan import OutOfPages
 from quire.kvcore.policies.base import EvictionPolicy
 from quire.kvcore.prefix.index import PrefixIndex
-from quire.kvcore.tier import Job, Tiers, TierSpec
+from quire.kvcore.tier import Job, Tiers
 
 from .links import Link, Transfer
 
@@ -29,7 +28,6 @@ class TierMemory:
         policy: makes the eviction policy of the host; None: its own default.
         timing: of the engine.
         watermark: of `Tiers`.
-        parts: (bytes of a part, parts of a page of each group), as of `Tiers`; None: whole pages.
 
     Attributes:
         links: by direction, `STORE` and `LOAD`.
@@ -38,15 +36,12 @@ class TierMemory:
     def __init__(
         self, cache: KVCache, *, host: int, link: float, timing: Timing,
         policy: Callable[[], EvictionPolicy] | None = None, watermark: int | None = None,
-        parts: tuple[int, tuple[int, ...]] | None = None,
     ) -> None:  # fmt: skip
         self._timing = timing
-        size, counts = parts or (cache.layout.page_bytes, None)
-        num_pages = host * cache.layout.page_bytes // size + 1
-        spec = TierSpec(num_pages, link, None if policy is None else policy())
         self.tiers = Tiers(
-            cache, host=spec, prefill_tokens_per_second=timing.prefill_rate, watermark=watermark,
-            page_bytes=size, parts=counts,
+            cache, num_pages=host + 1, bytes_per_second=link,
+            prefill_tokens_per_second=timing.prefill_rate,
+            policy=None if policy is None else policy(), watermark=watermark,
         )  # fmt: skip
         self.links = {STORE: Link(link), LOAD: Link(link)}
         self._transfers: dict[Job, Transfer] = {}
@@ -61,23 +56,16 @@ class TierMemory:
         if not match.num_bytes:
             return None
         job = self.tiers.load(match)
-        if isinstance(job, OutOfPages):
-            return "later"
-        return None if job is None else self._transfer(job)
+        return "later" if job is None else self._transfer(job)
 
     def _transfer(self, job: Job) -> Transfer:
-        def done(seconds: float) -> None:
+        def done() -> None:
             del self._transfers[job]
-            self.tiers.done(job, seconds=seconds or None)
+            self.tiers.done(job)
 
         link = self.links[STORE if job.kind == "store" else LOAD]
         transfer = self._transfers[job] = Transfer(link, job.num_bytes, done)
         return transfer
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Prefill of `num_tokens` took `seconds`."""
-        if seconds:
-            self.tiers.computed(num_tokens, seconds)
 
     def stores(self, engine: Engine) -> list[Transfer]:
         """Transfers to the host to start now: as much as the link takes while the next chunk is
@@ -89,7 +77,7 @@ class TierMemory:
     def report(self) -> dict[str, float | int]:
         """Figures of the whole replay, for a row."""
         moved = {f"bytes {name}": link.num_bytes for name, link in self.links.items()}
-        index = self.tiers.host.index
+        index = self.tiers.index
         used = index.pool.num_pages - 1 - index.pool.num_free
         unused = used - serving_pages(index)
         return {**moved, **self.tiers.stats(), "waste": unused / used if used else 0.0}

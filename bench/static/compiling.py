@@ -44,7 +44,6 @@ def _specialise(
 ) -> Any:
     """Type of one argument, or of a named tuple's fields, which are always specialised."""
     import torch
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     pointer = {
         torch.bfloat16: "*bf16",
@@ -68,10 +67,6 @@ def _specialise(
         kind = pointer[value.dtype]
         # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
         divisible = value.storage_offset() * value.element_size() % 16 == 0
-    elif isinstance(value, TensorDescriptor):
-        if len(path) > 1:
-            raise NotImplementedError("Triton launches no tensor descriptor within a tuple")
-        kind, divisible = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>", False
     elif isinstance(value, int):
         kind = "i32" if -(2**31) <= value < 2**31 else "i64"
         divisible = special and value % 16 == 0
@@ -117,7 +112,7 @@ def distinct(
 
 
 def config(launch: Launch) -> str:
-    """Tile shape, warps and stages of a launch, and v2 where two programs share a query tile."""
+    """Tile shape, warps and stages of a launch, and v2 where the values have two accumulators."""
     values, parts = launch.values, value_parts(launch)
     tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
     # Triton's own defaults, where the launch does not say.
@@ -126,7 +121,7 @@ def config(launch: Launch) -> str:
 
 
 def value_parts(launch: Launch) -> int:
-    """Programs that share a query tile, each with a part of the values."""
+    """Accumulators of a query tile, each of a part of the values' channels."""
     values = launch.values
     return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
 
@@ -216,10 +211,7 @@ def _tile_bytes(case: StaticCase, launch: Launch) -> int:
     """Bytes of a tile of keys and values; 0 for a kernel without such tiles."""
     if not case.key_bytes or "BLOCK_N" not in launch.values:
         return 0
-    tile_bytes, parts = launch.values["BLOCK_N"] * case.key_bytes, value_parts(launch)
-    if parts > 1:  # all of a key, and a part of its values
-        tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
-    return int(tile_bytes)
+    return int(launch.values["BLOCK_N"] * case.key_bytes)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

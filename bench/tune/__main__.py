@@ -7,15 +7,14 @@
     python -m bench.tune --dry-run    # on a CPU: two tile shapes of some entries, small cases
     python -m bench.tune --dry-run --arch gfx942    # the same, of that architecture's entries
 
-The tables (`bench.tune.entries`) are the files ``tiles.json`` of attention, of ``mla_attention`` and
-of ``compressed_attention``; ``--write OUT`` writes ``OUT/<operator>/tiles.json`` after each entry.
+The tables (`bench.tune.entries`) are ``kernels/attention/tiles.py`` and the files ``tiles.json`` of
+``mla_attention`` and of ``compressed_attention``; ``--write OUT`` writes ``OUT/<operator>/tiles.json``
+after each entry, and prints the new shapes of attention, which are copied by hand.
 The candidates of an entry are first compiled offline for this GPU's architecture, on all cores: what
 spills, does not fit, or breaks another rule of ``bench.static`` is not run. The others are timed on
 the cases of the named shapes that use the entry, each checked against the float64 result first, and
 ranked by the geometric mean of their times over those of the table's own shape, which is timed in
-the same run. Another shape is taken where it is at least 2 % faster. Then the fastest shape of a
-prefill is tried with the other ways of launching it: new K/V by tensor descriptors, and programs
-that take tiles in turns.
+the same run. Another shape is taken where it is at least 2 % faster.
 
 After ``--seconds`` no entry is begun; of the entry in hand, what is not compiled is not tried, and
 no further case is timed.
@@ -55,7 +54,7 @@ from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..kernels.families import family_of
 from ..static.limits import ARCHS
-from .entries import Case, TableEntry, rewritten, table_entries, tiny_cases, tuned_cases
+from .entries import Case, TableEntry, by_hand, rewritten, table_entries, tiny_cases, tuned_cases
 
 # A new shape has to be faster than the table's own by this much.
 GAIN = 0.02
@@ -166,7 +165,10 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(chosen: dict[TableEntry, Any], arch: Arch, folder: Path | None) -> None:
-    """Write the tables with other shapes: in place, or as folder/<operator>/tiles.json."""
+    """Write the tables with other shapes: in place, or as folder/<operator>/tiles.json; print those
+    of attention."""
+    for line in by_hand(chosen, arch):
+        print(line)
     for path, text in rewritten(chosen, arch).items():
         to = path if folder is None else folder / path.parent.name / path.name
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -198,25 +200,19 @@ def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
         if args.dry_run:
             narrower = 16 if candidates[0].block_n == 32 else 32
             candidates = [candidates[0], replace(candidates[0], block_n=narrower)]
-        while candidates:
-            reasons = compile_all(entry, candidates, arch, pool, deadline)
-            result["refused"] += [
-                {"entry": entry.name, "config": list(entry.values(c)), "why": why}
-                for c, why in zip(candidates, reasons, strict=True)
-                if why
-            ]
-            # The table's own shape is what the others are compared with, whatever the rules say.
-            fit = [c for i, c in enumerate(candidates) if i == 0 or not reasons[i]]
-            rows = measure(entry, cases, fit, device, args.per_call, deadline)
-            result["rows"] += rows
-            taken = best(rows)
-            print(f"{perf_counter() - start:6.1f} s\n{table(entry, rows, taken)}", flush=True)
-            # Once more, with the other ways of launching the shape; after those there are no others.
-            others = [] if entry in chosen else entry.variants(fit[rows.index(taken)], arch)
-            chosen[entry] = fit[rows.index(taken)]
-            if args.dry_run:
-                others = others[-1:]
-            candidates = list(dict.fromkeys([fit[0], chosen[entry], *others])) if others else []
+        reasons = compile_all(entry, candidates, arch, pool, deadline)
+        result["refused"] += [
+            {"entry": entry.name, "config": list(entry.values(c)), "why": why}
+            for c, why in zip(candidates, reasons, strict=True)
+            if why
+        ]
+        # The table's own shape is what the others are compared with, whatever the rules say.
+        fit = [c for i, c in enumerate(candidates) if i == 0 or not reasons[i]]
+        rows = measure(entry, cases, fit, device, args.per_call, deadline)
+        result["rows"] += rows
+        taken = best(rows)
+        print(f"{perf_counter() - start:6.1f} s\n{table(entry, rows, taken)}", flush=True)
+        chosen[entry] = fit[rows.index(taken)]
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if args.write is not None:

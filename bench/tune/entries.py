@@ -1,8 +1,9 @@
-"""What `bench.tune` may choose: the entries of each operator's ``tiles.json``.
+"""Tile shapes that `bench.tune` may choose: entries of ``tiles.json`` files, and of attention's
+``tiles.py``.
 
-Each family of kernels has its own dataclass of entries, whose methods say where an entry is found,
-what is worth compiling in its place, and which launches of `bench.static` show whether that holds;
-a function in ``FAMILIES`` says which entry a case uses. A new table is one more of both.
+Each family of kernels has its own dataclass of entries: the current shape, the shapes worth
+compiling in its place, and the launches of `bench.static` that show whether those hold. A function
+in ``FAMILIES`` gives the entry that a case uses.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quire.kernels.attention import configs
+from quire.kernels.attention import tiles
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.common.arch import Arch
 from quire.kernels.common.tile_shapes import tile_rows
@@ -52,17 +53,15 @@ def _launch_choices(arch: Arch) -> dict[str, tuple[Any, ...]]:
 
 
 class TableEntry(ABC):
-    """An entry of a table.
+    """A tile shape that a kernel family looks up.
 
     Attributes:
         columns: names of what ``values`` returns.
         module: the one that looks its launch choices up by ``select_config``.
-        table: that has the entry.
     """
 
     columns: tuple[str, ...]
     module: ModuleType
-    table: TileTable[Any]
 
     @property
     @abstractmethod
@@ -70,12 +69,8 @@ class TableEntry(ABC):
         """Readable, and unique."""
 
     @abstractmethod
-    def question(self, arch: Arch) -> Key:
-        """What the operator asks its table for; the answer is this entry."""
-
     def current(self, arch: Arch) -> Any:
-        """The launch choices that the table gives."""
-        return self.table.find(self.question(arch)).config
+        """The launch choices that the operator makes today."""
 
     @abstractmethod
     def candidates(self, arch: Arch) -> list[Any]:
@@ -83,10 +78,6 @@ class TableEntry(ABC):
 
         Those whose tiles of keys in all stages but one fit the shared memory.
         """
-
-    def variants(self, config: Any, arch: Arch) -> list[Any]:
-        """Other ways of launching a tile shape."""
-        return []
 
     @abstractmethod
     def static_cases(self, arch: Arch) -> list[str]:
@@ -111,6 +102,24 @@ class TableEntry(ABC):
             self.module.select_config = before
 
 
+class FileEntry(TableEntry):
+    """An entry of a ``tiles.json`` file.
+
+    Attributes:
+        table: that has the entry.
+    """
+
+    table: TileTable[Any]
+
+    @abstractmethod
+    def question(self, arch: Arch) -> Key:
+        """What the operator asks its table for; the answer is this entry."""
+
+    def current(self, arch: Arch) -> Any:
+        """The launch choices that the file gives."""
+        return self.table.find(self.question(arch)).config
+
+
 @dataclass(frozen=True)
 class _AttentionEntry(TableEntry):
     """An entry of attention.
@@ -127,48 +136,30 @@ class _AttentionEntry(TableEntry):
     rows: int = 0
     e4m3: bool = False
 
-    columns = ("m", "n", "warps", "stages", "parts", "tma", "per sm", "nonkdim")
-    module, table = paged, configs.TILES
+    columns = ("m", "n", "warps", "stages", "parts")
+    module = paged
 
     @property
     def name(self) -> str:
         rows = f" x{self.rows}" if self.rows else ""
         return f"{self.phase} {self.head_dim}{rows}" + (" e4m3" if self.e4m3 else "")
 
-    def question(self, arch: Arch) -> Key:
-        pages = "fp8" if self.e4m3 else "same"
-        return Key(arch.tiles, "16-bit", pages, self.phase, self.head_dim, self.rows or None)
+    def current(self, arch: Arch) -> tiles.Config:
+        """The shape that `tiles` gives."""
+        rows = self.rows or None
+        return tiles.select_config(self.head_dim, 2, arch, quantized=self.e4m3, rows=rows)
 
-    def candidates(self, arch: Arch) -> list[configs.Config]:
+    def candidates(self, arch: Arch) -> list[tiles.Config]:
         heights = (32, 64, 128) if self.phase == "prefill" else (self.rows,)
         parts = (1, 2) if self.phase == "prefill" and self.head_dim >= 256 else (1,)
         found = [self.current(arch)]
-        warps, stages, nonkdims = _launch_choices(arch).values()
-        for *shape, value_parts, nonkdim in product(
-            heights, (16, 32, 64, 128), warps, stages, parts, nonkdims
-        ):
-            own = {
-                "mask_all": found[0].mask_all,
-                "fp16_values": found[0].fp16_values,
-                "matrix_instr_nonkdim": nonkdim,
-            }
-            config = configs.Config(*shape, value_parts, **own)
+        warps, stages, _ = _launch_choices(arch).values()
+        for shape in product(heights, (16, 32, 64, 128), warps, stages, parts):
+            config = tiles.Config(*shape)
             # Tiles of new K/V have two bytes an element in any case.
-            row_bytes = 2 * (self.head_dim + self.head_dim // value_parts)
-            if _fits(config, row_bytes, arch) and config not in found:
+            if _fits(config, 2 * 2 * self.head_dim, arch) and config not in found:
                 found.append(config)
         return found
-
-    def variants(self, config: configs.Config, arch: Arch) -> list[configs.Config]:
-        """Of prefill: with tensor descriptors where the GPU has them, and programs that take turns."""
-        if self.phase != "prefill":
-            return []
-        made = [
-            replace(config, new_kv_tma=new_kv_tma, programs_per_sm=programs)
-            for new_kv_tma, programs in product((False, True), (0, 1, 2))
-            if arch.descriptors or not new_kv_tma
-        ]
-        return [other for other in made if other != config]
 
     def static_cases(self, arch: Arch) -> list[str]:
         name = f"{self.phase}{'-fp8' if self.e4m3 else ''}-d{self.head_dim}"
@@ -184,16 +175,9 @@ class _AttentionEntry(TableEntry):
     def calls(self, problem: Any, impl: str | None) -> list[Any]:
         return quire_calls(problem, in_step=self.phase == "prefill", impl=impl)
 
-    def values(self, config: configs.Config) -> tuple[Any, ...]:
-        """The last three as far as they are not the defaults."""
-        shape = (config.block_m, config.block_n, config.num_warps, config.num_stages, config.value_parts)  # fmt: skip
-        more = (config.new_kv_tma, config.programs_per_sm, config.matrix_instr_nonkdim or 0)
-        given = max((i for i, value in enumerate(more, 1) if value), default=0)
-        return shape + more[:given]
-
 
 @dataclass(frozen=True)
-class _MlaEntry(TableEntry):
+class _MlaEntry(FileEntry):
     """An entry of ``mla_attention``.
 
     Attributes:
@@ -241,7 +225,7 @@ class _MlaEntry(TableEntry):
 
 
 @dataclass(frozen=True)
-class _CompressedEntry(TableEntry):
+class _CompressedEntry(FileEntry):
     """An entry of ``compressed_attention``.
 
     Attributes:
@@ -298,11 +282,10 @@ def _attention_entry(e4m3: bool, case: Case, arch: Arch) -> TableEntry | None:
         return None
     dim, rows = max(32, shape.head_dim), 0
     if case.phase == "decode":
-        plan = configs.plan_decode(
+        rows = tiles.plan_decode(
             num_decodes=case.batch, max_seqlen_q=1, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, num_sms=1,
-        )  # fmt: skip
-        rows = _AttentionEntry("decode", dim, plan.block_m, e4m3).current(arch).block_m
+        ).block_m  # fmt: skip
     return _AttentionEntry(case.phase, dim, rows, e4m3)
 
 
@@ -378,10 +361,19 @@ def tiny_cases() -> list[Case]:
 
 
 def rewritten(chosen: dict[TableEntry, Any], arch: Arch) -> dict[Path, str]:
-    """The texts of the tables that have other entries then, by the paths of their files."""
+    """The texts of the ``tiles.json`` files that have other entries then, by their paths."""
     tables: dict[TileTable[Any], dict[Key, Any]] = {}
     for entry, config in chosen.items():
-        if config != entry.current(arch):
+        if isinstance(entry, FileEntry) and config != entry.current(arch):
             key = entry.table.find(entry.question(arch)).key
             tables.setdefault(entry.table, {})[key] = config
     return {table.path: table.with_configs(changes) for table, changes in tables.items()}
+
+
+def by_hand(chosen: dict[TableEntry, Any], arch: Arch) -> list[str]:
+    """Lines that name the new shapes of ``kernels/attention/tiles.py``, which is edited by hand."""
+    return [
+        f"kernels/attention/tiles.py: {entry.name} on {arch.tiles}: {config}"
+        for entry, config in chosen.items()
+        if not isinstance(entry, FileEntry) and config != entry.current(arch)
+    ]

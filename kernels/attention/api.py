@@ -1,6 +1,6 @@
 """The public functions: choose the implementation by name, and never fall back to another.
 
-Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+Next: `call`, the checks; then `triton_impl`, which launches `kernel`, or `torch_impl` on a CPU.
 
 Torch is imported here and Triton only by the functions that launch a kernel, so that
 ``impl="torch"`` works where Triton is missing.
@@ -28,8 +28,8 @@ import torch
 
 from ..common import checks
 from ..common.impls import implementation
-from . import configs
 from .call import AttentionCall, check_attention, check_merge
+from .tiles import plan_decode
 
 
 def paged_attention(
@@ -268,7 +268,7 @@ def merge_partials(
     chosen = implementation(impl, partial_out)
     out = check_merge(partial_out, partial_lse, sinks, out, lse)
     if chosen == "triton":
-        from .merge import merge_partials as merge
+        from .triton_impl import merge_partials as merge
     else:
         from .torch_impl import merge_partials as merge
     return merge(partial_out, partial_lse, sinks, out, lse)
@@ -300,7 +300,7 @@ def workspace_numel(
     Raises:
         ValueError: a value is not a positive int, or num_heads is not a multiple of num_kv_heads.
 
-    Source: ``configs.plan_decode``: one partial row of head_dim + 1 values for each KV split,
+    Source: ``plan_decode``: one partial row of head_dim + 1 values for each KV split,
         token and head.
     """
     for name, value in (
@@ -316,7 +316,7 @@ def workspace_numel(
         raise ValueError(
             f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
         )
-    return configs.plan_decode(
+    return plan_decode(
         num_decodes=num_decodes,
         max_seqlen_q=max_seqlen_q,
         num_heads=num_heads,

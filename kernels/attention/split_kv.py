@@ -1,57 +1,36 @@
-"""How decode work is divided into KV splits on the device, for attention and the merge of splits.
+"""Split-KV decode: how the keys of a batch are divided on the device, and how results are merged.
 
-Every program derives the same division from the lengths of the batch, so the host needs no lengths
-and a captured graph stays right. The paged keys of all decode sequences, divided by
-``target_items``, give the keys of one split (never fewer than MIN_TOKENS); a sequence has as many
-equal splits as that gives, and the splits of all sequences, the *work items*, are numbered one
-after another. With three sequences, target_items 4 and MIN_TOKENS 256:
+The paged keys of all decode sequences over ``target_splits`` give the keys of one split (at least
+MIN_SPLIT_KEYS). A sequence has as many equal splits as that gives; the splits of all sequences are
+numbered one after another, a program each. With three sequences and target_splits 4:
 
     sequence          0             1       2
     paged keys        3000          500     600          4100 in all
     keys of a split   1025 = ceil(4100 / 4)
-    splits            3             1       1            ceil(keys / 1025)
-    work items        0   1   2     3       4            whole tiles, about 1000 keys in 0 to 2
-                      |---|---|---| |-----| |------|
+    splits            0   1   2     3       4            about 1000 keys in 0 to 2
 
-There may be more items than target_items, as each sequence rounds up. Items 0 to 2 leave partial
-results, which the merge combines; 3 and 4 are a sequence each and write the output themselves.
+Every program derives this from the lengths in device memory: the host needs none, and a captured
+graph stays right. Splits 0 to 2 leave partial results, which `merge_splits_kernel` combines by their
+lse; 3 and 4 write the output themselves.
 
-`stream_k` says what it costs that every program does so, and why it has another division: a split
-here belongs to one sequence, and a program computes one.
-
-Source: FlashDecoding (split-KV); FlashMLA's tile scheduler divides the batch's keys in the same
-way.
+Source: FlashDecoding (split-KV); FlashInfer (arXiv 2501.01005) 2.2 for the merge.
 """
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..common.decode_plans import MIN_SPLIT_KEYS
+from ..common.merging import load_sink, merge_rows
 from ..common.tiles import CHUNK
 
-
-class Batch(NamedTuple):
-    """The decode sequences of a batch, in kernels.
-
-    Attributes:
-        seq_lens: [num_seqs] int32, tokens of each, those of this step included.
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        num_decodes: the first so many sequences are decode's.
-        sliding_window: keys that a query sees, its own included; None: all before it.
-    """
-
-    seq_lens: Any
-    cu_seqlens_q: Any
-    num_decodes: Any
-    sliding_window: Any
+LEAST_KEYS = tl.constexpr(MIN_SPLIT_KEYS)
 
 
 @triton.jit
 def paged_range(seq_len, q_len, sliding_window, NEW_KV: tl.constexpr):
-    """The keys [low, high) in the pages that some query of a sequence sees; scalars or vectors.
+    """Keys [low, high) in the pages that some query of a sequence sees; scalars or vectors.
 
-    NEW_KV: the keys of the step are in no page, but beside them.
+    NEW_KV: the keys of the step are in no page.
     """
     context = seq_len - q_len
     high = tl.maximum(context if NEW_KV else seq_len, 0)
@@ -62,81 +41,150 @@ def paged_range(seq_len, q_len, sliding_window, NEW_KV: tl.constexpr):
 
 
 @triton.jit
-def _chunk_keys(seq, batch, NEW_KV: tl.constexpr):
-    """New tokens and paged keys of a vector of sequences; 0 past the last decode sequence."""
-    live = seq < batch.num_decodes
-    first = tl.load(batch.cu_seqlens_q + seq, mask=live, other=0)
-    q_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=live, other=0) - first
-    seq_len = tl.load(batch.seq_lens + seq, mask=live, other=0)
-    low, high = paged_range(seq_len, q_len, batch.sliding_window, NEW_KV)
+def split_range(low, high, split, num_splits, BLOCK_N: tl.constexpr):
+    """The part of keys [low, high) that one of ``num_splits`` splits has: whole tiles inside."""
+    first = low // BLOCK_N
+    tiles = tl.cdiv(high, BLOCK_N) - first
+    begin = (first + tiles * split // num_splits) * BLOCK_N
+    end = (first + tiles * (split + 1) // num_splits) * BLOCK_N
+    return tl.maximum(low, begin), tl.minimum(high, end)
+
+
+@triton.jit
+def _keys(seq, seq_lens, cu_seqlens_q, num_decodes, sliding_window, NEW_KV: tl.constexpr):
+    """New tokens and paged keys of [CHUNK] sequences; 0 past the last decode sequence."""
+    live = seq < num_decodes
+    first = tl.load(cu_seqlens_q + seq, mask=live, other=0)
+    q_len = tl.load(cu_seqlens_q + seq + 1, mask=live, other=0) - first
+    seq_len = tl.load(seq_lens + seq, mask=live, other=0)
+    low, high = paged_range(seq_len, q_len, sliding_window, NEW_KV)
     return q_len, tl.where(live, high - low, 0)
 
 
 @triton.jit
-def split_tokens(batch, target_items, NEW_KV: tl.constexpr, MIN_TOKENS: tl.constexpr):
-    """Keys of one split: the batch's paged keys over ``target_items``, at least MIN_TOKENS."""
-    total = tl.zeros([], tl.int64)
-    for start in range(0, batch.num_decodes, CHUNK):
-        _, keys = _chunk_keys(start + tl.arange(0, CHUNK), batch, NEW_KV)
-        total += tl.sum(keys.to(tl.int64), 0)
-    return tl.maximum((total + target_items - 1) // target_items, MIN_TOKENS).to(tl.int32)
-
-
-@triton.jit
-def _num_splits(q_len, keys, tokens, BLOCK_Q: tl.constexpr):
-    # A decode tile holds BLOCK_Q tokens: a sequence with more is the prefill kernel's, one without
-    # new tokens is nobody's.
-    splits = tl.maximum((keys + tokens - 1) // tokens, 1)
+def _num_splits(q_len, keys, share, BLOCK_Q: tl.constexpr):
+    # A sequence of more new tokens than a decode tile holds is prefill's.
+    splits = tl.maximum((keys + share - 1) // share, 1)
     return tl.where((q_len > 0) & (q_len <= BLOCK_Q), splits, 0)
 
 
 @triton.jit
-def find_item(item, batch, tokens, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The sequence that a work item belongs to and the number of that sequence's first item.
+def _keys_of_a_split(
+    seq_lens, cu_seqlens_q, num_decodes, target_splits, sliding_window, NEW_KV: tl.constexpr
+):
+    total = tl.zeros([], tl.int64)
+    for start in range(0, num_decodes, CHUNK):
+        seq = start + tl.arange(0, CHUNK)
+        _, keys = _keys(seq, seq_lens, cu_seqlens_q, num_decodes, sliding_window, NEW_KV)
+        total += tl.sum(keys.to(tl.int64), 0)
+    return tl.maximum((total + target_splits - 1) // target_splits, LEAST_KEYS).to(tl.int32)
 
-    Past the last item the sequence is num_decodes.
-    """
+
+@triton.jit
+def find_split(
+    item, seq_lens, cu_seqlens_q, num_decodes, target_splits, sliding_window,
+    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The sequence of a split (num_decodes past the last), its number in it, and their count."""
+    share = _keys_of_a_split(
+        seq_lens, cu_seqlens_q, num_decodes, target_splits, sliding_window, NEW_KV
+    )
     found = tl.zeros([], tl.int32)
     first = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)
-    for start in range(0, batch.num_decodes, CHUNK):
+    count = tl.zeros([], tl.int32)
+    for start in range(0, num_decodes, CHUNK):
         seq = start + tl.arange(0, CHUNK)
-        q_len, keys = _chunk_keys(seq, batch, NEW_KV)
-        splits = _num_splits(q_len, keys, tokens, BLOCK_Q)
+        q_len, keys = _keys(seq, seq_lens, cu_seqlens_q, num_decodes, sliding_window, NEW_KV)
+        splits = _num_splits(q_len, keys, share, BLOCK_Q)
         stop = before + tl.cumsum(splits, 0)
-        passed = (stop <= item) & (seq < batch.num_decodes)
+        passed = (stop <= item) & (seq < num_decodes)
         found += tl.sum(passed.to(tl.int32), 0)
         first = tl.maximum(first, tl.max(tl.where(passed, stop, 0), 0))
+        count += tl.sum(tl.where((stop > item) & (stop - splits <= item), splits, 0), 0)
         before += tl.sum(splits, 0)
-    return found, first
+    return found, item - first, count
 
 
 @triton.jit
-def first_item(target, batch, tokens, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The number of the first work item of sequence ``target``."""
-    before = tl.zeros([], tl.int32)
-    for start in range(0, target, CHUNK):
+def splits_of(
+    target, seq_lens, cu_seqlens_q, num_decodes, target_splits, sliding_window,
+    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """The first split of a sequence, and how many it has."""
+    share = _keys_of_a_split(
+        seq_lens, cu_seqlens_q, num_decodes, target_splits, sliding_window, NEW_KV
+    )
+    first = tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
+    for start in range(0, target + 1, CHUNK):
         seq = start + tl.arange(0, CHUNK)
-        q_len, keys = _chunk_keys(seq, batch, NEW_KV)
-        splits = _num_splits(q_len, keys, tokens, BLOCK_Q)
-        before += tl.sum(tl.where(seq < target, splits, 0), 0)
-    return before
+        q_len, keys = _keys(seq, seq_lens, cu_seqlens_q, num_decodes, sliding_window, NEW_KV)
+        splits = _num_splits(q_len, keys, share, BLOCK_Q)
+        first += tl.sum(tl.where(seq < target, splits, 0), 0)
+        count += tl.sum(tl.where(seq == target, splits, 0), 0)
+    return first, count
+
+
+@triton.jit(do_not_specialize=["num_decodes", "target_splits"])
+def merge_splits_kernel(
+    partial_out, first_lse, sinks, out, lse, seq_lens, cu_seqlens_q, num_decodes, num_heads,
+    target_splits, sliding_window, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the KV splits of one head of one decode sequence, if it has several."""
+    seq = tl.program_id(0) // num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    first_token = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    low, high = paged_range(tl.load(seq_lens + seq), q_len, sliding_window, NEW_KV)
+    if high - low <= LEAST_KEYS:  # never split: most short sequences end here
+        return
+    first, num_parts = splits_of(
+        seq, seq_lens, cu_seqlens_q, num_decodes, target_splits, sliding_window, NEW_KV, BLOCK_Q
+    )
+    if num_parts <= 1:
+        return
+    sink = load_sink(sinks, head)
+    for t in range(0, q_len):
+        row = (first.to(tl.int64) * BLOCK_Q + t) * num_heads + head
+        merged, merged_lse = merge_rows(
+            partial_out + row * HEAD_DIM,
+            partial_out + first_lse + row,
+            num_parts,
+            BLOCK_Q * num_heads * HEAD_DIM,
+            BLOCK_Q * num_heads,
+            sink,
+            HEAD_DIM,
+            BLOCK_PARTS,
+        )
+        _store(merged, merged_lse, out, lse, (first_token + t).to(tl.int64), head, HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def merge_partials_kernel(
+    partial_out, partial_lse, sinks, out, lse, num_parts, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge one row of dense parts: ``strided.Pages`` [num_parts, num_tokens, num_heads, ...]."""
+    token = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    merged, merged_lse = merge_rows(
+        partial_out.data + token * partial_out.stride_row + head * partial_out.stride_head,
+        partial_lse.data + token * partial_lse.stride_row + head * partial_lse.stride_head,
+        num_parts,
+        partial_out.stride_page,
+        partial_lse.stride_page,
+        load_sink(sinks, head),
+        HEAD_DIM,
+        BLOCK_PARTS,
+    )
+    _store(merged, merged_lse, out, lse, token, head, HEAD_DIM)
 
 
 @triton.jit
-def num_splits(seq_len, q_len, tokens, sliding_window, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Splits of one sequence, ``tokens`` keys each."""
-    low, high = paged_range(seq_len, q_len, sliding_window, NEW_KV)
-    return _num_splits(q_len, high - low, tokens, BLOCK_Q)
-
-
-@triton.jit
-def item_of_turn(turn):
-    """The item that this program takes in a turn, where programs take items, longest first, in
-    turns.
-
-    They go to and fro: who had the longest item of one turn has the shortest of the next.
-    """
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    index = tl.where(turn % 2 == 0, program, num_programs - 1 - program)
-    return turn * num_programs + index
+def _store(merged, merged_lse, out, lse, token, head, HEAD_DIM: tl.constexpr):
+    row = out.data + token * out.stride_token + head * out.stride_head
+    tl.store(row + tl.arange(0, HEAD_DIM), merged.to(out.data.dtype.element_ty))
+    if lse is not None:
+        tl.store(lse.data + token * lse.stride_token + head * lse.stride_head, merged_lse)

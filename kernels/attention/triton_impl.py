@@ -1,297 +1,197 @@
-"""Paged attention, full and sliding-window: what is launched for a call.
+"""Launches of paged attention and of the merges."""
 
-    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j
-            over the keys j <= p_i (and p_i - j < sliding_window)
-
-A query tile packs the tokens of a sequence with the query heads of one KV head (row = token * heads
-+ head), so every K/V tile is read once for all of them. Its keys come from two sources, pages and
-the step's new K/V, merged by one online softmax (exp2 domain, fp32). Per source, tiles that every
-row sees whole run in a loop without masks, the tiles at the edges in a loop with masks. The page id
-of the next tile is loaded one tile ahead and carried around the loop: loaded inside it, Triton
-keeps one K/V tile in flight instead of ``num_stages``. If block_size is a multiple of BLOCK_N a
-tile has one page id, else each of its rows has one.
-
-Next: `prefill_kernel` and `decode_kernel`, which share all that, in `query_tile`; `merge` has the
-merge of KV splits.
-
-Layout: q, out [num_tokens, num_heads, head_dim]; pages [num_pages, block_size, num_kv_heads,
-head_dim] of any strides; block_table [num_seqs, width] where block b is entry b % width. Decode
-partials, fp32: [items, BLOCK_Q, num_heads, head_dim], then their lse.
-
-Source: FlashAttention-2 (arXiv 2307.08691); PagedAttention (arXiv 2309.06180); FlashDecoding
-(split-KV).
-"""
-
-from dataclasses import replace
-from typing import Any
+from __future__ import annotations
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..common import strided
+from ..common import launching, strided
 from ..common.arch import Arch
 from ..common.checks import expect_head_dim
-from ..common.decode_plans import MIN_SPLIT_KEYS
-from ..common.launching import Launch, arch_and_sms, given, partials, run
+from ..common.launching import arch_and_sms
+from ..common.merging import block_parts
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
-from . import merge
-from .arguments import Softmax, TileConfig
 from .call import AttentionCall
-from .configs import Config, plan_decode, select_config, uses_fp16_values
-from .decode_kernel import decode_kernel
-from .prefill_kernel import prefill_kernel
+from .kernel import Shape, Softmax, attention_kernel
+from .split_kv import merge_partials_kernel, merge_splits_kernel
+from .tiles import DecodePlan, plan_decode, select_config
+
+# Registers of a thread of a merge of splits: few enough for six programs an SM.
+MERGE_REGISTERS = 80
 
 
 def attention(call: AttentionCall) -> torch.Tensor:
     """Launch a checked call; returns ``out``.
 
+    In a mixed batch the host does not know how many new tokens the decode sequences have: decode
+    programs take those that fit their query tile and prefill programs all others.
+
     Raises:
         NotImplementedError: as ``quire.kernels.paged_attention``.
     """
-    expect_head_dim("k_pages", call.k_pages.shape[3])
-    run(prepare(call, *arch_and_sms(call.q)), call.q)
+    num_heads, head_dim = call.q.shape[1:]
+    expect_head_dim("k_pages", head_dim)
+    arch, num_sms = arch_and_sms(call.q)
+    decode_tokens = 0
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.cuda.device_of(call.q):
+        if call.num_decodes > 0:
+            plan = plan_decode(
+                num_decodes=call.num_decodes,
+                max_seqlen_q=call.max_seqlen_q if call.num_decodes == call.num_seqs else 1,
+                num_heads=num_heads,
+                num_kv_heads=call.k_pages.shape[2],
+                head_dim=head_dim,
+                num_sms=num_sms,
+                dtype_bytes=call.q.element_size(),
+                max_seq_len=call.max_seq_len,
+                sliding_window=call.sliding_window,
+            )
+            decode_tokens = _launch(call, arch, plan)
+        if call.num_decodes < call.num_seqs or call.max_seqlen_q > decode_tokens:
+            _launch(call, arch, None, decode_tokens)
     return call.out
 
 
-def prepare(call: AttentionCall, arch: Arch, num_sms: int) -> list[Launch]:
-    """The launches of a checked call.
-
-    In a mixed batch the host does not know how many new tokens the decode sequences have: the
-    decode kernel takes those that fit its query tile and the prefill kernel all others, so each
-    sequence is computed once whatever the caller put first.
-
-    Args:
-        call: the checked call.
-        arch: of the GPU.
-        num_sms: streaming multiprocessors of the device.
-    """
-    launches: list[Launch] = []
-    decode_tokens = 0
-    if call.num_decodes > 0:
-        launches = _prepare_decode(call, arch, num_sms)
-        decode_tokens = launches[0].values["BLOCK_Q"]
-    if call.num_decodes < call.num_seqs or (call.num_seqs and call.max_seqlen_q > decode_tokens):
-        launches.append(_prepare_prefill(call, arch, num_sms, decode_tokens))
-    return launches
-
-
-def _shared_arguments(call: AttentionCall, value_pairs: bool = False) -> dict[str, Any]:
-    """Kernel arguments that both kernels take; value_pairs: read values as 16-bit numbers."""
-    if call.softcap is None:
-        inner_scale, outer_scale = call.softmax_scale * LOG2E.value, None
-    else:
-        inner_scale = call.softmax_scale / call.softcap
-        outer_scale = call.softcap * LOG2E.value
-    k_pages, v_pages = call.k_pages, call.v_pages
-    if call.scales != "none":
-        # As bytes: not every architecture has the type.
-        k_pages = k_pages.view(torch.uint8)
-        v_pages = v_pages.view(torch.uint16 if value_pairs else torch.uint8)
-    scales = call.k_scale, call.v_scale
-    if call.scales == "rows":
-        scales = strided.pages(call.k_scale), strided.pages(call.v_scale)
-    return {
-        "q": strided.rows(call.q),
-        "k_pages": strided.pages(k_pages),
-        "v_pages": strided.pages(v_pages),
-        "k_new": strided.rows(call.k),
-        "v_new": strided.rows(call.v),
-        "block_table": strided.table(call.block_table),
-        "seq_lens": call.seq_lens,
-        "cu_seqlens_q": call.cu_seqlens_q,
-        "sinks": call.sinks,
-        "out": strided.rows(call.out),
-        "lse": strided.lse_rows(call.lse),
-        "num_decodes": call.num_decodes,
-        "num_kv_heads": call.k_pages.shape[2],
-        "softmax": Softmax(call.sliding_window, inner_scale, outer_scale),
-        "k_scale": scales[0],
-        "v_scale": scales[1],
-    }
-
-
-def _tile_config(call: AttentionCall, phase: str, config: Config, arch: Arch) -> TileConfig:
-    """Compile-time constants of either kernel."""
-    block_q, heads, head_tiles = tile_heads(call.group, config.block_m)
-    head_dim = call.q.shape[2]
+def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int = 0) -> int:  # fmt: skip
+    """Launch decode (``plan``) or prefill (None); returns the tokens of a query tile."""
+    head_dim, num_kv_heads = call.q.shape[2], call.k_pages.shape[2]
     quantized = call.scales != "none"
-    half = quantized and call.q.element_size() == 2
-    return TileConfig(
+    tile = select_config(
+        head_dim,
+        call.q.element_size(),
+        arch,
+        quantized=quantized,
+        rows=None if plan is None else plan.block_m,
+    )
+    block_q, heads, head_tiles = tile_heads(call.group, tile.block_m)
+    shape = Shape(
         HEAD_DIM=head_dim,
-        VALUE_DIM=head_dim // (config.value_parts if phase == "prefill" else 1),
+        VALUE_DIM=head_dim // tile.value_parts,
         GROUP=call.group,
         BLOCK_Q=block_q,
         HEADS=heads,
         HEAD_TILES=head_tiles,
         BLOCK_SIZE=call.k_pages.shape[1],
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        WRAP=_table_wraps(call, config),
-        MASK_ALL=config.mask_all,
-        EQUAL_STRIDES=_equal_strides(call),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         SCALES=call.scales,
-        HARDWARE_E4M3=quantized and arch.widens_e4m3,
-        HALF=half and uses_fp16_values(config, call.scales == "rows"),
-        # The interpreter, which runs what is on a CPU, knows none.
-        PTX=quantized and arch.maker == "nvidia" and not call.q.is_cpu,
-        PAGED_CONTEXT=call.paged_context,
-        DIVIDE=call.q.element_size() == 2 and not quantized and _divides(config, arch),
+        HARDWARE=quantized and arch.widens_e4m3,
+        NEW_KV=call.paged_context,
+        DECODE=plan is not None,
     )
-
-
-def _options(config: Config, arch: Arch) -> dict[str, Any]:
-    """Launch options of either kernel."""
-    return {
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
-        **arch.register_limit(MAX_REGISTERS),
-    }
-
-
-def _divides(config: Config, arch: Arch) -> bool:
-    """Whether warps have to be made to divide the scores of a tile of two-byte keys.
-
-    Where mma.sync forms them, each warp gets whole rows of a product that another one takes, unless
-    it has more columns than rows; with fewer than 16 rows a warp, several compute the same. Where
-    quantized values are widened, dividing costs more than it saves.
-    """
-    rows = config.block_m
-    return arch.matrix == "mma" and config.block_n <= rows < 16 * config.num_warps
-
-
-def _table_wraps(call: AttentionCall, config: Config) -> str:
-    """``WRAP`` of `query_tiles.load_page`. Without a window a table holds all blocks."""
-    if call.sliding_window is None:
-        return "never"
-    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
-    return "once" if -(-config.block_n // block_size) <= width else "often"
-
-
-def _equal_strides(call: AttentionCall) -> bool:
-    """Whether rows of keys lie as far apart as rows of values."""
-    pages = call.k_pages.stride(1) == call.v_pages.stride(1)
-    return pages and (call.k is None or call.k.stride(0) == call.v.stride(0))
-
-
-def _prepare_prefill(call: AttentionCall, arch: Arch, num_sms: int, decode_tokens: int) -> Launch:
-    """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new
-    tokens."""
-    head_dim, block_size = call.q.shape[2], call.k_pages.shape[1]
-    config = select_config(
-        head_dim,
-        call.q.element_size(),
-        "prefill",
-        block_size,
-        arch,
-        page_bytes=call.k_pages.element_size(),
-    )
-    if not _equal_strides(call):
-        # The second set of offsets takes the registers of half a tile.
-        config = replace(config, block_n=max(16, config.block_n // 2))
-    constants = _tile_config(call, "prefill", config, arch)
+    partial_out, first_lse = None, 0
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
-    num_tiles = call.q.shape[0] // constants.BLOCK_Q + call.num_seqs
-    num_items = num_tiles * call.k_pages.shape[2] * constants.HEAD_TILES * config.value_parts
-    programs = num_items
-    if config.programs_per_sm:
-        programs = min(num_items, config.programs_per_sm * num_sms)
-    k_tiles, v_tiles = _new_tiles(call, config)
-    return Launch(
-        prefill_kernel,
-        (programs,),
-        {
-            "k_tiles": k_tiles,
-            "v_tiles": v_tiles,
-            "num_seqs": call.num_seqs,
-            "decode_tokens": decode_tokens,
-            "num_tiles": num_tiles,
-            **_shared_arguments(call),
-            "CONFIG": constants,
-            "PERSISTENT": config.programs_per_sm > 0,
-            **_options(config, arch),
-        },
-    )
-
-
-def _value_pairs(call: AttentionCall, config: Config) -> bool:
-    """Whether quantized values are read as pairs: where they lie in pairs, and products of fp16
-    have tiles whose few rows leave each warp enough columns of half the channels."""
-    if call.scales == "none" or call.q.element_size() != 2:
-        return False
-    offsets = (call.v_pages.storage_offset(), *call.v_pages.stride()[:3])
-    few_rows = config.block_m <= 32 and call.q.shape[2] >= 4 * config.block_m
-    return few_rows and not any(offset % 2 for offset in offsets)
-
-
-def _new_tiles(
-    call: AttentionCall, config: Config
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Descriptors of tiles of the new keys and values, if the launch copies by them and they can be
-    described; else None twice.
-
-    Rows [num_tokens, num_kv_heads, head_dim] are described as [num_tokens, columns], a head being
-    some columns: a tile is a rectangle.
-    """
-    made = []
-    wanted = config.new_kv_tma and not config.mask_all
-    # Descriptors need tensors at multiples of 16 bytes; the strides are another matter.
-    if wanted and call.k is not None and call.v is not None and strided.at_16_bytes(call.k, call.v):
-        head_dim = call.q.shape[2]
-        for rows, dim in (call.k, head_dim), (call.v, head_dim // config.value_parts):
-            stride_token, stride_head = rows.stride()[:2]
-            columns = (rows.shape[1] - 1) * stride_head + head_dim
-            in_16_bytes = stride_token > 0 and stride_token * rows.element_size() % 16 == 0
-            if in_16_bytes and rows.shape[0] > 0 and columns < 2**31:
-                shape, strides = [rows.shape[0], columns], [stride_token, 1]
-                made.append(TensorDescriptor(rows, shape, strides, [config.block_n, dim]))
-    return (made[0], made[1]) if len(made) == 2 else (None, None)
-
-
-def _prepare_decode(call: AttentionCall, arch: Arch, num_sms: int) -> list[Launch]:
-    """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the
-    merge where a sequence may be split."""
-    num_heads, head_dim = call.q.shape[1:]
-    num_kv_heads, block_size = call.k_pages.shape[2], call.k_pages.shape[1]
-    plan = plan_decode(
+    items = num_tiles = call.q.shape[0] // block_q + call.num_seqs
+    if plan is not None:
+        items = plan.max_splits
+        partial_out, first_lse = launching.partials(
+            plan.workspace_numel, head_dim, call.workspace, call.q.device
+        )
+    inner_scale, outer_scale = call.softmax_scale * LOG2E.value, None
+    if call.softcap is not None:
+        inner_scale = call.softmax_scale / call.softcap
+        outer_scale = call.softcap * LOG2E.value
+    # As bytes: not every architecture has the type.
+    k_pages = call.k_pages.view(torch.uint8) if quantized else call.k_pages
+    v_pages = call.v_pages.view(torch.uint8) if quantized else call.v_pages
+    rows = call.scales == "rows"
+    arguments = dict(
+        q=strided.rows(call.q),
+        k_pages=strided.pages(k_pages),
+        v_pages=strided.pages(v_pages),
+        k_new=strided.rows(call.k),
+        v_new=strided.rows(call.v),
+        k_scale=strided.pages(call.k_scale) if rows else call.k_scale,
+        v_scale=strided.pages(call.v_scale) if rows else call.v_scale,
+        block_table=strided.table(call.block_table),
+        seq_lens=call.seq_lens,
+        cu_seqlens_q=call.cu_seqlens_q,
+        sinks=call.sinks,
+        out=strided.rows(call.out),
+        lse=strided.lse_rows(call.lse),
+        partial_out=partial_out,
+        first_lse=first_lse,
+        num_seqs=call.num_seqs,
         num_decodes=call.num_decodes,
-        max_seqlen_q=call.max_seqlen_q if call.num_decodes == call.num_seqs else 1,
-        num_heads=num_heads,
+        decode_tokens=decode_tokens,
+        num_tiles=num_tiles,
+        target_splits=0 if plan is None else plan.target_splits,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        num_sms=num_sms,
-        dtype_bytes=call.q.element_size(),
-        max_seq_len=call.max_seq_len,
-        sliding_window=call.sliding_window,
+        softmax=Softmax(call.sliding_window, inner_scale, outer_scale),
+        SHAPE=shape,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **arch.register_limit(MAX_REGISTERS),
     )
-    config = select_config(
-        head_dim,
-        call.q.element_size(),
-        "decode",
-        block_size,
-        arch,
-        rows=plan.block_m,
-        page_bytes=call.k_pages.element_size(),
+    launching.launch(attention_kernel, (items * num_kv_heads * head_tiles,), arguments)
+    if plan is not None and partial_out is not None:
+        _merge_splits(call, arch, partial_out, first_lse, plan, block_q)
+    return block_q
+
+
+def _merge_splits(
+    call: AttentionCall,
+    arch: Arch,
+    partial_out: torch.Tensor,
+    first_lse: int,
+    plan: DecodePlan,
+    block_q: int,
+) -> None:
+    """Merge the KV splits of the decode sequences that have several into ``out`` and ``lse``."""
+    num_heads, head_dim = call.q.shape[1:]
+    launching.launch(
+        merge_splits_kernel,
+        (call.num_decodes * num_heads,),
+        dict(
+            partial_out=partial_out,
+            first_lse=first_lse,
+            sinks=call.sinks,
+            out=strided.rows(call.out),
+            lse=strided.lse_rows(call.lse),
+            seq_lens=call.seq_lens,
+            cu_seqlens_q=call.cu_seqlens_q,
+            num_decodes=call.num_decodes,
+            num_heads=num_heads,
+            target_splits=plan.target_splits,
+            sliding_window=call.sliding_window,
+            NEW_KV=call.paged_context,
+            BLOCK_Q=block_q,
+            HEAD_DIM=head_dim,
+            # Of one sequence, however many others there are.
+            BLOCK_PARTS=block_parts(plan.target_splits + 1, head_dim),
+            num_warps=4,
+            **arch.register_limit(MERGE_REGISTERS),
+        ),
     )
-    constants = _tile_config(call, "decode", config, arch)
-    partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)
-    attention = Launch(
-        decode_kernel,
-        (plan.max_items * num_kv_heads * constants.HEAD_TILES,),
-        {
-            "partial_out": partial_out,
-            "first_lse": first_lse,
-            "target_items": plan.target_items,
-            **_shared_arguments(call, _value_pairs(call, config)),
-            "CONFIG": constants,
-            "MIN_TOKENS": MIN_SPLIT_KEYS,
-            **_options(config, arch),
-        },
-    )
-    if partial_out is None:
-        return [attention]
-    return [
-        attention,
-        merge.prepare_splits(call, arch, partial_out, first_lse, plan, constants.BLOCK_Q),
-    ]
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch checked arguments, shaped as in ``quire.kernels.merge_partials``; returns ``out``."""
+    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
+    parts = strided.Pages(partial_out, *partial_out.stride()[:3])
+    lses = strided.Pages(partial_lse, partial_lse.stride(0), 1, partial_lse.stride(1))
+    with torch.cuda.device_of(out):
+        launching.launch(
+            merge_partials_kernel,
+            (num_tokens * num_heads,),
+            dict(
+                partial_out=parts,
+                partial_lse=lses,
+                sinks=sinks,
+                out=strided.rows(out),
+                lse=strided.lse_rows(lse),
+                num_parts=num_parts,
+                num_heads=num_heads,
+                HEAD_DIM=head_dim,
+                BLOCK_PARTS=block_parts(num_parts, head_dim),
+                num_warps=4,
+            ),
+        )
+    return out

@@ -5,9 +5,8 @@ compiles it for another machine.
 
 What belongs together is one argument, a named tuple. Triton specialises each field of it by its
 value, whatever ``do_not_specialize`` says of the argument: an integer that changes from step to
-step stays an argument of its own, or each new value would compile a new kernel. Triton looks for
-tensor descriptors among the arguments only, not among fields. A named tuple of compile-time
-constants is one ``tl.constexpr`` argument.
+step stays an argument of its own, or each new value would compile a new kernel. A named tuple of
+compile-time constants is one ``tl.constexpr`` argument.
 """
 
 from collections.abc import Iterable, Iterator

@@ -4,10 +4,10 @@ All merges are `merge_rows`; they differ in where the parts of a row lie, and in
 registers of a thread and the programs of an SM (sm_90, Triton 3.7.1; `bench.static`) say why there
 are three kernels:
 
-    _merge_partials_kernel    dense parts                                       32 to 40  12 to 16
+    merge_partials_kernel     dense parts                                       32 to 40  12 to 16
     compressed_merge_kernel   equal splits, or `stream_k` finds the programs
                               that had a part; inverse RoPE                     64 to 72  7 to 8
-    _merge_splits_kernel      `attention.split_kv` finds a sequence's splits    72 to 80  6 to 7
+    merge_splits_kernel       `attention.split_kv` finds a sequence's splits    72 to 80  6 to 7
 
 A kernel that chooses at run time takes the registers of the costliest: dense parts would have half
 as many programs. A kernel that chooses when it is compiled would compile as often as the three, and

@@ -32,6 +32,34 @@ def row_pointers(base, first_token, first_head, token, head, stride_token, strid
 
 
 @triton.jit
+def to_fp16(q):
+    """Rows of queries as fp16, and the factor [rows] that undoes their scaling.
+
+    Powers of two move the largest value of each row to [2^14, 2^15): exact down to 2^-29 of it.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True)
+    exponent = tl.maximum(largest >> 23, 15)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    return (q.to(tl.float32) * up[:, None]).to(tl.float16), down
+
+
+@triton.jit
+def softcapped(scores, inner_scale, outer_scale):
+    """outer_scale * tanh(inner_scale * scores), to fp32 accuracy everywhere.
+
+    tanh by exp2 loses its digits near 0, where its series takes over (to x^9).
+    """
+    x = inner_scale * scores
+    square = x * x
+    series = 1.0 + square * (
+        -1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))
+    )
+    by_exp = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return outer_scale * tl.where(square < 0.0625, x * series, by_exp)
+
+
+@triton.jit
 def fold_sink(row_max, row_sum, sink):
     """Factor that turns the unnormalised sum over keys into the output, the sink counted.
 

@@ -1,1 +1,1 @@
-"""Copies of whole pages between the page tensors of a pool and rows of one buffer."""
+"""Copies of pages between the page tensors of a pool and rows of one buffer."""

@@ -83,8 +83,7 @@ class Holding:
             keys: of segments [0, first + n), 32 bytes each.
             pages: [n, pages_per_segment] taken pages of segments [first, first + n).
             depths: boundaries of resume points, at most first + n.
-            points: [len(depths), pages_per_point] their pages: pages that were taken, and pages
-                that other points of the index hold and the caller keeps in use.
+            points: [len(depths), pages_per_point] their taken pages; points may share some.
             noted: [n] of the segments, for events; needed where the index has an announcer.
 
         Returns:

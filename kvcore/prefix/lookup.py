@@ -47,9 +47,6 @@ class Match:
             be computed once more to restore the windows at `replay_to`, all of whose dense blocks
             are cached; None where that saves nothing.
         max_tokens: the longest hit that was asked for.
-        lossy_tokens: tokens of the hit, its last ones, from the first on whose rows a tier had in a
-            lossy form (`tier.TierSpec.lossy`): these, and what was computed behind them, are not
-            bit for bit what a request computes without a cache.
     """
 
     num_tokens: int
@@ -60,7 +57,6 @@ class Match:
     replay_from: int | None = None
     replay_to: int | None = None
     max_tokens: int | None = None
-    lossy_tokens: int = 0
 
     @property
     def num_saved_tokens(self) -> int:
@@ -79,8 +75,6 @@ class Match:
         text = f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {why}"
         if self.replay_from is not None:
             text += f"; replayed from {self.replay_from}"
-        if self.lossy_tokens:
-            text += f"; the last {self.lossy_tokens} rest on rows that were kept in a lossy form"
         return text
 
 
@@ -193,15 +187,7 @@ class Lookup:
             found = replay_range(min(dense, most) * a, hit * a, self._replay_tokens, a)
             if found is not None:
                 match = replace(match, replay_from=found[0], replay_to=found[1])
-        if self._index.pool.lossy is not None and dense:
-            match = replace(match, lossy_tokens=self._lossy_tokens(match, run))
         return match, run
-
-    def _lossy_tokens(self, match: Match, run: Run) -> int:
-        pool, hit = self._index.pool, (match.replay_to or match.num_tokens) // self._alignment
-        assert pool.lossy is not None
-        are_lossy = pool.lossy[self._index.pages_between(run, 0, hit)].any(axis=1)
-        return int(hit - are_lossy.argmax()) * self._alignment if are_lossy.any() else 0
 
     def _refuse(self, prompt: Prompt) -> None:
         if (prompt.alignment, prompt.lookahead) != (self._alignment, self._lookahead):

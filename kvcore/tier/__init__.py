@@ -1,8 +1,7 @@
-"""The host tier behind the page pool: host memory for dense segments and whole resume points."""
+"""Host memory behind the page pool, for dense segments and whole resume points."""
 
-from .jobs import Copies, Job
-from .match import Share, TierMatch
-from .places import TierSpec
+from .jobs import Job
+from .match import TierMatch
 from .tiers import Tiers
 
-__all__ = ["Copies", "Job", "Share", "TierMatch", "TierSpec", "Tiers"]
+__all__ = ["Job", "TierMatch", "Tiers"]

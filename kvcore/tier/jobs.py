@@ -1,176 +1,167 @@
-"""Jobs: pages that the engine is to copy between the device and the host."""
+"""Jobs: part of a chain to copy from one pool to the other.
+
+A store and a load differ only in direction. Source and target index each keep a `Holding` until the
+job ends:
+
+    segments        0   1   2   3   4   5        the target has segments 0 to 2, so the job copies
+    source          =======================      3 to 5 and the resume points at 4 and 6. The whole
+    resume points                  4       6     path is locked in the source, segments 0 to 2 are
+    target          ===========- - - - - - -     locked in the target
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from ..announcer import Noted
-from ..arrays import NO_ROWS, NO_VALUES, Flags, Int32, Int64, as_ints, count_true
+from ..arrays import NO_VALUES, Int32
 from ..prefix.holdings import Holding
+from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
-from .places import Columns
-
-if TYPE_CHECKING:
-    from .match import Way
-
-
-@dataclass(eq=False, slots=True)
-class Copies:
-    """Pages of one group that a job copies.
-
-    Attributes:
-        group: index of the cache group.
-        sources, targets: [n] int32 page ids; page ``sources[i]`` goes to ``targets[i]``.
-        parts: [n] int32 part of the device's page that the host's page holds; 0 where both are
-            equally large.
-    """
-
-    group: int
-    sources: Int32
-    targets: Int32
-    parts: Int32
-
-    def __len__(self) -> int:
-        return len(self.sources)
-
-    def __getitem__(self, some: slice) -> Copies:
-        """Some of them."""
-        return Copies(self.group, self.sources[some], self.targets[some], self.parts[some])
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Pages to copy. Tell `Tiers.done` when all of them are, or which of them could not be.
+    """Pages to copy: page ``sources[i]`` to ``targets[i]``. Call `Tiers.done` after the copies.
 
     Attributes:
-        kind: ``"store"`` to the host, or ``"load"`` from it.
-        copies: what to copy, group after group in the order of the groups: an engine that copies
-            the pages of a group tensor by tensor may run layer 0 when its tensor's are there.
-        num_pages, num_bytes: of all copies, in pages of the host.
-        num_tokens: what a load will make a hit on the device, if nothing fails; of a store, tokens
-            of the prefix that it makes findable there.
-        is_open: neither done nor cancelled yet.
+        kind: ``"store"`` (device to host) or ``"load"`` (host to device).
+        sources, targets: [n] int32 page ids.
+        num_bytes: bytes of these pages.
+        num_tokens: length of the prefix that becomes findable in the target.
     """
 
     kind: Literal["store", "load"]
-    copies: tuple[Copies, ...]
-    num_pages: int
+    sources: Int32
+    targets: Int32
     num_bytes: int
     num_tokens: int
-    is_open: bool = True
-    parts: JobParts = field(repr=False, kw_only=True)
-
-    def failed_pages(self, failed: Any) -> Int64:
-        """`failed` as target pages.
-
-        Raises:
-            ValueError: some are no targets of the job.
-        """
-        pages = as_ints("failed", failed)
-        if not pages.size:
-            return NO_ROWS
-        others = np.setdiff1d(pages, self.parts.holding.taken)
-        if len(others):
-            raise ValueError(
-                f"failed: expected pages that are targets of the job, got {others.tolist()}"
-            )
-        return pages
-
-    def sources_of(self, targets: Int64) -> Int32:
-        """Source pages of the copies to `targets`."""
-        found = [c.sources[np.isin(c.targets, targets)] for c in self.copies]
-        return np.concatenate([NO_VALUES, *found])
-
-    def cut(self, max_pages: int) -> Iterator[tuple[Copies, ...]]:
-        """Cut the copies into portions of at most `max_pages` pages of the host, in their order.
-
-        Raises:
-            ValueError: `max_pages` is below 1.
-        """
-        if max_pages < 1:
-            raise ValueError(f"max_pages: expected at least 1, got {max_pages}")
-        portion: list[Copies] = []
-        room = max_pages
-        for c in self.copies:
-            start = 0
-            while start < len(c):
-                end = min(len(c), start + room)
-                portion.append(c[start:end])
-                room -= end - start
-                start = end
-                if not room:
-                    yield tuple(portion)
-                    portion, room = [], max_pages
-        if portion:
-            yield tuple(portion)
+    transfer: Transfer = field(repr=False)
 
 
 @dataclass(eq=False, slots=True)
-class JobParts:
-    """What a job brings, and what it keeps meanwhile.
+class Transfer:
+    """Entries under way from one index to the other.
 
     Attributes:
-        keys: of the chain up to its last segment.
-        locked_keys: of a store, of the chain in the source up to the end of its last entry, which
-            may be longer.
-        first: number of its first segment.
-        segments: [n, its pages_per_segment] pages of the target.
-        depths: boundaries of the resume points that it brings, ascending.
-        points: [m, its pages_per_point] pages of the target of each of them.
-        holding: of the target. reading: of the source, while the job is not void.
-        entries: of the device, that are stored; of the last one perhaps only segments.
-        way: of a load.
-        noted: of its segments, for events.
-        is_void: what was cached before it was forgotten meanwhile: it brings nothing.
+        keys: keys of the chain up to its last segment, 32 bytes each.
+        first: number of the first segment to copy.
+        segments: [n, pages_per_segment] int32 target pages.
+        points: resume points of the source.
+        depths: boundaries of these points, in segments.
+        point_pages: [m, pages_per_point] int32 target pages of these points.
+        target: holding of the target index.
+        source: holding of the source index; None once the transfer is void.
+        noted: tokens of the segments, for events.
     """
 
     keys: bytes
     first: int
     segments: Int32
+    points: list[ResumePoint]
     depths: list[int]
-    points: Int32
-    holding: Holding
-    reading: Holding | None
-    locked_keys: bytes = b""
-    entries: Sequence[Run | ResumePoint] = ()
-    way: Way | None = None
+    point_pages: Int32
+    target: Holding
+    source: Holding | None
     noted: list[Noted] | None = None
-    is_void: bool = False
+
+    @classmethod
+    def begin(
+        cls,
+        source: PrefixIndex,
+        target: PrefixIndex,
+        run: Run,
+        keys: bytes,
+        points: Sequence[ResumePoint],
+    ) -> tuple[Transfer, Int32, Int32] | None:
+        """Reserve target pages for the missing part of a chain, and lock it at both ends.
+
+        Args:
+            run: source run at the end of the chain.
+            keys: keys of the chain.
+            points: resume points on the chain, shortest first.
+
+        Returns:
+            (transfer, source pages, target pages), or None without room in the target: nothing
+            changed then. Errors of the target's policy are raised.
+        """
+        depth = len(keys) // KEY_BYTES
+        there, first = target.find(keys, depth)
+        dense = source.pages_between(run, first, depth)
+        tails = np.array([point.pages for point in points], dtype=np.int32)
+        pages, where = np.unique(tails, return_inverse=True)  # points may share window blocks
+        sources = np.concatenate([dense.ravel(), pages[pages != 0]])
+        source_holding = Holding(source, source.end_at(run, depth), tails.ravel())
+        target_holding = Holding(target, target.end_at(there, first))
+        has_room = False
+        try:
+            lacks = max(0, len(sources) - target.pool.num_free)
+            if lacks <= target.num_evictable:
+                target.evict(lacks)
+                has_room = True
+        finally:
+            if not has_room:
+                target_holding.end()
+                source_holding.end()
+        if not has_room:
+            return None
+        targets = target_holding.take(len(sources))
+        segments = targets[: dense.size].reshape(dense.shape)
+        pages[pages != 0] = targets[dense.size :]
+        point_pages = pages[where].reshape(tails.shape)
+        transfer = cls(
+            keys, first, segments, [*points], [point.depth for point in points], point_pages,
+            target_holding, source_holding,
+        )  # fmt: skip
+        return transfer, sources, targets
+
+    @property
+    def depth(self) -> int:
+        """Boundary at the end of the chain, in segments."""
+        return len(self.keys) // KEY_BYTES
 
     @property
     def first_key(self) -> bytes:
-        """Key of the first segment; empty where there is none."""
-        start = self.first * KEY_BYTES
-        return self.keys[start : start + KEY_BYTES]
+        """Key of the first segment to copy; empty for a resume point alone."""
+        return self.keys[self.first * KEY_BYTES : (self.first + 1) * KEY_BYTES]
 
+    @property
+    def is_void(self) -> bool:
+        """True if its content was forgotten after it began."""
+        return self.source is None
 
-def copies_of(
-    columns: Columns,
-    sources: Int32,
-    targets: Int32,
-    wanted: Flags | None = None,
-) -> list[Copies]:
-    """Copies by group.
-
-    Args:
-        columns: whose `sources` and `targets` [n, columns] are.
-        wanted: [n, columns] which of them to copy; None: all.
-    """
-    if wanted is not None and count_true(wanted) == wanted.size:
-        wanted = None  # views are quicker
-    copies = []
-    for group, mine in columns.slices if len(sources) else ():
-        some = None if wanted is None else wanted[:, mine]
-        read, written = sources[:, mine], targets[:, mine]
-        read, written = (
-            (read.ravel(), written.ravel()) if some is None else (read[some], written[some])
+    def adopt(self) -> tuple[int, int]:
+        """Make entries of the target pages; return the numbers of new segments and points."""
+        self.target.taken = NO_VALUES
+        segments, added = self.target.adopt(
+            self.keys, self.first, self.segments, self.depths, self.point_pages, self.noted
         )
-        if len(read):
-            parts = columns.parts_of(mine, len(sources), some)
-            copies.append(Copies(group, read, written, parts))
-    return copies
+        return segments, len(added)
+
+    def void(self) -> None:
+        """Forget the content. The target pages stay reserved, as copies still write them."""
+        self.target.detach()
+        self._end_source(used=False)
+
+    def end(self, *, used: bool) -> None:
+        """Release both ends; reserved pages that were not adopted become free.
+
+        Args:
+            used: count the source path as used now.
+        """
+        if not self.is_void:
+            self._end_source(used)
+        self.target.end()
+
+    def _end_source(self, used: bool) -> None:
+        source, self.source = self.source, None
+        assert source is not None
+        source.end(used=used)
+        for point in self.points:
+            if point.run is not None and point not in source.index.pins:
+                source.index.offer(point)

@@ -1,74 +1,84 @@
-"""`Tiers`: host memory behind the pool of one cache."""
+"""`Tiers`: host memory behind the page pool of one cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from ..announcer import Announcer
-from ..arrays import Int64
-from ..attachments import attach
+from ..arrays import Flags, Int32
+from ..attachments import attach, check_policy
 from ..cache import KVCache
 from ..events import Event, split_keys
-from ..plan import OutOfPages
+from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import Entry, EvictionPolicy
 from ..policies.lru import LRU
 from ..prefix.extra_keys import ExtraKeys
+from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
-from ..spec import MOST_PARTS, Layout, as_int
-from .jobs import Job, JobParts
-from .match import Planner, Share, TierMatch, cheapest
-from .places import HOST, Place, Tails, Tier, TierSpec, as_rate
-from .stores import Stores
-from .transfers import Lack, Transfers
-from .wrong_rows import forget, held_by
+from ..prefix.lookup import limited_by
+from ..prefix.tree import ResumePoint, Run
+from ..spec import as_int
+from .jobs import Job, Transfer
+from .match import Limit, TierMatch
+from .stores import Stores, by_path, run_at
+from .wrong_rows import copies_of
 
-LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
+MOST_PAGES = 2**31 - 1  # ids are int32
+LEAST_WORTH = 1e-9  # seconds, for entries slower to load than to compute
+COUNTERS = (
+    "stored_pages", "stored_points", "stored_segments", "store_failures",
+    "loaded_pages", "loaded_points", "loaded_segments", "load_failures",
+)  # fmt: skip
+LENGTH = attrgetter("num_tokens")
 
 
 class Tiers:
-    """Host memory behind the pool of a cache: what leaves the pool is kept there, and comes back.
+    """Keep what leaves the pool of a cache in host memory, and bring it back.
 
-    It keeps whole entries, as the pool does: dense segments, each after its parent, and resume
-    points, each with its chain. Pages are copied by the engine: `stores` and `load` hand out jobs,
-    and `done` ends them. Nothing of it happens in the calls of a step.
+    The host is a second pool with an index of the same kind: dense segments, each after its parent,
+    and resume points, each with its chain. The engine copies pages: `stores` and `load` return
+    jobs, `done` ends them. No call of a step does any of this.
 
     Args:
-        kv: the cache, new or in use; one `Tiers` for each.
-        host: room in host memory, and its link.
-        prefill_tokens_per_second: what the engine computes; `computed` measures it.
-        page_bytes: bytes of a page of the host; by default those of a page of the pool in one
-            tensor.
-        parts: [num_groups] pages of the host that a page of each group takes there, by default 1.
-            The pool's pages are equal; where a group leaves some of its own unused, smaller pages
-            in the host need not keep that. `Copies.parts` says which part of a page goes where.
-        watermark: pages of the pool to be free or to have a copy: entries that eviction takes next
-            are copied until it is reached. By default an eighth of the pool.
+        kv: cache, new or in use; one `Tiers` each. Its policy must have `coming`.
+        num_pages: host pages, of the same size as pool pages; page 0 (never used) included.
+        bytes_per_second: bandwidth from host to device.
+        prefill_tokens_per_second: prefill rate of the engine.
+        page_bytes: bytes of a page in all tensors; default: in one tensor, from `GroupSpec`.
+        policy: eviction policy of the host; its `asked` is never called. Default: `LRU`, or with
+            an `Adaptive` cache a policy that shares its statistics and ranks entries by seconds
+            saved per byte.
+        watermark: pool pages to be free or to have a copy. Default: an eighth of the pool.
 
     Attributes:
-        host: pages, link and counters of the host.
-        jobs: the open jobs, the oldest first.
-        layout: the groups in pages of the host.
+        index: content of the host.
+        jobs: open jobs, oldest first.
+        page_bytes, bytes_per_second, prefill_tokens_per_second: as given; the rates may be set.
+        counters: see `stats`.
 
-    Calls are to be made as those of the cache: one at a time, between steps. `load`, `done` and
-    `cancel` void a plan that is not committed.
+    Make one call at a time, between steps, as for the cache. `load`, `done` and `cancel` void a
+    plan that is not committed.
 
     Raises:
-        ValueError: an argument out of range, no `KVCache` with caching, or one with tiers.
+        ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching and without
+            tiers.
     """
 
     def __init__(
         self,
         kv: KVCache,
         *,
-        host: TierSpec,
+        num_pages: int,
+        bytes_per_second: float,
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
-        parts: Sequence[int] | None = None,
+        policy: EvictionPolicy | None = None,
         watermark: int | None = None,
     ) -> None:
         if not isinstance(kv, KVCache):
@@ -77,39 +87,47 @@ class Tiers:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
         if kv.tiers is not None:
             raise ValueError("kv: expected a cache without tiers, got one that has some")
-        if not isinstance(host, TierSpec):
-            raise ValueError(f"host: expected a TierSpec, got {host!r}")
-        rate = as_rate("prefill_tokens_per_second", prefill_tokens_per_second)
-        size = kv.layout.page_bytes if page_bytes is None else as_int("page_bytes", page_bytes, 1)
-        if watermark is not None:
-            watermark = as_int("watermark", watermark, 0)
-        self._kv = kv
-        self.page_bytes = size
-        self.layout = kv.layout.in_parts(size, _checked_parts(parts, kv.layout))
-        self.jobs: dict[Job, None] = {}
-        self._device = device = Place(kv.index)
-        announcer = None
+        if not hasattr(kv.index.policy, "coming"):
+            raise ValueError(f"kv: expected a policy with coming(n), got {kv.index.policy!r}")
+        if policy is not None:
+            check_policy(policy)
+        pool = PagePool(as_int("num_pages", num_pages, 2, MOST_PAGES))
+        watermark = kv.num_pages // 8 if watermark is None else watermark
+        page_bytes = kv.layout.page_bytes if page_bytes is None else page_bytes
+        self._kv, self._device, layout = kv, kv.index, kv.layout
+        self._stores = Stores(as_int("watermark", watermark, 0))
+        self.page_bytes = as_int("page_bytes", page_bytes, 1)
+        self.bytes_per_second = _rate("bytes_per_second", bytes_per_second)
+        self.prefill_tokens_per_second = _rate(
+            "prefill_tokens_per_second", prefill_tokens_per_second
+        )
+        if policy is None:
+            own = kv.index.policy
+            policy = own.behind(self._worth) if isinstance(own, Adaptive) else LRU()
+        self.index = PrefixIndex(
+            pool,
+            layout.pages_per_segment,
+            layout.hybrid,
+            policy,
+            kv.index.span,
+            layout.tail_between,
+        )
         if kv._announcer is not None:
-            announcer = Announcer(kv._announcer.log, kv.layout, kv.sequences, "CPU")
-        policy = self._policy() if host.policy is None else host.policy
-        self.host = Tier(host, policy, self.layout, kv.index.span, announcer)
-        self._tails = tails = Tails(kv.layout, self.layout)
-        self._transfers = Transfers(device, self.host, tails, kv.alignment, size)
-        self._planner = Planner(kv, device, self.host, tails, size, rate)
-        self._stores = Stores(device, self.host, self._transfers, self._planner, watermark)
-        self._loading: dict[bytes, Job] = {}  # by the key of the boundary
+            self.index.announcer = Announcer(kv._announcer.log, layout, kv.sequences, "CPU")
+        self.jobs: dict[Job, None] = {}
+        self.counters = dict.fromkeys(COUNTERS, 0)
         kv.tiers = self
-        attach(host.policy)
+        attach(policy)
 
-    def _policy(self) -> EvictionPolicy:
-        """The policy of a host that brings none: it learns with that of the cache if it can."""
-        policy = self._kv.index.policy
-        return policy.behind(self._worth) if isinstance(policy, Adaptive) else LRU()
+    def _load_seconds(self, num_pages: int) -> float:
+        return num_pages * self.page_bytes / self.bytes_per_second
+
+    def _prefill_seconds(self, num_segments: int) -> float:
+        return num_segments * self._kv.alignment / self.prefill_tokens_per_second
 
     def _worth(self, entry: Entry) -> float:
-        """Seconds that an entry of the host saves for each byte that its eviction frees."""
-        load = entry.num_pages * self.page_bytes / self.host.bytes_per_second
-        saved = self._planner.compute_seconds(entry.gain) - load
+        """Seconds saved by a host entry for each byte freed by its eviction."""
+        saved = self._prefill_seconds(entry.gain) - self._load_seconds(entry.num_pages)
         return max(saved, LEAST_WORTH) / ((entry.freed or 1) * self.page_bytes)
 
     # Look-up.
@@ -122,306 +140,246 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Where a prompt is, and the quickest way to have it. Changes nothing.
+        """Find a prompt in both places, and decide whether to load more of it. Change nothing.
+
+        The host holds the whole chain of each of its resume points. So one load is possible: the
+        part of the host's longest hit that the device lacks. It is worth its time if the prefill of
+        the tokens saved would take longer.
 
         Args:
-            token_ids, salt, extra_keys, max_tokens: as of `KVCache.match`.
+            token_ids, salt, extra_keys, max_tokens: see `KVCache.match`.
 
         Raises:
-            ValueError: as `KVCache.match`.
+            ValueError: see `KVCache.match`.
         """
-        prompt = self._kv._lookup.prompt(token_ids, salt, extra_keys)
-        return self._planner.match(prompt, max_tokens, self.pending(prompt))
+        kv, a, index = self._kv, self._kv.alignment, self.index
+        prompt = kv._lookup.prompt(token_ids, salt, extra_keys)
+        device = kv._lookup.find(prompt, max_tokens)[0]
+        run, depth = index.find(prompt.keys, prompt.num_segments)
+        usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
+        most = usable if max_tokens is None else min(usable, max_tokens // a)
+        hit = index.resumable(run, depth, most)
+        dense = max(depth, device.dense_tokens // a)
+        why: Limit = limited_by(True, usable, most, dense, device.num_tokens // a)
+        without = TierMatch(
+            device, device.num_saved_tokens, 0, 0.0, why, dense * a, self._pending(prompt)
+        )
+        if hit * a <= device.num_saved_tokens:
+            return without
+        num_pages = max(0, hit - device.dense_tokens // a) * index.pages_per_segment
+        num_pages += kv.layout.pages_per_point
+        queued = sum(len(job.sources) for job in self.jobs if job.kind == "load")
+        seconds = self._load_seconds(queued + num_pages)
+        if seconds >= (hit * a - device.num_saved_tokens) / self.prefill_tokens_per_second:
+            return replace(without, limited_by="slower")
+        why = limited_by(True, usable, most, dense, hit)
+        return replace(
+            without, num_saved_tokens=hit * a, num_bytes=num_pages * self.page_bytes,
+            seconds=seconds, limited_by=why,
+        )  # fmt: skip
 
-    def pending(self, prompt: Prompt) -> Job | None:
-        """The open load that brings most of a prompt, if there is one."""
-        if self._loading:
-            for depth in range(prompt.num_segments, 0, -1):
-                key = prompt.keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                if (job := self._loading.get(key)) is not None:
-                    return job
-        return None
+    def _pending(self, prompt: Prompt) -> Job | None:
+        loads = [job for job in self.jobs if job.kind == "load" and not job.transfer.is_void]
+        loads = [job for job in loads if prompt.keys.startswith(job.transfer.keys)]
+        return max(loads, key=LENGTH, default=None)
 
-    # Stores and loads.
+    # Jobs.
 
     def stores(self, max_bytes: int) -> list[Job]:
-        """Make jobs that copy to the host what eviction would take next, before it does.
+        """Begin to copy entries to the host before they are evicted. Call it between steps.
 
-        To be called between steps. An entry stays findable and readable while it is copied, and is
-        not evicted; afterwards its eviction writes nothing. Parents come before children, and a
-        resume point with the last of its chain.
+        An entry stays cached while it is copied. Parents are copied before children, and a resume
+        point with the last segment of its chain. A segment is in one open job at a time.
 
         Args:
-            max_bytes: of all jobs together. The first job may have more, when one segment does.
+            max_bytes: approximate limit for all jobs together; a resume point is not split.
 
         Raises:
-            ValueError: `max_bytes` is no int or negative. Other errors: those of the host's policy.
+            ValueError: `max_bytes` is not an int, or negative. Errors of the policies are raised,
+                too: no job is begun then.
         """
-        made = self._stores.begin(as_int("max_bytes", max_bytes, 0) // self.page_bytes)
-        announcer = self._kv._announcer
-        for job in made:
-            if announcer is not None:
-                parts = job.parts
-                parts.noted = announcer.of_segments(
-                    split_keys(parts.keys[parts.first * KEY_BYTES :])
-                )
-            self.jobs[job] = None
+        room = as_int("max_bytes", max_bytes, 0) // self.page_bytes
+        stores = [job for job in self.jobs if job.kind == "store"]
+        begun = {job.transfer.first_key for job in stores}
+        made, width = list[Job](), self.index.pages_per_segment
+        under_way = sum(len(job.sources) for job in stores)
+        due = self._stores.due(self._device, self.index, under_way)
+        due = {entry: found for entry, found in due.items() if self._is_worth(entry)}
+        try:
+            for path in by_path(due):
+                if room <= 0:
+                    break
+                entry, (keys, first) = path[-1], due[path[-1]]
+                key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+                if key and key in begun:
+                    continue
+                end = min(entry.depth, first + max(1, room // width)) if width else entry.depth
+                points = [p for p in path if isinstance(p, ResumePoint) and p.depth <= end]
+                job = self._begin_store(run_at(entry), keys[: end * KEY_BYTES], points)
+                if job is None:  # everything in the host is in use
+                    break
+                made.append(job)
+                begun.add(key)
+                room -= len(job.sources)
+                for one in points if end < entry.depth else path:
+                    del due[one]
+        except BaseException:
+            for job in made:
+                self.cancel(job)
+            raise
+        finally:
+            for entry in due:
+                self._stores.again(entry)
         return made
 
-    def load(self, match: TierMatch | Prompt) -> Job | OutOfPages | None:
-        """Make the job that brings a prompt to the device, as far as it is quicker than computing
-        it; looked up now.
+    def _is_worth(self, entry: Run | ResumePoint) -> bool:
+        return self._load_seconds(entry.num_pages) < self._prefill_seconds(entry.gain)
 
-        Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Until
-        the job is done nothing is findable that was not.
+    def _begin_store(self, run: Run, keys: bytes, points: list[ResumePoint]) -> Job | None:
+        found = Transfer.begin(self._device, self.index, run, keys, points)
+        if found is None:
+            return None
+        transfer = found[0]
+        for point in points:
+            self._device.withdraw(point)  # its eviction would free no page now
+        if self._kv._announcer is not None:
+            new = split_keys(keys[transfer.first * KEY_BYTES :])
+            transfer.noted = self._kv._announcer.of_segments(new)
+        return self._job("store", *found)
 
-        Args:
-            match: from `match`, or the prompt of one, such as that of `KVCache.match`.
+    def load(self, match: TierMatch) -> Job | None:
+        """Begin to load a prompt to the device; it is looked up again.
+
+        Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Nothing
+        becomes findable before `done`.
 
         Returns:
-            Job; OutOfPages, and nothing changed; or None: there is nothing to load.
+            The job, or None and nothing changed: nothing to load, or no room.
 
         Raises:
-            ValueError: `match` is none of this cache's. Other errors: those of the policy.
+            ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised,
+                too.
         """
-        if not isinstance(match, (TierMatch, Prompt)):
+        if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
-        if isinstance(match, TierMatch):
-            prompt, max_tokens = match.prompt, match.device.max_tokens
-        else:
-            prompt, max_tokens = match, None
-        now, ways = self._planner.ways(prompt, max_tokens)
-        way = cheapest(ways)
-        if way.saved == now.num_saved_tokens:
+        match = self.match(match.prompt, max_tokens=match.device.max_tokens)
+        if not match.num_bytes:
             return None
+        index, depth = self.index, match.num_saved_tokens // self._kv.alignment
+        keys = match.prompt.keys[: depth * KEY_BYTES]
         self._changed()
-        job = self._transfers.load(way, prompt)
-        if isinstance(job, Lack):
-            return self._out_of_pages(job)
-        self.host.queued_bytes += job.num_bytes
-        parts = job.parts
+        run = index.end_at(index.find(keys, depth)[0], depth)
+        point = index.point_at(run) if index.hybrid else None  # perhaps made of its neighbours
+        found = Transfer.begin(index, self._device, run, keys, [] if point is None else [point])
+        if found is None:
+            return None
+        index.tick += 1
+        index.use(run)
+        transfer = found[0]
         if self._kv._announcer is not None:
-            last = parts.first + len(parts.segments)
-            parts.noted = self._kv._announcer.of_prompt(prompt, parts.first, last)
-        self._use_source(parts)
+            announcer = self._kv._announcer
+            transfer.noted = announcer.of_prompt(match.prompt, transfer.first, depth)
+        return self._job("load", *found)
+
+    def _job(
+        self, kind: Literal["store", "load"], transfer: Transfer, sources: Int32, targets: Int32
+    ) -> Job:
+        size, num_tokens = len(sources) * self.page_bytes, transfer.depth * self._kv.alignment
+        job = Job(kind, sources, targets, size, num_tokens, transfer)
         self.jobs[job] = None
-        self._loading[parts.keys[-KEY_BYTES:]] = job
         return job
 
-    def _use_source(self, parts: JobParts) -> None:
-        """What a load reads counts as used now."""
-        assert parts.reading is not None
-        index, run = self.host.index, parts.reading.run
-        index.tick += 1
-        if index.hybrid:
-            point = run.points.get(run.depth)
-            if point is not None:
-                point.num_uses += 1
-                index.renew(run)
-        else:
-            run.num_uses += 1
-
-    def _out_of_pages(self, lack: Lack) -> OutOfPages:
-        groups = self._kv.layout.groups
-        counts = [*lack.per_group, *[0] * (len(groups) - len(lack.per_group))]
-        per_group = {g.name: n for g, n in zip(groups, counts, strict=True)}
-        most = max(per_group, key=lambda name: per_group[name])
-        return OutOfPages(lack.needed, lack.free, lack.evictable, most, per_group)
-
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        """Measure the prefill rate: the engine computed `num_tokens` in `seconds`."""
-        num_tokens, seconds = as_int("num_tokens", num_tokens, 1), as_rate("seconds", seconds)
-        self._planner.prefill.measured(num_tokens, seconds)
-
-    def prefill_seconds(self, num_tokens: int) -> float:
-        """Seconds that the prefill of `num_tokens` takes, as measured."""
-        return num_tokens / self._planner.prefill.value
-
-    # The end of a job.
-
-    def done(self, job: Job, failed: Any = (), *, seconds: float | None = None) -> Share | None:
-        """End a job whose pages are copied: what came is findable where it went, from now on.
-
-        A load may be called done as soon as its copies are queued, where all that reads these
-        pages is queued behind them; if a copy fails after that, call `KVCache.evict_pages`.
+    def done(self, job: Job, *, failed: bool = False) -> bool:
+        """End a job: the copied entries become findable in the target.
 
         Args:
-            job: an open job.
-            failed: [n] ints, target pages whose copies failed. What they belong to is not adopted,
-                nor what comes after it in the chain. Where a load fails, its source is dropped too,
-                with what cannot be found without it; where a store does, it is tried again later.
-            seconds: that the copies took: measures the link of a load.
+            job: open job.
+            failed: True if any copy failed: no entry is added. The source entries of a failed load
+                leave the host, with everything found only through them.
 
         Returns:
-            What a load brought; None of a store, or if nothing of the load is wanted any more.
-
-        Raises:
-            ValueError: the job is not open, or has no such pages. Nothing changed.
-        """
-        parts = self._open(job)
-        pages = job.failed_pages(failed)
-        if seconds is not None:
-            seconds = as_rate("seconds", seconds)
-        self._close(job)
-        if parts.is_void:
-            parts.holding.end()
-            return None
-        parts.holding.index.tick += 1
-        segments, points, came = self._transfers.adopt(parts, pages)
-        if job.kind == "load":
-            self._mark_lossy(parts)
-        self._let_go(job)
-        if job.kind == "store":
-            self._stores.ended(job, len(pages), segments, len(points))
-            return None
-        return self._loaded(job, pages, parts.first + came, seconds)
-
-    def _loaded(self, job: Job, failed: Int64, end: int, seconds: float | None) -> Share:
-        """Count what a load brought, segments up to `end`; drop the sources of copies that
-        failed."""
-        way, host = job.parts.way, self.host
-        assert way is not None
-        num_pages = way.num_pages - len(failed)
-        segments = max(0, min(way.dense, end) - way.device.depth)
-        host.counters["load_failures"] += len(failed) > 0
-        host.counters["loaded_pages"] += num_pages
-        host.counters["loaded_segments"] += segments
-        host.counters["loaded_points"] += HOST in way.tail and not len(failed)
-        if len(failed):
-            host.drop(job.sources_of(failed))
-        elif seconds is not None:
-            host.rate.measured(job.num_bytes, seconds)
-        size, tokens = num_pages * self.page_bytes, segments * self._kv.alignment
-        return Share("host", tokens, num_pages, size, seconds or 0.0, host.lossy)
-
-    def _mark_lossy(self, parts: JobParts) -> None:
-        """Segments that a load brought from a lossy host count as lossy, and so do those of whose
-        tokens it brought rows of windows, or a state."""
-        way, index, depth = parts.way, self._kv.index, len(parts.keys) // KEY_BYTES
-        assert way is not None
-        if not self.host.lossy:
-            return
-        pages = [parts.segments[way.device.depth - parts.first :].ravel()]
-        if HOST in way.tail and way.tail[HOST].any():
-            run, end = index.find(parts.keys, depth)
-            first = max(0, depth - self._kv.layout.reach)
-            pages.append(index.pages_between(run, first, end).ravel())
-        index.pool.mark_lossy(np.concatenate(pages))
-
-    def cancel(self, job: Job) -> None:
-        """End a job whose copies do not run, or not any more: it brings nothing.
+            True if entries were added; False also if they were forgotten during the job.
 
         Raises:
             ValueError: the job is not open.
         """
-        self._open(job)
-        self._close(job)
-        self._let_go(job)
+        transfer = self._close(job)
+        is_void = transfer.is_void
+        is_good = not (failed or is_void)
+        if is_good:
+            transfer.target.index.tick += 1
+            segments, points = transfer.adopt()
+            how = "stored" if job.kind == "store" else "loaded"
+            self.counters[f"{how}_pages"] += len(job.sources)
+            self.counters[f"{how}_segments"] += segments
+            self.counters[f"{how}_points"] += points
+        transfer.end(used=job.kind == "load")
+        if failed:
+            self.counters[f"{job.kind}_failures"] += 1
+            if job.kind == "load" and not is_void:
+                self._drop(job.sources)
+        return is_good
 
-    def _open(self, job: Job) -> JobParts:
+    def cancel(self, job: Job) -> None:
+        """End a job without its copies: no entry is added or dropped.
+
+        Raises:
+            ValueError: the job is not open.
+        """
+        self._close(job).end(used=False)
+
+    def _close(self, job: Job) -> Transfer:
         if job not in self.jobs:
             raise ValueError(f"job: expected one that is open, got {job!r}")
-        return job.parts
-
-    def _close(self, job: Job) -> None:
         self._changed()
         del self.jobs[job]
-        job.is_open = False
-        if job.kind == "load":
-            self._end_waiting(job)
-            self.host.queued_bytes -= job.num_bytes
-
-    def _let_go(self, job: Job) -> None:
-        """End what an open job keeps; its own pages, but those adopted, are free again."""
-        job.parts.holding.end(used=False)
-        self._let_go_of_source(job)
-
-    def _let_go_of_source(self, job: Job) -> None:
-        """End what an open job reads, once."""
-        reading, job.parts.reading = job.parts.reading, None
-        if reading is None:
-            return
-        reading.end(used=job.kind == "load")
-        if job.kind == "store":
-            self._stores.unlocked(job)
+        return job.transfer
 
     def _changed(self) -> None:
-        """The stack of free pages may change: the newest plan is void."""
+        """Void the newest plan: the stack of free pages may change."""
         self._kv._planned = None
 
-    # What is forgotten.
-
-    def _void(self, job: Job) -> None:
-        """An open job is to bring nothing; it keeps its own pages until it is done."""
-        job.parts.is_void = True
-        job.parts.holding.detach()
-        self._let_go_of_source(job)
-        self._end_waiting(job)
-
-    def _end_waiting(self, job: Job) -> None:
-        key = job.parts.keys[-KEY_BYTES:]
-        if self._loading.get(key) is job:
-            del self._loading[key]
+    # Called by the cache.
 
     def clear(self) -> None:
-        """Forget everything kept. Open jobs bring nothing, and keep their own pages until they are
-        done. (`KVCache.clear` and `KVCache.reset` call this.)"""
-        for job in self.jobs:
-            if not job.parts.is_void:
-                self._void(job)
-        self.host.index.clear(tell_each=True)
-        self._stores.clear()
+        """Forget all entries, and those of open jobs; for `KVCache.clear` and `KVCache.reset`."""
+        self._void_jobs()
+        self.index.clear(tell_each=True)
 
-    def forget_copies(self, is_wanted: npt.NDArray[np.bool_]) -> None:
-        """Forget the copies of what the device's cached pages `is_wanted` [num_pages] hold, and
-        what is found only through it; no open job brings it. (`KVCache.evict_pages` calls this.)"""
-        held = held_by(self._device, is_wanted, self._tails)
-        for job in self.jobs:
-            parts = job.parts
-            if parts.is_void:
-                continue
-            on_device = parts.holding if job.kind == "load" else parts.reading
-            assert on_device is not None
-            is_hit = is_wanted[on_device.used].any()
-            if is_hit or any(one.is_on(parts, self._tails) for one in held):
-                self._void(job)
-        forget(self.host, held, self._tails)
+    def forget_copies(self, is_wrong: Flags) -> None:
+        """Forget copies of the device pages `is_wrong` [num_pages]; for `KVCache.evict_pages`."""
+        self._void_jobs()
+        self._drop(copies_of(is_wrong, self._device, self.index, self._kv.layout.reach))
 
-    # Reports.
+    def _void_jobs(self) -> None:
+        for job in self.jobs:
+            if not job.transfer.is_void:
+                job.transfer.void()
+
+    def _drop(self, pages: Int32) -> None:
+        """Evict host entries with any of `pages`, and everything found only through them."""
+        is_wanted = np.zeros(self.index.pool.num_pages, dtype=np.bool_)
+        is_wanted[pages] = True
+        is_wanted[0] = False
+        self.index.drop_pages(is_wanted)
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
-        """The events of all that the host holds now, for `KVCache.announce`."""
-        announcer = self.host.index.announcer
-        return [] if announcer is None else [announcer.noted(self.host.index.runs())]
-
-    def pages_by_group(self) -> list[int]:
-        """[num_groups] pages of the host that its entries have now; looks at each resume point."""
-        return self._tails.count(self.host.index)
+        """Events of all host entries; for `KVCache.announce`."""
+        announcer = self.index.announcer
+        return [] if announcer is None else [announcer.noted(self.index.runs())]
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and pages by state now."""
-        index = self.host.index
+        """Counters since the start, and the current content; for `KVCache.stats`."""
         now = {
-            "points": index.num_points,
-            "segments": index.num_segments,
-            "free_pages": index.pool.num_free,
-            "queued_bytes": self.host.queued_bytes,
+            "points": self.index.num_points,
+            "segments": self.index.num_segments,
+            "free_pages": self.index.pool.num_free,
         }
-        return {f"tier_{name}/host": n for name, n in {**self.host.counters, **now}.items()}
+        return {f"tier_{name}/host": n for name, n in {**self.counters, **now}.items()}
 
 
-def _checked_parts(parts: Sequence[int] | None, layout: Layout) -> list[int]:
-    """`parts` of `Tiers`.
-
-    Raises:
-        ValueError: they are none.
-    """
-    groups = layout.groups
-    if parts is None:
-        return [1] * len(groups)
-    if not isinstance(parts, Sequence) or len(parts) != len(groups):
-        raise ValueError(f"parts: expected {len(groups)} ints, one a group, got {parts!r}")
-    return [
-        as_int(f"parts[{i}]", n, 1, MOST_PARTS // g.pages_per_block)
-        for i, (n, g) in enumerate(zip(parts, groups, strict=True))
-    ]
+def _rate(name: str, value: Any) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+    return float(value)

@@ -92,11 +92,6 @@ class V4PagePool:
         return [self.data]
 
     @property
-    def filled(self) -> list[tuple[int, int]]:
-        """Tensors, and bytes of each, that hold rows in a page of each group."""
-        return [(1, size) for size in self.plan.filled]
-
-    @property
     def rings(self) -> list[Tensor]:
         """The rings of all layers."""
         caches = [cache for layer in self.layers for cache in (layer.compressed, layer.index_keys)]

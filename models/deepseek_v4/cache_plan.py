@@ -91,13 +91,11 @@ class CachePlan:
     Attributes:
         groups: in the order of an allocator's tables; a page of each has the same bytes.
         layers: of the trunk, then drafters.
-        filled: bytes at the start of a page of each group that hold rows.
     """
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
     layers: tuple[LayerPlacement, ...]
-    filled: tuple[int, ...]
 
     def group_index(self, name: str) -> int | None:
         """Where in ``groups`` the group of that name is; None where the model has none."""
@@ -205,6 +203,4 @@ def plan_cache(
         LayerPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
         for layer in range(len(kinds))
     )
-    shares = [min(share, len(kinds) - i * share) * window_bytes for i in range(num_windows)]
-    filled = (*[size] * bool(size), *shares, *[overlap_bytes] * bool(overlap_bytes))
-    return CachePlan(fmt, tuple(groups), layers, filled)
+    return CachePlan(fmt, tuple(groups), layers)

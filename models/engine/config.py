@@ -17,7 +17,6 @@ MEMORY_SETTINGS = (
 REQUIRED = ("max_num_seqs", "max_num_batched_tokens")
 FLASHINFER = "flashinfer"
 IMPLS = ("triton", "torch", FLASHINFER)
-TIER_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,6 @@ class EngineConfig:
         host_cache_gib: GiB of host memory behind the pool: what is cached and leaves the pool goes
             there, and comes back where loading it is quicker than computing it again
             (`quire.models.engine.tiering`). None = none.
-        tier_dtype: what pages hold in host memory: "auto" = the same bytes; "fp8" =
-            e4m3 with a scale for each row of a head, of keys and values in bf16, fp16 or fp32: half
-            or a quarter of the bytes, on the link too. Hits on what came back so are marked
-            (`RequestOutput.lossy_tokens`), as they are not what a request computes without a cache.
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
         impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
@@ -91,7 +86,6 @@ class EngineConfig:
     hash_seed: bytes = b""
     replay: bool = False
     host_cache_gib: float | None = None
-    tier_dtype: str = "auto"
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
     impl: str | None = None
@@ -132,13 +126,6 @@ class EngineConfig:
             raise ValueError(f"rank_timeout: expected a number of seconds > 0, got {limit!r}")
         if host is not None and not self.enable_caching:
             raise ValueError("enable_caching: expected True with host_cache_gib, got False")
-        if self.tier_dtype not in TIER_DTYPES:
-            names = " or ".join(map(repr, TIER_DTYPES))
-            raise ValueError(f"tier_dtype: expected {names}, got {self.tier_dtype!r}")
-        if self.tier_dtype != "auto" and host is None:
-            raise ValueError(
-                f"tier_dtype: expected 'auto' without host_cache_gib, got {self.tier_dtype!r}"
-            )
         if not isinstance(self.policy, SchedulerPolicy):
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
         if self.impl is not None and self.impl not in IMPLS:

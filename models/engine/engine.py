@@ -35,7 +35,6 @@ from torch import nn
 
 from ..config.fields import shown
 from ..interrupts import interrupts_wait
-from ..tiers.streams import CopyFailed
 from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import LaunchedStep
@@ -237,14 +236,15 @@ class Engine:
             RuntimeError: called while a step runs.
         """
         self._expect_between_steps("step")
-        self._is_stepping = True
-        try:
-            ranks = nullcontext() if self._ranks is None else self._ranks.step()
-            # Launches, streams and captures are those of the current device.
-            with interrupts_wait(), torch.cuda.device_of(self._builder.tables), ranks:
-                return self._step()
-        finally:
-            self._is_stepping = False
+        with interrupts_wait():
+            self._is_stepping = True
+            try:
+                ranks = nullcontext() if self._ranks is None else self._ranks.step()
+                # Launches, streams and captures are those of the current device.
+                with torch.cuda.device_of(self._builder.tables), ranks:
+                    return self._step()
+            finally:
+                self._is_stepping = False
 
     def _expect_between_steps(self, name: str) -> None:
         if self._is_stepping:
@@ -278,8 +278,6 @@ class Engine:
             new = [] if due is None else self._tokens(due)
             if self._in_flight is not None:
                 launched.learn(self._in_flight.ids)
-        except CopyFailed:
-            return self._drop_step(step)
         except BaseException:
             self._take_back(step)
             raise
@@ -312,8 +310,6 @@ class Engine:
             batch = self._builder.build(plan, input_ids, rows)
         clock.switch(MODEL)
         if shape is not None:
-            if self.tiers is not None:
-                self.tiers.copier.streams.arrive_all()
             out = self._graphs(shape, plan, input_ids)
         else:
             out = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
@@ -387,16 +383,6 @@ class Engine:
             self.scheduler.clear_cache()
         self.outputs.end_failed()
 
-    def _drop_step(self, step: ScheduledStep) -> StepReport:
-        """Take back a step that ran ahead of a load which failed: its requests wait again, and find
-        what is left. The tokens of the step before are good."""
-        before = self._in_flight
-        delivered = {} if before is None else self._receive(before)
-        admitted = self.scheduler.take_back_admitted(step)
-        self.scheduler.take_back(set(step.requests) - admitted)
-        self.tiers.drop_lost()
-        return self._report(**delivered)
-
     def close(self) -> None:
         """End the other ranks, and wait for the copies of the host tier. No step may follow: it
         raises RuntimeError. Without ranks and host tier, and a second time, it does nothing.
@@ -413,8 +399,6 @@ class Engine:
         finished, deltas = self.outputs.take()
         report = StepReport.of(self.clock, finished, deltas, self._idle.take(), **numbers)
         self.totals.add(report)
-        if self.tiers is not None:
-            self.tiers.observe(report)
         return report
 
     def _draft(self) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from quire.kvcore.prefix.lookup import EXPLANATIONS
 from quire.kvcore.tier.match import LOAD_EXPLANATIONS
-
-if TYPE_CHECKING:
-    from quire.kvcore.tier import Share
 
 REASONS: dict[str, str] = {**EXPLANATIONS, **LOAD_EXPLANATIONS}
 
@@ -54,11 +50,7 @@ class RequestOutput:
             `quire.kvcore.tier.TierMatch.limited_by`); "" when it never was admitted.
         dense_tokens: prompt tokens whose full-attention rows were cached then, in the pool or behind
             it.
-        lossy_tokens: tokens of its longest hit that rest on rows which tiers had in a lossy form
-            (`EngineConfig.tier_dtype`, `quire.kvcore.Match.lossy_tokens`).
-        loads: what was loaded behind the pool while it waited: by load and place tokens, bytes, and
-            seconds of the copies of that load (0.0 where the request ended before these were
-            known). Requests that waited for one load have it each.
+        num_loaded_tokens: tokens added to its hits by loads from host memory.
         num_preemptions: times that the request lost its pages and was resumed.
         num_drafts, num_accepted: speculated tokens that were computed, and those that became
             output.
@@ -85,19 +77,17 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: RequestError | None = None
     dense_tokens: int = 0
-    lossy_tokens: int = 0
-    loads: tuple[Share, ...] = ()
+    num_loaded_tokens: int = 0
 
     def explain(self) -> str:
         """One sentence: what of the prompt was cached, what was loaded for it, and why not more."""
         cached = f"{self.num_cached_tokens} of {len(self.prompt_token_ids)} tokens"
-        if self.lossy_tokens:
-            cached += f" ({self.lossy_tokens} rest on rows that were kept in a lossy form)"
-        loads = "".join(f", {share}" for share in self.loads)
+        if self.num_loaded_tokens:
+            cached += f", {self.num_loaded_tokens} loaded from host memory"
         why = "it was never admitted"
         if self.limited_by:
             why = REASONS[self.limited_by].format(dense=self.dense_tokens)
-        return f"{cached}{loads}: {why}"
+        return f"{cached}: {why}"
 
     @property
     def ttft(self) -> float:

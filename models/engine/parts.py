@@ -6,7 +6,6 @@ several ranks each has a `ModelRunner`, and rank 0 alone the rest.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from quire.kvcore.device import BatchBuilder
 
 from ..layers.flashinfer import FlashInfer, expect_supported
 from ..parallel.group import Group
-from ..tiers.streams import behind_loads
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory
@@ -79,11 +77,7 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
     """
     try:
-        with ExitStack() as opened:
-            runner = make_runner(model, config, drafter, opened)
-            parts = _make(model, config, runner)
-            opened.pop_all()
-            return parts
+        return _make(model, config, make_runner(model, config, drafter))
     except (MemoryError, RecursionError) as error:
         settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
         raise ValueError(
@@ -92,13 +86,8 @@ def make_parts(model: nn.Module, config: EngineConfig, drafter: Drafter | None) 
         ) from error
 
 
-def make_runner(
-    model: nn.Module, config: EngineConfig, drafter: Drafter | None, opened: ExitStack
-) -> ModelRunner:
+def make_runner(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> ModelRunner:
     """The model with its pages; of several ranks each calls this at the same time.
-
-    Args:
-        opened: closes what was opened if a later part cannot be made.
 
     Raises:
         ValueError, NotImplementedError: as `quire.models.engine.engine.Engine`.
@@ -155,7 +144,7 @@ def make_runner(
     pool = cache.allocate(memory.num_pages)
     tiers = None
     if config.host_cache_gib is not None:
-        tiers = make_tiers(model, kv, pool, memory, config, opened)
+        tiers = make_tiers(kv, pool, memory, config, device)
     # Drafts are guessed from tokens that the host knows.
     wanted = on_gpu if config.async_scheduling is None else config.async_scheduling
     is_async = wanted and drafter is None
@@ -163,8 +152,6 @@ def make_runner(
     unknown = num_drafts if hidden else int(is_async)
     builder = BatchBuilder(tables, device, max_placeholders=config.max_num_seqs * unknown)
     run, graphs = forward_pass(model, pool, impl, hidden=hidden, **attention), None
-    if tiers is not None:
-        run = behind_loads(run, tiers.copier.streams, hasattr(pool, "arrive"))
     if isinstance(drafter, ModelDrafter):
         drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=impl)
     if sizes:

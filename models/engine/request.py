@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kvcore import Match
-    from quire.kvcore.tier import Share, TierMatch
+    from quire.kvcore.tier import TierMatch
 
     from ..tokenizer import TextStream
 
@@ -152,9 +152,8 @@ class Request:
     num_cached_tokens: int = -1
     limited_by: str = ""
     dense_tokens: int = 0
-    lossy_tokens: int = 0
     behind: TierMatch | None = None
-    loads: list[Share] = field(default_factory=list)
+    num_loaded_tokens: int = 0
     num_preemptions: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
@@ -264,8 +263,7 @@ class Request:
             num_cached_tokens=max(self.num_cached_tokens, 0),
             limited_by=self.limited_by,
             dense_tokens=self.dense_tokens,
-            lossy_tokens=self.lossy_tokens,
-            loads=tuple(self.loads),
+            num_loaded_tokens=self.num_loaded_tokens,
             num_preemptions=self.num_preemptions,
             arrival=self.arrival,
             token_times=tuple(self.token_times),

@@ -349,7 +349,6 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(self.kv.num_computed[request.slot])
             request.note_limit()
-        request.lossy_tokens = max(request.lossy_tokens, request.match.lossy_tokens)
         return True
 
     def _next(self) -> Request | None:
@@ -367,7 +366,7 @@ class Scheduler:
         if self.tiers is None:
             return
         room = 0 if self._starved else self.max_num_seqs - len(self.running)
-        for request, error in self.tiers.advance(self.waiting, room, is_idle=not self.running):
+        for request, error in self.tiers.advance(self.waiting, room):
             self.fail(request, error)
 
     def _may_admit(self, budget: int) -> bool:

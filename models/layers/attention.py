@@ -102,7 +102,6 @@ class PagedAttend:
     ) -> Tensor:
         """See `Attend`."""
         assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
-        self._arrive(layer)
         k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
         self._write(layer, k, v)
@@ -110,11 +109,6 @@ class PagedAttend:
 
     def finish(self) -> None:
         """Nothing is left: each layer has written its rows."""
-
-    def _arrive(self, layer: int) -> None:
-        """Pages of a layer that are being loaded come first."""
-        if self._pool.arrive is not None:
-            self._pool.arrive(self._pool.layers[layer].tensor)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]

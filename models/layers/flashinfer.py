@@ -177,7 +177,6 @@ class FlashInferAttend(PagedAttend):
     ) -> Tensor:
         """See `Attend`."""
         assert k is not None and v is not None and sinks is None, "`expect_supported` refuses it"
-        self._arrive(layer)
         cache, n = self._pool.layers[layer], self._num_ones
         group, pages = self._groups[cache.group], (cache.k_pages, cache.v_pages)
         scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}

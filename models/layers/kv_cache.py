@@ -12,14 +12,12 @@ with the page, and are shared with it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels import E4m3Rows
 from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
@@ -39,7 +37,6 @@ class LayerCache:
         group: index of the cache group whose table and slots address them.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
-        tensor: number of the page tensor.
     """
 
     k_pages: Tensor
@@ -47,7 +44,6 @@ class LayerCache:
     group: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
-    tensor: int = 0
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
@@ -131,19 +127,10 @@ class PageTensors:
     Attributes:
         layers: LayerCache of each layer.
         tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
-        filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
-            first ones.
-        e4m3_rows: what all pages begin with, as tiers may have it in e4m3: rows of a head, or equal
-            shares of them where heads differ; None of pages that are e4m3, and of heads that no
-            power of two from 16 on divides.
-        arrive: what a layer calls with the number of its tensor before it reads or writes pages,
-            where some may be on their way (`quire.models.tiers.streams.CopyStreams.arrive`).
 
     Raises:
         ValueError: num_pages is below 2.
     """
-
-    arrive: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -160,15 +147,10 @@ class PageTensors:
             empty_pages(num_pages, groups[0].page_bytes, device)
             for _ in range(num_tensors(placement))
         ]
-        self.e4m3_rows = _e4m3_rows(config, dtype)
         self.layers = []
-        self.filled = [(0, 0)] * len(groups)
         for layer, place in enumerate(placement):
             shape = config.attention(layer)
             block_size = groups[place.group].block_size
-            size = block_size * token_bytes(config, layer, dtype, row_scales=kv_scales is None)
-            filled = self.filled[place.group]
-            self.filled[place.group] = max(filled[0], place.tensor + 1), max(filled[1], size)
             rows = self.tensors[place.tensor].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))
@@ -180,14 +162,8 @@ class PageTensors:
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
-            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales, place.tensor)
+            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales)
             self.layers.append(cache)
-
-
-def _e4m3_rows(config: ModelConfig, dtype: torch.dtype) -> E4m3Rows | None:
-    dims = (config.attention(layer).head_dim for layer in range(config.num_kv_owners))
-    common = math.gcd(E4m3Rows.MAX_DIM, *dims)
-    return None if dtype == E4M3 or common < E4m3Rows.MIN_DIM else E4m3Rows(dtype, common)
 
 
 def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:

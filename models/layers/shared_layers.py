@@ -89,7 +89,6 @@ class SharedAttend(PagedAttend):
             return self._attend(donor, q, *self._new[donor], sinks)
         if layer not in self._donors:
             return super().__call__(layer, q, k, v, sinks=sinks)
-        self._arrive(layer)
         k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
         if self.rows is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ def follow(group: Group, model: nn.Module, config: EngineConfig, drafter: Drafte
     Args:
         model, config, drafter: as of `quire.models.engine.engine.Engine`.
     """
-    with ExitStack() as opened:
-        runner = make_runner(model, config, drafter, opened)
+    runner = make_runner(model, config, drafter)
     observes, step = isinstance(drafter, ModelDrafter), None
     with torch.cuda.device_of(runner.builder.tables):
         while (message := unpack(group.channel.receive())).kind != CLOSE:

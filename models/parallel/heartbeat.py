@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from select import select
-from typing import Any
 
 BEAT, MESSAGE, LONGEST_VERDICT = 0.5, 1024, 150  # seconds; bytes; characters of 6 bytes at most
 EXIT_STATUS = 1
@@ -31,10 +30,9 @@ class Heartbeat(threading.Thread):
     Args:
         rank, size: this rank, and the number of ranks.
         timeout: seconds of silence, or of a step without progress, after which a rank is dead.
-        address: host and port. Rank 0 listens there (port 0: any), the others connect to it.
+        address: host and port where rank 0 listens (0: any, see `port`) and the others connect.
 
     Attributes:
-        port: where rank 0 listens.
         verdict: what happened to which rank; "" = all are well.
         calls: returns the number of calls that this rank has made together with the others.
         give_up: called in rank 0 with a verdict, to make a call fail that waits for other ranks.
@@ -48,9 +46,10 @@ class Heartbeat(threading.Thread):
         self.calls: Callable[[], int] = lambda: 0
         self.give_up: Callable[[], None] = lambda: None
         self._connections: dict[int, socket.socket] = {}
-        self._said: dict[str, Any] = {"rank": rank, "silent": 0.0, "verdict": "", "left": False}
+        self._said: dict[str, object] = {"rank": rank, "silent": 0.0, "verdict": "", "left": False}
         self._states = {other: {"silent": 0.0} for other in ([0] if rank else range(1, size))}
         self._sum, self._stalled = 0, 0.0  # calls of all, and seconds since the last one
+        self._sending = threading.Lock()  # a beat must not follow the last word with older news
         self._servers = [socket.create_server(address)] if rank == 0 else []
         self.port = self._servers[0].getsockname()[1] if rank == 0 else address[1]
         if rank != 0:
@@ -83,11 +82,12 @@ class Heartbeat(threading.Thread):
                 os._exit(EXIT_STATUS)
             self.give_up()
 
-    def _send(self, **more: Any) -> None:
-        self._said |= {"calls": self.calls(), **more}  # what was said once is said again
-        for connection in list(self._connections.values()):
-            with suppress(OSError):  # the next receive tells
-                connection.sendall(json.dumps(self._said).encode().ljust(MESSAGE))
+    def _send(self, **more: object) -> None:
+        with self._sending:
+            self._said |= {"calls": self.calls(), **more}  # what was said once is said again
+            for connection in list(self._connections.values()):
+                with suppress(OSError):  # the next receive tells
+                    connection.sendall(json.dumps(self._said).encode().ljust(MESSAGE))
 
     def _receive(self, seconds: float) -> None:
         by_socket = {connection: rank for rank, connection in self._connections.items()}

@@ -1,136 +1,118 @@
-"""Run the jobs of the host tier: pages between a pool and host memory, one copy of a stream a job.
+"""Copy the pages of host-tier jobs beside the model.
 
-Nothing waits but `PageCopier.wait`. On a CPU copies run in the order of calls, those that a step
-runs ahead of when it reads their pages.
+A GPU has one stream for each direction, as the link moves both at once. One kernel launch copies
+all pages of a job. It waits for the work that the model's stream has at that time: a running step
+may still read pages that a load fills, and it writes pages that a store copies. The model never
+waits: until the host sees the end of a job, its pages are free or only read.
+
+On a CPU a job has ended when `PageCopier.start` returns.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels import PoolPages
+from quire.kernels import PoolPages, gather_pages, scatter_pages
 
 from .host_pages import HostPages
-from .streams import TO_DEVICE, TO_HOST, Copying, CopyStreams
-from .ways import PageWays
 
 if TYPE_CHECKING:
     from quire.kvcore.tier import Job
 
+TO_HOST, TO_DEVICE = "to_host", "to_device"
+DIRECTIONS = {"store": TO_HOST, "load": TO_DEVICE}
 
-@dataclass(frozen=True)
-class FinishedJob:
-    """A job whose copies have ended.
+
+@dataclass(eq=False)
+class Copying:
+    """A job under way.
 
     Attributes:
-        error: raised by the copies; None = all pages came. Otherwise none counts as copied.
-        seconds: of the copies, without the time that they waited.
+        event: recorded after the copies; None on a CPU, or if they did not begin.
+        keep: tensors that the copies need.
+        error: exception of the copies; None = all pages were copied.
     """
 
     job: Job
-    error: Exception | None
-    seconds: float
-
-    @property
-    def failed(self) -> np.ndarray:
-        """[n] target pages whose copies failed."""
-        none = np.empty(0, dtype=np.int32)
-        if self.error is None:
-            return none
-        return np.concatenate([none, *(c.targets for c in self.job.copies)])
+    event: Any = None
+    keep: Any = None
+    error: Exception | None = None
 
 
 class PageCopier:
-    """Copies pages for jobs, several at a time. One thread calls it.
+    """Copy the pages of several jobs at a time. One thread calls it.
 
     Args:
-        pool: the page tensors of the device; a page of the host has the bytes of one id of them.
-        host: pages in host memory.
-        num_tensors: tensors of a page of the device, where copies that steps run ahead of come
-            tensor by tensor; None = all at once.
+        pool: page tensors of the device.
+        host: host pages; a row holds one page of all tensors.
 
     Attributes:
-        streams: of the copies.
-        num_bytes: moved since the start, by direction (`TO_HOST`, `TO_DEVICE`).
+        num_bytes: bytes copied since the start, by direction.
     """
 
-    def __init__(self, pool: PoolPages, host: HostPages, *, num_tensors: int | None = None) -> None:
+    def __init__(self, pool: PoolPages, host: HostPages) -> None:
         self._pool, self._host = pool, host
-        self.streams, self._ways = CopyStreams(pool.device), PageWays(pool, num_tensors)
-        self._ahead_tensors = [None] if num_tensors is None else [*range(num_tensors)]
-        self._running: list[tuple[Job, Copying]] = []
+        on_gpu = pool.device.type == "cuda"
+        self._streams = {d: torch.cuda.Stream(pool.device) for d in DIRECTIONS.values() if on_gpu}
+        self._running: list[Copying] = []
         self.num_bytes = {TO_HOST: 0, TO_DEVICE: 0}
-        if pool.device.type == "cuda":
-            with torch.cuda.device_of(pool.addresses):
-                self._ways.probe(host.rows)
+        for direction in self._streams:  # compile now, not while a request waits
+            self._copy(direction, np.zeros(1), np.zeros(1))
 
     @property
     def addresses(self) -> Tensor:
-        """On the device of the pool."""
+        """A tensor on the device of the pool."""
         return self._pool.addresses
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job has not ended."""
+        """True if any job has not ended."""
         return bool(self._running)
 
-    def start(self, job: Job, *, ahead: bool = False) -> None:
-        """Begin the copies of a job, behind those of the jobs before it.
-
-        Args:
-            ahead: of a load: its pages may be used from now on, by work that comes behind
-                `streams`.
-        """
-        direction = TO_HOST if job.kind == "store" else TO_DEVICE
-        sources, targets, parts = (
-            np.concatenate([np.empty(0, dtype=np.int32), *(getattr(c, name) for c in job.copies)])
-            for name in ("sources", "targets", "parts")
-        )
-        pages, rows = (sources, targets) if job.kind == "store" else (targets, sources)
-        ids = pages.astype(np.int64) * self._pool.num_parts + parts
-        copy = partial(self._ways.copy, direction, ids, self._host.rows, rows)
+    def start(self, job: Job) -> None:
+        """Begin the copies of a job."""
+        copying, direction = Copying(job), DIRECTIONS[job.kind]
+        pages, rows = job.sources, job.targets
+        if direction == TO_DEVICE:
+            pages, rows = rows, pages
         try:
-            if ahead:
-                # A model's layers need the tensors in turn, each in the pages of all groups.
-                copying = self.streams.begin_ahead([partial(copy, t) for t in self._ahead_tensors])
+            if not self._streams:
+                self._copy(direction, pages, rows)
             else:
-                copying = self.streams.begin(direction, copy)
+                stream = self._streams[direction]
+                stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+                with torch.cuda.stream(stream):
+                    copying.keep = self._copy(direction, pages, rows)
+                    copying.event = stream.record_event()
         except Exception as error:
-            copying = Copying([])
             copying.error = error
-        self._running.append((job, copying))
+        self._running.append(copying)
 
-    def poll(self) -> list[FinishedJob]:
-        """The jobs that have ended since the last call."""
-        ended = [one for one in self._running if one[1].done()]
-        self._running = [one for one in self._running if one not in ended]
-        self.streams.forget_ended()
-        return [self._end(*one) for one in ended]
+    def _copy(self, direction: str, pages: np.ndarray, rows: np.ndarray) -> list[Tensor]:
+        """Copy pool pages to or from host rows; return the tensors that the copies need."""
+        ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
+        if self._streams:  # from pinned memory: otherwise the host waits for the stream
+            ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
+        copy = gather_pages if direction == TO_HOST else scatter_pages
+        copy(self._pool, ids[0], self._host.rows, ids[1])
+        return ids
 
-    def wait(self) -> list[FinishedJob]:
-        """Wait until a job has ended; none where none runs."""
-        if self._running:
-            with suppress(Exception):  # `poll` sees it
-                self._running[0][1].result()
+    def poll(self) -> list[Copying]:
+        """Jobs that ended since the last call."""
+        ended = [c for c in self._running if c.event is None or c.event.query()]
+        self._running = [c for c in self._running if c not in ended]
+        for copying in ended:
+            if copying.error is None:
+                self.num_bytes[DIRECTIONS[copying.job.kind]] += copying.job.num_bytes
+        return ended
+
+    def wait(self) -> list[Copying]:
+        """Wait until a job has ended; return at once if none runs."""
+        if self._running and self._running[0].event is not None:
+            self._running[0].event.synchronize()
         return self.poll()
-
-    def close(self) -> None:
-        """Wait for all copies."""
-        while self._running:
-            self.wait()
-
-    def _end(self, job: Job, copying: Copying) -> FinishedJob:
-        try:
-            copying.result()
-        except Exception as error:
-            return FinishedJob(job, error, 0.0)
-        direction = TO_HOST if job.kind == "store" else TO_DEVICE
-        self.num_bytes[direction] += sum(map(len, job.copies)) * self._pool.num_bytes
-        return FinishedJob(job, None, copying.seconds)

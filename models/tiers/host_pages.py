@@ -14,22 +14,22 @@ SYSTEM_PAGE = 4096  # bytes; the driver pins whole pages
 
 
 class HostPages:
-    """Pages in host memory, which a GPU addresses where there is one (pinned).
+    """Pages in host memory, pinned for a GPU.
 
-    Pinned memory of torch's own allocator would be rounded up to a power of two; so this is ordinary
-    memory of exactly as many bytes, which is registered with the driver.
+    Torch rounds pinned memory up to a power of two. So this is ordinary memory of the exact size,
+    registered with the driver.
 
     Args:
-        num_pages: rows; what they hold is 0 at first.
-        page_bytes: of a row.
-        device: that copies to and from it.
+        num_pages: number of rows, all zeros at first.
+        page_bytes: bytes of a row.
+        device: device that copies to and from the rows.
 
     Attributes:
         rows: [num_pages, page_bytes] uint8.
-        num_bytes: of all memory.
+        num_bytes: bytes of all rows.
 
     Raises:
-        MemoryError: there is not so much memory, or the driver does not pin it.
+        MemoryError: not enough free memory, or the driver does not pin it.
     """
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels import E4m3Rows, PoolPages, gather_pages, scatter_pages
-from quire.kernels.page_copy import reference
+from quire.kernels import PoolPages, gather_pages, scatter_pages
 
 pytestmark = pytest.mark.gpu
 
@@ -31,34 +30,6 @@ def test_pages_come_back_from_pinned_memory(cuda, impl):
     back = torch.stack(pages.tensors).cpu()
     assert back[:, page_ids].equal(made[:, page_ids])
     assert back.sum(dtype=torch.int64) == made[:, page_ids].sum(dtype=torch.int64)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("row_dim", [64, 512])
-def test_rows_in_e4m3_in_pinned_memory(cuda, dtype, row_dim):
-    """Those of the oracle, bit for bit, without waiting; from two tensors and back."""
-    generator = torch.Generator().manual_seed(4)
-    made = torch.randn(2, 24, 6 * row_dim, generator=generator).to(dtype).view(torch.uint8)
-    form = E4m3Rows(dtype, row_dim)
-    pages = PoolPages(list(made.to(cuda).unbind()), 1, form)
-    ids = torch.randperm(24, generator=generator)[:12]
-    host = torch.zeros(12, pages.num_bytes, dtype=torch.uint8).pin_memory()
-    on_host = PoolPages([tensor.clone() for tensor in made], 1, form)
-    want = torch.zeros_like(host)
-    reference.gather_pages(on_host, ids, want)
-    reference.scatter_pages(on_host, ids, want)
-    on_device = ids.to(cuda)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gather_pages(pages, on_device, host, impl="triton")
-        scatter_pages(pages, on_device, host, impl="triton")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert host.equal(want)
-    for got, tensor in zip(pages.tensors, on_host.tensors, strict=True):
-        assert got.cpu().equal(tensor)
 
 
 def test_memory_that_the_device_cannot_reach(cuda):

@@ -3,19 +3,33 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 
-from quire.kernels.attention import configs
-from quire.kernels.attention.configs import Config
 from quire.kernels.common.arch import named
 from quire.kernels.common.tile_tables import Entry, Key, TileTable, dump, parse
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
 
-TABLES = (configs.TILES, compressed_configs.TILES, mla_configs.TILES)
+TABLES = (compressed_configs.TILES, mla_configs.TILES)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch choices with a field of every kind that a table may hold."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 0
+    mask_all: bool = False
+    fp16_values: Literal["never", "one_scale", "always"] = "never"
+    matrix_instr_nonkdim: int | None = None
+
+
 SHAPE = {"block_n": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -160,16 +174,6 @@ def answers(table, arch, head_dim, **question):
 def test_each_class_of_amd_gpus_has_entries_of_its_own(arch):
     """Of two-byte values one for each phase, kind of pages and head_dim: the next greater head_dim or
     a GPU's of another maker would do as well, and spill."""
-    for fp8, head_dim in product((False, True), (16, 32, 64, 128, 256, 512)):
-        for phase, rows in ("prefill", None), ("decode", 16), ("decode", 32), ("decode", 64):
-            key = answers(
-                configs.TILES, arch, head_dim, dtype_bytes=2, fp8=fp8, phase=phase, rows=rows
-            )
-            assert (key.gpu, key.phase, key.head_dim) == (AMD[arch], phase, max(32, head_dim))
-            # Fewer than asked where registers are short.
-            assert rows is None or key.rows <= rows
-        for phase in ("prefill", "decode"):
-            answers(configs.TILES, arch, head_dim, dtype_bytes=4, fp8=fp8, phase=phase)
     for rows in (16, 32, 64):
         key = answers(mla_configs.TILES, arch, 512, dtype_bytes=2, fp8=False, rows=rows)
         assert key.gpu == AMD[arch] and key.rows <= rows
@@ -198,11 +202,11 @@ def test_tables_are_read_without_torch_and_triton(tmp_path):
 import sys
 for name in ("torch", "triton"):
     sys.modules[name] = None
-from quire.kernels.attention import configs
+from quire.kernels.attention.tiles import select_config
 from quire.kernels.common.arch import named
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
-assert configs.select_config(128, 2, "decode", 16, named("sm_90")).block_m == 16
+assert select_config(128, 2, named("sm_90"), quantized=False, rows=16).block_m == 16
 assert compressed_configs.select_config(512, 2, True, named("sm_90"), rows=64).block_m == 64
 assert mla_configs.select_config(2, 64, named("sm_90")).block_m == 64
 """

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, limits
@@ -26,12 +25,12 @@ ROW = {
 MEASURE = """
 import json
 from quire.bench.static.compiling import measure
-from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.tiles import Config
 rows = {"table": measure("decode-d128-p16-q1", "sm_90", 0), "amd": measure("write-d128", "gfx942", 0)}
 rows["two parts"] = measure("prefill-d512-p128", "sm_90", 0)
 def staged(stages):
-    paged.select_config = lambda *a, **k: configs.Config(16, 64, 4, stages, mask_all=True)
+    paged.select_config = lambda *a, **k: Config(16, 64, 4, stages)
     return measure("decode-d128-p16-q1", "sm_90", 0)
 rows |= {f"{stages} stages": staged(stages) for stages in (2, 3)}
 paged.MAX_REGISTERS = 40
@@ -60,8 +59,8 @@ def test_rows_say_what_was_compiled(measured):
     stages = int(row["config"].split("s")[-1])
     tile_bytes = int(row["config"].split("x")[1].split()[0]) * 2 * 128 * 2
     assert row["bytes_in_flight_per_sm"] == (stages - 1) * tile_bytes * row["ctas_per_sm"]
-    row = measured["two parts"]  # each program has all channels of the keys and half of the values'
-    assert row["config"].endswith("v2") and row["bytes_in_flight_per_sm"] % (512 + 256) == 0
+    row = measured["two parts"]  # of the accumulator: the values of a tile are loaded whole
+    assert row["config"].endswith("v2") and row["bytes_in_flight_per_sm"] % (2 * 512 * 2) == 0
     assert measured["amd"]["bytes_in_flight_per_sm"] == 0  # no tiles of keys
 
 
@@ -185,15 +184,6 @@ def test_arguments_are_specialised_as_the_launcher_does():
     assert hinted == ["even", "n", "far", "matrix.0", "matrix.1", "plain_pair.2"]
     assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
     assert options["num_warps"] == 8 and not set(options) & set(arguments)
-
-
-def test_no_descriptor_is_launched_within_a_tuple():
-    rows = TensorDescriptor(torch.empty(8, 16), [8, 16], [16, 1], [8, 16])
-    params = [SimpleNamespace(name="m", is_constexpr=False, do_not_specialize=False)]
-    kernel = SimpleNamespace(params=params, arg_names=["m"])
-    launch = SimpleNamespace(kernel=kernel, arguments={"m": Matrix(rows, 1, 1)})
-    with pytest.raises(NotImplementedError, match="descriptor within a tuple"):
-        compiling.specialise(launch)
 
 
 @pytest.mark.parametrize(

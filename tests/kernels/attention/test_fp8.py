@@ -8,9 +8,9 @@ import torch
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 from quire.kernels.attention import triton_impl as paged
-from quire.kernels.attention.configs import select_config
+from quire.kernels.attention.tiles import select_config
 from quire.kernels.cache_write import reference as reference_write
-from quire.kernels.common import e4m3, launching
+from quire.kernels.common import e4m3
 from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
 from tests.support.helpers import (
@@ -107,20 +107,12 @@ def test_against_float64(case, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_that_do_not_lie_in_pairs(kind, monkeypatch):
-    """One byte further, or rows an odd number of bytes apart: read one by one, the values are the same."""
+def test_values_at_odd_addresses(kind):
+    """One byte further, or rows an odd number of bytes apart: the values are the same."""
     case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, max_seq_len=90)
     batch = quantised(make_batch(case), kind)
     values = batch["v_pages"].view(torch.uint8)
-    outs, read_as = [], []
-    launch = launching.launch
-
-    def noting_launch(kernel, grid, arguments):
-        if "v_pages" in arguments:
-            read_as.append(arguments["v_pages"].data.dtype)
-        launch(kernel, grid, arguments)
-
-    monkeypatch.setattr(launching, "launch", noting_launch)
+    outs = []
     for first, more in ((0, 0), (1, 0), (2, 0), (0, 1)):
         pool = torch.full(
             (*values.shape[:3], 64 + more), NAN_E4M3, dtype=torch.uint8, device=DEVICE
@@ -130,7 +122,6 @@ def test_values_that_do_not_lie_in_pairs(kind, monkeypatch):
         pages.copy_(values)
         outs.append(attend(batch | {"v_pages": pages.view(E4M3)}, "triton"))
     assert all(out.equal(outs[0]) for out in outs)
-    assert read_as == [torch.uint16, torch.uint8, torch.uint16, torch.uint8]
 
 
 @pytest.mark.slow
@@ -148,7 +139,7 @@ def test_quantized_values_widened_by_hand(dtype, q_lens, monkeypatch):
 
 @functools.cache
 def tall_batch(phase, seq_lens, q_lens, kind):
-    """A batch and what the oracle makes of it, which has nothing to do with the device or the form of the quantized values."""
+    """A batch and what the oracle makes of it, whatever the device."""
     num_decodes = len(q_lens) if phase == "decode" else 0
     case = AttentionCase("", seq_lens, q_lens, num_decodes=num_decodes, num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), kind)
@@ -158,24 +149,21 @@ def tall_batch(phase, seq_lens, q_lens, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("kind", ["rows"])
-@pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
-def test_tall_tiles_with_quantized_values_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
-    """Quantized values as fp16, and as what the queries are, and behind the pages new K/V."""
+def test_tall_tiles(phase, seq_lens, q_lens, kind, arch, monkeypatch):
+    """Quantized values widened by an instruction or by hand, and behind the pages new K/V."""
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named(arch), 2))
-    asked = []
-    monkeypatch.setattr(paged, "uses_fp16_values", lambda *args: asked.append(args) or halves)
     batch, exact = tall_batch(phase, tuple(seq_lens), tuple(q_lens), kind)
     assert_exact(batch, BF16, ["triton"], exact)
-    rows = 64 if phase == "decode" else 128
-    config = select_config(64, 2, phase, 0, named(arch), rows=rows, page_bytes=1)
-    assert asked == [(config, kind == "rows")] and config.block_m == rows
+    rows = 64 if phase == "decode" else None
+    config = select_config(64, 2, named(arch), quantized=True, rows=rows)
+    assert config.block_m == (rows or 128)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
-def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
-    """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
+def test_where_shared_memory_is_small(num_heads, q_lens, monkeypatch):
+    """Tiles of 64 rows of 512 channels leave room for a tile of keys."""
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named("sm_86"), 2))
     case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), "rows")

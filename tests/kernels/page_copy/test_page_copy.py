@@ -12,7 +12,7 @@ from tests.support.helpers import DEVICE
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 FUNCTIONS = pytest.mark.parametrize("function", [gather_pages, scatter_pages])
-CASES = {  # tensors, page bytes, bytes between pages, copies, bytes between rows, and parts if not 1
+CASES = {  # tensors, page bytes, bytes between pages, copies, bytes between rows
     "one-tensor": (1, 64, 0, 3, 0),
     "three-tensors": (3, 1168, 0, 4, 0),  # two rows of 584 bytes
     "views-of-a-pool": (2, 96, 32, 3, 48),
@@ -21,8 +21,8 @@ CASES = {  # tensors, page bytes, bytes between pages, copies, bytes between row
     "one-word": (2, 4, 0, 3, 0),
     "more-than-a-piece": (2, 8192 + 64, 0, 2, 0),
     "nothing": (2, 64, 0, 0, 0),
-    "tensors-as-parts": (6, 64, 0, 5, 0, 3),
-    "each-tensor-a-part": (3, 132, 4, 6, 0, 3),
+    "six-tensors": (6, 64, 0, 5, 0),
+    "gaps-of-four-bytes": (3, 132, 4, 6, 0),
 }
 NUM_PAGES, NUM_ROWS = 7, 6
 MAP_NORESERVE = 0x4000  # Python 3.12 and before have no name for it
@@ -30,7 +30,7 @@ MAP_NORESERVE = 0x4000  # Python 3.12 and before have no name for it
 
 def make_call(name="three-tensors", first_rows=False):
     """Arguments; tensors and buffer hold bytes that all differ from their neighbours'."""
-    num_tensors, page_bytes, page_gap, num_copies, row_gap, num_parts = (*CASES[name], 1)[:6]
+    num_tensors, page_bytes, page_gap, num_copies, row_gap = CASES[name]
     generator = torch.Generator().manual_seed(3)
 
     def some(rows, size, gap):
@@ -38,11 +38,10 @@ def make_call(name="three-tensors", first_rows=False):
         return made.to(DEVICE)[:, :size]
 
     tensors = [some(NUM_PAGES, page_bytes, page_gap) for _ in range(num_tensors)]
-    pages = PoolPages(tensors, num_parts)
     return {
-        "pages": pages,
-        "page_ids": torch.randperm(NUM_PAGES * num_parts, generator=generator)[:num_copies].to(DEVICE),
-        "buffer": some(NUM_ROWS, num_tensors // num_parts * page_bytes, row_gap),
+        "pages": PoolPages(tensors),
+        "page_ids": torch.randperm(NUM_PAGES, generator=generator)[:num_copies].to(DEVICE),
+        "buffer": some(NUM_ROWS, num_tensors * page_bytes, row_gap),
         "rows": None if first_rows else torch.randperm(NUM_ROWS, generator=generator)[:num_copies].to(DEVICE),
     }  # fmt: skip
 
@@ -53,8 +52,7 @@ def copied(call):
         tensor._base.clone()[:, : tensor.shape[1]] if tensor._is_view() else tensor.clone()
         for tensor in call["pages"].tensors
     ]
-    made = PoolPages(pages, call["pages"].num_parts)
-    return call | {"pages": made, "buffer": call["buffer"].clone()}
+    return call | {"pages": PoolPages(pages), "buffer": call["buffer"].clone()}
 
 
 def whole(call):
@@ -87,23 +85,6 @@ def test_pages_come_back_as_they_were(impl):
     assert all(a.equal(b) for a, b in zip(call["pages"].tensors, before, strict=True))
 
 
-@IMPLS
-def test_parts_of_one_row_that_overlap(impl):
-    """The last of them begins where it ends with the row."""
-    row = torch.arange(5 * 40, dtype=torch.uint8).view(5, 40).to(DEVICE)
-    pages = PoolPages([row[:, at : at + 16] for at in (0, 16, 24)], 3)
-    assert (pages.num_ids, pages.num_tensors, pages.num_bytes) == (15, 1, 16)
-    ids = torch.tensor([2 * 3, 2 * 3 + 1, 2 * 3 + 2, 4 * 3 + 2], device=DEVICE)
-    buffer = bytes_(4, 16).to(DEVICE)
-    gather_pages(pages, ids, buffer, impl=impl)
-    assert torch.cat([buffer[0], buffer[1], buffer[2, 8:]]).equal(row[2])
-    assert buffer[3].equal(row[4, 24:])
-    before, row[:] = row.clone(), 0
-    scatter_pages(pages, ids, buffer, impl=impl)
-    assert row[2].equal(before[2]) and row[4, 24:].equal(before[4, 24:])
-    assert not row[[0, 1, 3]].any() and not row[4, :24].any()
-
-
 @FUNCTIONS
 def test_few_programs_take_all_pieces(function, monkeypatch):
     """As many pieces as there are, in turn."""
@@ -121,18 +102,22 @@ def test_few_programs_take_all_pieces(function, monkeypatch):
     reason="memory that is never touched is free on Linux",
 )
 @FUNCTIONS
-def test_offsets_within_a_pool_have_64_bits(function):
-    """In words too. Only the pages of a pool of 8 GiB are touched."""
-    stride, page_bytes = 2**32, 64
-    memory = mmap.mmap(
-        -1, 2 * stride + page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-    )
-    pages = torch.frombuffer(memory, dtype=torch.uint8).as_strided((3, page_bytes), (stride, 1))
-    pages[:] = torch.arange(3 * page_bytes, dtype=torch.uint8).view(3, page_bytes)
-    buffer = torch.full((1, page_bytes), 9, dtype=torch.uint8)
-    expected = pages[2].clone() if function is gather_pages else buffer[0].clone()
-    function(PoolPages([pages]), torch.tensor([2]), buffer, impl="triton")
-    assert buffer[0].equal(expected) and pages[2].equal(expected)
+def test_offsets_within_pool_and_buffer_have_64_bits(function):
+    """In words too. Only the rows of a pool of 8 GiB and of as large a buffer are touched."""
+
+    def far(first, size=64, stride=2**32):
+        memory = mmap.mmap(-1, 2 * stride + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)  # fmt: skip
+        rows = torch.frombuffer(memory, dtype=torch.uint8).as_strided((3, size), (stride, 1))
+        rows[:] = torch.arange(first, first + 3, dtype=torch.uint8)[:, None]
+        return rows
+
+    pages, buffer, ids = far(1), far(9), torch.tensor([2, 0, 1])
+    if function is gather_pages:
+        gather_pages(PoolPages([pages]), ids, buffer, impl="triton")
+        assert buffer.equal(pages[ids]) and pages[:, 0].tolist() == [1, 2, 3]
+    else:
+        scatter_pages(PoolPages([pages]), ids, buffer, impl="triton")
+        assert pages[ids].equal(buffer) and buffer[:, 0].tolist() == [9, 10, 11]
 
 
 def bytes_(*shape):
@@ -159,14 +144,6 @@ TENSORS = [
 def test_refused_page_tensors(tensors, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         PoolPages(tensors)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="messages about CPU tensors")
-def test_refused_parts():
-    with pytest.raises(ValueError, match=r"^num_parts: expected an int >= 1, got 0"):
-        PoolPages([bytes_(3, 16)], 0)
-    with pytest.raises(ValueError, match=r"^tensors: expected a multiple of 2, equally many"):
-        PoolPages([bytes_(3, 16)] * 3, 2)
 
 
 def int64(*ids):

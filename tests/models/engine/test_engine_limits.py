@@ -190,7 +190,7 @@ def test_settings_of_another_type_are_named(name):
         "policy": ("fcfs", SchedulerPolicy),
         "hash_seed": ("text", 5),
         "retention": ("no such", -4, 2.5),
-        **dict.fromkeys(("kv_cache_dtype", "tier_dtype"), ("fp4", 8)),
+        **dict.fromkeys(("kv_cache_dtype",), ("fp4", 8)),
         "host_cache_gib": ("0.5", True, [0.5], 0, float("nan")),
         "impl": ("cuda", 1),
         "rank_timeout": ("4", True, None, 0, -1.0, float("nan")),

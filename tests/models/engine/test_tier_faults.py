@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.tiers import ways
+from quire.models.tiers.copier import PageCopier
 from tests.models.engine.test_engine_many import alone
 from tests.models.engine.test_tiering import (
     GIB_OF_A_PAGE,
@@ -24,16 +24,16 @@ class FaultAt:
 
     def __init__(self, monkeypatch, number=None, how="before"):
         self.calls, self.number, self.how = [], number, how
-        monkeypatch.setattr(ways.PageWays, "copy", self._faulty(ways.PageWays.copy))
+        monkeypatch.setattr(PageCopier, "_copy", self._faulty(PageCopier._copy))
 
     def _faulty(self, work):
-        def copy(this, direction, pages, buffer, rows, *tensor):
+        def copy(this, direction, pages, rows):
             self.calls.append(direction)
             if len(self.calls) - 1 != self.number:
-                return work(this, direction, pages, buffer, rows, *tensor)
+                return work(this, direction, pages, rows)
             if self.how == "half":
                 n = len(pages) // 2
-                work(this, direction, pages[:n], buffer, rows[:n], *tensor)
+                work(this, direction, pages[:n], rows[:n])
             raise torch.OutOfMemoryError("copy")
 
         return copy
@@ -46,10 +46,6 @@ def life(model, is_async):
         "async_scheduling": is_async,
     }  # fmt: skip
     engine = Engine(model, EngineConfig(**settings))
-    # Everything is worth a load, whatever the clock says of this machine.
-    engine.tiers.tiers.host.rate.measured = lambda *_: None
-    engine.tiers.tiers.computed = lambda *_: None
-    engine.tiers.tiers._planner.prefill.value = 1e-5
     for turn in range(10):
         for tokens in PROMPTS:
             tokens = [*tokens, *[turn] * turn]

@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from quire.kvcore.invariants import check_index
-from quire.models.config.named import get_config
-from quire.models.engine import tiering
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.layers.attention import PagedAttend
 from quire.models.llm import DRAFTERS
 from quire.models.loading.random_weights import random_model
-from quire.models.tiers import ways
+from quire.models.tiers.copier import PageCopier
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
@@ -38,7 +35,6 @@ class TieredPool(ToyPool):
         self.tensors = [
             torch.from_numpy(p.view(np.uint8).reshape(num_pages, -1)) for p in self.pages
         ]
-        self.filled = [(2, self.tensors[0].shape[1])] * 2
 
 
 def tiered(model):
@@ -53,7 +49,7 @@ def tiered(model):
 def recount(engine):
     """Every page is accounted for, of the pool and of the host; after a step or at the end."""
     engine.kv.check_invariants()
-    check_index(engine.tiers.tiers.host.index, [], [], [], Counter())
+    check_index(engine.tiers.tiers.index, [], [], [], Counter())
 
 
 def end(engine):
@@ -64,7 +60,7 @@ def end(engine):
     assert engine.kv.stats()["pages_in_use"] == 0 and not engine.tiers.is_loading
     engine.kv.clear()
     assert engine.kv.num_free_pages == engine.kv.num_pages - 1
-    host = engine.tiers.tiers.host.index.pool
+    host = engine.tiers.tiers.index.pool
     assert host.num_free == host.num_pages - 1
     engine.close()
 
@@ -74,15 +70,15 @@ class Faults:
 
     def __init__(self, monkeypatch, rng, share):
         self.count, self.rng, self.share = 0, rng, share
-        monkeypatch.setattr(ways.PageWays, "copy", self.flaky(ways.PageWays.copy))
+        monkeypatch.setattr(PageCopier, "_copy", self.flaky(PageCopier._copy))
 
     def flaky(self, work):
-        def copy(this, direction, pages, buffer, rows, *tensor):
+        def copy(this, direction, pages, rows):
             if self.rng.random() > self.share:
-                return work(this, direction, pages, buffer, rows, *tensor)
+                return work(this, direction, pages, rows)
             self.count += 1
             half = len(pages) // 2
-            work(this, direction, pages[:half], buffer, rows[:half], *tensor)
+            work(this, direction, pages[:half], rows[:half])
             raise torch.OutOfMemoryError("copy")
 
         return copy
@@ -155,7 +151,7 @@ def leave(engine):
     """What the device holds goes to the host, and is there no more."""
     stores = engine.tiers.tiers._stores
     watermark, stores._watermark = stores._watermark, engine.kv.num_pages
-    stores._tries.clear()
+    stores._seen.clear()
     for _ in range(8):
         for job in engine.tiers.tiers.stores(1 << 30):
             engine.tiers.copier.start(job)
@@ -199,7 +195,7 @@ def toy_engine(monkeypatch=None, model=None, **settings):
     return Engine(tiered(model or ToyModel()), EngineConfig(**settings))
 
 
-def finish(engine, *wanted):
+def finish(engine):
     """Outputs by id."""
     outputs = {}
     while engine.has_work:
@@ -215,23 +211,19 @@ LONG, SHORT = [5 + n % 9 for n in range(100)], [9] * 20
 
 
 class Later:
-    """Copies to the device that end when `let` says so; no step runs ahead of them."""
+    """Loads that end when `let` says so."""
 
     def __init__(self, engine, monkeypatch):
-        self.held, begin = [], engine.tiers.copier.streams.begin
+        copier, start = engine.tiers.copier, engine.tiers.copier.start
 
-        def held(direction, copy):
-            done = begin(direction, copy)
-            if direction == "to_device":
-                done = SimpleNamespace(
-                    done=lambda d=done: self.ended, result=self.let, seconds=1e-3
-                )
-                self.held.append(done)
-            return done
+        def held(job):
+            start(job)
+            if job.kind == "load":
+                ended = SimpleNamespace(query=lambda: self.ended, synchronize=self.let)
+                copier._running[-1].event = ended
 
         self.ended = False
-        monkeypatch.setattr(engine.tiers.copier.streams, "begin", held)
-        monkeypatch.setattr(engine.tiers, "_runs_ahead", lambda *_: False)
+        monkeypatch.setattr(copier, "start", held)
 
     def let(self):
         self.ended = True
@@ -266,16 +258,10 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
     assert outputs[slow].num_cached_tokens == outputs[same].num_cached_tokens == 96
     assert outputs[slow].token_ids == alone(engine.model, LONG, PARAMS)
     assert outputs[same].token_ids == alone(engine.model, [*LONG, 7, 8], PARAMS)
-    (share,) = outputs[slow].loads  # 6 segments of 16 tokens, and the last of the window's blocks
-    assert (share.place, share.num_tokens, share.num_bytes) == (
-        "host",
-        96,
-        share.num_pages * PAGE_BYTES,
-    )
-    assert share.num_pages == engine.kv.stats()["tier_loaded_pages/host"] > 6 and share.seconds > 0
-    assert outputs[same].loads == (share,) and first[0].loads == ()
+    assert outputs[slow].num_loaded_tokens == outputs[same].num_loaded_tokens == 96
+    assert engine.kv.stats()["tier_loaded_pages/host"] > 6  # segments, and blocks of the window
     assert outputs[slow].explain() == (
-        f"96 of 100 tokens, 96 from host ({share.num_bytes / 2**20:.3g} MiB, 1 ms): "
+        "96 of 100 tokens, 96 loaded from host memory: "
         "every segment before the last token was found"
     )
     assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
@@ -298,13 +284,10 @@ def test_an_aborted_request_needs_no_load(monkeypatch):
 
 
 @BOTH
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_load_that_fails_is_computed(runs_ahead, is_async, monkeypatch):
-    """What cannot be loaded is dropped, and so is not tried for ever; a step that ran ahead of it is dropped."""
+def test_a_load_that_fails_is_computed(is_async, monkeypatch):
+    """What cannot be loaded leaves the host, and its request goes on."""
     engine = toy_engine(async_scheduling=is_async)
     behind(engine, LONG)
-    if not runs_ahead:
-        monkeypatch.setattr(engine.tiers, "_runs_ahead", lambda *_: False)
     other = engine.add_request(SHORT, PARAMS)
     engine.step()
     calls = []
@@ -314,115 +297,61 @@ def test_a_load_that_fails_is_computed(runs_ahead, is_async, monkeypatch):
         raise torch.OutOfMemoryError("copy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ways.PageWays, "copy", fail)
+        patch.setattr(PageCopier, "_copy", fail)
         request_id = engine.add_request(LONG, PARAMS)
         outputs = finish(engine)
     output = outputs[request_id]
     assert output.token_ids == alone(engine.model, LONG, PARAMS) and output.num_cached_tokens == 0
     assert outputs[other].token_ids == alone(engine.model, SHORT, PARAMS)
-    assert output.num_preemptions == 0 and outputs[other].num_preemptions == int(runs_ahead)
-    assert all(share.num_tokens == share.num_bytes == 0 for share in output.loads)
+    assert output.num_loaded_tokens == output.num_preemptions == 0
     assert "to_device" in calls
-    assert 1 <= engine.kv.stats()["tier_load_failures/host"] <= tiering.MOST_LOADS
-    assert runs_ahead or engine.kv.stats()["tier_loaded_pages/host"] == 0
+    assert engine.kv.stats()["tier_load_failures/host"] == 1
+    assert engine.kv.stats()["tier_loaded_pages/host"] == 0
     assert engine.kv.match([*LONG, 1]).num_tokens == 96  # computed
     end(engine)
 
 
-@BOTH
-def test_after_a_late_failure_the_shorter_resume_point_is_used(is_async, monkeypatch):
-    """What the device had before stays, and nobody finds what did not come."""
-    engine = toy_engine(async_scheduling=is_async)
-    behind(engine, LONG)
-    engine.add_request(LONG[:40], PARAMS)
-    finish(engine)  # 32 tokens come again, the rest of LONG is on the host alone
-    assert engine.kv.match([*LONG, 1]).num_tokens == 32
-    copy = ways.PageWays.copy
-
-    def late(this, direction, *args):
-        copy(this, direction, *args)
-        if direction == "to_device":
-            raise torch.OutOfMemoryError("copy")
-
-    request_id = engine.add_request(LONG, PARAMS)
-    with monkeypatch.context() as patch:
-        patch.setattr(ways.PageWays, "copy", late)
-        while not engine.kv.stats()["tier_load_failures/host"]:
-            engine.step()
-            recount(engine)
-    assert engine.tiers.tiers.match(LONG).num_tokens == 32
-    output = finish(engine)[request_id]
-    assert output.num_cached_tokens == 32 and output.loads == ()
-    assert output.token_ids == alone(engine.model, LONG, PARAMS)
+def test_who_waited_for_a_shorter_load_loads_the_rest(monkeypatch):
+    """Of a prefix that two requests share, one has more behind it."""
+    engine = toy_engine()
+    system, whole = LONG[:40], [*LONG[:40], *[3 + n % 7 for n in range(60)]]
+    for tokens in (system, whole):
+        behind(engine, tokens)
+    later = Later(engine, monkeypatch)
+    first = engine.add_request([*system, 1], PARAMS)
+    second = engine.add_request([*whole, 2], PARAMS)
+    third = engine.add_request([*system, 2], PARAMS)
+    engine.scheduler._advance_tiers()
+    assert len(engine.tiers.tiers.jobs) == 1
+    later.let()
+    outputs = finish(engine)
+    assert [outputs[r].num_cached_tokens for r in (first, second, third)] == [32, 96, 32]
+    assert [outputs[r].num_loaded_tokens for r in (first, second, third)] == [32, 96, 32]
+    assert outputs[second].token_ids == alone(engine.model, [*whole, 2], PARAMS)
     end(engine)
 
 
-def test_who_runs_ahead(monkeypatch):
-    """Who is alone; or whose prefill takes as long as the copies, for which the others would wait."""
-    for num_others, rate, runs_ahead in ((0, 1.0, True), (1, 1.0, False), (1, 1e12, True)):
-        engine = toy_engine()
-        behind(engine, LONG)
-        engine.tiers.tiers.host.rate.value = rate
-        engine.tiers.tiers._planner.prefill.value = 1e-5
-        for _ in range(num_others):
-            engine.add_request(SHORT, SamplingParams(20, ignore_eos=True))
-            engine.step()
-        started, start = [], engine.tiers.copier.start
-        monkeypatch.setattr(
-            engine.tiers.copier,
-            "start",
-            lambda job, ahead=False, start=start, started=started: (
-                started.append((job.kind, ahead)),
-                start(job, ahead=ahead),
-            ),
-        )
-        engine.tiers.tiers._planner.prefill.value = 1.0
-        request_id = engine.add_request(LONG, PARAMS)
-        if rate == 1.0:  # a load is chosen all the same
-            engine.tiers.tiers._planner.prefill.value = 1e-6
-            monkeypatch.setattr(engine.tiers.tiers, "prefill_seconds", lambda num_tokens: 4.0)
-        output = finish(engine)[request_id]
-        assert output.token_ids == alone(engine.model, LONG, PARAMS)
-        assert ("load", runs_ahead) in started and output.num_cached_tokens == 96
-        end(engine)
-
-
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny"])
-def test_layers_wait_for_their_own_pages(name, monkeypatch):
-    """A step begins before they have come, and each layer reads what a run without a cache computes."""
-    model = random_model(get_config(name), device=DEVICE)
-    run = Recorder(model, num_pages=200, host_cache_gib=0.01)
-    tokens = prompt(130)
-    run.add(tokens, max_tokens=2)
-    run.run()
-    leave(run.engine)
-    free = torch.from_numpy(run.engine.kv.pool.free_pages())
-    for tensor in run.engine.pool.tensors:
-        tensor[free] = 255
-    done, copy, attend = [], ways.PageWays.copy, PagedAttend._attend
-
-    def copied(this, direction, pages, buffer, rows, tensor=None):
-        if tensor is not None:  # the pages of one tensor of the pool after the other
-            done.append(("copied", sum(kind == "copied" for kind, _ in done)))
-        return copy(this, direction, pages, buffer, rows, tensor)
-
-    def attended(this, layer, *args):
-        done.append(("attended", this._pool.layers[layer].tensor))
-        return attend(this, layer, *args)
-
-    monkeypatch.setattr(ways.PageWays, "copy", copied)
-    monkeypatch.setattr(PagedAttend, "_attend", attended)
-    again = run.add([*tokens, *prompt(20, seed=1)], max_tokens=2)
-    run.run()
-    assert run.check(again).num_cached_tokens >= 112
-    num_tensors = len(run.engine.pool.tensors)
-    copies = [x for x in done if x[0] == "copied"]
-    assert sorted(copies) == [("copied", i) for i in range(num_tensors)] and num_tensors > 1
-    for tensor in range(num_tensors):
-        assert done.index(("copied", tensor)) < done.index(("attended", tensor))
-    first = done.index(("attended", 0))
-    assert sum(kind == "copied" for kind, _ in done[:first]) == 1  # of layer 0 alone
-    end(run.engine)
+def test_why_a_hit_is_not_longer(monkeypatch):
+    """A load that would take longer than the prefill, or found no room; a chain without a point."""
+    engine = toy_engine(num_pages=30)
+    behind(engine, LONG)
+    tiers, rate = engine.tiers.tiers, engine.tiers.tiers.bytes_per_second
+    for patch, why in (
+        ({"bytes_per_second": 1e-6}, "loading more would take longer than computing it"),
+        ({"load": lambda match: None}, "the pool had no room to load more"),
+    ):
+        with monkeypatch.context() as context:
+            for name, value in patch.items():
+                context.setattr(tiers, name, value)
+            request_id = engine.add_request([*LONG, 1], PARAMS)
+            output = finish(engine)[request_id]
+        assert output.explain() == f"0 of 101 tokens: {why}"
+        assert tiers.bytes_per_second == rate
+        leave(engine)
+    request_id = engine.add_request([*LONG[:70], 1, 1], PARAMS)
+    output = finish(engine)[request_id]
+    assert (output.num_cached_tokens, output.limited_by, output.dense_tokens) == (0, "resume-point", 64)  # fmt: skip
+    end(engine)
 
 
 @BOTH
@@ -439,9 +368,9 @@ def test_what_may_be_nan_is_nowhere_found(is_async, monkeypatch):
         outputs |= {o.request_id: o for o in engine.step().finished}
         recount(engine)
     assert outputs[bad].finish_reason == "nan" and not later.ended
-    assert engine.tiers.tiers.match(LONG).num_tokens == 0
+    assert engine.tiers.tiers.match(LONG).num_saved_tokens == 0
     outputs = finish(engine)
-    assert outputs[waiting].num_cached_tokens == 0
+    assert outputs[waiting].num_cached_tokens == outputs[waiting].num_loaded_tokens == 0
     assert outputs[waiting].token_ids == alone(model, LONG, PARAMS)
     end(engine)
 
@@ -490,21 +419,6 @@ def test_close_waits_for_copies_and_ends_the_steps(monkeypatch):
     engine.close()
     with pytest.raises(RuntimeError, match=r"^expected an engine that is open"):
         engine.step()
-
-
-def test_steps_of_drafts_are_no_prefill():
-    """Or what a prefill takes, and so what is loaded, would go by the pace of decode steps."""
-    engine = toy_engine()
-    measured = []
-    engine.tiers.tiers.computed = lambda num_tokens, seconds: measured.append(num_tokens)
-    for num_tokens, num_decodes, num_drafts in ((100, 4, 0), (8, 8, 0), (8, 0, 6), (8, 2, 3), (100, 2, 9), (0, 0, 0)):  # fmt: skip
-        engine.tiers.observe(
-            SimpleNamespace(
-                num_tokens=num_tokens, num_decodes=num_decodes, num_drafts=num_drafts, total=1.0
-            )
-        )
-    assert measured == [96, 80]
-    end(engine)
 
 
 @pytest.mark.parametrize(
@@ -559,8 +473,6 @@ def test_conversations_in_a_pool_that_is_too_small(name, num_users, drafter, mon
             needed, make_drafter, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001
         )
         assert prompts == expected
-        space = engine.tiers.space()
-        assert space[0] and space[0] <= space[1] <= 1.05 * space[0], space
         stats = engine.kv.stats()
         assert stats["tier_stored_pages/host"] and stats["tier_loaded_pages/host"]
         assert drafter is None or engine.totals.num_drafts > 3

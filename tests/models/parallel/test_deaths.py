@@ -129,3 +129,21 @@ def test_ranks_that_leave_are_not_missed(beats):
     second.leave()
     second.join()
     assert not verdict(first, 4.0)
+
+
+def test_a_beat_on_its_way_does_not_take_back_that_a_rank_has_left(beats, monkeypatch):
+    first, second, _ = beats
+    under_way, dumps = threading.Event(), heartbeat.json.dumps
+
+    def slow(said):
+        text = dumps(said)
+        if said["rank"] == 1 and not said["left"]:
+            under_way.set()
+            time.sleep(2 * BEAT)
+        return text
+
+    monkeypatch.setattr(heartbeat.json, "dumps", slow)
+    assert under_way.wait(2 * BEAT)
+    second.leave()
+    second.join()
+    assert not verdict(first, 4.0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import workspace_numel
-from quire.kernels.attention import configs, split_kv
+from quire.kernels.attention import split_kv, tiles
 from quire.kernels.common import tile_shapes
 from quire.kernels.common.arch import named
 from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
@@ -36,42 +36,43 @@ def test_every_config_fits_shared_memory(name, head_dim, dtype_bytes, page_bytes
     limit = kib[arch.tiles] << 10
     assert arch.shared_memory == limit
 
-    def select(phase, **more):
-        return configs.select_config(
-            head_dim, dtype_bytes, phase, 16, arch, page_bytes=page_bytes, **more
+    def select(rows):
+        return tiles.select_config(
+            head_dim, dtype_bytes, arch, quantized=page_bytes == 1, rows=rows
         )
 
-    chosen = [select("prefill")]
+    chosen = [select(None)]
     for rows in (16, 32, 64) if dtype_bytes == 2 else (16,):
-        chosen.append(select("decode", rows=rows))
-        widest = 256 if page_bytes == 1 else 512
-        small = dtype_bytes == 2 and head_dim >= widest and limit == 99 << 10
-        assert chosen[-1].block_m == (min(rows, 32) if small else rows)
+        chosen.append(select(rows))
+        most = 64
+        if head_dim == 512 and dtype_bytes == 2:  # registers are short
+            most = 16 if page_bytes == 1 and not arch.widens_e4m3 else 32
+        assert chosen[-1].block_m == min(rows, most)
     for config in chosen:
         # Triton keeps num_stages - 1 tiles of K and V, and one more and the query where wgmma reads them from there. Tiles of new K/V
         # are of the query's dtype, whatever pages hold.
-        tiles = 2 * config.block_n * max(1, config.num_stages - 1)
-        assert (tiles + config.block_m) * head_dim * dtype_bytes <= limit
+        keys = 2 * config.block_n * max(1, config.num_stages - 1)
+        assert (keys + config.block_m) * head_dim * dtype_bytes <= limit
 
 
 def plan(**changes):
     shape = dict(
         num_decodes=4, max_seqlen_q=1, num_heads=8, num_kv_heads=2, head_dim=64, num_sms=10
     )
-    return configs.plan_decode(**shape | changes)
+    return tiles.plan_decode(**shape | changes)
 
 
 def test_plan_decode():
-    assert plan() == configs.DecodePlan(16, 20, 24, 24 * 4 * 8 * 65)
+    assert plan() == tiles.DecodePlan(16, 20, 24, 24 * 4 * 8 * 65)
     assert plan(max_seqlen_q=8).block_m == 32
     assert plan(max_seqlen_q=100).block_m == 64
     assert plan(max_seqlen_q=8, dtype_bytes=4).block_m == 16
-    assert plan(num_heads=128, num_kv_heads=1, max_seqlen_q=1).target_items == 20
-    assert plan(num_sms=1, num_kv_heads=8).target_items == 1
+    assert plan(num_heads=128, num_kv_heads=1, max_seqlen_q=1).target_splits == 20
+    assert plan(num_sms=1, num_kv_heads=8).target_splits == 1
 
 
 def test_plan_decode_knows_when_nothing_can_be_split():
-    whole = configs.DecodePlan(16, 20, 4, 0)
+    whole = tiles.DecodePlan(16, 20, 4, 0)
     assert plan(max_seq_len=256) == whole
     assert plan(max_seq_len=257) == plan()
     assert plan(sliding_window=256) == whole
@@ -89,7 +90,7 @@ def test_workspace_numel_bounds_every_plan(num_heads, max_seqlen_q):
     for dtype_bytes in (2, 4):
         for limits in ({}, {"max_seq_len": 100}, {"sliding_window": 999}):
             assert (
-                configs.plan_decode(**shape, dtype_bytes=dtype_bytes, **limits).workspace_numel
+                tiles.plan_decode(**shape, dtype_bytes=dtype_bytes, **limits).workspace_numel
                 <= bound
             )
 
@@ -106,21 +107,20 @@ def test_workspace_numel_refuses():
 
 @triton.jit
 def _division_kernel(
-    seq_lens, cu, items, seqs, found, first, splits, num_decodes, target_items, window, num_items, num_seqs,
-    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    seq_lens, cu, items, seqs, found, first, counts, splits, num_decodes, target_splits, window, num_items,
+    num_seqs, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    batch = split_kv.Batch(seq_lens, cu, num_decodes, window)
-    tokens = split_kv.split_tokens(batch, target_items, NEW_KV, MIN_TOKENS)
     for i in range(num_items):
-        seq, start = split_kv.find_item(tl.load(items + i), batch, tokens, NEW_KV, BLOCK_Q)
+        seq, split, count = split_kv.find_split(
+            tl.load(items + i), seq_lens, cu, num_decodes, target_splits, window, NEW_KV, BLOCK_Q
+        )
         tl.store(found + i, seq)
-        tl.store(first + i, start)
+        tl.store(first + i, tl.load(items + i) - split)
+        tl.store(counts + i, count)
     for i in range(num_seqs):
-        seq = tl.load(seqs + i)
-        q_len = tl.load(cu + seq + 1) - tl.load(cu + seq)
-        seq_len = tl.load(seq_lens + seq)
-        count = split_kv.num_splits(seq_len, q_len, tokens, window, NEW_KV, BLOCK_Q)
-        start = split_kv.first_item(seq, batch, tokens, NEW_KV, BLOCK_Q)
+        start, count = split_kv.splits_of(
+            tl.load(seqs + i), seq_lens, cu, num_decodes, target_splits, window, NEW_KV, BLOCK_Q
+        )
         tl.store(splits + 2 * i, start)
         tl.store(splits + 2 * i + 1, count)
 
@@ -156,24 +156,26 @@ def test_every_split_is_found_once(num_decodes, window):
     def device(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    found, first, splits = (device([-7] * n) for n in (len(items), len(items), 2 * len(seqs)))
+    found, first, counts = (device([-7] * len(items)) for _ in range(3))
+    splits = device([-7] * 2 * len(seqs))
     _division_kernel[(1,)](
-        device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, splits,
-        num_decodes, target, window, len(items), len(seqs), True, block_q, MIN_SPLIT_KEYS,
+        device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, counts,
+        splits, num_decodes, target, window, len(items), len(seqs), True, block_q,
     )  # fmt: skip
     assert splits.view(-1, 2).tolist() == [[starts[s], expected[s]] for s in seqs]
     pairs = list(zip(found.tolist(), first.tolist(), strict=True))
     assert pairs[: len(want)] == list(want.values())
+    assert counts.tolist() == [expected[s] for s, _ in want.values()] + [0] * len(beyond)
     assert set(found[len(want) :].tolist()) == {num_decodes}
 
 
-def splits_of(lengths, target_items):
+def splits_of(lengths, target_splits):
     """Keys of each split of decode sequences with so many paged keys, as the device divides them: whole tiles but for the last."""
-    per_split = max(MIN_SPLIT_KEYS, -(-sum(lengths) // target_items))
+    per_split = max(MIN_SPLIT_KEYS, -(-sum(lengths) // target_splits))
     found = []
     for n in lengths:
-        tiles, count = -(-n // BLOCK_N), max(1, -(-n // per_split))
-        cuts = [min(n, tiles * i // count * BLOCK_N) for i in range(count + 1)]
+        whole, count = -(-n // BLOCK_N), max(1, -(-n // per_split))
+        cuts = [min(n, whole * i // count * BLOCK_N) for i in range(count + 1)]
         found += [b - a for a, b in pairwise(cuts)]
     return found
 
@@ -213,7 +215,7 @@ def test_no_batch_size_falls_off_a_cliff(num_kv_heads, keys):
     rng = random.Random(keys)
     # Later steps repeat the earlier ones, with more programs and so less to lose.
     for batch in range(1, 513) if num_kv_heads == 1 else [*range(1, 140), *range(140, 513, 12)]:
-        target = plan(num_decodes=batch, **shape).target_items
+        target = plan(num_decodes=batch, **shape).target_splits
         ragged = [[rng.randint(1, 2 * keys) for _ in range(batch)]] if batch % 8 == 1 else []
         for lengths in ([keys] * batch, *ragged):
             splits = [split for split in splits_of(lengths, target) for _ in range(num_kv_heads)]

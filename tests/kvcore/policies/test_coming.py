@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 
 import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache
 from quire.kvcore.policies.base import in_order
-from quire.kvcore.prefix.eviction import EvictableTree
-from quire.kvcore.prefix.tree import ResumePoint
-from quire.kvcore.tier.stores import coming
 from tests.support.kvcore.engine import groups
 
 
@@ -53,30 +51,8 @@ def test_coming(make, specs):
     assert gone[0] in found
 
 
-def _entries(index: EvictableTree) -> list:
-    return [e for run in index.runs() for e in (run, *run.points.values())]
-
-
-def test_a_policy_that_cannot_tell():
-    class Plain:
-        """The four methods alone."""
-
-        def __init__(self):
-            self._lru = LRU()
-            self.add, self.discard, self.pop = self._lru.add, self._lru.discard, self._lru.pop
-            self.asked = self._lru.asked
-
-    kv = busy(Plain(), groups((8, None), (4, 10)))
-    found = coming(kv.index, 5)
-    assert [e.last_used for e in found] == sorted(e.last_used for e in found)
-    points = [e for e in _entries(kv.index) if isinstance(e, ResumePoint)]
-    assert max(e.last_used for e in found) <= min(e.last_used for e in points if e not in found)
-
-
 def test_in_order():
     rng = random.Random(1)
-    import heapq
-
     heap = [(rng.randrange(50), i) for i in range(200)]
     heapq.heapify(heap)
     kept = heap[:]

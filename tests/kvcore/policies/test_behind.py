@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcore import LRU, Adaptive
-from quire.kvcore.prefix.tree import ResumePoint
-from quire.kvcore.tier.stores import coming
-from tests.kvcore.tier.test_tiers import PROMPT, Setup
+from tests.kvcore.tier.setup import PROMPT, Setup
 from tests.support.kvcore.entries import Fake, chance, key
 
 
@@ -62,13 +60,12 @@ def test_what_comes_next_is_known_before_it_was_looked_at(policy):
         s.serve([i, *PROMPT])
     index = s.e.kv.index
     points = {p for run in index.runs() for p in run.points.values()}
-    found = coming(index, 100)
-    assert {e for e in found if isinstance(e, ResumePoint)} == points
+    assert {*index.policy.coming(100)} == points
 
 
 @pytest.mark.parametrize("policy", [Adaptive, LRU])
 def test_a_host_without_a_policy_learns_with_the_cache_if_it_can(policy):
     s = Setup(policy=policy(), policy_of_host=None)
-    host = s.tiers.host.index.policy
+    host = s.tiers.index.policy
     assert type(host) is policy
     assert policy is LRU or host._returns is s.e.kv.index.policy._returns

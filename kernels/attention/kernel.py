@@ -1,0 +1,400 @@
+"""Paged attention, full and sliding-window, prefill and split-KV decode: one kernel and its launch.
+
+    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j
+            over the keys j <= p_i (and p_i - j < sliding_window)
+
+A program walks the keys of one query tile, whose rows are tokens x heads of one KV head (row =
+token * HEADS + head): those in pages, then the step's new rows, in one online softmax (exp2 domain,
+fp32 sums). Per source, tiles that every row sees whole run without masks:
+
+    tiles of a source    [ head edge | interior ... interior | tail edge ]
+                           masks       no masks                masks
+
+Source: FlashAttention-2 (arXiv 2307.08691); PagedAttention (arXiv 2309.06180); FlashDecoding.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common import query_tiles
+from ..common.query_tiles import LOG2E
+from ..common.strided import Pages
+from . import split_kv
+
+# Weights of e4m3 values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the
+# largest with all of its digits.
+HEADROOM = tl.constexpr(14)
+# Scales below this count as this where maxima are taken.
+LEAST_SCALE = tl.constexpr(2.0**-90)
+
+
+class Shape(NamedTuple):
+    """Compile-time constants of a launch, one ``tl.constexpr`` argument."""
+
+    HEAD_DIM: Any  # channels of a row
+    VALUE_DIM: Any  # channels of an accumulator: HEAD_DIM, or half of it
+    GROUP: Any  # query heads of one KV head
+    BLOCK_Q: Any  # tokens of a query tile
+    HEADS: Any  # heads of a query tile
+    HEAD_TILES: Any  # query tiles that cover the heads of one KV head
+    BLOCK_SIZE: Any  # rows of a page
+    BLOCK_M: Any  # rows of a query tile, at least BLOCK_Q * HEADS
+    BLOCK_N: Any  # keys of a K/V tile
+    SCALES: Any  # of e4m3 pages: "none", "number", "tensor" (of one number) or "rows"
+    HARDWARE: Any  # whether an instruction converts e4m3 to fp16
+    NEW_KV: Any  # whether the pages hold only the keys before the step
+    DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
+
+
+class Softmax(NamedTuple):
+    """Score parameters."""
+
+    sliding_window: Any  # keys that a query sees, its own included; None: all before it
+    inner_scale: Any  # factor of q . k; to log2 units where outer_scale is None
+    outer_scale: Any  # softcap in log2 units, or None
+
+
+class Source(NamedTuple):
+    """K and V rows of one KV head: in pages, or one after another (table None)."""
+
+    k: Any  # ``Pages`` that start at the head
+    v: Any
+    k_scale: Any  # ``Pages`` of fp32 row scales, or None
+    v_scale: Any
+    table: Any  # block table of the sequence
+    width: Any  # its entries
+    offset: Any  # position of row 0 in the sequence
+
+
+@triton.jit
+def widen(values, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """e4m3 bytes as numbers of ``dtype``, exactly; NaN stays NaN.
+
+    Without HARDWARE the bits move into an fp16, whose exponent has a bias of 15 instead of 7.
+    """
+    if HARDWARE:
+        wide = values.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        # The shift copies the sign into the top two bits; 0xBF80 keeps one of them.
+        bits = values.to(tl.int8, bitcast=True).to(tl.int16) << 7
+        bits = (bits.to(tl.uint16, bitcast=True) & 0xBF80).to(tl.uint16)
+        bits = tl.where((values & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16)
+        wide = (bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+    return wide.to(dtype)
+
+
+@triton.jit
+def _load_page(source, tile, more, ring, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Page id of a tile, or [BLOCK_N] of its rows where a page is no multiple of a tile."""
+    if source.table is None:
+        page = 0
+    else:
+        if BLOCK_SIZE % BLOCK_N == 0:
+            block = tile * BLOCK_N // BLOCK_SIZE
+        else:
+            block = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
+        block = block % source.width if ring else tl.minimum(block, source.width - 1)
+        page = tl.load(source.table + block, mask=more, other=0)
+    return page
+
+
+@triton.jit
+def _starts(pages, page, tile, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Pointers [BLOCK_N] to the rows of a tile: 64 bits to a page, 32 bits within it."""
+    offs_n = tl.arange(0, BLOCK_N)
+    if not paged:
+        rows = pages.data + (tile * BLOCK_N).to(tl.int64) * pages.stride_row
+    elif BLOCK_SIZE % BLOCK_N == 0:
+        first = tile * BLOCK_N % BLOCK_SIZE
+        rows = pages.data + (page.to(tl.int64) * pages.stride_page + first * pages.stride_row)
+    else:
+        rows = pages.data + page.to(tl.int64) * pages.stride_page
+        offs_n = (tile * BLOCK_N + offs_n) % BLOCK_SIZE
+    return rows + offs_n * pages.stride_row
+
+
+@triton.jit
+def _load(cells, live):
+    """Rows of a tile. Those that are not ``live`` may hold NaN, and 0 * NaN would reach the output:
+    they are 0. live None: all are."""
+    if live is None:
+        loaded = tl.load(cells)
+    else:
+        loaded = tl.load(cells, mask=live, other=0.0)
+    return loaded
+
+
+@triton.jit
+def _weigh(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr):  # fmt: skip
+    """One step of the online softmax: weights (times v_scale), decay of earlier sums, new maxima
+    (log2 units) and sums. FP16: keep the weights, times their scales, within fp16."""
+    if k_scale is not None:
+        scores = scores * k_scale[None, :]
+    if outer_scale is None:
+        scores = scores * scale
+    else:
+        scores = query_tiles.softcapped(scores, scale, outer_scale)
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    highest = scores
+    if FP16 and v_scale is not None:
+        highest = scores + tl.log2(tl.maximum(v_scale, LEAST_SCALE))[None, :]
+    new_max = tl.maximum(row_max, tl.max(highest, 1) - (HEADROOM if FP16 else 0.0))
+    base = new_max
+    if visible is not None:
+        # A row that has seen nothing yet: subtracting its -inf would give NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    if v_scale is not None:
+        weights = weights * v_scale[None, :]
+    return weights, decay, new_max, row_sum
+
+
+@triton.jit
+def _attend_tiles(
+    state, q, position, source, low, high, first, count, gap_at, gap, scale, softmax,
+    SHAPE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Walk ``count`` tiles of a source from tile ``first`` on; tile ``gap_at`` is followed by
+    ``gap`` tiles that are left out. MASKED: only rows [low, high) count, and of those what each
+    query sees."""
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
+    VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
+    E4M3: tl.constexpr = source.k.data.dtype.element_ty == tl.uint8
+    PAGED: tl.constexpr = source.table is not None
+    RING: tl.constexpr = softmax.sliding_window is not None
+    acc, acc_2, row_max, row_sum = state
+    dim = tl.arange(0, SHAPE.HEAD_DIM)[None, :]
+    value_dim = tl.arange(0, VALUE_DIM)[None, :]
+    tile = first + tl.where(first >= gap_at, gap, 0)
+    page = _load_page(source, tile, count > 0, RING, BLOCK_SIZE, BLOCK_N)
+    # Hoisted, the addresses of all loops of a program would be kept in registers at once.
+    for i in tl.range(0, count, disable_licm=True):
+        k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
+        v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
+        live, live_rows, visible = None, None, None
+        if MASKED:
+            row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            key = (row + source.offset)[None, :]
+            live = (row >= low) & (row < high)
+            live_rows = live[:, None]
+            visible = live[None, :] & (key <= position[:, None])
+            if RING:
+                visible &= key > position[:, None] - softmax.sliding_window
+        keys = _load(k_rows + dim, live_rows)
+        values = _load(v_rows + value_dim, live_rows)
+        if VALUE_DIM < SHAPE.HEAD_DIM:
+            values_2 = _load(v_rows + VALUE_DIM + value_dim, live_rows)
+        k_scale, v_scale = None, None
+        if source.k_scale is not None:
+            k_cells = _starts(source.k_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
+            v_cells = _starts(source.v_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
+            k_scale = _load(k_cells, live)
+            v_scale = _load(v_cells, live)
+        if E4M3:
+            keys = widen(keys, q.dtype, SHAPE.HARDWARE)
+            values = widen(values, q.dtype, SHAPE.HARDWARE)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        weights, decay, row_max, row_sum = _weigh(
+            row_max, row_sum, scores, k_scale, v_scale, visible, scale, softmax.outer_scale,
+            E4M3 and q.dtype == tl.float16,
+        )  # fmt: skip
+        weights = weights.to(values.dtype)
+        acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
+        if VALUE_DIM < SHAPE.HEAD_DIM:
+            if E4M3:
+                values_2 = widen(values_2, q.dtype, SHAPE.HARDWARE)
+            acc_2 = tl.dot(weights, values_2, acc_2 * decay[:, None], input_precision="ieee")
+        # Loaded one tile ahead: else Triton keeps one K/V tile in flight, whatever num_stages is.
+        tile = first + i + 1 + tl.where(first + i + 1 >= gap_at, gap, 0)
+        page = _load_page(source, tile, i + 1 < count, RING, BLOCK_SIZE, BLOCK_N)
+    return acc, acc_2, row_max, row_sum
+
+
+@triton.jit
+def _attend_source(
+    state, q, position, first_position, last_position, source, low, high, scale, softmax,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Attend to rows [low, high) of a source as far as queries at positions [first_position,
+    last_position] see them: interior tiles, then the edges."""
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    all_low = low
+    if softmax.sliding_window is not None:
+        reach = softmax.sliding_window - 1 + source.offset
+        all_low = tl.maximum(low, last_position - reach)
+        low = tl.maximum(low, first_position - reach)
+    all_high = tl.minimum(high, first_position + 1 - source.offset)
+    high = tl.minimum(high, last_position + 1 - source.offset)
+    first = low // BLOCK_N
+    stop = tl.maximum(tl.cdiv(high, BLOCK_N), first)
+    all_first = tl.minimum(tl.maximum(tl.cdiv(all_low, BLOCK_N), first), stop)
+    all_stop = tl.minimum(tl.maximum(all_high // BLOCK_N, all_first), stop)
+    interior = all_stop - all_first
+    state = _attend_tiles(
+        state, q, position, source, low, high, all_first, interior, all_stop, 0, scale, softmax,
+        SHAPE, False,
+    )  # fmt: skip
+    return _attend_tiles(
+        state, q, position, source, low, high, first, stop - first - interior, all_first, interior,
+        scale, softmax, SHAPE, True,
+    )  # fmt: skip
+
+
+# Sizes that change from step to step are not specialised on: they must not compile a new kernel.
+@triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits"])  # fmt: skip
+def attention_kernel(
+    q, k_pages, v_pages, k_new, v_new, k_scale, v_scale, block_table, seq_lens, cu_seqlens_q, sinks,
+    out, lse, partial_out, first_lse, num_seqs, num_decodes, decode_tokens, num_tiles,
+    target_splits, num_kv_heads, softmax, SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Attend for one query tile (prefill), or for one KV split of a decode sequence.
+
+    Args:
+        q, k_new, v_new, out, lse: ``strided.Rows``; k_new and v_new None: all keys are in pages.
+        k_pages, v_pages: ``strided.Pages``; bytes if e4m3.
+        k_scale, v_scale: e4m3 scales, of the kind SHAPE.SCALES; "rows": ``strided.Pages``.
+        partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
+        num_decodes, decode_tokens: the first so many sequences are decode's, if they have no more
+            new tokens than that.
+        num_tiles, target_splits: bound of all query tiles (prefill); as in `split_kv` (decode).
+    """
+    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
+    VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
+    window = softmax.sliding_window
+    head_tile = tl.program_id(0) % (num_kv_heads * SHAPE.HEAD_TILES)
+    item = tl.program_id(0) // (num_kv_heads * SHAPE.HEAD_TILES)
+    kv_head = (head_tile // SHAPE.HEAD_TILES).to(tl.int64)
+    split, num_splits, q_first = 0, 1, 0
+    if SHAPE.DECODE:
+        seq = item
+        if partial_out is not None:
+            seq, split, num_splits = split_kv.find_split(
+                item, seq_lens, cu_seqlens_q, num_decodes, target_splits, window,
+                SHAPE.NEW_KV, BLOCK_Q,
+            )  # fmt: skip
+        if seq >= num_decodes:
+            return
+    else:
+        # Later tiles of a sequence see more keys: they start first.
+        item = num_tiles - 1 - item
+        seq, q_first = query_tiles.find_query_tile(cu_seqlens_q, item, num_seqs, BLOCK_Q)
+    first_token = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    context = tl.load(seq_lens + seq) - q_len
+    if SHAPE.DECODE:
+        if (q_len == 0) | (q_len > BLOCK_Q):
+            return
+    elif (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
+        return
+
+    first_token += q_first
+    first_head = kv_head * SHAPE.GROUP
+    token, head, live = query_tiles.rows_of_tile(
+        head_tile % SHAPE.HEAD_TILES, q_len - q_first, SHAPE.GROUP, BLOCK_Q, SHAPE.HEADS, BLOCK_M
+    )
+    q_rows = query_tiles.row_pointers(
+        q.data, first_token, first_head, token, head, q.stride_token, q.stride_head
+    )
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    queries = tl.load(q_rows[:, None] + dim, mask=live[:, None], other=0.0)
+    first_position = context + q_first
+    position = first_position + token
+    last_position = context + tl.minimum(q_first + BLOCK_Q, q_len) - 1
+    acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    low, high = split_kv.paged_range(context + q_len, q_len, window, SHAPE.NEW_KV)
+    if SHAPE.DECODE:
+        low, high = split_kv.split_range(low, high, split, num_splits, SHAPE.BLOCK_N)
+    row_k_scale, row_v_scale = None, None
+    if SHAPE.SCALES == "rows":
+        row_k_scale = _of_head(k_scale, kv_head)
+        row_v_scale = _of_head(v_scale, kv_head)
+    table = block_table.data + seq.to(tl.int64) * block_table.stride_seq
+    pages = Source(
+        _of_head(k_pages, kv_head), _of_head(v_pages, kv_head), row_k_scale, row_v_scale,
+        table, block_table.width, 0,
+    )  # fmt: skip
+    scale = softmax.inner_scale
+    if SHAPE.SCALES == "number":
+        scale, value_scale = scale * k_scale, v_scale
+    elif SHAPE.SCALES == "tensor":
+        scale, value_scale = scale * tl.load(k_scale), tl.load(v_scale)
+    paged_queries = queries
+    if SHAPE.SCALES != "none" and queries.dtype == tl.bfloat16:
+        paged_queries, factor = query_tiles.to_fp16(queries)
+        scale = (factor * scale)[:, None]
+    state = (acc, acc, row_max, row_sum)  # a second acc for the second half of the channels
+    acc, acc_2, row_max, row_sum = _attend_source(
+        state, paged_queries, position, first_position, last_position, pages, low, high, scale,
+        softmax, SHAPE,
+    )  # fmt: skip
+    if SHAPE.SCALES == "number" or SHAPE.SCALES == "tensor":
+        acc *= value_scale
+        acc_2 *= value_scale
+    if k_new is not None:
+        step = (first_token - q_first).to(tl.int64)
+        k_rows = _as_pages(k_new, step)
+        v_rows = _as_pages(v_new, step)
+        new = Source(
+            _of_head(k_rows, kv_head), _of_head(v_rows, kv_head), None, None, None, 1, context
+        )
+        # In a padding row (seq_len < q_len) the first new keys do not exist.
+        low = tl.maximum(-context, 0)
+        high = tl.where(split == num_splits - 1, q_len, low)
+        acc, acc_2, row_max, row_sum = _attend_source(
+            (acc, acc_2, row_max, row_sum), queries, position, first_position, last_position, new,
+            low, high, softmax.inner_scale, softmax, SHAPE,
+        )  # fmt: skip
+
+    if num_splits == 1:
+        sink = float("-inf")
+        if sinks is not None:
+            sink = tl.load(sinks + first_head + head, mask=live, other=float("-inf")) * LOG2E
+        factor = query_tiles.fold_sink(row_max, row_sum, sink)
+        if lse is not None:
+            lse_rows = query_tiles.row_pointers(
+                lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
+            )
+            tl.store(lse_rows, query_tiles.natural_lse(row_max, row_sum), mask=live)
+        out_rows = query_tiles.row_pointers(
+            out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
+        )
+        _store(out_rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
+    elif partial_out is not None:
+        row = (item.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
+        row += first_head + head
+        factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
+        tl.store(
+            partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
+        )
+        _store(partial_out + row * HEAD_DIM, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
+
+
+@triton.jit
+def _of_head(pages, head):
+    return Pages(pages.data + head * pages.stride_head, pages.stride_page, pages.stride_row, 0)
+
+
+@triton.jit
+def _as_pages(rows, first):
+    data = rows.data + first * rows.stride_token
+    return Pages(data, 0, rows.stride_token, rows.stride_head)
+
+
+@triton.jit
+def _store(rows, acc, acc_2, factor, live, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    cells = rows[:, None] + tl.arange(0, VALUE_DIM)[None, :]
+    dtype: tl.constexpr = rows.dtype.element_ty
+    tl.store(cells, (acc * factor[:, None]).to(dtype), mask=live[:, None])
+    if VALUE_DIM < HEAD_DIM:
+        tl.store(cells + VALUE_DIM, (acc_2 * factor[:, None]).to(dtype), mask=live[:, None])

@@ -1,0 +1,104 @@
+"""Prefill with small tile shapes: interior and edge tiles, rings, and rows of other sequences."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.tiles import Config
+from tests.kernels.attention.test_attention import attend
+from tests.support.helpers import (
+    NAN,
+    AttentionCase,
+    assert_within_budget,
+    attention_reference,
+    make_batch,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+PLAIN = Config(32, 16, 4, 2)
+PARTS = dataclasses.replace(PLAIN, value_parts=2)
+ONE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": BF16}
+CASES = {
+    "chunks": AttentionCase("", [46, 0, 37], [36, 0, 37], **ONE),
+    "long-chunks": AttentionCase("", [60, 0, 37], [50, 0, 37], **ONE),
+    "window-fp16": AttentionCase("", [70, 30], [60, 30], sliding_window=37, sinks=True, **ONE | {"dtype": FP16}),
+    "group-3-softcap": AttentionCase("", [40], [40], softcap=5.0, **ONE | {"num_heads": 3}),
+    "padding": AttentionCase("", [9, 40], [12, 40], **ONE),
+    "mixed": AttentionCase("", [40, 50], [1, 45], num_decodes=1, **ONE),
+    "pages-only": AttentionCase("", [50], [45], in_step=False, **ONE),
+}  # fmt: skip
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A function that makes attention launch prefill with a tile shape; decode as ever."""
+    select = paged.select_config
+
+    def use(config):
+        def chosen(*args, rows, **kwargs):
+            return config if rows is None else select(*args, rows=rows, **kwargs)
+
+        monkeypatch.setattr(paged, "select_config", chosen)
+
+    return use
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_tiles(name, launched):
+    batch = make_batch(CASES[name])
+    exact, _ = attention_reference(batch)
+    for config in (PLAIN, PARTS):
+        launched(config)
+        assert_within_budget("out", attend(batch, "triton"), exact)
+
+
+@pytest.mark.parametrize(
+    "window, block_size", [(None, 4), (37, 16), (37, 48), (6, 4), (16, 4)],
+)  # fmt: skip
+def test_a_tile_may_go_round_a_ring_several_times(window, block_size, launched):
+    """A ring holds the window and the page in which it ends; a tile has 16 keys."""
+    launched(PLAIN)
+    case = AttentionCase("", [223, 90], [10, 9], sliding_window=window, ring=window is not None, block_size=block_size, **ONE)  # fmt: skip
+    batch = make_batch(case)
+    exact, _ = attention_reference(batch)
+    assert_within_budget("out", attend(batch, "triton"), exact)
+
+
+@pytest.mark.parametrize("layout", ["fused", "head-major"])
+def test_new_rows_may_lie_in_a_wider_tensor(layout, launched):
+    batch = make_batch(AttentionCase("", [36, 20], [36, 20], head_dim=32, dtype=BF16))
+    launched(PLAIN)
+    plain = attend(batch, "triton")
+    for name in "k", "v":
+        rows = batch[name]
+        if layout == "fused":
+            wide = torch.full((len(rows), 5, 32), NAN, dtype=BF16, device=rows.device)
+            wide[:, 1:3] = rows
+            batch[name] = wide[:, 1:3]
+        else:
+            batch[name] = rows.transpose(0, 1).contiguous().transpose(0, 1)
+    assert attend(batch, "triton").equal(plain)
+
+
+@pytest.mark.parametrize("odd", ["address", "stride"])
+def test_new_rows_at_odd_addresses(odd, launched):
+    batch = make_batch(AttentionCase("", [40], [40], **ONE))
+    launched(PLAIN)
+    plain = attend(batch, "triton")
+    width, start = (33, 0) if odd == "stride" else (32, 1)
+    memory = torch.full((40 * 33 + 1,), NAN, dtype=BF16, device=batch["v"].device)
+    rows = memory[start:][: 40 * width].view(40, 1, width)[..., :32]
+    batch["v"] = rows.copy_(batch["v"])
+    assert attend(batch, "triton").equal(plain)
+
+
+def test_no_row_of_another_sequence_is_copied_into_a_result(launched):
+    """Where a sequence ends within a tile, the tensor does not."""
+    batch = make_batch(AttentionCase("", [40, 40], [40, 40], **ONE))
+    launched(PLAIN)
+    whole = attend(batch, "triton")
+    for name in "k", "v":
+        batch[name][40:] = NAN
+    assert attend(batch, "triton")[:40].equal(whole[:40])

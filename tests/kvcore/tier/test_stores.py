@@ -1,0 +1,139 @@
+"""Choice of the entries to store."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, Setup
+
+
+def test_nothing_is_stored_while_there_is_room():
+    s = Setup(pages=400, watermark=50)
+    s.serve(PROMPT)
+    assert s.tiers.stores(1 << 30) == []
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
+def test_stores_under_way_count(specs):
+    """What will be had without a loss once they are done needs no other store meanwhile."""
+    s = Setup(specs, pages=200)
+    for i in range(4):
+        s.serve([i, *PROMPT])
+    stores = s.tiers._stores
+    stores._watermark = s.e.kv.num_free_pages + 5  # the first chain is enough for that
+    [job] = s.tiers.stores(1 << 30)
+    for _ in range(3):
+        assert s.tiers.stores(1 << 30) == []
+    s.end(job)
+    assert s.tiers.stores(1 << 30) == []
+    stores._watermark += 25
+    assert s.tiers.stores(1 << 30)
+
+
+def test_what_goes_next_is_stored_first():
+    s = Setup(pages=200)
+    for i in range(3):
+        s.serve([i, *PROMPT])
+    s.tiers._stores._watermark = s.e.kv.num_free_pages + 5
+    s.store()
+    s.forget()
+    found = [s.tiers.match([i, *PROMPT, 1]).num_saved_tokens for i in range(3)]
+    assert found == [96, 0, 0]
+
+
+def test_what_is_clean_is_not_written_again():
+    s = Setup()
+    s.serve(PROMPT)
+    assert s.store()
+    for _ in range(3):
+        s.forget()
+        s.load(LONGER)
+        assert not s.tiers.stores(1 << 30), "it bounces, and is written once"
+
+
+def test_what_the_host_lost_is_stored_again_after_its_next_use():
+    s = Setup()
+    s.serve(PROMPT)
+    assert s.store()
+    s.tiers.index.clear()
+    assert not s.store()
+    s.serve(LONGER)
+    assert s.store()
+    s.forget()
+    assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
+
+
+def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again():
+    """Of two copies the one goes first whose entry was used last on the device a longer time ago."""
+    s = Setup(pages=200, host=32)
+    for i in (1, 2):
+        s.serve([i, *PROMPT])
+        s.store()
+    s.serve([1, *PROMPT])
+    assert not s.store()
+    s.serve([3, *PROMPT])
+    s.store()
+    s.forget()
+    found = [s.tiers.match([i, *PROMPT, 1]).num_saved_tokens for i in (1, 2, 3)]
+    assert found == [96, 0, 96]
+
+
+def test_a_host_that_is_too_small_is_not_written_over_and_over():
+    s = Setup(pages=200, host=20)
+    for i in range(4):
+        s.serve([i, *PROMPT])
+    assert len(s.store()) == 4
+    for _ in range(20):
+        assert not s.tiers.stores(1 << 30)
+
+
+def test_what_found_no_room_is_tried_again():
+    """All that a full host has is being loaded; then there is room."""
+    s = Setup(DENSE, pages=100, host=26)
+    prompts = [PROMPT, list(range(300, 400))]
+    s.behind(*prompts)
+    loads = [s.tiers.load(s.tiers.match([*p, 1])) for p in prompts]
+    s.serve(range(500, 600))
+    for _ in range(3):
+        assert s.tiers.stores(1 << 30) == []
+    for job in loads:
+        s.end(job)
+    assert s.tiers.stores(1 << 30)
+
+
+def test_a_budget_ends_within_a_chain():
+    """The first segments go alone, at least one; the rest, and the resume point, another time."""
+    s = Setup()
+    s.serve(PROMPT)
+    for pages, segments in ((1, 1), (0, None), (3, 4), (100, 12)):
+        jobs = s.tiers.stores(pages * PAGE)
+        for job in jobs:
+            s.end(job)
+        assert [len(job.transfer.keys) // 32 for job in jobs] == [segments][: len(jobs)]
+        assert bool(s.points()) == (pages == 100)
+    s.forget()
+    assert s.load(LONGER).num_saved_tokens == 96
+
+
+def test_a_segment_is_in_one_open_job():
+    """Points at 4, 8 and 12 segments: each segment is copied once, and each point with its chain."""
+    s = Setup(pages=200, retention=32)
+    s.serve(PROMPT)
+    [first] = s.tiers.stores(1 << 30)
+    assert not s.tiers.stores(1 << 30)
+    s.end(first)
+    jobs, seen = [first, *s.store()], []
+    for job in jobs:
+        seen.append((len(job.transfer.segments), job.transfer.depths))
+        for key, chain in s.has().points.items():
+            assert set(chain) <= s.has().segments, key
+    assert sum(n for n, _ in seen) == 12 and {d for _, ds in seen for d in ds} == {4, 8, 12}
+
+
+def test_pinned_entries_are_not_stored():
+    s = Setup()
+    s.serve(PROMPT)
+    assert s.e.kv.pin(s.e.kv.match(LONGER), now=0.0, ttl=1.0) == 96
+    assert not s.tiers.stores(1 << 30)
+    s.e.kv.expire_pins(2.0)
+    assert s.store()
