@@ -166,7 +166,7 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
     """Plan and commit of one token for each of `num_requests` requests, staggered around 8k tokens.
 
     ``_churn`` is the same where each step has another batch: one request ends and one comes, as in
-    a busy server. ``_add`` is one request's part of a step built one by one.
+    a busy server. ``_add`` is one request where pages are reserved one by one.
     """
     cache, slots = decoding(SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests))
     plans, totals = decode_times(cache, slots, steps)
