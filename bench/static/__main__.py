@@ -17,7 +17,7 @@ Exit status 1 if a kernel does not compile or
 Columns: registers of a thread; spill, bytes that it keeps in local memory; shared memory of a
 program, and its limit; ctas, programs that an SM (AMD: a CU) holds at once; flight, KiB of keys and
 values that these programs copy ahead: (stages - 1) tiles of keys each. In ``config``: rows and keys
-of a tile, warps, stages, and v2 where two programs share a query tile.
+of a tile, warps, stages, and v2 where the values have two accumulators.
 
 Rows that differ from those of ``--baseline`` are listed, but are no failure. Default: the table of
 the installed Triton, ``bench/results/static/VERSION.json``, which this writes anew:

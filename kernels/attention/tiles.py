@@ -57,7 +57,13 @@ PREFILL = {
 # The same over e4m3 pages, which take more registers.
 E4M3_PREFILL = {
     "hopper": _HOPPER | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)},
-    "blackwell": _HOPPER | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)},
+    "blackwell": {
+        32: Config(64, 64, 4, 3),
+        64: Config(128, 64, 8, 2),
+        128: Config(128, 64, 8, 2),
+        256: Config(64, 32, 8, 2),
+        512: Config(32, 32, 8, 2, 2),
+    },
     "other": _OTHER | {512: Config(32, 16, 8, 2, 2)},
 }
 # Decode by head_dim: keys of a tile, stages and most rows.
@@ -94,6 +100,8 @@ def select_config(
         tile = (E4M3_PREFILL if quantized else PREFILL)[kind][dim]
     if arch.maker == "amd":  # 4 wavefronts have 512 registers each, 8 have 256
         tile = replace(tile, block_m=min(tile.block_m, 64), num_warps=4)
+        if quantized and rows is None:
+            tile = replace(tile, block_n=min(tile.block_n, 32))
     # Triton holds the queries, and all stages of the K/V tiles but one.
     rows_held = arch.shared_memory // (dim * dtype_bytes) - tile.block_m
     most = 1 + rows_held // (2 * tile.block_n)

@@ -115,23 +115,8 @@ def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_page(
-    table, width, tile, more, WRAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def load_page(table, width, tile, more, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is
-    ``more`` to read, else 0.
-
-    No entry outside the table is read; what rows past the last key get is somebody else's, and
-    those that no ring has kept, too. WRAP: how often block b, entry b % width, goes round the table
-    within a tile: "never", "once" or "often".
-    """
+    ``more`` to read, else 0. No entry outside the table is read."""
     block, _ = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
-    if WRAP == "once":
-        first = tile * BLOCK_N // BLOCK_SIZE
-        entry = first % width + (block - first)
-        entry = tl.where(entry >= width, entry - width, entry)
-    elif WRAP == "often":
-        entry = block % width
-    else:
-        entry = tl.minimum(block, width - 1)
-    return tl.load(table + entry, mask=more, other=0)
+    return tl.load(table + tl.minimum(block, width - 1), mask=more, other=0)

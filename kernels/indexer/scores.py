@@ -5,7 +5,7 @@ instruction, heads on its columns, so that few tokens waste nothing and the sum 
 within four lanes. With PAIR it has the heads of BLOCK_T more tokens beside them, which decode, where
 a program takes one token, jumps over: a tile that is on chip serves twice as many, and one kernel
 both. Every score is the same chain of operations, so decode and prefill agree to the bit. Page ids of the next tile are carried around the loop (see
-``kernels.attention.triton_impl``). Quantized keys become fp16, the shortest way from e4m3 to a
+``kernels.attention.kernel``). Quantized keys become fp16, the shortest way from e4m3 to a
 matrix instruction, and two-byte queries with them, each scaled by a power of two to fit.
 
 Source: DeepSeek-V4, lightning indexer.

@@ -3,7 +3,7 @@
 A query tile packs the tokens of a sequence with the query heads (row = token * heads + head), so a
 tile of latent rows is read once for all of them; its first HEAD_DIM_V channels serve as key and as
 value. The keys of a tile come from pages or from the step's own rows, wherever each lies, in one
-loop; page ids of the next tile are carried around it (see ``kernels.attention.triton_impl``).
+loop; page ids of the next tile are carried around it (see ``kernels.attention.kernel``).
 
 With few rows in the query tile the products are swapped, S^T = C Q^T and O^T = C^T P^T: keys and
 channels fill the 64 rows of a matrix instruction and the heads are its columns, which need no
@@ -54,9 +54,7 @@ def attend_query_tile(
     paged_high = high
     if new_kv is not None:
         paged_high = tl.minimum(high, context)
-    page = load_page(
-        table, table_width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N
-    )
+    page = load_page(table, table_width, low // BLOCK_N, low < paged_high, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
         if HOIST and BLOCK_SIZE < BLOCK_N:
@@ -88,9 +86,7 @@ def attend_query_tile(
             SWAP, DIVIDE, HOIST,
         )  # fmt: skip
         more = start + BLOCK_N < paged_high
-        page = load_page(
-            table, table_width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N
-        )
+        page = load_page(table, table_width, start // BLOCK_N + 1, more, BLOCK_SIZE, BLOCK_N)
     return acc, row_max, row_sum
 
 

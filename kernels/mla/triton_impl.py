@@ -42,7 +42,7 @@ def prepare(call: MlaCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches of a checked call.
 
     Each sequence is computed once, whatever the caller put first (see
-    ``kernels.attention.triton_impl.prepare``).
+    ``kernels.attention.triton_impl.attention``).
 
     Args:
         call: the checked call.
