@@ -70,7 +70,7 @@ from .prefix.requests import Sequences
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
 from .stats import count_admission, describe, new_counters, stats
 from .tables.linear import LinearTables
-from .tables.planner import BLOCK_BITS, NO_COPIES, StepChanges, StepPlanner
+from .tables.planner import NO_COPIES, StepChanges, StepPlanner
 from .tables.reserved import Reservations
 from .tables.rows import Tables
 
@@ -205,8 +205,8 @@ class KVCache:
         self.index.announcer = self._announcer
         self.counters = new_counters(layout)
         self._chains = Chains(
-            self.interval, self.sequences, self._linear or self._tables, self.index, self._announcer, self.counters,
-            adopt,
+            self.interval, self.sequences, self._linear or self._tables, self.index,
+            self._announcer, self.counters, adopt,
         )  # fmt: skip
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
@@ -423,7 +423,10 @@ class KVCache:
         """
         self._expect_tables("needed")
         changes = self._changes_of(slots, num_new_tokens)
-        free, per_group = self.pool.num_free, self._planner.per_group(changes)
+        free, per_group = (
+            self.pool.num_free,
+            self._planner.per_group(self._planner.wanted(changes)[1]),
+        )
         return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
 
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
@@ -467,7 +470,10 @@ class KVCache:
             for slot in as_ints("slots", slots).ravel().tolist():
                 self._expect_settled(slot)
         changes = self._changes_of(slots, num_new_tokens)
-        lacks = self._make_room(changes.num_new, lambda: self._planner.per_group(changes))
+        lacks = self._make_room(
+            changes.num_new,
+            lambda: self._planner.per_group(self._planner.wanted(changes)[1]),
+        )
         if lacks is not None:
             return lacks
         self._planned = plan = self._arrays(changes, self.pool.peek(changes.num_new))
@@ -778,16 +784,12 @@ class KVCache:
     ) -> list[list[list[int]]] | OutOfPages:
         """Take pages for (slot, end, keys) as far as they are not reserved yet; ring tables."""
         new = [self._reserved.missing(slot, keys) for slot, _, keys in wanted]
-        needed, groups, rows = sum(map(len, new)), self.layout.groups, self._planner.table_rows
-
-        def per_group() -> dict[str, int]:
-            counts = {g.name: 0 for g in groups}
-            for key in [key for keys in new for key in keys]:
-                group, _ = self.layout.tables[rows[key >> BLOCK_BITS]]
-                counts[groups[group].name] += 1
-            return counts
-
-        lacks = self._make_room(needed, per_group, least)
+        needed = sum(map(len, new))
+        lacks = self._make_room(
+            needed,
+            lambda: self._planner.per_group(np.array([k for keys in new for k in keys])),
+            least,
+        )
         if lacks is not None:
             return lacks
         self._planned = None  # it may name these pages
@@ -888,13 +890,15 @@ class KVCache:
         """
         if self._linear is not None:
             oldest = ends if oldest_query is None else oldest_query
-            if slots.__class__ is int:
-                self._count(slots, ends, oldest, keep_tails)
+            if slots.__class__ is int and ends.__class__ is int and oldest.__class__ is int:
+                self._expect_admitted(slots)
+                each = [(slots, ends, oldest)]
             else:
-                each = (as_ints("slots", x).ravel().tolist() for x in (slots, ends, oldest))
-                for slot, end, old in zip(*each, strict=True):
-                    self._count(slot, end, old, keep_tails)
-            return NO_COPIES
+                slots, ends = self._pairs(slots, ends)
+                oldest = self._pairs(slots, oldest)[1]
+                self.sequences.check(slots)
+                each = list(zip(slots.tolist(), ends.tolist(), oldest.tolist(), strict=True))
+            return self._advance_linear(each, keep_tails)
         if oldest_query is not None or not keep_tails:
             raise ValueError(
                 "oldest_query, keep_tails: expected None and True without append_only: rings have "
@@ -924,20 +928,27 @@ class KVCache:
             self._chains.wait(publication)
         return copies
 
-    def _count(self, slot: int, end: int, oldest: int, keep_tails: bool) -> None:
-        """`advance` of one request with linear tables."""
+    def _advance_linear(self, each: list[tuple[int, int, int]], keep_tails: bool) -> Int32:
+        """`advance` of (slot, end, oldest query) with linear tables."""
         assert self._linear is not None
-        self._expect_admitted(slot)
-        self.sequences.num_computed[slot] = end
+        for slot, end, _ in each:
+            room = self._linear.room[slot]
+            if not 0 <= end <= room:
+                raise ValueError(
+                    f"ends: expected 0..{room} of slot {slot}, as many as have pages, got {end}"
+                )
         keeps = self.enable_caching and keep_tails
-        cached = self._chains.runs[slot].depth * self.alignment if keeps else None
-        self._linear.let_go(slot, oldest, cached)
+        for slot, end, oldest in each:
+            self.sequences.num_computed[slot] = end
+            cached = self._chains.runs[slot].depth * self.alignment if keeps else None
+            self._linear.let_go(slot, oldest, cached)
+        return NO_COPIES
 
     def publish(
         self, slots: Any, upto: Any, tokens: Any = None, *, keys: bytes | None = None
     ) -> None:
-        """The tokens of requests are known `upto` some position: whole segments become findable, and
-        the boundaries that are kept resumable.
+        """The tokens of requests are known `upto` some position: whole segments become findable,
+        and the boundaries that are kept resumable.
 
         Of an append-only cache they may be so before their rows exist, where the step that writes
         them is queued before any that reads them; else they must have advanced.

@@ -1,8 +1,8 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
 `plan` counts pages, `give` hands them out and `mapping` lays them out: all of these only read.
-`commit` changes the tables, and `settle` frees the pages that the step left. A step is a list of *entries*: one for each block of
-each table that the step writes rows into.
+`commit` changes the tables, and `settle` frees the pages that the step left. A step is a list of
+*entries*: one for each block of each table that the step writes rows into.
 
 *Survivors-only pages*: a window group has entries only for the blocks that outlive the step, those
 that the next query can see and the tails of boundaries that retention keeps. All other rows get
@@ -224,16 +224,13 @@ class StepPlanner:
         lows[1:] = np.where(same, np.maximum(lows[1:], highs[:-1]), lows[1:])
         return owners, lows, highs
 
-    def per_group(self, step: StepChanges) -> dict[str, int]:
-        """Pages that each group needs."""
+    def per_group(self, keys: Int64) -> dict[str, int]:
+        """Pages that each group needs for `keys` of pages (see `wanted`)."""
         needed = {g.name: 0 for g in self._layout.groups}
-        of_table = np.bincount(step.tables[step.is_new], minlength=len(self._size)).tolist()
-        demand = dict(zip(self._table_row.tolist(), of_table, strict=True))
-        for state, snapping in zip(self._states, step.snapping, strict=True):
-            for t in state.spec.tables.tolist():
-                demand[t] = len(step.starting) + len(snapping)
-        for t, (group, _) in enumerate(self._layout.tables):
-            needed[self._layout.groups[group].name] += demand[t]
+        counts = np.bincount(keys >> BLOCK_BITS, minlength=len(self.table_rows)).tolist()
+        for row, n in zip(self.table_rows, counts, strict=True):
+            group, _ = self._layout.tables[row]
+            needed[self._layout.groups[group].name] += n
         return needed
 
     # Pages and slots.

@@ -380,3 +380,29 @@ def test_pins_and_statistics_are_as_of_any_cache():
     cache.reserve(b, 80)
     assert cache.match([1] * 41).num_tokens == 0  # demoted before anybody is refused
     cache.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("slots", "ends", "oldest", "message"),
+    [
+        ([0, 3], [8, 8], None, "slot"),
+        ([0, 1], [8, 99], None, "ends: expected 0..20 of slot 1, as many as have pages, got 99"),
+        ([0, 1], [8, -1], None, "ends: expected 0..20 of slot 1"),
+        ([0, 1], [8], None, "slots, ends"),
+        ([0, 1], [8, 8], [8], "slots, ends"),
+    ],
+)
+def test_an_advance_that_is_refused_changes_no_request(slots, ends, oldest, message):
+    cache = KVCache(
+        [GroupSpec("d", "dense", 4, 1), GroupSpec("w", "window", 4, 1, 5)],
+        num_pages=60, max_requests=4, max_model_len=100,
+        reads="pages", adopt=False, append_only=True,
+    )  # fmt: skip
+    for i in range(2):
+        assert cache.admit(i, cache.match([i] * 20)) == i
+        cache.reserve(i, 20)
+    with pytest.raises(ValueError, match=message):
+        cache.advance(slots, ends, oldest)
+    assert not cache.num_computed.any()
+    assert all(page for slot in range(2) for table in cache.pages_of(slot) for page in table)
+    cache.check_invariants()
