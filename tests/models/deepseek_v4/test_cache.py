@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.bench.deepseek_v4_memory import CHUNK, cost, table, vllm_cost
 from quire.kvcore import KVCache
-from quire.models.deepseek_v4.cache import V4PagePool
-from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache, ring_bytes
+from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.memory import CHUNK, cost, table, vllm_cost
 from quire.models.loading.random_weights import random_model
 from tests.support.models.v4_engine import SmallEngine
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import overlap
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
+from quire.models.deepseek_v4 import attention
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -234,13 +234,13 @@ def test_named_configuration_and_its_memory(model):
 def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
     """What pages of the group "overlap" hold is needed."""
 
-    original = overlap.copy_overlap
+    original = attention.copy_overlap
 
     def load_zeros(kv, gate, ape, state, pages, **where):
         original(kv, gate, ape, state, pages, **where)
         state[where["state_index"]] = 0.0
 
-    monkeypatch.setattr(overlap, "copy_overlap", load_zeros)
+    monkeypatch.setattr(attention, "copy_overlap", load_zeros)
     run = V4Recorder(model)
     for expected_hit in (0, 32):
         request_id = run.add(prompt(40), 1)

@@ -6,12 +6,12 @@ The oracle is the dense model, which equals transformers, over the rows that the
 import pytest
 import torch
 
+from quire.bench.deepseek_v4_memory import cost
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import paged_attention
-from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
-from quire.models.deepseek_v4.memory import cost
+from quire.models.deepseek_v4 import attention
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
 from quire.models.loading.random_weights import random_model
@@ -59,7 +59,7 @@ class Seen(V4Recorder):
             for kind in ("compressed", "index_keys"):
                 if getattr(cache, kind) is not None:
                     names[id(getattr(cache, kind).pages)] = layer, kind
-        write_latent, compress = paged_attention.write_latent, paged_attention.compress
+        write_latent, compress = attention.write_latent, attention.compress
 
         def keep(pages, places, rows):
             blank = torch.full((256, rows.shape[1]), torch.nan)
@@ -67,24 +67,18 @@ class Seen(V4Recorder):
 
         def writing(kv, pages, *args, positions, **options):
             out = write_latent(kv, pages, *args, positions=positions, **options)
-            keep(pages, positions, out)
+            if pages is not None:  # heads of queries go to none
+                keep(pages, positions, out)
             return out
 
-        def compressing(*args, pages, slot_mapping, ratio, seq_lens, **options):
-            compress(
-                *args,
-                pages=pages,
-                slot_mapping=slot_mapping,
-                ratio=ratio,
-                seq_lens=seq_lens,
-                **options,
-            )
-            positions = int(seq_lens) - len(slot_mapping) + torch.arange(len(slot_mapping))
+        def compressing(*args, pages, slot_mapping, ratio, **options):
+            compress(*args, pages=pages, slot_mapping=slot_mapping, ratio=ratio, **options)
+            positions = int(args[5]) - len(slot_mapping) + torch.arange(len(slot_mapping))
             closed = ((positions + 1) % ratio == 0) & (slot_mapping >= 0)
             keep(pages, positions[closed] // ratio, pages.read(slot_mapping[closed]))
 
-        monkeypatch.setattr(paged_attention, "write_latent", writing)
-        monkeypatch.setattr(paged_attention, "compress", compressing)
+        monkeypatch.setattr(attention, "write_latent", writing)
+        monkeypatch.setattr(attention, "compress", compressing)
 
     def forced_logits(self, tokens, length):
         """Logits of the known tokens after ``length`` of them, the prompt."""
@@ -96,7 +90,7 @@ class Seen(V4Recorder):
     def dense_logits(self, input_ids):
         """Logits of the dense model where it sees the engine's rows. They must be roundings of its own."""
         kinds = iter([(layer, kind) for layer, cache in enumerate(self.engine.pool.layers)
-                      for kind in ("raw", "compressed", "index_keys") if kind != "index_keys" or cache.index_keys is not None])  # fmt: skip
+                      for kind in ("raw", "compressed", "index_keys") if kind == "raw" or getattr(cache, kind) is not None])  # fmt: skip
 
         def stored(rows):
             kind = next(kinds)

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.models.deepseek_v4 import moe
+from quire.models.deepseek_v4 import model as v4
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING
 from quire.models.layers import basic
 from quire.models.loading.random_weights import random_model
@@ -21,7 +21,7 @@ def test_launches_of_a_layer(monkeypatch):
         engine.admit(name, ids)
     engine.step({"a": 21, "b": 30})
     engine.impl = "triton"
-    for module in (basic, moe):
+    for module in (basic, v4):
         monkeypatch.setattr(module, "linear_fp32", one_product)
     found = launches_of_layers(model, lambda: engine.step({"a": 1, "b": 1}), monkeypatch)
     counts = {}

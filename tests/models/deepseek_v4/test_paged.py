@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
-from quire.models.deepseek_v4.unpaged_attention import UnpagedAttend
+from quire.models.layers.unpaged_attention import V4UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.support.models.tolerance import tolerance
@@ -179,7 +179,7 @@ def test_drafts_accepted_and_rejected(model, greedy):
 def draft_logits(model, tokens, logits):
     """The drafter on a whole sequence without a cache: [num_tokens, vocab_size]."""
     with torch.inference_mode():
-        positions, attend = torch.arange(len(tokens)), UnpagedAttend(model.config)
+        positions, attend = torch.arange(len(tokens)), V4UnpagedAttend(model.config)
         streams = model.streams(tokens, positions, attend)
         after = torch.cat([tokens[1:], logits[-1:].argmax(-1)])
         return model.draft_logits(0, model.draft_streams(0, streams, after, positions, attend))
@@ -226,7 +226,7 @@ def test_chained_drafts(model, greedy):
         engine.run(name, length - 1, 40)
     engine.step({"a": 1, "b": 1})
     got = engine.chain({"a": 0, "b": 0}, 4)
-    positions, attend = torch.arange(90), UnpagedAttend(model.config)
+    positions, attend = torch.arange(90), V4UnpagedAttend(model.config)
     for name, length in (("a", 71), ("b", 44)):
         with torch.inference_mode():
             rows = model.streams(tokens[:length], positions[:length], attend)

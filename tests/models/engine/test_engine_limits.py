@@ -10,7 +10,7 @@ from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import FULL, get_config
-from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.engine import memory
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.device import AttnMetadata
-from quire.models.deepseek_v4.cache import V4PagePool
-from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
+from quire.models.deepseek_v4.attention import PagedAttend
+from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.deepseek_v4.mtp_drafter import chain_drafts
-from quire.models.deepseek_v4.paged_attention import PagedAttend
+from quire.models.deepseek_v4.mtp import chain_drafts
 
 NAN = 255  # as bytes: NaN in fp32, bf16 and e4m3
 
