@@ -205,16 +205,11 @@ class Attention(nn.Module):
             self.compressor = Compressor(config, self.kind, device, dtype)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        """Attention of every row, projections included.
+        """Attention of every row of x [num_tokens, hidden_size], in the same shape.
 
         Args:
-            x: [num_tokens, hidden_size].
             positions: [num_tokens] int64.
             cos_sin: [max_positions, rope_dim] fp32.
-            attend: the operator between the projections.
-
-        Returns:
-            [num_tokens, hidden_size].
         """
         impl = attend.impl
         q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
@@ -256,37 +251,23 @@ def _rotate_heads(
 class OverlapCopies:
     """Copies of a step between rings and pages of the group "overlap", for all CSA layers.
 
-    Save: the step that computes one of the last ``ratio`` tokens of a block copies its series a to
-    the block's page. Load: a sequence whose step starts at a block's end copies that page to its
-    ring, which after a prefix hit holds nothing of the sequence. Shapes give the number of copies,
-    so that no step waits for the host; unwanted ones have page 0 or ring -1.
-
-    Attributes:
-        tokens: [num_copies] int64, rows of the step, ``ratio`` of a block one after the other.
-        to_pages: [num_copies] int64, pages that they are saved to.
-        from_pages, rings: [num_seqs] int64, page to load, and ring to load it into.
-        ring_rows: [num_seqs, ratio] int64, rows of that ring.
+    Save: series a of each of a block's last ``ratio`` tokens goes to the block's page. Load: a
+    sequence that starts at a block's end copies that page to its ring, which after a prefix hit has
+    nothing of it. Shapes give the number of copies, so that no step waits for the host; unwanted
+    ones have page 0 or ring -1. Attributes are those of `quire.kernels.copy_overlap`.
     """
 
-    tokens: Tensor
-    to_pages: Tensor
-    from_pages: Tensor
-    rings: Tensor
-    ring_rows: Tensor
+    tokens: Tensor  # [num_copies], ratio of a block one after the other
+    to_pages: Tensor  # [num_copies]
+    from_pages: Tensor  # [num_seqs]
+    state_index: Tensor  # [num_seqs], rings
+    state_rows: Tensor  # [num_seqs, ratio], rows of a ring
 
 
 def overlap_copies(
     attn: AttnMetadata, group: int, block_size: int, ratio: int, ring_size: int
 ) -> OverlapCopies:
-    """The copies of a step.
-
-    Args:
-        attn: the step.
-        group: index of the group "overlap".
-        block_size: tokens of its pages.
-        ratio: tokens of a CSA entry.
-        ring_size: rows of a ring.
-    """
+    """The copies of a step; group and block_size are those of the pages."""
     slots, table = attn.slot_mappings[group], attn.block_tables[group]
     ends = attn.seq_lens.long()
     starts = ends - attn.cu_seqlens_q.diff().long()
@@ -313,16 +294,7 @@ def overlap_copies(
 
 
 def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:
-    """The block table of a dense group with the blocks of this step.
-
-    Args:
-        table: [num_seqs, width] int32, the context before the step.
-        slots: [num_tokens] int64, -1 = not written.
-        block_size: tokens.
-
-    Returns:
-        [num_seqs, width] int32, a copy.
-    """
+    """A copy of a dense group's table [num_seqs, width] with the blocks of this step."""
     num_tokens = len(slots)
     q_lens = attn.cu_seqlens_q.diff().long()
     seq = torch.arange(len(q_lens), device=slots.device)
@@ -452,8 +424,8 @@ class PagedAttend:
                 cache.ring,
                 cache.overlap,
                 from_pages=copies.from_pages,
-                state_index=copies.rings,
-                state_rows=copies.ring_rows,
+                state_index=copies.state_index,
+                state_rows=copies.state_rows,
                 tokens=copies.tokens,
                 to_pages=copies.to_pages,
                 impl=self.impl,

@@ -99,7 +99,6 @@ def plan_cache(
     fmt: CacheFormat,
     *,
     block_size: int | None = None,
-    window_block_size: int | None = None,
     drafters: bool = True,
 ) -> CachePlan:
     """Deal layers into groups and choose the bytes of a page.
@@ -108,9 +107,8 @@ def plan_cache(
     such pages allow.
 
     Args:
-        block_size: tokens of a page of entries, a multiple of both ratios and of window_block_size;
-            default: the first such that holds two HCA windows.
-        window_block_size: a divisor of block_size; default: the largest that is at most half a
+        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such
+            that holds two HCA windows. A window block is its largest divisor that is at most half a
             sliding window.
         drafters: include the drafter layers.
 
@@ -126,18 +124,16 @@ def plan_cache(
             f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
             f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
         )
-    unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size or 1)
+    unit = math.lcm(config.csa_ratio, config.hca_ratio)
     if block_size is None:
         block_size = -(-2 * config.hca_ratio // unit) * unit
     if block_size < 1 or block_size % unit:
-        windows = f", window blocks of {window_block_size}" if window_block_size else ""
         raise ValueError(
             f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
-            f"{config.hca_ratio}{windows}), got {block_size}"
+            f"{config.hca_ratio}), got {block_size}"
         )
-    if window_block_size is None:
-        half = max(1, config.sliding_window // 2)
-        window_block_size = next(n for n in range(half, 0, -1) if block_size % n == 0)
+    half = max(1, config.sliding_window // 2)
+    window_block_size = next(n for n in range(half, 0, -1) if block_size % n == 0)
 
     kinds = config.all_layer_types if drafters else config.layer_types
     starts: list[tuple[int | None, int | None]] = []  # of entries and index keys
@@ -284,17 +280,11 @@ class V4PagePool:
         if place.index_keys is None:
             ring = self._ring(ratio, config.head_dim)
             return LayerCache(window, place.window_group, CompressorCache(entries, ring, None))
-        data = self._rows(
-            place.index_keys,
-            num_entries,
-            config.index_head_dim,
-            plan.format.index_bytes(config, num_entries),
-        )
-        index_keys = IndexPages(
-            data, storage_block_size=num_entries, index_dim=config.index_head_dim
-        )
+        size, dim = plan.format.index_bytes(config, num_entries), config.index_head_dim
+        data = self._rows(place.index_keys, num_entries, dim, size)
+        index_keys = IndexPages(data, storage_block_size=num_entries, index_dim=dim)
         # Twice the tokens and channels, as an entry overlaps the compression window before.
-        rings = [self._ring(2 * ratio, 2 * n) for n in (config.head_dim, config.index_head_dim)]
+        rings = [self._ring(2 * ratio, 2 * channels) for channels in (config.head_dim, dim)]
         overlaps = self._overlaps(layer)
         return LayerCache(
             window,

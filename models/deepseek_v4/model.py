@@ -57,16 +57,9 @@ class HyperConnection(nn.Module):
     def forward(
         self, streams: Tensor, norm: RMSNorm, impl: str | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The sub-block's input, and the weights with which its result is written back.
+        """(x, post, comb) of streams [num_tokens, hc_mult, hidden_size], as of `collapse_streams`.
 
-        Args:
-            streams: [num_tokens, hc_mult, hidden_size].
-            norm: of the input.
-            impl: "triton" or "torch"; None = by device.
-
-        Returns:
-            (x [num_tokens, hidden_size], post [num_tokens, hc_mult] fp32, comb [num_tokens,
-            hc_mult, hc_mult] fp32), as `expand_streams` takes them.
+        norm is that of x [num_tokens, hidden_size].
         """
         return collapse_streams(
             streams,
@@ -95,12 +88,7 @@ class HyperHead(nn.Module):
     def forward(
         self, streams: Tensor, norm: RMSNorm | None = None, impl: str | None = None
     ) -> Tensor:
-        """[num_tokens, hidden_size] from streams [num_tokens, hc_mult, hidden_size].
-
-        Args:
-            norm: of the row; None = none.
-            impl: "triton" or "torch"; None = by device.
-        """
+        """[num_tokens, hidden_size] of streams [num_tokens, hc_mult, hidden_size]; then norm."""
         return collapse_streams(
             streams,
             self.hc_fn,
@@ -136,11 +124,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, stacked.
-
-    gate_up_proj: [num_experts, 2 * width, hidden_size], rows of the gate first. down_proj:
-    [num_experts, hidden_size, width].
-    """
+    """The routed experts, stacked; in gate_up_proj rows of the gate come first."""
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -150,13 +134,7 @@ class Experts(nn.Module):
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
-        """Rows [num_tokens * k, hidden_size] as of `quire.kernels.expert_mlp`.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            ids: [num_tokens, k] int64.
-            impl: "triton" or "torch"; None = by device.
-        """
+        """Rows [num_tokens * k, hidden_size] of x and ids [num_tokens, k], as of `expert_mlp`."""
         gate_up = self.gate_up_proj.unflatten(1, (2, -1))
         return expert_mlp(
             x, ids, gate_up, self.down_proj, activation="silu", limit=self.limit, impl=impl
@@ -192,17 +170,11 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, input_ids: Tensor, impl: str | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The terms of experts(x) + shared_experts(x).
-
-        Args:
-            x: [num_tokens, hidden_size].
-            input_ids: [num_tokens] int64, for hash layers.
-            impl: "triton" or "torch"; None = by device.
+        """experts(x) + shared_experts(x) as terms that `expand_streams` adds up.
 
         Returns:
             (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens, k]
-            fp32) for `expand_streams`: the result is y + the sum over a token's rows of weight *
-            row. With a group it is y, and the others are None.
+            fp32): y + the sum over a token's rows of weight * row. With a group (sum, None, None).
         """
         gate = self.gate
         ids, weights = route_tokens(
@@ -241,16 +213,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
     ) -> Tensor:
-        """The layer.
-
-        Args:
-            streams: [num_tokens, hc_mult, hidden_size].
-            input_ids: [num_tokens] int64, for hash layers.
-            positions, cos_sin, attend: as in `Attention.forward`.
-
-        Returns:
-            [num_tokens, hc_mult, hidden_size].
-        """
+        """Streams [num_tokens, hc_mult, hidden_size] after the layer; input_ids for hash layers."""
         impl = attend.impl
         x, post, comb = self.attn_hc(streams, self.input_layernorm, impl)
         y = self.self_attn(x, positions, cos_sin, attend)
@@ -395,27 +358,16 @@ class DeepseekV4(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence without any cache, attention in plain torch: the oracle of `forward`.
+        """Logits of one whole sequence without any cache: the oracle of `forward`.
 
-        Args:
-            input_ids: [num_tokens] int64.
-            logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            stored: as in `V4UnpagedAttend`.
-
-        Returns:
-            [num_rows, vocab_size] fp32 logits.
+        Arguments and result as in `forward`; stored as in `V4UnpagedAttend`.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         streams = self.streams(input_ids, positions, V4UnpagedAttend(self.config, stored))
         return self.logits(streams if logits_rows is None else streams[logits_rows], "torch")
 
     def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Residual streams [num_tokens, hc_mult, hidden_size] after the last layer.
-
-        Args:
-            input_ids, positions: [num_tokens] int64.
-            attend: the attention operator of all layers.
-        """
+        """Residual streams [num_tokens, hc_mult, hidden_size] after the last layer."""
         x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
         for layer in self.layers:
             x = layer(x, input_ids, positions, self.rope[layer.self_attn.kind], attend)
@@ -426,9 +378,7 @@ class DeepseekV4(nn.Module):
     ) -> Tensor:
         """Logits [num_rows, vocab_size] fp32 of streams [num_rows, hc_mult, hidden_size].
 
-        Args:
-            impl: "triton" or "torch"; default: by device.
-            of: module with the ``hc_head`` and ``norm`` to use; default: this model.
+        of: module with the ``hc_head`` and ``norm`` to use; default: this model.
         """
         head = self if of is None else of
         x = head.hc_head(streams, head.norm, impl)
@@ -443,7 +393,6 @@ class DeepseekV4(nn.Module):
             streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of the layer before.
             next_ids: [num_tokens] int64, the token after each row's.
             positions: [num_tokens] int64, of the rows, not of next_ids.
-            attend: as in `streams`.
         """
         mtp = self.mtp[index]
         # As trained, a sequence's first row is given no token.
@@ -487,13 +436,9 @@ class DeepseekV4(nn.Module):
     ) -> ModelCache:
         """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`.
 
-        Args:
-            base_block_size: tokens of a page of entries.
-
         Raises:
-            ValueError: a base_block_size that the ratios do not divide.
-            NotImplementedError: "fp8" with other head sizes than the released ones, or a model in
-                fp16.
+            ValueError: a base_block_size (tokens of a page of entries) that the ratios do not divide.
+            NotImplementedError: "fp8" with other head sizes than the released ones, or in fp16.
         """
         fp8 = kv_cache_dtype == "fp8"
         if fp8 and self.dtype == torch.float16:

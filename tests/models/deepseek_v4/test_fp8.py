@@ -6,14 +6,10 @@ The oracle is the dense model, which equals transformers, over the rows that the
 import pytest
 import torch
 
-from quire.bench.deepseek_v4_memory import cost
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4 import attention
-from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.memory import model_cache
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
@@ -165,20 +161,6 @@ def test_drafts_change_nothing(model):
     plain, _ = outputs(None)
     drafted, totals = outputs(MTPDrafter(model, 2))
     assert drafted == plain and totals.num_drafts > 0
-
-
-@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
-def test_memory_plan(name):
-    """Bytes of the published layout: 584 a row and 132 a key, each page of rows padded to 576."""
-    config = get_config(name)
-    model = DeepseekV4(config, device="meta", dtype=torch.bfloat16, max_positions=1)
-    page = {d: model_cache(model, kv_cache_dtype=d).page_bytes for d in ("auto", "fp8")}
-    num_csa = config.layer_types.count("compressed_sparse_attention")
-    num_hca = config.layer_types.count("heavily_compressed_attention")
-    assert page["fp8"] == num_csa * (37440 + 8640) + num_hca * 1728
-    assert page["auto"] == num_csa * 2 * 64 * (512 + 128) + num_hca * 2 * 2 * 512
-    fp8 = plan_cache(config, CacheFormat(torch.bfloat16, fp8=True))
-    assert page["fp8"] / 256 == cost(config, fp8).token < 0.6 * page["auto"] / 256
 
 
 def test_pool_and_plan_of_an_engine(model):

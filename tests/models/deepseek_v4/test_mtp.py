@@ -275,25 +275,6 @@ def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
         assert difference(logits, plain_drafts(many, tokens, num_drafts, num_layers)) < 1e-4
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_hits_do_not_depend_on_the_number_of_layers(many):
-    hits = []
-    for num_drafts in (0, 1, 3):
-        run = V4Recorder(many, drafter=MTPDrafter(many, num_drafts) if num_drafts else None)
-        ids = []
-        for tokens in (
-            prompt(99),
-            prompt(99),
-            prompt(99) + prompt(30, 1),
-            prompt(50) + prompt(40, 3),
-        ):
-            ids.append(run.add(tokens, 8))
-            run.run()
-        hits.append([run.check(i).num_cached_tokens for i in ids])
-    assert hits[0] == hits[1] == hits[2] == [0, 96, 96, 0]
-
-
 def test_every_group_with_a_drafter_looks_ahead():
     """Also where the drafters' layers do not fit one group."""
     for num_layers in range(1, 9):
