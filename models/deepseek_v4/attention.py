@@ -325,28 +325,24 @@ class PagedAttend:
     def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
         self.attn, self.pool, self.impl = attn, pool, impl
 
-    # Of the layers with entries, all of which share these; a chain of drafts needs none of them.
+    # Layers with entries share these, and a chain of drafts needs none of them.
 
     @cached_property
-    def _table(self) -> Tensor:
-        group = self.pool.plan.index(COMPRESSED)
-        block_size = self.pool.plan.groups[group].block_size
-        table, slots = self.attn.block_tables[group], self.attn.slot_mappings[group]
-        return with_new_blocks(self.attn, table, slots, block_size)
-
-    @cached_property
-    def _slots(self) -> dict[int, Tensor]:
-        """By ratio, [num_tokens] int64 slots of entries: those of tokens, ratio to one."""
-        slots = self.attn.slot_mappings[self.pool.plan.index(COMPRESSED)]
-        ratios = self.pool.config.csa_ratio, self.pool.config.hca_ratio
-        return {ratio: slots.div(ratio, rounding_mode="floor") for ratio in ratios}
+    def _entries(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """Table of entries, and by ratio slots of entries: those of tokens, ratio to one."""
+        attn, plan, config = self.attn, self.pool.plan, self.pool.config
+        group = plan.index(COMPRESSED)
+        slots, block_size = attn.slot_mappings[group], plan.groups[group].block_size
+        table = with_new_blocks(attn, attn.block_tables[group], slots, block_size)
+        csa, hca = config.csa_ratio, config.hca_ratio
+        # Rounded down, -1 stays -1.
+        return table, {csa: slots // csa, hca: slots // hca}
 
     @cached_property
     def _copies(self) -> OverlapCopies:
-        plan, ratio = self.pool.plan, self.pool.config.csa_ratio
-        group = plan.index(OVERLAP)
-        ring = next(cache.index_keys.ring for cache in self.pool.layers if cache.index_keys)
-        return overlap_copies(self.attn, group, plan.groups[group].block_size, ratio, ring.shape[1])
+        pool, group = self.pool, self.pool.plan.index(OVERLAP)
+        block_size, ratio = pool.plan.groups[group].block_size, pool.config.csa_ratio
+        return overlap_copies(self.attn, group, block_size, ratio, pool.csa_ring_size)
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
         """As `Attend.__call__`."""
@@ -367,7 +363,7 @@ class PagedAttend:
         compressed_pages = compressed_table = topk_indices = topk_lens = None
         if compressor is not None:
             self._write_entries(compressor, inputs.pooled, cache.compressed, inputs.cos_sin)
-            compressed_pages, compressed_table = cache.compressed.pages, self._table
+            compressed_pages, compressed_table = cache.compressed.pages, self._entries[0]
             indexer = compressor.indexer
         if indexer is not None:
             self._write_entries(indexer, inputs.index_pooled, cache.index_keys, inputs.cos_sin)
@@ -375,7 +371,7 @@ class PagedAttend:
                 inputs.index_q,
                 inputs.index_weights,
                 cache.index_keys.pages,
-                self._table,
+                compressed_table,
                 attn.seq_lens,
                 attn.cu_seqlens_q,
                 topk=self.pool.config.index_topk,
@@ -444,7 +440,7 @@ class PagedAttend:
             eps=pooling.kv_norm.eps,
             cos_sin=cos_sin,
             pages=cache.pages,
-            slot_mapping=self._slots[pooling.ratio],
+            slot_mapping=self._entries[1][pooling.ratio],
             max_seqlen_q=attn.max_seqlen_q,
             impl=self.impl,
         )

@@ -238,6 +238,7 @@ class V4PagePool:
     Attributes:
         data: [num_pages, page_bytes] uint8, zeros at first.
         layers: LayerCache of each layer.
+        csa_ring_size, hca_ring_size: rows of a ring of such a layer.
 
     Raises:
         ValueError: num_pages is below 2.
@@ -255,7 +256,9 @@ class V4PagePool:
     ) -> None:
         self.config, self.plan = config, plan
         self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
-        self._num_rings, self._max_draft_tokens = max_requests + 1, max_draft_tokens
+        self._num_rings = max_requests + 1
+        self.csa_ring_size = 2 * config.csa_ratio + max_draft_tokens
+        self.hca_ring_size = config.hca_ratio + max_draft_tokens
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
 
     @property
@@ -278,13 +281,13 @@ class V4PagePool:
         num_entries = plan.groups[plan.index(COMPRESSED)].block_size // ratio  # of a page
         entries = self._latents(place.compressed, num_entries)
         if place.index_keys is None:
-            ring = self._ring(ratio, config.head_dim)
+            ring = self._ring(self.hca_ring_size, config.head_dim)
             return LayerCache(window, place.window_group, CompressorCache(entries, ring, None))
         size, dim = plan.format.index_bytes(config, num_entries), config.index_head_dim
         data = self._rows(place.index_keys, num_entries, dim, size)
         index_keys = IndexPages(data, storage_block_size=num_entries, index_dim=dim)
-        # Twice the tokens and channels, as an entry overlaps the compression window before.
-        rings = [self._ring(2 * ratio, 2 * channels) for channels in (config.head_dim, dim)]
+        # Twice the channels, as an entry overlaps the compression window before.
+        rings = [self._ring(self.csa_ring_size, 2 * width) for width in (config.head_dim, dim)]
         overlaps = self._overlaps(layer)
         return LayerCache(
             window,
@@ -294,7 +297,7 @@ class V4PagePool:
         )
 
     def _ring(self, num_tokens: int, channels: int) -> Tensor:
-        shape = (self._num_rings, num_tokens + self._max_draft_tokens, 2, channels)
+        shape = (self._num_rings, num_tokens, 2, channels)
         return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
 
     def _overlaps(self, layer: int) -> list[Tensor]:

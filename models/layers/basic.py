@@ -178,6 +178,7 @@ class Stacked:
         """Give the layers new weights, uninitialized, on ``device``."""
         first, rows = self.layers[0], [len(layer.weight) for layer in self.layers]
         in_size, dtype = first.weight.shape[1], first.weight.dtype
+        self._rows = rows
         self._weight = torch.empty(sum(rows), in_size, device=device, dtype=dtype)
         self._bias = None
         if first.bias is not None:
@@ -194,11 +195,13 @@ class Stacked:
     @property
     def weights(self) -> list[Tensor]:
         """The weight and the bias, if any, of each layer."""
-        both = [w for layer in self.layers for w in (layer.weight, layer.bias)]
-        return [weight for weight in both if weight is not None]
+        found = []
+        for layer in self.layers:
+            found += [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+        return found
 
     def _find_addresses(self) -> list[int]:
-        return [weight.data_ptr() for weight in self.weights]
+        return list(map(Tensor.data_ptr, self.weights))
 
     def __call__(self, x: Tensor) -> Tensor:
         """The products side by side: [num_tokens, sum of the out_sizes]."""
@@ -210,8 +213,7 @@ class Stacked:
         """The product of each layer as of `linear_fp32`, without biases."""
         if self._find_addresses() != self._addresses:
             return [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
-        rows = [len(layer.weight) for layer in self.layers]
-        return list(linear_fp32(x, self._weight).split(rows, dim=-1))
+        return list(linear_fp32(x, self._weight).split(self._rows, dim=-1))
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
