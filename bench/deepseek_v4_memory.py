@@ -118,6 +118,10 @@ def table() -> str:
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; returns the exit status."""
-    Parser("bench.deepseek_v4_memory", __doc__).parse_args(argv)
+    _parser().parse_args(argv)
     print(table())
     return 0
+
+
+def _parser() -> Parser:
+    return Parser("bench.deepseek_v4_memory", __doc__)

@@ -42,7 +42,7 @@ def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
     """Radians per position of each pair of adjacent rotated channels (2i, 2i + 1).
 
     Args:
-        compressed: for CSA and HCA layers, whose frequencies YaRN interpolates; it does not scale
+        compressed: for CSA and HCA layers: YaRN interpolates their frequencies, without scaling
             cosine and sine.
 
     Returns:
@@ -253,7 +253,7 @@ class OverlapCopies:
 
     Save: series a of each of a block's last ``ratio`` tokens goes to the block's page. Load: a
     sequence that starts at a block's end copies that page to its ring, which after a prefix hit has
-    nothing of it. Shapes give the number of copies, so that no step waits for the host; unwanted
+    nothing of it. Shapes give the number of copies, so no step waits for the host; unwanted
     ones have page 0 or ring -1. Attributes are those of `quire.kernels.copy_overlap`.
     """
 

@@ -11,8 +11,8 @@ pages::
                                   indexers
 
 An open compression window of a request is in rings, where a token's row is overwritten in place. A
-block's end is a multiple of both ratios: to resume there, HCA needs nothing, and CSA, whose next
-entry overlaps the window before, needs 4 rows of series a (`attention.GatedPooling`). To the
+block's end is a multiple of both ratios: to resume there, HCA needs nothing, and CSA 4 rows of
+series a (`attention.GatedPooling`), as its next entry overlaps the window before. To the
 allocator these are a sliding window of the 4 tokens before a query. So a prefix hit takes all pages
 of "compressed" before its end, the last two of each window group, and one of "overlap".
 
@@ -124,17 +124,7 @@ def plan_cache(
             f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
             f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
         )
-    unit = math.lcm(config.csa_ratio, config.hca_ratio)
-    if block_size is None:
-        block_size = -(-2 * config.hca_ratio // unit) * unit
-    if block_size < 1 or block_size % unit:
-        raise ValueError(
-            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
-            f"{config.hca_ratio}), got {block_size}"
-        )
-    half = max(1, config.sliding_window // 2)
-    window_block_size = next(n for n in range(half, 0, -1) if block_size % n == 0)
-
+    block_size, window_block_size = _block_sizes(config, block_size)
     kinds = config.all_layer_types if drafters else config.layer_types
     starts: list[tuple[int | None, int | None]] = []  # of entries and index keys
     size = 0
@@ -175,6 +165,20 @@ def plan_cache(
         for layer in range(len(kinds))
     )
     return CachePlan(fmt, tuple(groups), layers)
+
+
+def _block_sizes(config: DeepseekV4Config, block_size: int | None) -> tuple[int, int]:
+    """Tokens of a block of entries, and of a window block."""
+    unit = math.lcm(config.csa_ratio, config.hca_ratio)
+    if block_size is None:
+        block_size = -(-2 * config.hca_ratio // unit) * unit
+    if block_size < 1 or block_size % unit:
+        raise ValueError(
+            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
+            f"{config.hca_ratio}), got {block_size}"
+        )
+    half = max(1, config.sliding_window // 2)
+    return block_size, next(n for n in range(half, 0, -1) if block_size % n == 0)
 
 
 def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:

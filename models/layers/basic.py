@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
     """`rms_norm` with a stored weight.
 
     Args:
-        offset: added to the stored weight in fp32; 1.0 in Gemma-3, whose weights lie around 0.
+        offset: added to the stored weight in fp32; 1.0 in Gemma-3, with weights around 0.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Linear(nn.Module):
     """x W^T + b; weight [out_size, in_size], in fp8 after `keep_fp8`.
 
     Args:
-        group: ranks with the other columns, whose products are added; None = all are here.
+        group: ranks with the other columns, which add their products up; None = all are here.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class LayerCache:
     Attributes:
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the
             layer's page tensor.
-        group: index of the cache group whose table and slots address them.
+        group: index of the cache group with their table and slots.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
     """

@@ -1,4 +1,4 @@
-"""An embedding table in host memory: 4.7 GB of gemma-4-e2b, of which a step needs a few rows."""
+"""An embedding table in host memory (4.7 GB of gemma-4-e2b): a step reads a few rows."""
 
 from __future__ import annotations
 

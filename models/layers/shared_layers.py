@@ -1,4 +1,4 @@
-"""Attention of models whose last layers have no keys and values of their own (Gemma-4 E).
+"""Attention of models with last layers that have no keys and values of their own (Gemma-4 E).
 
 Such a layer calls ``attend(layer, q)``: it attends to the pages and the new rows of its donor, an
 earlier layer. It runs for ``attend.rows`` only, the rows with wanted logits. Each of these becomes
