@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import attention
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
@@ -227,16 +226,6 @@ def test_aborts(model):
     assert run.engine.kv.stats()["pages_in_use"] == 0
 
 
-@pytest.mark.parametrize("name", ["ours", "hybrid", "pure"])
-def test_directories_of_every_form(name, v4_oracles):
-    """A checkpoint through `LLM`: its next token is transformers'."""
-    oracle = v4_oracles[name]
-    llm = LLM(oracle.path, device="cpu", dtype=torch.float32, engine=EngineConfig(num_pages=200))
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    [output] = llm.generate([oracle.input_ids.tolist()], params, progress=False)
-    assert output.token_ids[0] == int(oracle.logits[-1].argmax())
-
-
 def test_named_configuration_and_its_memory(model):
     llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(cache_bytes=2**20, max_num_seqs=5))  # fmt: skip
     [output] = llm.generate(["Once"], SamplingParams(max_tokens=4), progress=False)
@@ -250,51 +239,6 @@ def test_named_configuration_and_its_memory(model):
     assert len({group.lookahead for group in memory.groups}) == 1
     with_drafter = Engine(model, EngineConfig(num_pages=50), drafter=MTPDrafter(model)).memory
     assert max(group.lookahead for group in with_drafter.groups) == 1
-
-
-def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
-    """What pages of the group "overlap" hold is needed."""
-
-    original = attention.copy_overlap
-
-    def load_zeros(kv, gate, ape, state, pages, **where):
-        original(kv, gate, ape, state, pages, **where)
-        state[where["state_index"]] = 0.0
-
-    monkeypatch.setattr(attention, "copy_overlap", load_zeros)
-    run = V4Recorder(model)
-    for expected_hit in (0, 32):
-        request_id = run.add(prompt(40), 1)
-        run.run()
-        assert run.outputs[request_id].num_cached_tokens == expected_hit
-    run.check("0")
-    with pytest.raises(AssertionError):
-        run.check("1")
-
-
-def test_rows_of_the_drafter_matter(model, monkeypatch):
-    """Drafts from pages that were written with the wrong next token are others."""
-    seen = []
-
-    class Watched(MTPDrafter):
-        shift = 0
-
-        def observe(self, batch, hidden, next_ids, last_rows, slots):
-            super().observe(batch, hidden, (next_ids + self.shift) % 259, last_rows, slots)
-
-        def propose(self, requests):
-            drafts = super().propose(requests)
-            seen[-1].extend(drafts.flatten().tolist())
-            return drafts
-
-    for shift in (0, 0, 1):
-        seen.append([])
-        drafter = Watched(model, 2)
-        drafter.shift = shift
-        run = V4Recorder(model, drafter=drafter)
-        run.add(prompt(30), 6)
-        run.run()
-    assert seen[0] == seen[1] != seen[2]
 
 
 def test_what_is_refused(model):
