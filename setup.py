@@ -53,7 +53,6 @@ setup(
         "tqdm>=4.60",
     ],
     extras_require={
-        "gpu": ["flashinfer-python>=0.6"],
         "hf": [
             "transformers>=5.23,<6; python_version >= '3.11'",
             "transformers>=5.20,<6; python_version < '3.11'",

@@ -19,7 +19,7 @@ _HOME = {
     "GptOss": "families.gpt_oss",
     "LLM": "llm",
     "Llama": "families.llama",
-    "MTPDrafter": "deepseek_v4.mtp_drafter",
+    "MTPDrafter": "deepseek_v4.mtp",
     "MemoryPlan": "engine.memory",
     "ModelConfig": "config.named",
     "NGramDrafter": "engine.speculative",

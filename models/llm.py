@@ -19,7 +19,7 @@ from .config.fields import shown
 from .config.files import read_generation_config
 from .config.hf import load_config
 from .config.named import named_configs
-from .deepseek_v4.mtp_drafter import MTPDrafter
+from .deepseek_v4.mtp import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
 from .engine.memory import free_memory, weight_bytes

@@ -159,7 +159,7 @@ assert select_config(128, 2, named("sm_90"), quantized=False, rows=16).block_m =
 def test_the_wheel_works_in_a_clean_environment(installed, tmp_path):
     hit, file = run(installed, "-c", WORKS, cwd=tmp_path).split()
     assert hit == "0" and Path(file).is_relative_to(installed.parent.parent)
-    assert "B / token" in run(installed, "-m", "quire.models.deepseek_v4.memory", cwd=tmp_path)
+    assert "B / token" in run(installed, "-m", "quire.bench.deepseek_v4_memory", cwd=tmp_path)
 
 
 @pytest.mark.nightly

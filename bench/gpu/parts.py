@@ -91,7 +91,6 @@ class Part:
         background: whether it runs beside the parts behind it, until one that waits for it.
         waits: names of the background parts that must have ended before.
         needs_peers: whether it is skipped without a folder of peers.
-        needs_flashinfer: whether it is skipped where FlashInfer cannot run.
         tests: whether it is a run of pytest, one test after the other on record.
         vital: whether nothing else is worth trying when it fails.
     """
@@ -103,7 +102,6 @@ class Part:
     background: bool = False
     waits: tuple[str, ...] = ()
     needs_peers: bool = False
-    needs_flashinfer: bool = False
     tests: bool = False
     vital: bool = False
 
@@ -150,10 +148,7 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
         Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
              tests(ENGINE_TESTS), tests=True),
         Part("oracle", 15, "peers as a second, independent oracle",
-             tests("tests/gpu/test_gpu_peers.py tests/gpu/test_gpu_flashinfer.py"), waits=("peers",), tests=True),
-        Part("flashinfer", 30, "the main job through FlashInfer beside quire",
-             (*job, *size("--limit 2 --num-pages 2000 --no-baseline --check 2 --compare flashinfer", f"{tiny} --compare torch"), "{peers}"),
-             waits=("peers",), needs_flashinfer=True),
+             tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
         Part("kernels-rest", 12, "more batches, contexts, shards and page sizes, as far as time goes",
              (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 8", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa"))),
         Part("flex", 10, "FlexAttention beside quire",

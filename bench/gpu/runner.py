@@ -14,7 +14,6 @@ from time import monotonic
 from typing import Any
 
 from ..common.compilations import VARIABLE, count_compilations
-from ..peers.folder import why_no_flashinfer
 from .carry import CACHE, pack
 from .outcomes import GOOD, UNFINISHED, read_outcomes, summary_of
 from .parts import Part
@@ -55,9 +54,6 @@ class Runner:
             self._finish(part, "no time", 0.0, f"{left:.0f} s left")
         else:
             self.wait(part.waits)
-            if part.needs_flashinfer and (reason := why_no_flashinfer(self._peers_folder())):
-                self._finish(part, "skipped", 0.0, reason)
-                return
             for suffix in ("result.json", "compilations.jsonl"):
                 self._file(part, suffix).unlink(missing_ok=True)
             self.running.append((part, self._start(part), monotonic()))

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.models.layers.flashinfer import BACKEND, LAYOUT, WORKSPACE_BYTES
-
 from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
 from .folder import BUILT, expect_nvidia, file_in, installed
 from .peer import Call, Peer, Unsupported
 
-# (head_dim, whether there is a window) of the kernels that the named shapes and the main job use.
+BACKEND = "fa2"
+LAYOUT = "NHD"
+WORKSPACE_BYTES = 256 * 2**20
+# (head_dim, whether there is a window) of the kernels that the named shapes use.
 KERNELS = ((128, False), (256, True), (128, True), (256, False), (512, False))
 # Its kernels over tensor cores, which serve grouped heads and prompts, have head_dim up to this.
 MOST_CHANNELS = 256
@@ -192,28 +192,6 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
         result |= {f"head_dim {dim}{' window' if window else ''}": outcome for dim, window in group}
         (folder / BUILT).write_text(json.dumps(built))
     return result
-
-
-def expect_kernels(folder: Path | None, kernels: Iterable[tuple[int, bool]]) -> None:
-    """Refuses kernels that were not compiled ahead, where it was tried: compiling them at first use
-    would take minutes.
-
-    Args:
-        folder: of peers.
-        kernels: (head_dim, whether there is a window).
-
-    Raises:
-        NotImplementedError: naming them.
-    """
-    built = built_kernels(folder)
-    if built is None:
-        return
-    missing = [list(kernel) for kernel in sorted(kernels) if list(kernel) not in built]
-    if missing:
-        raise NotImplementedError(
-            f"impl: 'flashinfer' is supported with the kernels (head_dim, window) that were "
-            f"compiled, got {built} in {folder}, and {missing} are needed"
-        )
 
 
 def built_kernels(folder: Path | None) -> list[list[Any]] | None:

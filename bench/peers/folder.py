@@ -72,24 +72,6 @@ def expect_nvidia(name: str) -> None:
         )
 
 
-def why_no_flashinfer(folder: Path | None) -> str | None:
-    """Why FlashInfer cannot run at once with what is installed or in a folder; None if it can."""
-    try:
-        expect_nvidia("FlashInfer")
-    except NotImplementedError as error:
-        return str(error)
-    is_there = folder is not None and (folder / "flashinfer" / "__init__.py").is_file()
-    if installed("flashinfer-python") is None and not is_there:
-        return "FlashInfer is not installed, and no folder of peers has it"
-    compiled = folder is not None and (folder / BUILT).is_file()
-    if not compiled and installed("flashinfer-jit-cache") is None:
-        return (
-            "FlashInfer's kernels were not compiled ahead, which takes nvcc and a folder of peers "
-            "(bench.environment --unpack), or the package flashinfer-jit-cache"
-        )
-    return None
-
-
 def file_in(folder: Path | None, name: str) -> Path:
     """A file of the folder.
 

@@ -43,9 +43,7 @@ whole model; then come the bytes that a rank sends, against the least that tenso
 the context that a pool of the same bytes holds, against one rank's.
 
 With --compare the prompts run once more, with caching and the other implementation, and both are
-printed side by side; what it generates is checked as well. "flashinfer" is attention through
-FlashInfer: installed, or from the folder of --peers, where its kernels may have been compiled
-ahead.
+printed side by side; what it generates is checked as well.
 """
 
 from __future__ import annotations
@@ -60,7 +58,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,12 +75,10 @@ from quire.models.command import (
     threads,
 )
 from quire.models.device import find_device
-from quire.models.engine.config import FLASHINFER, IMPLS
+from quire.models.engine.config import IMPLS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
-from quire.models.layers.flashinfer import expect_supported
-from quire.models.layers.flashinfer import import_flashinfer as import_installed
 from quire.models.llm import DRAFTERS
 from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
@@ -94,7 +89,6 @@ from ..common.plot import require_matplotlib
 from ..common.results import write_json
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
-from ..peers.flashinfer import expect_kernels, import_flashinfer
 from .build import BenchModel, build_model
 from .drive import Key, Run, run_workload
 from .plot import save_plot
@@ -154,8 +148,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             shard_config(built.model.config, args.tensor_parallel_size)
         workload = _workload(args, built)
         settings = _settings(args, device, workload)
-        if FLASHINFER in (args.impl, args.compare):
-            _expect_flashinfer(built, settings, args.peers)
         result = measure(
             built,
             workload,
@@ -370,18 +362,6 @@ def _check_differing(
         _checked(built, {key: run.outputs[key] for key in keys}, kv_cache_dtype)
 
 
-def _expect_flashinfer(built: BenchModel, settings: EngineConfig, peers: Path | None) -> None:
-    """Says before anything runs what stands against FlashInfer."""
-    expect_supported(built.model, kv_cache_dtype=settings.kv_cache_dtype, replay=settings.replay)
-    if peers is None:
-        import_installed()
-        return
-    import_flashinfer(peers)
-    config = built.model.config
-    shapes = (config.attention(layer) for layer in range(config.num_layers))
-    expect_kernels(peers, {(shape.head_dim, shape.sliding_window is not None) for shape in shapes})
-
-
 def _workload(args: argparse.Namespace, built: BenchModel) -> Workload:
     config = built.model.config
     if args.trace:
@@ -463,7 +443,6 @@ def _parser() -> Parser:
     )
     add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
     add("--compare", choices=IMPLS, help="other kernels to run once more with; default: none")
-    add("--peers", type=Path, metavar="DIR", help="folder with FlashInfer if it is not installed")
     add(
         "--no-graphs",
         action="store_true",

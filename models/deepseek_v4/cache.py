@@ -1,35 +1,211 @@
-"""Where DeepSeek-V4 keeps what it has seen: the tensors of its pages, and rings beside them.
+"""Pages of DeepSeek-V4, their cache groups, and the rings beside them.
 
-`models.deepseek_v4.cache_plan` says which groups there are and what a page of each holds.
+A page is one row of bytes for all layers of its group, side by side. Groups share one pool of equal
+pages::
+
+    group        kind    tokens   a page holds
+    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index
+                                  keys of the CSA layers
+    window.0 ..  window  64       raw rows of a share of the layers, those of drafters last
+    overlap      window  256      series a of the block's last 4 tokens, of all CSA compressors and
+                                  indexers
+
+An open compression window of a request is in rings, where a token's row is overwritten in place. A
+block's end is a multiple of both ratios: to resume there, HCA needs nothing, and CSA 4 rows of
+series a (`attention.GatedPooling`), as its next entry overlaps the window before. To the
+allocator these are a sliding window of the 4 tokens before a query. So a prefix hit takes all pages
+of "compressed" before its end, the last two of each window group, and one of "overlap".
+
+Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` for pages of bytes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels import IndexPages, LatentPages
+from quire.kernels import IndexPages, LatentPages, page_bytes
+from quire.kvcore import GroupSpec
 
 from ..layers.kv_cache import empty_pages
-from .cache_plan import COMPRESSED, CachePlan, overlap_sizes
-from .config import CSA, DeepseekV4Config
+from .config import CSA, HCA, DeepseekV4Config
+
+FP8_DIMS = (512, 64)  # (head_dim, rope_dim) of the quantized layout
+COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """Storage of rows.
+
+    Attributes:
+        dtype: of plain rows.
+        fp8: quantize latent rows (584 bytes) and index keys (132 bytes).
+    """
+
+    dtype: torch.dtype
+    fp8: bool = False
+
+    def latent_bytes(self, config: DeepseekV4Config, rows: int) -> int:
+        """Bytes of ``rows`` latent rows of one layer in a page."""
+        return page_bytes(rows) if self.fp8 else rows * config.head_dim * self.dtype.itemsize
+
+    def index_bytes(self, config: DeepseekV4Config, rows: int) -> int:
+        """Bytes of ``rows`` index keys of one layer in a page."""
+        dim = config.index_head_dim
+        return page_bytes(rows, dim + 4) if self.fp8 else rows * dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerPlacement:
+    """First bytes of a layer's rows in a page; None for what the layer has not.
+
+    Attributes:
+        window_group: index of the group with its raw rows.
+        window: raw rows.
+        compressed: entries, in pages of the group "compressed".
+        index_keys: index keys, in the same pages.
+    """
+
+    window_group: int
+    window: int
+    compressed: int | None
+    index_keys: int | None
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Groups of a model, and the place of each layer in their pages.
+
+    Attributes:
+        groups: in the order of an allocator's tables; all pages have the same bytes.
+        layers: trunk, then drafters.
+    """
+
+    format: CacheFormat
+    groups: tuple[GroupSpec, ...]
+    layers: tuple[LayerPlacement, ...]
+
+    def index(self, name: str) -> int:
+        """Index of the group of that name; ValueError where the model has none."""
+        return [group.name for group in self.groups].index(name)
+
+
+def plan_cache(
+    config: DeepseekV4Config,
+    fmt: CacheFormat,
+    *,
+    block_size: int | None = None,
+    drafters: bool = True,
+) -> CachePlan:
+    """Deal layers into groups and choose the bytes of a page.
+
+    A page is as large as the entries of a block. Windows of layers are dealt into as few groups as
+    such pages allow.
+
+    Args:
+        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such
+            that holds two HCA windows. A window block is its largest divisor that is at most half a
+            sliding window.
+        drafters: include the drafter layers.
+
+    Returns:
+        CachePlan.
+
+    Raises:
+        ValueError: another block_size.
+        NotImplementedError: quantized rows of other sizes than `FP8_DIMS`.
+    """
+    if fmt.fp8 and (config.head_dim, config.rope_dim) != FP8_DIMS:
+        raise NotImplementedError(
+            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
+            f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
+        )
+    block_size, window_block_size = _block_sizes(config, block_size)
+    kinds = config.all_layer_types if drafters else config.layer_types
+    starts: list[tuple[int | None, int | None]] = []  # of entries and index keys
+    size = 0
+    for layer, kind in enumerate(kinds):
+        ratio = config.compress_ratio(layer)
+        entries = index_keys = None
+        if ratio is not None:
+            entries, size = size, size + fmt.latent_bytes(config, block_size // ratio)
+        if kind == CSA:
+            index_keys, size = size, size + fmt.index_bytes(config, block_size // config.csa_ratio)
+        starts.append((entries, index_keys))
+    overlap_bytes = 4 * kinds.count(CSA) * sum(overlap_sizes(config))
+    window_bytes = fmt.latent_bytes(config, window_block_size)
+    page = max(size, overlap_bytes, window_bytes)
+    num_windows = -(-len(kinds) // (page // window_bytes))
+    share = -(-len(kinds) // num_windows)  # layers of a window group
+
+    groups = []
+    if size:
+        groups.append(GroupSpec(COMPRESSED, "dense", block_size, page))
+    first = len(groups)
+    drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
+    for i in range(num_windows):
+        window = GroupSpec(
+            f"{WINDOW}.{i}",
+            "window",
+            window_block_size,
+            page,
+            sliding_window=config.sliding_window,
+            lookahead=int(i >= drafted),
+        )
+        groups.append(window)
+    if overlap_bytes:
+        seen = config.csa_ratio + 1
+        groups.append(GroupSpec(OVERLAP, "window", block_size, page, sliding_window=seen))
+    layers = tuple(
+        LayerPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
+        for layer in range(len(kinds))
+    )
+    return CachePlan(fmt, tuple(groups), layers)
+
+
+def _block_sizes(config: DeepseekV4Config, block_size: int | None) -> tuple[int, int]:
+    """Tokens of a block of entries, and of a window block."""
+    unit = math.lcm(config.csa_ratio, config.hca_ratio)
+    if block_size is None:
+        block_size = -(-2 * config.hca_ratio // unit) * unit
+    if block_size < 1 or block_size % unit:
+        raise ValueError(
+            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
+            f"{config.hca_ratio}), got {block_size}"
+        )
+    half = max(1, config.sliding_window // 2)
+    return block_size, next(n for n in range(half, 0, -1) if block_size % n == 0)
+
+
+def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:
+    """fp32 numbers of a CSA layer in a page of "overlap": of its compressor, of its indexer."""
+    return 2 * config.csa_ratio * config.head_dim, 2 * config.csa_ratio * config.index_head_dim
+
+
+def ring_bytes(config: DeepseekV4Config, max_draft_tokens: int) -> int:
+    """Bytes of one request's rings, fp32, all layers; `CompressorCache.ring` has their shape."""
+    csa_row = 4 * 2 * 2 * (config.head_dim + config.index_head_dim)
+    hca_row = 4 * 2 * config.head_dim
+    csa = config.layer_types.count(CSA) * (2 * config.csa_ratio + max_draft_tokens) * csa_row
+    return csa + config.layer_types.count(HCA) * (config.hca_ratio + max_draft_tokens) * hca_row
 
 
 @dataclass(frozen=True)
 class CompressorCache:
-    """What a compressor or an indexer keeps.
+    """Storage of a compressor or an indexer.
 
     Attributes:
         pages: its entries, or its index keys.
-        ring: [max_requests + 1, length, 2, channels] fp32, the newest tokens of each request;
-            length = ratio (CSA: 2 * ratio) + max_draft_tokens. Row position % length is (kv, gate +
-            position bias) of the token. Rows of an earlier request are not cleared, as none is read
-            before it is written or loaded. The last ring is no request's: there `copy_overlap` may
-            write what is not wanted.
-        overlap: [num_pages, csa_ratio, 2, width] fp32 of the group "overlap": series a, (kv, gate +
-            position bias), of the last tokens of a block; None in HCA layers.
+        ring: [max_requests + 1, length, 2, channels] fp32, (kv, gate + position bias) of the newest
+            tokens of each request: token t in row t % length, length = ratio (CSA: 2 * ratio) +
+            max_draft_tokens. Rows of an earlier request stay, as none is read before it is written
+            or loaded. The last ring takes unwanted writes of `copy_overlap`.
+        overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the same, of the last tokens of
+            a block; None in HCA layers.
     """
 
     pages: LatentPages | IndexPages
@@ -43,16 +219,16 @@ class LayerCache:
 
     Attributes:
         window: raw rows.
-        window_group: index of the group whose tables and slots they have.
-        compressed: of the compressor, whose entries have the tables of the group "compressed"; None
-            in sliding layers.
-        index_keys: of the indexer, with the same tables; None but in CSA layers.
+        window_group: index of the group with their tables and slots.
+        compressed: of the compressor, entries in pages of the group "compressed"; None in sliding
+            layers.
+        index_keys: of the indexer, in the same pages; None but in CSA layers.
     """
 
     window: LatentPages
     window_group: int
-    compressed: CompressorCache | None
-    index_keys: CompressorCache | None
+    compressed: CompressorCache | None = None
+    index_keys: CompressorCache | None = None
 
 
 class V4PagePool:
@@ -66,6 +242,7 @@ class V4PagePool:
     Attributes:
         data: [num_pages, page_bytes] uint8, zeros at first.
         layers: LayerCache of each layer.
+        csa_ring_size, hca_ring_size: rows of a ring of such a layer.
 
     Raises:
         ValueError: num_pages is below 2.
@@ -83,7 +260,9 @@ class V4PagePool:
     ) -> None:
         self.config, self.plan = config, plan
         self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
-        self._num_rings, self._max_draft_tokens = max_requests + 1, max_draft_tokens
+        self._num_rings = max_requests + 1
+        self.csa_ring_size = 2 * config.csa_ratio + max_draft_tokens
+        self.hca_ring_size = config.hca_ratio + max_draft_tokens
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
 
     @property
@@ -102,57 +281,47 @@ class V4PagePool:
         window = self._latents(place.window, plan.groups[place.window_group].block_size)
         ratio = config.compress_ratio(layer)
         if ratio is None:
-            return LayerCache(window, place.window_group, None, None)
-        group = plan.group_index(COMPRESSED)
-        assert group is not None and place.compressed is not None
-        num_entries = plan.groups[group].block_size // ratio  # of a page
-        pages = self._latents(place.compressed, num_entries)
+            return LayerCache(window, place.window_group)
+        num_entries = plan.groups[plan.index(COMPRESSED)].block_size // ratio  # of a page
+        entries = self._latents(place.compressed, num_entries)
         if place.index_keys is None:
-            compressed = CompressorCache(pages, self._ring(ratio, config.head_dim), None)
-            return LayerCache(window, place.window_group, compressed, None)
-        # Twice as many tokens and channels: an entry overlaps the compression window before.
-        compressed = CompressorCache(
-            pages, self._ring(2 * ratio, 2 * config.head_dim), self._overlap(layer, 0)
+            ring = self._ring(self.hca_ring_size, config.head_dim)
+            return LayerCache(window, place.window_group, CompressorCache(entries, ring, None))
+        size, dim = plan.format.index_bytes(config, num_entries), config.index_head_dim
+        data = self._rows(place.index_keys, num_entries, dim, size)
+        index_keys = IndexPages(data, storage_block_size=num_entries, index_dim=dim)
+        # Twice the channels, as an entry overlaps the compression window before.
+        rings = [self._ring(self.csa_ring_size, 2 * width) for width in (config.head_dim, dim)]
+        overlaps = self._overlaps(layer)
+        return LayerCache(
+            window,
+            place.window_group,
+            CompressorCache(entries, rings[0], overlaps[0]),
+            CompressorCache(index_keys, rings[1], overlaps[1]),
         )
-        index_keys = CompressorCache(
-            self._index_keys(place.index_keys, num_entries),
-            self._ring(2 * ratio, 2 * config.index_head_dim),
-            self._overlap(layer, 1),
-        )
-        return LayerCache(window, place.window_group, compressed, index_keys)
 
     def _ring(self, num_tokens: int, channels: int) -> Tensor:
-        shape = (self._num_rings, num_tokens + self._max_draft_tokens, 2, channels)
+        shape = (self._num_rings, num_tokens, 2, channels)
         return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
 
-    def _overlap(self, layer: int, part: int) -> Tensor:
-        """Series a of a CSA layer in pages of the group "overlap".
-
-        Args:
-            layer: of the trunk.
-            part: 0 = of the compressor, 1 = of the indexer.
-        """
+    def _overlaps(self, layer: int) -> list[Tensor]:
+        """Series a of the compressor and of the indexer of a CSA layer."""
         config, sizes = self.config, overlap_sizes(self.config)
-        nth = config.layer_types[:layer].count(CSA)
-        offset = 4 * (nth * sum(sizes) + part * sizes[0])
-        rows = self._bytes(offset, 4 * sizes[part]).view(torch.float32)
-        return rows.unflatten(1, (config.csa_ratio, 2, -1))
+        start = 4 * config.layer_types[:layer].count(CSA) * sum(sizes)
+        both = self.data[:, start : start + 4 * sum(sizes)].view(torch.float32)
+        return [rows.unflatten(1, (config.csa_ratio, 2, -1)) for rows in both.split(sizes, 1)]
 
-    def _latents(self, offset: int, rows: int) -> LatentPages:
-        config, fmt = self.config, self.plan.format
-        data = self._bytes(offset, fmt.latent_bytes(config, rows))
-        if not fmt.fp8:
-            data = data.view(fmt.dtype).unflatten(1, (rows, config.head_dim))
+    def _latents(self, start: int, rows: int) -> LatentPages:
+        config = self.config
+        size = self.plan.format.latent_bytes(config, rows)
         return LatentPages(
-            data, storage_block_size=rows, head_dim=config.head_dim, rope_dim=config.rope_dim
+            self._rows(start, rows, config.head_dim, size),
+            storage_block_size=rows,
+            head_dim=config.head_dim,
+            rope_dim=config.rope_dim,
         )
 
-    def _index_keys(self, offset: int, rows: int) -> IndexPages:
-        config, fmt = self.config, self.plan.format
-        data = self._bytes(offset, fmt.index_bytes(config, rows))
-        if not fmt.fp8:
-            data = data.view(fmt.dtype).unflatten(1, (rows, config.index_head_dim))
-        return IndexPages(data, storage_block_size=rows, index_dim=config.index_head_dim)
-
-    def _bytes(self, offset: int, size: int) -> Tensor:
-        return self.data[:, offset : offset + size]
+    def _rows(self, start: int, rows: int, width: int, size: int) -> Tensor:
+        """``size`` bytes of each page; as [num_pages, rows, width] unless they are quantized."""
+        data, fmt = self.data[:, start : start + size], self.plan.format
+        return data if fmt.fp8 else data.view(fmt.dtype).unflatten(1, (rows, width))

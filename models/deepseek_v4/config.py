@@ -73,7 +73,7 @@ class DeepseekV4Config:
         o_groups, o_lora_rank: groups of heads in the output projection and channels that each is
             brought down to.
         hc_mult: residual streams.
-        hc_sinkhorn_iters: of their mixing matrix; see `models.deepseek_v4.hyper_connections`.
+        hc_sinkhorn_iters: of their mixing matrix; see `models.deepseek_v4.model`.
         swiglu_limit: clamp of gate (above) and up (both sides).
         routed_scaling_factor: of the routed experts' weights.
         rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn

@@ -1,6 +1,16 @@
-"""DeepSeek-V4: embedding, layers over residual streams, their collapse, and drafters.
+"""DeepSeek-V4: layers of attention and experts between residual streams, embedding and logits.
 
-`models.deepseek_v4.layer` has the layer, `models.deepseek_v4.mtp` the drafters.
+Hyper-connections (mHC): a layer reads from and writes to n residual streams, which start as n
+copies of the embedding. With m = fn rms(streams), one norm without weight over all n * hidden_size
+channels of a token::
+
+    pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
+    post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
+    comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], row-major [n (j), n (k)]
+
+    x = layer norm of sum_i pre[i] streams[i]
+    y = attention(x), then the same with y = experts(x) + shared expert(x)
+    stream k = post[k] y + sum_j comb[j, k] streams[j]
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -12,23 +22,235 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import (
+    collapse_streams,
+    combine_experts,
+    expand_streams,
+    expert_mlp,
+    route_tokens,
+)
 from quire.kernels.hyper_connections.call import MAX_HIDDEN, MAX_STREAMS
 from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 from quire.kvcore.device import AttnMetadata
 
 from ..engine.memory import ModelCache
-from ..layers.basic import Embedding, Linear, RMSNorm
-from ..layers.unpaged_attention import Stored
+from ..layers.basic import MLP, Embedding, Linear, RMSNorm, empty_parameter, linear_fp32
+from ..layers.moe import PackedExperts
+from ..layers.unpaged_attention import Stored, V4UnpagedAttend
 from ..parallel.group import Group
-from .cache import V4PagePool
-from .cache_plan import CacheFormat, plan_cache, ring_bytes
-from .config import CSA, HCA, SLIDING, DeepseekV4Config
-from .hyper_connections import HyperHead
-from .layer import Attend, DecoderLayer
-from .mtp import MTP
-from .paged_attention import PagedAttend
-from .rope import rope_frequencies, rope_table
-from .unpaged_attention import UnpagedAttend
+from .attention import Attend, Attention, PagedAttend, rope_frequencies, rope_table
+from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
+from .config import CSA, HASH_MOE, HCA, MOE, SLIDING, DeepseekV4Config
+
+
+class HyperConnection(nn.Module):
+    """Weights of one sub-block's `pre`, `post` and `comb`."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
+        super().__init__()
+        self.config, n = config, config.hc_mult
+        fp32 = {"device": device, "dtype": torch.float32}
+        self.fn = empty_parameter((2 + n) * n, n * config.hidden_size, **fp32)
+        self.base = empty_parameter((2 + n) * n, **fp32)
+        self.scale = empty_parameter(3, **fp32)
+
+    def forward(
+        self, streams: Tensor, norm: RMSNorm, impl: str | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(x, post, comb) of streams [num_tokens, hc_mult, hidden_size], as of `collapse_streams`.
+
+        norm is that of x [num_tokens, hidden_size].
+        """
+        return collapse_streams(
+            streams,
+            self.fn,
+            self.base,
+            self.scale,
+            norm_weight=norm.weight,
+            norm_eps=self.config.rms_norm_eps,
+            eps=self.config.hc_eps,
+            iterations=self.config.hc_sinkhorn_iters,
+            impl=impl,
+        )
+
+
+class HyperHead(nn.Module):
+    """Weights of the row that is read from the streams after the last layer."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
+        super().__init__()
+        self.config, n = config, config.hc_mult
+        fp32 = {"device": device, "dtype": torch.float32}
+        self.hc_fn = empty_parameter(n, n * config.hidden_size, **fp32)
+        self.hc_base = empty_parameter(n, **fp32)
+        self.hc_scale = empty_parameter(1, **fp32)
+
+    def forward(
+        self, streams: Tensor, norm: RMSNorm | None = None, impl: str | None = None
+    ) -> Tensor:
+        """[num_tokens, hidden_size] of streams [num_tokens, hc_mult, hidden_size]; then norm."""
+        return collapse_streams(
+            streams,
+            self.hc_fn,
+            self.hc_base,
+            self.hc_scale,
+            norm_weight=None if norm is None else norm.weight,
+            norm_eps=self.config.rms_norm_eps,
+            eps=self.config.hc_eps,
+            impl=impl,
+        )[0]
+
+
+class Router(nn.Module):
+    """Weights that choose experts: the best scores, or a table by token id (hash layers).
+
+    score = sqrt(softplus(x W^T)); weight = scale * score / sum of the chosen scores. The correction
+    bias takes part in the choice, not in the weights.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        num_experts, top_k = config.num_experts, config.num_experts_per_tok
+        self.weight = empty_parameter(num_experts, config.hidden_size, device=device, dtype=dtype)
+        self.tid2eid = self.e_score_correction_bias = None
+        if kind == HASH_MOE:
+            shape = (config.vocab_size, top_k)
+            self.tid2eid = empty_parameter(*shape, device=device, dtype=torch.int64)
+        else:
+            bias = empty_parameter(num_experts, device=device, dtype=torch.float32)
+            self.e_score_correction_bias = bias
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked; in gate_up_proj rows of the gate come first."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, width = config.num_experts, config.moe_intermediate_size
+        hidden, self.limit = config.hidden_size, config.swiglu_limit
+        self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
+        """Rows [num_tokens * k, hidden_size] of x and ids [num_tokens, k], as of `expert_mlp`."""
+        gate_up = self.gate_up_proj.unflatten(1, (2, -1))
+        return expert_mlp(
+            x, ids, gate_up, self.down_proj, activation="silu", limit=self.limit, impl=impl
+        )
+
+
+class MoE(nn.Module):
+    """Routed experts and the shared one; ``gate`` is the router, as in checkpoints.
+
+    Args:
+        expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
+        group: ranks with the rest of each expert's width; None = all is here.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype,
+        expert_format: str | None = None, group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.group = config, group
+        width, limit = config.moe_intermediate_size, config.swiglu_limit
+        self.gate = Router(config, kind, device, dtype)
+        if expert_format is None:
+            self.experts = Experts(config, device, dtype)
+        else:
+            self.experts = PackedExperts(
+                expert_format, config.num_experts, config.hidden_size, width, device, limit=limit
+            )
+        self.shared_experts = MLP(
+            config.hidden_size, width, device, dtype, activation="silu", limit=limit
+        )
+
+    def forward(
+        self, x: Tensor, input_ids: Tensor, impl: str | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """experts(x) + shared_experts(x) as terms that `expand_streams` adds up.
+
+        Returns:
+            (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens, k]
+            fp32): y + the sum over a token's rows of weight * row. With a group (sum, None, None).
+        """
+        gate = self.gate
+        ids, weights = route_tokens(
+            linear_fp32(x, gate.weight),
+            top_k=self.config.num_experts_per_tok,
+            scale=self.config.routed_scaling_factor,
+            bias=gate.e_score_correction_bias,
+            table=gate.tid2eid,
+            token_ids=None if gate.tid2eid is None else input_ids,
+            impl=impl,
+        )
+        shared = self.shared_experts(x, impl)
+        rows = self.experts(x, ids, impl)
+        if self.group is None:
+            return shared, rows, weights
+        return self.group.sum(combine_experts(rows, weights, addend=shared, impl=impl)), None, None
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then experts, each read from and written to the residual streams."""
+
+    def __init__(
+        self, config: DeepseekV4Config, layer: int, mlp_kind: str,
+        device: torch.device, dtype: torch.dtype, expert_format: str | None = None,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, layer, device, dtype, group)
+        self.mlp = MoE(config, mlp_kind, device, dtype, expert_format, group)
+        self.attn_hc = HyperConnection(config, device)
+        self.ffn_hc = HyperConnection(config, device)
+        self.input_layernorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, device, torch.float32)
+
+    def forward(
+        self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
+    ) -> Tensor:
+        """Streams [num_tokens, hc_mult, hidden_size] after the layer; input_ids for hash layers."""
+        impl = attend.impl
+        x, post, comb = self.attn_hc(streams, self.input_layernorm, impl)
+        y = self.self_attn(x, positions, cos_sin, attend)
+        streams = expand_streams(streams, y, post, comb, impl=impl)
+        x, post, comb = self.ffn_hc(streams, self.post_attention_layernorm, impl)
+        y, rows, weights = self.mlp(x, input_ids, impl)
+        return expand_streams(streams, y, post, comb, rows=rows, weights=weights, impl=impl)
+
+
+class MTP(DecoderLayer):
+    """Drafter layer ``index``, a sliding one; embedding and output projection are the trunk's.
+
+    With the trunk's streams at position t and the token at t + 1::
+
+        streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))
+        streams = layer(streams)
+        logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
+
+    Layer i > 0 reads the streams of layer i - 1 and the token at t + 1 + i. As a row depends on the
+    token after its own, its cache group looks ahead by one token.
+
+    Source: DeepSeek-V4 checkpoints (``mtp.*``); vLLM 0.33 ``models/deepseek_v4``.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, index: int, device: torch.device, dtype: torch.dtype,
+        expert_format: str | None = None, group: Group | None = None,
+    ) -> None:  # fmt: skip
+        layer = config.num_layers + index
+        super().__init__(config, layer, MOE, device, dtype, expert_format, group)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.hnorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.norm = RMSNorm(hidden, eps, device, torch.float32)
+        self.e_proj = Linear(hidden, hidden, device, dtype)
+        self.h_proj = Linear(hidden, hidden, device, dtype)
+        self.hc_head = HyperHead(config, device)
 
 
 class DeepseekV4(nn.Module):
@@ -37,19 +259,17 @@ class DeepseekV4(nn.Module):
     Args:
         config: shapes.
         device: of all weights.
-        dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections, norms,
-            sinks, position and correction biases) is fp32 in any case.
+        dtype: of matrices and activations; hyper-connections, norms, sinks, position and correction
+            biases are fp32 in any case.
         max_positions: rows of the rotary tables, 8 bytes for each rotated channel; default: all
             that the config allows.
         expert_format: "fp8" or "fp4" for routed experts that stay packed.
-        group: as in `quire.models.families.decoder.Decoder`.
+        group: ranks that run the model together; None = one runs it all.
 
     Attributes:
-        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes: "fp8" =
-            latent rows of 584 bytes and quantized index keys, of the released head sizes.
-        no_replay: why `EngineConfig.replay` is refused. The first rows of a replay lack a part of
-            their windows, and do so for one window more in each layer. What compressors pool from
-            such rows must not replace the entries and index keys that are cached.
+        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes; "fp8" =
+            latent rows of 584 bytes and quantized index keys.
+        no_replay: reason for which `EngineConfig.replay` is refused.
     """
 
     kv_cache_dtypes = ("auto", "fp8")
@@ -80,9 +300,9 @@ class DeepseekV4(nn.Module):
             for layer, kind in enumerate(config.mlp_layer_types)
         )
         self.hc_head = HyperHead(config, device)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, torch.float32)
+        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, device, torch.float32)
         num_ids = self.embed_tokens.vocabulary.num_rows
-        self.lm_head = Linear(config.hidden_size, num_ids, device, dtype)
+        self.lm_head = Linear(hidden_size, num_ids, device, dtype)
         self.mtp = nn.ModuleList(
             MTP(config, index, device, dtype, expert_format, group)
             for index in range(config.num_mtp_layers)
@@ -96,7 +316,7 @@ class DeepseekV4(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
@@ -116,9 +336,7 @@ class DeepseekV4(nn.Module):
         return_hidden: bool = False,
         impl: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One step of a ragged batch.
-
-        Reads the context from ``pool``, writes the rows that somebody will read again.
+        """One step of a ragged batch; rows that later steps need are written to ``pool``.
 
         Args:
             input_ids, positions: [num_tokens] int64.
@@ -133,28 +351,73 @@ class DeepseekV4(nn.Module):
             hidden_size]).
         """
         streams = self.streams(input_ids, positions, PagedAttend(attn, pool, impl=impl))
-        rows = streams if logits_rows is None else streams[logits_rows]
-        logits = self.logits(rows, impl)
+        logits = self.logits(streams if logits_rows is None else streams[logits_rows], impl)
         return (logits, streams) if return_hidden else logits
 
+    @torch.inference_mode()
+    def full_forward(
+        self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
+    ) -> Tensor:
+        """Logits of one whole sequence without any cache: the oracle of `forward`.
+
+        Arguments and result as in `forward`; stored as in `V4UnpagedAttend`.
+        """
+        positions = torch.arange(len(input_ids), device=input_ids.device)
+        streams = self.streams(input_ids, positions, V4UnpagedAttend(self.config, stored))
+        return self.logits(streams if logits_rows is None else streams[logits_rows], "torch")
+
+    def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Residual streams [num_tokens, hc_mult, hidden_size] after the last layer."""
+        x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
+        for layer in self.layers:
+            x = layer(x, input_ids, positions, self.rope[layer.self_attn.kind], attend)
+        return x
+
+    def logits(
+        self, streams: Tensor, impl: str | None = None, *, of: DeepseekV4 | MTP | None = None
+    ) -> Tensor:
+        """Logits [num_rows, vocab_size] fp32 of streams [num_rows, hc_mult, hidden_size].
+
+        of: module with the ``hc_head`` and ``norm`` to use; default: this model.
+        """
+        head = self if of is None else of
+        x = head.hc_head(streams, head.norm, impl)
+        return self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()
+
+    def draft_streams(
+        self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Streams [num_tokens, hc_mult, hidden_size] of drafter layer ``index``.
+
+        Args:
+            streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of the layer before.
+            next_ids: [num_tokens] int64, the token after each row's.
+            positions: [num_tokens] int64, of the rows, not of next_ids.
+        """
+        mtp = self.mtp[index]
+        # As trained, a sequence's first row is given no token.
+        embeds = self.embed_tokens(next_ids).masked_fill((positions == 0)[:, None], 0.0)
+        streams = mtp.h_proj(mtp.hnorm(streams)) + mtp.e_proj(mtp.enorm(embeds))[:, None]
+        return mtp(streams, next_ids, positions, self.rope[SLIDING], attend)
+
+    def draft_logits(self, index: int, streams: Tensor, impl: str | None = None) -> Tensor:
+        """Logits [num_rows, vocab_size] fp32 of the token after the next, from `draft_streams`."""
+        return self.logits(streams, impl, of=self.mtp[index])
+
     def expect_impl(self, impl: str) -> None:
-        """Refuses sizes that the kernels are not made for, but those that pages refuse when made.
+        """Refuse sizes that the kernels are not made for.
 
         Raises:
             NotImplementedError: naming the size.
         """
         config = self.config
-        for name, most in (("index_num_heads", MAX_HEADS), ("index_topk", MAX_TOPK)):
-            if CSA in config.layer_types and getattr(config, name) > most:
+        limits = {"hc_mult": MAX_STREAMS, "hidden_size": MAX_HIDDEN}
+        if CSA in config.layer_types:
+            limits |= {"index_num_heads": MAX_HEADS, "index_topk": MAX_TOPK}
+        for name, most in limits.items():
+            if (size := getattr(config, name)) > most:
                 raise NotImplementedError(
-                    f"{name}: supported are up to {most}, {config.name!r} has "
-                    f"{getattr(config, name)}"
-                )
-        for name, most in (("hc_mult", MAX_STREAMS), ("hidden_size", MAX_HIDDEN)):
-            if getattr(config, name) > most:
-                raise NotImplementedError(
-                    f"{name}: supported are up to {most}, {config.name!r} has "
-                    f"{getattr(config, name)}"
+                    f"{name}: supported are up to {most}, {config.name!r} has {size}"
                 )
         if config.rope_dim & (config.rope_dim - 1):
             raise NotImplementedError(
@@ -173,26 +436,18 @@ class DeepseekV4(nn.Module):
     ) -> ModelCache:
         """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`.
 
-        Args:
-            base_block_size: tokens of a page of entries.
-
         Raises:
-            ValueError: a base_block_size that the ratios do not divide.
-            NotImplementedError: "fp8" with other head sizes than the released ones, or a model in
-                fp16.
+            ValueError: a base_block_size (tokens of a page of entries) that the ratios do not divide.
+            NotImplementedError: "fp8" with other head sizes than the released ones, or in fp16.
         """
-        if kv_cache_dtype == "fp8" and self.dtype == torch.float16:
+        fp8 = kv_cache_dtype == "fp8"
+        if fp8 and self.dtype == torch.float16:
             raise NotImplementedError(
                 "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this "
                 "one is in float16"
             )
-        fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
-        plan = plan_cache(
-            self.config,
-            fmt,
-            block_size=base_block_size,
-            drafters=drafter_layers,
-        )
+        fmt = CacheFormat(self.dtype, fp8=fp8)
+        plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)
 
         def allocate(num_pages: int) -> V4PagePool:
             return V4PagePool(
@@ -204,73 +459,6 @@ class DeepseekV4(nn.Module):
                 device=self.device,
             )
 
-        # One ring more than requests, which no request owns.
+        # One ring more than requests, for unwanted writes.
         fixed_bytes = (max_requests + 1) * ring_bytes(self.config, max_draft_tokens)
         return ModelCache(plan.groups, plan.groups[0].page_bytes, allocate, fixed_bytes)
-
-    @torch.inference_mode()
-    def full_forward(
-        self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
-    ) -> Tensor:
-        """One whole sequence without any cache, in plain torch.
-
-        What a paged run must agree with.
-
-        Args:
-            input_ids: [num_tokens] int64.
-            logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            stored: as in `UnpagedAttend`.
-
-        Returns:
-            [num_rows, vocab_size] fp32 logits.
-        """
-        positions = torch.arange(len(input_ids), device=input_ids.device)
-        streams = self.streams(input_ids, positions, UnpagedAttend(self.config, stored))
-        return self.logits(streams if logits_rows is None else streams[logits_rows], "torch")
-
-    def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Residual streams after the last layer, not collapsed yet.
-
-        [num_tokens, hc_mult, hidden_size].
-
-        Args:
-            input_ids, positions: [num_tokens] int64.
-            attend: the attention operator of all layers.
-        """
-        x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
-        for layer in self.layers:
-            cos_sin = self.rope[layer.self_attn.kind]
-            x = layer(x, input_ids, positions, cos_sin, attend)
-        return x
-
-    def logits(self, streams: Tensor, impl: str | None = None) -> Tensor:
-        """Logits of residual streams.
-
-        Args:
-            streams: [num_rows, hc_mult, hidden_size].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            [num_rows, vocab_size] fp32.
-        """
-        return self._logits(self.hc_head(streams, self.norm, impl))
-
-    def draft_streams(
-        self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
-        """Streams of drafter ``index``: [num_tokens, hc_mult, hidden_size].
-
-        Arguments of `MTP.draft`.
-        """
-        embeds, cos_sin = self.embed_tokens(next_ids), self.rope[SLIDING]
-        return self.mtp[index].draft(streams, next_ids, embeds, positions, cos_sin, attend)
-
-    def draft_logits(self, index: int, streams: Tensor, impl: str | None = None) -> Tensor:
-        """Logits of the token after the next from `draft_streams`.
-
-        [num_rows, vocab_size] fp32. impl as in `logits`.
-        """
-        return self._logits(self.mtp[index].hidden(streams, impl))
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()

@@ -1,75 +1,324 @@
-"""The drafter that DeepSeek-V4 checkpoints bring along.
+"""Drafts of DeepSeek-V4's own drafter layers (`model.MTP`).
 
-One more layer, which predicts the token after the next (MTP).
+Draft i comes from layer i, drafts past the last layer from that one again. The first comes from the
+rows of the step itself, which go to the layers' pages. Later ones are computed from guesses, so
+nothing is written: each draft computes all guessed rows of its sequence as new rows of one layer.
 
-From the trunk's residual streams at position t, before they are collapsed, and the token at t + 1::
+Layer i's row for the streams at position t and the token at t + 1 + i is kept at position t + i. So
+the step that brings a position makes the rows of all layers there, and all their pages look ahead
+by one token; RoPE rotates rows only relative to each other. Rows of layer i > 0 without streams of
+the layer before (positions below i, and the first row after a prefix hit) are made from zeros. That
+touches drafts within a window, and never the output.
 
-    streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))    n < hc_mult
-    streams = layer(streams)                      sliding attention, main RoPE, position t
-    logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
-
-Further layers read the streams of the layer before and the token after
-(`models.deepseek_v4.mtp_drafter`). A layer's KV row of position t depends on the token at t + 1: a
-cached prefix may be shared only by requests that agree on one token more (``lookahead=1`` of its
-cache group).
-
-Source: DeepSeek-V4 checkpoints (``mtp.*``); vLLM 0.33 ``models/deepseek_v4``.
+Source: DeepSeek-V3 report 2.2 (arXiv 2412.19437); vLLM 0.33 for chained drafts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..layers.basic import Linear, RMSNorm
+from quire.kernels import sample_tokens
+from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder, Staging
+
+from ..engine.distributions import DRAFT, draw_columns, uniform
+from ..engine.graphs import Capture, Shape, capture_each
+from ..engine.request import Request
 from ..parallel.group import Group
-from .config import MOE, DeepseekV4Config
-from .hyper_connections import HyperHead
-from .layer import Attend, DecoderLayer
+from .attention import PagedAttend
+from .cache import V4PagePool
+from .model import DeepseekV4
+
+if TYPE_CHECKING:
+    from ..parallel.lead import Lead
 
 
-class MTP(DecoderLayer):
-    """Drafter layer ``index`` (0 is the first); embedding and output projection are the trunk's."""
+class MTPDrafter:
+    """Drafts of the model's drafter layers, greedy or drawn.
+
+    A `ModelDrafter` and `SamplingDrafter` of one engine.
+
+    Args:
+        model: the engine's model.
+        max_draft_tokens: drafts of a request in a step.
+
+    Raises:
+        ValueError: a model without drafter layers, or max_draft_tokens below 1.
+    """
+
+    def __init__(self, model: DeepseekV4, max_draft_tokens: int = 1) -> None:
+        if not getattr(model, "mtp", None):
+            raise ValueError(f"model: expected one with drafter layers, got {model.config.name!r}")
+        if max_draft_tokens < 1:
+            raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
+        self.model, self.max_draft_tokens = model, max_draft_tokens
+        # Rank 0 of several makes the others draft too.
+        self.lead: Lead | None = None
+
+    def attach(
+        self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
+    ) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        config, device = self.model.config, self.model.device
+        self._pool, self._builder, self._impl = pool, builder, impl
+        self._staging = Staging(device)
+        self._graphs: ChainGraphs | None = None
+        num_layers = min(len(self.model.mtp), self.max_draft_tokens)
+        # By slot: streams of each layer at the last row that stays, and the position after it.
+        shape = (max_requests, num_layers, config.hc_mult, config.hidden_size)
+        self._streams = torch.zeros(shape, dtype=self.model.dtype, device=device)
+        self._ends = torch.zeros(max_requests, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def observe(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.observe`."""
+        if self.lead is not None:
+            self.lead.observe(next_ids, last_rows, slots)
+        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
+        attend = PagedAttend(batch.attn, self._pool, impl=self._impl)
+        firsts = batch.attn.cu_seqlens_q[:-1].long()
+        starts = batch.positions[firsts]
+        known = (starts > 0) & (starts == self._ends[request_slots])
+        before = torch.where(known[:, None, None, None], self._streams[request_slots], 0)
+        out = [self.model.draft_streams(0, hidden, ids, batch.positions, attend)]
+        for index in range(1, before.shape[1]):
+            shifted = out[-1].roll(1, dims=0)
+            shifted[firsts] = before[:, index - 1]
+            out.append(self.model.draft_streams(index, shifted, ids, batch.positions, attend))
+        self._streams[request_slots] = torch.stack(out, dim=1)[rows]
+        self._ends[request_slots] = batch.positions[rows] + 1
+
+    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.capture`."""
+        num_drafts, longest = self.max_draft_tokens, max_seq_len - self.max_draft_tokens
+        if longest < 1:
+            return
+        # No reference to `self`, which the graphs belong to.
+        model, streams, builder = self.model, self._streams, self._builder
+        pool, impl = self._pool, self._impl
+
+        def chain(slots: Tensor, seq_lens: Tensor) -> Tensor:
+            return chain_drafts(
+                model,
+                streams[slots],
+                seq_lens.int(),
+                builder.gather(slots, max_seq_len),
+                slots.int(),
+                pool,
+                num_drafts=num_drafts,
+                max_seq_len=longest,
+                impl=impl,
+            )
+
+        shapes = [Shape(size, num_drafts) for size in sizes]
+        self._graphs = ChainGraphs(chain, shapes, longest, model.device, capture, model.group)
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request]) -> Tensor:
+        """As `quire.models.engine.speculative.ModelDrafter`."""
+        return self._chain(requests, greedy)
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request]) -> tuple[Tensor, list[Tensor | None]]:
+        """As `quire.models.engine.speculative.ModelDrafter`.
+
+        Drawn under the temperature and filters of the request.
+        """
+        params = [request.params for request in requests]
+        if not any(p.temperature > 0 for p in params):
+            return self.propose(requests), [None] * len(requests)
+        seeds, first = [r.seed for r in requests], np.array([r.num_output for r in requests])
+        u = [uniform(seeds, first + i, DRAFT) for i in range(self.max_draft_tokens)]
+        draws = draw_columns(params, u, self._staging)
+        masses: list[Tensor] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            mass = torch.empty_like(logits)
+            ids = sample_tokens(logits, **draws[len(masses)], probs=mass, impl=self._impl)
+            # NaN fails every comparison: a row without a draw is replaced from the target itself.
+            mass[:, 0].masked_fill_(ids < 0, torch.nan)
+            masses.append(mass)
+            return self._of_rank_0(ids.clamp_min(0))
+
+        ids, probs = self._chain(requests, choose), torch.stack(masses, dim=1)
+        return ids, [p if r.temperature > 0 else None for p, r in zip(probs, params, strict=True)]
+
+    @torch.inference_mode()
+    def follow(self, slots: np.ndarray, seq_lens: np.ndarray, is_greedy: bool) -> Tensor:
+        """The drafts of rank 0 on another rank; drawn ones come from rank 0."""
+
+        def choose(logits: Tensor) -> Tensor:
+            return self._of_rank_0(logits.new_empty(len(logits), dtype=torch.int64))
+
+        return self._run_chain(slots, seq_lens, greedy if is_greedy else choose)
+
+    def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """[num_requests, num_drafts] int64."""
+        slots = np.array([request.slot for request in requests], dtype=np.int64)
+        # The newest token of each is not computed yet.
+        seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
+        if self.lead is not None:
+            self.lead.draft(slots, seq_lens, choose is greedy)
+        return self._run_chain(slots, seq_lens, choose)
+
+    def _run_chain(
+        self, slots: np.ndarray, seq_lens: np.ndarray, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        longest = int(seq_lens.max())
+        self._builder.update_tables()
+        if choose is greedy and self._graphs is not None:
+            shape = self._graphs.shape_of(len(slots), longest)
+            if shape is not None:
+                return self._of_rank_0(self._graphs(shape, slots, seq_lens))
+        room = self.model.config.max_position_embeddings - longest
+        request_slots, lengths = self._staging.send([slots, seq_lens])
+        drafts = chain_drafts(
+            self.model,
+            self._streams[request_slots],
+            lengths,
+            self._builder.gather(request_slots, longest + self.max_draft_tokens),
+            request_slots.int(),
+            self._pool,
+            num_drafts=max(1, min(self.max_draft_tokens, room)),
+            max_seq_len=longest,
+            choose=choose,
+            impl=self._impl,
+        )
+        return self._of_rank_0(drafts)
+
+    def _of_rank_0(self, drafts: Tensor) -> Tensor:
+        group = self.model.group
+        return drafts if group is None else group.from_first(drafts.contiguous())
+
+
+class ChainGraphs:
+    """Chains of drafts for a few batch sizes, each captured once with all of its passes.
+
+    A batch is padded to the next size with chains of slot 0; a chain writes nothing.
+
+    Args:
+        chain: (slots [n] int64, seq_lens [n] int64) -> drafts [n, num_drafts].
+        shapes: to capture, ascending.
+        longest: no sequence is longer.
+        device: of the drafts.
+        capture, group: as in `quire.models.engine.graphs.DecodeGraphs`.
+    """
 
     def __init__(
-        self, config: DeepseekV4Config, index: int, device: torch.device, dtype: torch.dtype,
-        expert_format: str | None = None, group: Group | None = None,
-    ) -> None:  # fmt: skip
-        layer = config.num_layers + index
-        super().__init__(config, layer, MOE, device, dtype, expert_format, group)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(hidden, eps, device, torch.float32)
-        self.hnorm = RMSNorm(hidden, eps, device, torch.float32)
-        self.norm = RMSNorm(hidden, eps, device, torch.float32)
-        self.e_proj = Linear(hidden, hidden, device, dtype)
-        self.h_proj = Linear(hidden, hidden, device, dtype)
-        self.hc_head = HyperHead(config, device)
+        self,
+        chain: Callable[[Tensor, Tensor], Tensor],
+        shapes: Sequence[Shape],
+        longest: int,
+        device: torch.device,
+        capture: Capture,
+        group: Group | None = None,
+    ) -> None:
+        self._chain, self._capture, self._device = chain, capture, device
+        self._staging, self._longest = Staging(device), longest
+        self._graphs: dict[Shape, tuple[Tensor, list[Tensor], Callable, Callable]] = {}
+        self._shapes = capture_each(shapes, self._add, "draft graphs", group)
 
-    def draft(
-        self, streams: Tensor, next_ids: Tensor, next_embeds: Tensor, positions: Tensor,
-        cos_sin: Tensor, attend: Attend,
-    ) -> Tensor:  # fmt: skip
-        """Streams of the drafter.
+    def shape_of(self, num_seqs: int, longest: int) -> Shape | None:
+        """The smallest captured shape that fits; None if there is none."""
+        if longest > self._longest:
+            return None
+        return next((shape for shape in self._shapes if shape.num_seqs >= num_seqs), None)
 
-        Args:
-            streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of an earlier draft.
-            next_ids, next_embeds: [num_tokens] and [num_tokens, hidden_size], the token after each
-                row's.
-            positions: [num_tokens] int64, of the rows, not of next_ids.
-            cos_sin: [max_positions, rope_dim], the table of sliding layers.
+    def __call__(self, shape: Shape, slots: np.ndarray, seq_lens: np.ndarray) -> Tensor:
+        """Drafts [num_seqs, num_drafts] int64, valid until the next replay of any graph."""
+        data, out, _, replay = self._graphs[shape]
+        now = np.zeros(data.shape, dtype=np.int64)
+        now[:, : len(slots)] = slots, seq_lens
+        [sent] = self._staging.send([now])
+        data.copy_(sent, non_blocking=True)
+        replay()
+        return out[0][: len(slots)]
 
-        Returns:
-            [num_tokens, hc_mult, hidden_size].
-        """
-        # As trained: a sequence's first row is given no token.
-        embeds = next_embeds.masked_fill((positions == 0)[:, None], 0.0)
-        embeds = self.e_proj(self.enorm(embeds))
-        streams = self.h_proj(self.hnorm(streams)) + embeds[:, None]
-        return self(streams, next_ids, positions, cos_sin, attend)
+    def _add(self, shape: Shape) -> None:
+        data = torch.zeros((2, shape.num_seqs), dtype=torch.int64, device=self._device)
+        chain, out = self._chain, []
 
-    def hidden(self, streams: Tensor, impl: str | None) -> Tensor:
-        """What the output projection reads.
+        def work() -> None:
+            out[:] = [chain(data[0], data[1])]
 
-        [num_tokens, hidden_size] from the streams of `draft`.
-        """
-        return self.hc_head(streams, self.norm, impl)
+        # A replay reads by address: `work` keeps the tensors alive.
+        self._graphs[shape] = data, out, work, self._capture(work)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Ids [num_rows] int64 of the largest logits of [num_rows, vocab_size]."""
+    return logits.argmax(dim=-1)
+
+
+@torch.inference_mode()
+def chain_drafts(
+    model: DeepseekV4,
+    streams: Tensor,
+    seq_lens: Tensor,
+    block_tables: tuple[Tensor, ...],
+    request_slots: Tensor,
+    pool: V4PagePool,
+    *,
+    num_drafts: int,
+    max_seq_len: int,
+    choose: Callable[[Tensor], Tensor] = greedy,
+    impl: str | None = None,
+) -> Tensor:
+    """Drafts of every sequence, one after the other.
+
+    Args:
+        streams: [num_seqs, num_layers, hc_mult, hidden_size] of the drafter layers at each
+            sequence's last computed row.
+        seq_lens: [num_seqs] int32, computed tokens.
+        block_tables: per group [num_seqs, width] int32, after the commit of that step.
+        request_slots: [num_seqs] int32.
+        pool: pages, only read.
+        num_drafts: tokens to draft, >= 1.
+        max_seq_len: host int, upper bound of seq_lens.
+        choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for each
+            draft in turn.
+        impl: as in `DeepseekV4.forward`.
+
+    Returns:
+        [num_seqs, num_drafts] int64: guesses of the tokens at positions seq_lens + 1 and on. The
+        token at seq_lens is known.
+    """
+    num_seqs, device = len(seq_lens), seq_lens.device
+    last = streams.shape[1] - 1
+    out = streams[:, :0]  # of the layer before, at the guessed rows
+    ids = choose(model.draft_logits(0, streams[:, 0], impl))[:, None]
+    while (count := ids.shape[1]) < num_drafts:
+        before, index = min(count - 1, last), min(count, last)
+        rows = torch.cat([streams[:, before : before + 1], out], dim=1)
+        positions = seq_lens.long()[:, None] + torch.arange(count, device=device)
+        nowhere = positions.new_full((num_seqs * count,), -1)
+        attn = AttnMetadata(
+            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * count,
+            seq_lens=seq_lens + count,
+            block_tables=block_tables,
+            slot_mappings=(nowhere,) * len(block_tables),
+            max_seqlen_q=count,
+            max_seq_len=max_seq_len + count,
+            num_decodes=num_seqs if count == 1 else 0,
+            request_slots=request_slots,
+        )
+        out = model.draft_streams(
+            index,
+            rows.flatten(0, 1),
+            ids.flatten(),
+            positions.flatten(),
+            PagedAttend(attn, pool, impl=impl),
+        ).unflatten(0, (num_seqs, count))
+        ids = torch.cat([ids, choose(model.draft_logits(index, out[:, -1], impl))[:, None]], dim=1)
+    return ids

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..layers.packed_experts import packed_shapes
+from ..layers.moe import packed_shapes
 from ..loading.checkpoint import FLOATS, FP8, Stored, differs
 from ..loading.match import GATE, UP, WHOLE, Form, Target
 from .names import target

@@ -15,8 +15,7 @@ MEMORY_SETTINGS = (
 )  # fmt: skip
 """Settings that memory depends on."""
 REQUIRED = ("max_num_seqs", "max_num_batched_tokens")
-FLASHINFER = "flashinfer"
-IMPLS = ("triton", "torch", FLASHINFER)
+IMPLS = ("triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,14 @@ class EngineConfig:
             (`quire.models.engine.tiering`). None = none.
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
-        impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
-            through FlashInfer where that can serve all layers (`quire.models.layers.flashinfer`),
-            without graphs, and other kernels by device.
+        impl: "triton" or "torch" for the kernels; None = by device.
         rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not
             depend on it. "strict" = the output is that of the same seed without drafts. "standard"
             = drafters that can, draw, and where outputs are diverse more of their drafts stay; the
             same distribution, but other tokens. See `quire.models.engine.speculative`.
         decode_graphs: decode through CUDA graphs of a few batch sizes, which are captured, and all
             kernels compiled, when the engine is made (`quire.models.engine.graphs`); on a CPU
-            through the same buffers. None = on a GPU, unless impl is "torch" or "flashinfer".
+            through the same buffers. None = on a GPU, unless impl is "torch".
         async_scheduling: while the device runs a step, the host prepares the next one, whose input
             ids go from sampler to model on the device; a step's tokens are in the report of the
             call after it. The same output. Steps that preempt wait for the tokens before them,

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from quire.kvcore import KVCache, StepArrays, StepPlan
 from quire.kvcore.device import AttnMetadata, BatchBuilder, Staging
 
-from .config import FLASHINFER, EngineConfig
+from .config import EngineConfig
 from .memory import free_memory
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
         NotImplementedError: ``config.decode_graphs`` asks for what cannot be.
     """
     on_gpu = device.type == "cuda"
-    possible = config.impl != FLASHINFER and not (on_gpu and config.impl == "torch")
+    possible = not (on_gpu and config.impl == "torch")
     if config.decode_graphs and not possible:
         raise NotImplementedError(
             f"decode_graphs: supported with impl='triton' on a GPU, got impl={config.impl!r}"
@@ -376,17 +376,13 @@ def call_again(work: Callable[[], None]) -> Callable[[], None]:
     return work
 
 
-def forward_pass(
-    model: nn.Module, pool: Any, impl: str | None, *, hidden: bool, **more: Any
-) -> Forward:
+def forward_pass(model: nn.Module, pool: Any, impl: str | None, *, hidden: bool) -> Forward:
     """The model over its pages, as a function that keeps no engine alive.
 
     Args:
         hidden: whether it returns hidden states beside the logits.
-        more: further arguments of the model.
     """
-    if hidden:
-        more["return_hidden"] = True
+    more = {"return_hidden": True} if hidden else {}
 
     def run(
         input_ids: Tensor,

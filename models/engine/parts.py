@@ -16,9 +16,8 @@ from quire.kernels.common.impls import expect_impl
 from quire.kvcore import KVCache, WorkerTables
 from quire.kvcore.device import BatchBuilder
 
-from ..layers.flashinfer import FlashInfer, expect_supported
 from ..parallel.group import Group
-from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
+from .config import MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory
 from .report import IdleClock, StepClock
@@ -100,12 +99,10 @@ def make_runner(model: nn.Module, config: EngineConfig, drafter: Drafter | None)
             f"tensor_parallel_size: expected {size}, the ranks of this model, got "
             f"{config.tensor_parallel_size}; quire.models.LLM builds models of several ranks"
         )
-    impl = None if config.impl == FLASHINFER else config.impl
+    impl = config.impl
     expect_impl(impl, device.type)
     if hasattr(model, "expect_impl"):
         model.expect_impl(impl or ("triton" if on_gpu else "torch"))
-    if config.impl == FLASHINFER:
-        expect_supported(model, kv_cache_dtype=config.kv_cache_dtype, replay=config.replay)
     num_drafts = drafter.max_draft_tokens if drafter else 0
     hidden = isinstance(drafter, ModelDrafter)
     cache = model_cache(
@@ -116,9 +113,6 @@ def make_runner(model: nn.Module, config: EngineConfig, drafter: Drafter | None)
         max_draft_tokens=num_drafts,
         drafter_layers=hidden,
     )
-    attention = {}
-    if config.impl == FLASHINFER:  # before the pool, which gets what memory is left
-        attention["flashinfer"] = FlashInfer(model, cache.groups, config.kv_cache_dtype)
     sizes = sizes_to_capture(config, device)
     memory = plan_memory(
         model,
@@ -151,7 +145,7 @@ def make_runner(model: nn.Module, config: EngineConfig, drafter: Drafter | None)
     # Of each request its newest token, or the drafts behind it.
     unknown = num_drafts if hidden else int(is_async)
     builder = BatchBuilder(tables, device, max_placeholders=config.max_num_seqs * unknown)
-    run, graphs = forward_pass(model, pool, impl, hidden=hidden, **attention), None
+    run, graphs = forward_pass(model, pool, impl, hidden=hidden), None
     if isinstance(drafter, ModelDrafter):
         drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=impl)
     if sizes:
@@ -189,6 +183,6 @@ def _make(model: nn.Module, config: EngineConfig, runner: ModelRunner) -> Engine
         model.device,
         runner.builder.sampled,
         rejection_sample_method=config.rejection_sample_method,
-        impl=None if config.impl == FLASHINFER else config.impl,
+        impl=config.impl,
     )
     return EngineParts(clock, IdleClock(model.device), runner, scheduler, sampler)

@@ -21,7 +21,6 @@ from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, empty_parameter
-from ..layers.flashinfer import FlashInfer, FlashInferAttend
 from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
@@ -177,7 +176,6 @@ class Decoder(nn.Module):
         *,
         logits_rows: Tensor | None = None,
         impl: str | None = None,
-        flashinfer: FlashInfer | None = None,
     ) -> Tensor:
         """One step of a ragged batch.
 
@@ -190,14 +188,10 @@ class Decoder(nn.Module):
             pool: the pages of all layers, updated in place.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
             impl: "triton" or "torch" for the kernels; default: by device.
-            flashinfer: wrappers to attend through instead of the kernels.
 
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
-        if flashinfer is not None:
-            attend = FlashInferAttend(self.config, attn, pool, flashinfer)
-            return self._run(input_ids, positions, attend, logits_rows)
         attend = PagedAttend(self.config, attn, pool, impl=impl)
         if self.config.num_kv_shared_layers:
             # Where each sequence has one token, choosing rows saves nothing.

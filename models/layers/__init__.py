@@ -1,1 +1,1 @@
-"""What families of models are made of, and where keys and values of a layer lie."""
+"""Building blocks of the text models: attention over pages, norms, linear layers, experts."""

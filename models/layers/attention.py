@@ -1,25 +1,17 @@
 """The attention operator of all layers of one step, over pages.
 
 A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. Keys of earlier tokens
-come from pages, those of the step's own tokens from k and v, in one softmax; then the rows are
-written to pages. Attention never reads a row that its own step writes: the block table is that of
-the last commit, a page that the step starts is in the slot mapping only, and the slot mapping of a
-window may give a new row the place of one that the step's first queries still see.
+come from pages, those of the step from k and v, in one softmax; then the rows are written. So
+attention never reads a row that its own step writes: the block table is that of the last commit,
+and a new row may take the place of one that the step's first queries still see.
 
-A step may compute rows once more that full attention has in its pages already, to restore the
-windows of sliding layers (`quire.kvcore.Match.replay_from`). The first of them see windows with
-nothing before, so their keys and values are wrong in all layers after the first window; after (W -
-1) tokens for each window they are right. Full attention takes the rows from its pages instead, for
-all queries, and does not write them.
+To restore the windows of sliding layers, a step may compute rows again that full attention has in
+its pages (`quire.kvcore.Match.replay_from`). Keys and values of the first of them are wrong after
+the first window. Full layers take the rows from their pages instead, and do not write them.
 
-Where pages are e4m3, what attention sees of a row depends on where it comes from: a step's own rows
-are as the layer computed them, what is in pages is quantized. So the logits of a prompt depend on
-where it was cut into steps, by the quantization's error; with the same cuts they are equal bit for
-bit, whether the rows before were computed for this request or found cached. Rows that a step
-computes once more are read from pages and rounded to the model's dtype.
-
-`shared_layers` has the steps of models whose last layers share keys and values, and
-`unpaged_attention` whole sequences without a cache.
+In pages of e4m3 rows are quantized, a step's own rows are not. So logits of a prompt depend on its
+cut into steps, by the quantization's error; with the same cuts they are equal bit for bit, whether
+the rows before were computed for this request or found cached.
 """
 
 from __future__ import annotations
@@ -64,19 +56,15 @@ class Attend(Protocol):
             sinks: [num_heads] fp32.
 
         Returns:
-            Shaped like q.
+            [num_tokens, num_heads, head_dim].
         """
 
     def finish(self) -> None:
-        """Ends the step, after its last layer."""
+        """End the step, after its last layer."""
 
 
 class PagedAttend:
     """Attention of one ragged step through `quire.kernels`.
-
-    Context from pages, the step's own rows from k and v. A layer has the block table and the slot
-    mapping of its group, and pages of its own, [num_pages, block_size, num_kv_heads, head_dim]: one
-    page id stands for one page in the tensor of each layer of the group (`kv_cache`).
 
     Args:
         attn: this step's tables, lengths and slots.
@@ -100,9 +88,10 @@ class PagedAttend:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `Attend`."""
+        """As `Attend.__call__`."""
         assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
-        k, v = self._with_cached(layer, k, v)
+        if self._attn.replay_rows is not None:
+            k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
         self._write(layer, k, v)
         return out
@@ -145,11 +134,11 @@ class PagedAttend:
         )
 
     def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of a full layer, those that are computed once more as its pages have them."""
-        rows, cache = self._attn.replay_rows, self._pool.layers[layer]
-        if rows is None or self._config.attention(layer).sliding_window is not None:
+        """k and v; in a full layer, replayed rows as its pages have them."""
+        if self._config.attention(layer).sliding_window is not None:
             return k, v
-        assert self._attn.replay_slots is not None
+        rows, cache = self._attn.replay_rows, self._pool.layers[layer]
+        assert rows is not None and self._attn.replay_slots is not None
         slots = self._attn.replay_slots[cache.group]
         page, row = slots.clamp(min=0) // cache.k_pages.shape[1], slots % cache.k_pages.shape[1]
         kept_k, kept_v = cache.rows(page, row, k.dtype)

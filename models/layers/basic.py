@@ -1,8 +1,7 @@
-"""Building blocks of the text models.
+"""Norms, linear layers, embeddings and MLPs of the text models.
 
-Weights keep the names and shapes of Hugging Face checkpoints; nothing is initialized here.
-
-Rows are tokens of a ragged batch: [num_tokens, ...], no batch dimension.
+Weights keep the names and shapes of Hugging Face checkpoints; nothing is initialized here. Rows are
+tokens of a ragged batch: [num_tokens, ...], without a batch dimension.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class RMSNorm(nn.Module):
     """`rms_norm` with a stored weight.
 
     Args:
-        offset: added to the stored weight; 1.0 in Gemma-3, whose weights are stored around 0.
+        offset: added to the stored weight in fp32; 1.0 in Gemma-3, with weights around 0.
     """
 
     def __init__(
@@ -60,15 +59,7 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """The norm of every row.
-
-        Args:
-            x: [..., size].
-
-        Returns:
-            The same shape and dtype.
-        """
-        # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
+        """The norm of every row of x [..., size]."""
         return rms_norm(x, self.weight.float() + self.offset, self.eps)
 
     def after(
@@ -83,11 +74,11 @@ class RMSNorm(nn.Module):
         """The norm of the residual stream after a branch of a layer, in one launch.
 
         Args:
-            x: [num_tokens, size], what the branch gives.
+            x: [num_tokens, size], result of the branch.
             residual: [num_tokens, size], becomes (residual + post(x)) * scalar in place; None: the
                 norm is that of x.
-            post: a norm of x before it is added.
-            scalar: [1].
+            post: norm of x before it is added; None = none.
+            scalar: [1] or None for 1.
             impl: "triton" or "torch"; None = by device.
 
         Returns:
@@ -105,7 +96,7 @@ class RMSNorm(nn.Module):
         )
 
     def add_to(self, residual: Tensor, x: Tensor, *, impl: str | None) -> None:
-        """Adds the norm of x to ``residual`` in place, in one launch.
+        """Add the norm of x to ``residual`` in place, in one launch.
 
         Args:
             residual, x: [num_tokens, size].
@@ -123,13 +114,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T + b.
-
-    weight: [out_size, in_size] of the model's dtype, or fp8 after `keep_fp8`. bias:
-    [out_size] or None.
+    """x W^T + b; weight [out_size, in_size], in fp8 after `keep_fp8`.
 
     Args:
-        group: ranks that have the other columns, and whose products are added; None = all are here.
+        group: ranks with the other columns, which add their products up; None = all are here.
     """
 
     def __init__(
@@ -149,14 +137,7 @@ class Linear(nn.Module):
         self.scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product.
-
-        Args:
-            x: [num_tokens, in_size].
-
-        Returns:
-            [num_tokens, out_size].
-        """
+        """[num_tokens, out_size] of x [num_tokens, in_size]."""
         weight = self.weight if self.scale is None else self.matrix(x.dtype)
         if self.group is None:
             return F.linear(x, weight, self.bias)
@@ -164,18 +145,13 @@ class Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weight as it counts, [out_size, in_size] of ``dtype``, however it is held.
-
-        For products that `forward` does not make.
-        """
+        """The weight [out_size, in_size] in ``dtype``, dequantized."""
         if self.scale is None:
             return self.weight.to(dtype)
         return dequantize_fp8(self.weight, self.scale, dtype)
 
     def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
-        """Holds the weight in fp8 and makes the full one anew in each forward pass.
-
-        Half the memory of bf16.
+        """Hold the weight in fp8, half the memory of bf16; each forward pass dequantizes it.
 
         Args:
             weight: [out_size, in_size] fp8.
@@ -186,10 +162,9 @@ class Linear(nn.Module):
 
 
 class Stacked:
-    """Linear layers that read the same rows, as one product.
+    """Linear layers that read the same rows, as one product over adjacent memory.
 
-    Their weights lie one behind the other in memory, and so do their biases. Each layer keeps its
-    part under its own name, as the checkpoint has it.
+    Each layer keeps its part of the weight under its own name, as checkpoints have it.
 
     Args:
         layers: of one in_size, all with a bias or none; they get new weights, uninitialized.
@@ -200,59 +175,49 @@ class Stacked:
         self.lay(layers[0].weight.device)
 
     def lay(self, device: torch.device) -> None:
-        """Gives the layers new weights, uninitialized, on ``device``."""
+        """Give the layers new weights, uninitialized, on ``device``."""
         first, rows = self.layers[0], [len(layer.weight) for layer in self.layers]
         in_size, dtype = first.weight.shape[1], first.weight.dtype
+        self._rows = rows
         self._weight = torch.empty(sum(rows), in_size, device=device, dtype=dtype)
-        for layer, part in zip(self.layers, self._weight.split(rows), strict=True):
-            layer.weight = nn.Parameter(part, requires_grad=False)
         self._bias = None
         if first.bias is not None:
             self._bias = torch.empty(sum(rows), device=device, dtype=dtype)
-            for layer, part in zip(self.layers, self._bias.split(rows), strict=True):
-                layer.bias = nn.Parameter(part, requires_grad=False)
-        self._places = self._find()
+        start = 0
+        for layer, count in zip(self.layers, rows, strict=True):
+            part = slice(start, start + count)
+            layer.weight = nn.Parameter(self._weight[part], requires_grad=False)
+            if self._bias is not None:
+                layer.bias = nn.Parameter(self._bias[part], requires_grad=False)
+            start += count
+        self._addresses = self._find_addresses()
 
     @property
-    def weights(self) -> list[Tensor | None]:
-        """The weight and the bias of each layer."""
-        return [weight for layer in self.layers for weight in (layer.weight, layer.bias)]
+    def weights(self) -> list[Tensor]:
+        """The weight and the bias, if any, of each layer."""
+        found = []
+        for layer in self.layers:
+            found += [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+        return found
 
-    def _find(self) -> list[int | None]:
-        return [None if weight is None else weight.data_ptr() for weight in self.weights]
+    def _find_addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self.weights))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The products side by side.
-
-        Args:
-            x: [num_tokens, in_size].
-
-        Returns:
-            [num_tokens, sum of the out_sizes].
-        """
-        if self._find() != self._places:  # a layer holds its weight elsewhere, say in fp8
+        """The products side by side: [num_tokens, sum of the out_sizes]."""
+        if self._find_addresses() != self._addresses:  # a layer was given another weight, say fp8
             return torch.cat([layer(x) for layer in self.layers], dim=-1)
         return F.linear(x, self._weight, self._bias)
 
     def fp32(self, x: Tensor) -> list[Tensor]:
-        """The products as `linear_fp32` makes them, without biases.
-
-        Args:
-            x: [num_tokens, in_size].
-
-        Returns:
-            Of each layer, [num_tokens, out_size] fp32.
-        """
-        if self._find() != self._places:
+        """The product of each layer as of `linear_fp32`, without biases."""
+        if self._find_addresses() != self._addresses:
             return [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
-        rows = [len(layer.weight) for layer in self.layers]
-        return list(linear_fp32(x, self._weight).split(rows, dim=-1))
+        return list(linear_fp32(x, self._weight).split(self._rows, dim=-1))
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T with an fp32 result, for what must not be rounded to the model's dtype.
-
-    Router and compressor projections.
+    """x W^T without rounding to the model's dtype, for routers and compressors.
 
     Args:
         x: [num_tokens, in_size].
@@ -267,15 +232,11 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Token embedding, scaled where the family scales it.
-
-    Tied models use it, unscaled, as output projection too.
-
-    weight: [vocab_size, hidden_size]. scale: factor of the rows, or None; the default is
-    sqrt(hidden_size), as in Gemma.
+    """Token embedding; tied models use it, unscaled, as output projection too.
 
     Args:
-        group: ranks that have the rows of other ids; None = all are here.
+        scaled: multiply rows by sqrt(hidden_size), as in Gemma.
+        group: ranks with the rows of other ids; None = all are here.
     """
 
     def __init__(
@@ -296,40 +257,22 @@ class Embedding(nn.Module):
         self.scale = torch.tensor(hidden_size**0.5, dtype=dtype).item() if scaled else 1.0
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Rows of the table, scaled.
-
-        Args:
-            input_ids: [num_tokens] int.
-
-        Returns:
-            [num_tokens, hidden_size].
-        """
+        """Rows [num_tokens, hidden_size] of input_ids [num_tokens], scaled."""
         rows = self.vocabulary.look_up(input_ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def logits(self, x: Tensor) -> Tensor:
-        """The table as output projection.
-
-        Args:
-            x: [num_rows, hidden_size].
-
-        Returns:
-            [num_rows, vocab_size] fp32.
-        """
+        """The table as output projection: [num_rows, vocab_size] fp32 of [num_rows, hidden_size]."""
         return self.vocabulary.gather(F.linear(x, self.weight)).float()
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh form."""
-    return F.gelu(x, approximate="tanh")
 
 
 class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)).
 
     Args:
-        activation: as of `quire.kernels.gated_product`; the default is Gemma's.
-        group: ranks that have the rest of the width; None = all is here.
+        activation: "gelu_tanh" or "silu", as in `quire.kernels.gated_product`.
+        limit: clamps gate from above and up on both sides; None = no clamp.
+        group: ranks with the rest of the width; None = all is here.
     """
 
     def __init__(
@@ -340,6 +283,7 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         *,
         activation: str = "gelu_tanh",
+        limit: float | None = None,
         group: Group | None = None,
     ) -> None:
         super().__init__()
@@ -347,17 +291,10 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, device, dtype, group=group)
         self.gate_up = Stacked(self.gate_proj, self.up_proj)
-        self.activation = activation
+        self.activation, self.limit = activation, limit
 
     def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
-        """The MLP of every row.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            The same shape.
-        """
+        """The MLP of every row of x [num_tokens, hidden_size]; impl: "triton" or "torch"."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down_proj(gated_product(gate, up, activation=self.activation, impl=impl))
+        x = gated_product(gate, up, activation=self.activation, limit=self.limit, impl=impl)
+        return self.down_proj(x)

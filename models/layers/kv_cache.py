@@ -1,13 +1,8 @@
-"""Where the keys and values of every layer live.
+"""Page tensors of keys and values, and the cache groups of layers (`quire.kvcore.cache_groups`).
 
-Layers dealt into cache groups (`quire.kvcore.cache_groups` draws them), and the page tensors.
-
-Layers that share another layer's keys and values take no part: they have the pages of their donor.
-
-Pages of e4m3 hold the scales of their rows too, unless a layer has one scale for all keys and one
-for all values: behind the quantized values of K and V, fp32 [2, num_kv_heads, block_size], a head's
-rows side by side, as a tile reads them. They take 4 bytes beside each head_dim of values, travel
-with the page, and are shared with it.
+A layer that shares another layer's keys and values has the pages of its donor. Pages of e4m3 hold
+the scales of their rows too, unless a layer has one scale for all keys and one for all values:
+behind K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads them.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ class LayerCache:
     Attributes:
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the
             layer's page tensor.
-        group: index of the cache group whose table and slots address them.
+        group: index of the cache group with their table and slots.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
     """
@@ -47,20 +42,15 @@ class LayerCache:
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
-        return (
-            _rows(self.k_pages, self.k_scale, page, row, dtype),
-            _rows(self.v_pages, self.v_scale, page, row, dtype),
-        )
 
+        def read(pages: Tensor, scale: Tensor | float | None) -> Tensor:
+            if scale is None:
+                return pages[page, row]
+            values = pages.view(torch.uint8)[page, row].view(pages.dtype)
+            factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
+            return (values.float() * factor).to(dtype)
 
-def _rows(
-    pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
-) -> Tensor:
-    if scale is None:
-        return pages[page, row]
-    values = pages.view(torch.uint8)[page, row].view(pages.dtype)
-    factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
-    return (values.float() * factor).to(dtype)
+        return read(self.k_pages, self.k_scale), read(self.v_pages, self.v_scale)
 
 
 def cache_groups(
@@ -70,15 +60,12 @@ def cache_groups(
     base_block_size: int = 16,
     row_scales: bool = True,
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deals the layers of a model into groups, as `quire.kvcore.cache_groups` does by their shapes.
-
-    With scales, sizes are compared without them: block sizes are the same in every dtype, and what
-    a page leaves unused is less than a scale's share.
+    """Deal the layers of a model into groups, as `quire.kvcore.cache_groups` does by their shapes.
 
     Args:
         dtype: of K and V.
         base_block_size: tokens in a page of the heaviest kind of layer.
-        row_scales: whether pages of e4m3 hold a scale for each row.
+        row_scales: pages of e4m3 hold a scale for each row; block sizes do not depend on it.
 
     Returns:
         (groups, placement of each layer). Full-attention groups come first.
@@ -88,7 +75,7 @@ def cache_groups(
     """
     shapes = []
     for layer in range(config.num_kv_owners):
-        size = _row_elements(config, layer) * dtype.itemsize
+        size = token_bytes(config, layer, dtype, row_scales=False)
         scales = token_bytes(config, layer, dtype, row_scales=row_scales) - size
         shapes.append(LayerShape(size, config.attention(layer).sliding_window, scales))
     groups, placement = groups_of_layers(shapes, base_block_size=base_block_size)
@@ -103,16 +90,9 @@ def token_bytes(
 
     Arguments as in `cache_groups`.
     """
-    scales = 0
-    if dtype == E4M3 and row_scales:
-        scales = 2 * config.attention(layer).num_kv_heads * SCALE_BYTES
-    return _row_elements(config, layer) * dtype.itemsize + scales
-
-
-def _row_elements(config: ModelConfig, layer: int) -> int:
-    """Elements of one token's K and V in one layer."""
     shape = config.attention(layer)
-    return 2 * shape.num_kv_heads * shape.head_dim
+    scale_bytes = SCALE_BYTES if dtype == E4M3 and row_scales else 0
+    return 2 * shape.num_kv_heads * (shape.head_dim * dtype.itemsize + scale_bytes)
 
 
 class PageTensors:

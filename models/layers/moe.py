@@ -1,17 +1,21 @@
-"""Mixture-of-experts feed-forward.
+"""Routed experts: the weighted sum of a token's experts, and experts that stay quantized.
 
-Every token through its experts, and the sum of what they give, in fp32 and in the router's order,
-whatever else is in the batch. Shapes depend on the number of tokens alone: there are always
-tokens * k rows, whoever they go to.
+Shapes depend on the number of tokens alone: there are tokens * k rows, whichever expert has them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from quire.kernels import combine_experts, expert_mlp
+from quire.kernels.common.dequantize import FP4_GROUP
+
+from .basic import empty_parameter
+
+FP8_BLOCK = 128
 
 
 def run_experts(
@@ -26,6 +30,8 @@ def run_experts(
 ) -> Tensor:
     """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
 
+    The sum is fp32 and in the router's order, whatever else is in the batch.
+
     Args:
         x: [num_tokens, hidden_size].
         expert_ids: [num_tokens, k] int64 below num_experts.
@@ -33,10 +39,74 @@ def run_experts(
         gate_up: [num_experts, 2, intermediate_size, hidden_size], of any strides.
         down: [num_experts, hidden_size, intermediate_size].
         impl: "triton" or "torch"; default: by device.
-        options: the activation, scales and biases, as of `quire.kernels.expert_mlp`.
+        options: activation, scales and biases, as of `quire.kernels.expert_mlp`.
 
     Returns:
         [num_tokens, hidden_size] in the dtype of x.
     """
     rows = expert_mlp(x, expert_ids, gate_up, down, **options, impl=impl)
     return combine_experts(rows, expert_weights, impl=impl)
+
+
+def packed_shapes(
+    kind: str, rows: int, columns: int
+) -> tuple[tuple[int, int], torch.dtype, tuple[int, int], torch.dtype]:
+    """Storage of a [rows, columns] matrix: shape and dtype of its values, then of its scales.
+
+    Args:
+        kind: "fp8" (a scale for each 128 x 128, kept as fp32) or "fp4" (for 32 columns, E8M0).
+
+    Raises:
+        ValueError: an fp4 row is no multiple of 32 columns.
+    """
+    if kind == "fp8":
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        return (rows, columns), torch.float8_e4m3fn, blocks, torch.float32
+    if columns % FP4_GROUP:
+        raise ValueError(f"columns: expected a multiple of {FP4_GROUP} for fp4, got {columns}")
+    return (rows, columns // 2), torch.uint8, (rows, columns // FP4_GROUP), torch.uint8
+
+
+class PackedMatrices(nn.Module):
+    """A stack of quantized matrices [*lead, rows, columns]: values, and scales beside them."""
+
+    def __init__(
+        self, kind: str, lead: tuple[int, ...], rows: int, columns: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        shape, dtype, scale_shape, scale_dtype = packed_shapes(kind, rows, columns)
+        self.weight = empty_parameter(*lead, *shape, device=device, dtype=dtype)
+        self.scale = empty_parameter(*lead, *scale_shape, device=device, dtype=scale_dtype)
+
+
+class PackedExperts(nn.Module):
+    """Routed experts with SiLU that are dequantized as they are used.
+
+    Args:
+        kind: "fp8" or "fp4".
+        limit: as in `quire.kernels.gated_product`; None = no clamp.
+    """
+
+    def __init__(
+        self, kind: str, num_experts: int, hidden_size: int, width: int, device: torch.device,
+        *, limit: float | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.limit = limit
+        # Gate and up apart: their scale blocks do not share a row, whatever the width.
+        self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, device)
+        self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
+
+    def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
+        """Rows [num_tokens * k, hidden_size] as of `quire.kernels.expert_mlp`.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            ids: [num_tokens, k] int64.
+            impl: "triton" or "torch"; default: by device.
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return expert_mlp(
+            x, ids, gate_up.weight, down.weight, gate_up_scale=gate_up.scale,
+            down_scale=down.scale, activation="silu", limit=self.limit, impl=impl,
+        )  # fmt: skip

@@ -1,7 +1,4 @@
-"""An embedding table that stays in host memory.
-
-4.7 GB of gemma-4-e2b, of which a step needs a few rows.
-"""
+"""An embedding table in host memory (4.7 GB of gemma-4-e2b): a step reads a few rows."""
 
 from __future__ import annotations
 
@@ -16,13 +13,14 @@ from .basic import empty_parameter
 
 
 class HostEmbedding(nn.Module):
-    """Scaled embedding whose table is on the host; its rows come out on the device of the ids.
+    """Scaled embedding with its table on the host; rows come out on the device of the ids.
 
-    On a GPU the table is page-locked when it is first used, and the lookup kernel reads the rows
-    over the bus: no host synchronization, and it can be captured in a CUDA graph.
+    On a GPU the table is page-locked at its first use, and the lookup kernel reads rows over the
+    bus: no host synchronization, and CUDA graphs capture it.
 
-    weight: [vocab_size, size], CPU; of several ranks, each has some of the rows. scale: factor of
-    the rows, rounded to the dtype first.
+    Args:
+        scale: factor of the rows, rounded to the dtype first.
+        group: ranks with the rows of other ids; None = all are here.
     """
 
     def __init__(
@@ -38,18 +36,11 @@ class HostEmbedding(nn.Module):
 
     @staticmethod
     def weight_device(device: torch.device) -> torch.device:
-        """Where the table of a model on ``device`` is."""
+        """Device of the table for a model on ``device``."""
         return device if device.type == "meta" else torch.device("cpu")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Rows of the table, scaled.
-
-        Args:
-            input_ids: [num_tokens] int64.
-
-        Returns:
-            [num_tokens, size] on the same device.
-        """
+        """Rows [num_tokens, size] of input_ids [num_tokens] int64, on their device."""
         if not input_ids.is_cuda:
             return self.vocabulary.look_up(input_ids, self.weight) * self.scale
         if self._view is None:
@@ -61,7 +52,7 @@ class HostEmbedding(nn.Module):
 
 
 class _CudaArray:
-    """A host tensor as device memory that torch did not allocate, which it takes by a protocol."""
+    """Host memory as device memory that torch did not allocate, by ``__cuda_array_interface__``."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host
@@ -74,9 +65,9 @@ class _CudaArray:
 
 
 def _device_view(host: Tensor, device: torch.device) -> Tensor:
-    """A CUDA tensor over the memory of ``host``, which this page-locks.
+    """Page-lock ``host`` and view it as a CUDA tensor.
 
-    cudaHostRegister, not torch's pin_memory: that one copies, and rounds sizes up to powers of two.
+    cudaHostRegister, not torch's pin_memory, which copies, and rounds sizes up to powers of two.
     """
     runtime = torch.cuda.cudart()
     address = host.data_ptr()

@@ -1,4 +1,4 @@
-"""Rotary embedding: frequencies of channel pairs, angles of positions, and their application."""
+"""Rotary embedding: frequencies of channel pairs, and angles of positions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from ..config.model import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each channel pair.
+    """Radians per position of each channel pair, without ``amplitude`` (see `rotary_angles`).
 
-    Which channels make a pair is the caller's choice: (i, i + head_dim / 2) in `norm_rope`,
-    (2i, 2i + 1) in `models.deepseek_v4.rope`. ``amplitude`` is not in it: see `rotary_angles`.
+    Pairs are (i, i + head_dim / 2) in `norm_rope`, (2i, 2i + 1) in DeepSeek-V4.
 
     Args:
-        head_dim: channels that the pairs are of: the whole head, or DeepSeek-V4's rope_dim. The
-            exponents of all kinds are divided by it; of the kind "proportional", pairs past
-            ``partial_rotary_factor`` are not rotated (frequency 0).
+        head_dim: channels of all pairs, which divide the exponents; of the kind "proportional",
+            pairs past ``partial_rotary_factor`` have frequency 0.
 
     Returns:
         [head_dim // 2] fp32, CPU.
@@ -33,18 +31,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     if rope.kind in ("linear", "proportional"):
         return frequencies / rope.factor
     if rope.kind in ("llama3", "yarn"):
-        share = _blend(rope, frequencies)
+        share = _unscaled_share(rope, frequencies)
         return frequencies * (share + (1 - share) / rope.factor)
     return frequencies
 
 
-def _blend(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """How far a frequency keeps its value.
+def _unscaled_share(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """[head_dim // 2] fp32: 1 for high frequencies, 0 for low ones, a ramp between.
 
-    1 for high ones, 0 for low ones, a ramp between. [head_dim // 2] fp32.
-
-    llama3's ramp is linear in the turns that a frequency makes within ``original_max_positions``,
-    yarn's in the channel pair.
+    The ramp of llama3 is linear in the turns within ``original_max_positions``, that of yarn in the
+    channel pair.
     """
     assert rope.original_max_positions is not None
     if rope.kind == "llama3":

@@ -1,16 +1,10 @@
-"""Attention of models whose last layers have no keys and values of their own (Gemma-4 E).
+"""Attention of models with last layers that have no keys and values of their own (Gemma-4 E).
 
-Such a layer calls ``attend(layer, q)`` without k and v: it attends to what its donor, an earlier
-layer, has in its pages and among its new rows, those of the step.
-
-These layers need not run for rows whose logits nobody wants: their keys and values are already
-there. ``attend.rows`` are the rows that they run for. Each becomes a sequence of one query; what it
-sees of a sliding donor is gathered once, for all layers that share it, and a full donor's pages
-serve as they are once the step's rows are in them.
-
-Where pages are e4m3, rows of windows that are gathered are read from pages and rounded to the
-model's dtype, and a layer that runs for few rows sees a full donor's rows of this step in its
-pages, quantized.
+Such a layer calls ``attend(layer, q)``: it attends to the pages and the new rows of its donor, an
+earlier layer. It runs for ``attend.rows`` only, the rows with wanted logits. Each of these becomes
+a sequence of one query; what it sees of a sliding donor is gathered once for all layers that share
+it, and a full donor's pages serve as they are once the step's rows are in them. Where pages are
+e4m3, gathered rows and a full donor's rows of this step are read quantized.
 """
 
 from __future__ import annotations
@@ -32,10 +26,7 @@ GATHERED_BLOCK = 16  # rows of a page of gathered keys
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Keys and values of chosen rows.
-
-    Of each, one sequence with one query that sees all of them.
-    """
+    """Keys and values of chosen rows, each a sequence with one query that sees all of them."""
 
     k_pages: Tensor
     v_pages: Tensor
@@ -81,7 +72,7 @@ class SharedAttend(PagedAttend):
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `Attend`."""
+        """As `Attend.__call__`."""
         if k is None or v is None:
             donor = self._config.kv_donor(layer)
             if self.rows is not None:
@@ -89,7 +80,8 @@ class SharedAttend(PagedAttend):
             return self._attend(donor, q, *self._new[donor], sinks)
         if layer not in self._donors:
             return super().__call__(layer, q, k, v, sinks=sinks)
-        k, v = self._with_cached(layer, k, v)
+        if self._attn.replay_rows is not None:
+            k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
         if self.rows is None:
             self._new[layer] = k, v  # written after the layers that share them
@@ -102,7 +94,7 @@ class SharedAttend(PagedAttend):
         return out
 
     def finish(self) -> None:
-        """Writes the rows that shared layers had to see unwritten."""
+        """Write the rows that shared layers had to see unwritten."""
         for layer, (k, v) in self._new.items():
             self._write(layer, k, v)
         self._new.clear()
@@ -129,10 +121,7 @@ class SharedAttend(PagedAttend):
         return torch.searchsorted(self._attn.cu_seqlens_q[1:].long(), rows, right=True)
 
     def _whole_context(self, cache: LayerCache) -> _Gathered:
-        """Keys [0, position] of each chosen row, in place: all of them are in pages by now.
-
-        The step's table does not yet name the pages that it fills; their ids are in its slots.
-        """
+        """Keys [0, position] of each chosen row, in pages; slots name those that the step fills."""
         assert self.rows is not None
         table = self._attn.block_tables[cache.group].clone()
         slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
@@ -155,10 +144,7 @@ class SharedAttend(PagedAttend):
         )
 
     def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
-        """Copies of the keys that each chosen row sees.
-
-        Some are in pages, some are the step's new rows; called before these are written.
-        """
+        """Copies of the keys that each chosen row sees, from pages and from the step's new rows."""
         assert self.rows is not None
         attn, cache = self._attn, self._pool.layers[layer]
         window = self._config.attention(layer).sliding_window

@@ -1,35 +1,67 @@
-"""Attention of one whole sequence in plain torch, without any cache.
+"""Attention of one whole sequence in plain torch, without any cache: the oracle of paged runs.
 
-What a paged run must agree with.
+Scores and softmax are fp32; nothing of `quire.kernels` is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.model import ModelConfig
+from .basic import rms_norm
+
+if TYPE_CHECKING:
+    from ..deepseek_v4.attention import Attention, AttentionInputs, GatedPooling
+    from ..deepseek_v4.config import DeepseekV4Config
 
 Stored = Callable[[Tensor], Tensor]
-"""What reading a cache gives of rows that were written to it.
+"""Rows as a cache gives them back: a tensor of the same shape and dtype."""
 
-A tensor of the same shape and dtype.
-"""
+QUERY_BLOCK = 128  # rows of the score matrix that are held at a time
 
-QUERY_BLOCK = 256  # rows of the score matrix that are held at a time
+
+def attend_to(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softmax_scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Softmax attention over the visible keys.
+
+    Args:
+        q: [num_rows, num_heads, head_dim].
+        k, v: [num_keys, num_kv_heads, head_dim].
+        visible: [num_rows, num_keys] bool.
+        sinks: [num_heads] logits that join the denominator only.
+
+    Returns:
+        [num_rows, num_heads, head_dim] in the dtype of q.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (rows.float().repeat_interleave(group, dim=1) for rows in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * softmax_scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+def _blocks(num_rows: int) -> Iterator[slice]:
+    for start in range(0, num_rows, QUERY_BLOCK):
+        yield slice(start, start + QUERY_BLOCK)
 
 
 class UnpagedAttend:
-    """Causal and sliding-window attention of one whole sequence in plain torch.
-
-    Scores and softmax are fp32.
+    """Causal and sliding-window attention of one whole sequence.
 
     Args:
         rows: as in `Attend`.
-        stored: what attention sees of keys and of values [num_tokens, num_kv_heads, head_dim], as a
-            cache of another dtype would round them; None = as they are.
+        stored: keys and values [num_tokens, num_kv_heads, head_dim] as a cache of another dtype
+            would round them; None = as they are.
     """
 
     impl: str | None = "torch"
@@ -55,8 +87,8 @@ class UnpagedAttend:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See `Attend`."""
-        shape, position = self._config.attention(layer), None
+        """As `Attend.__call__`."""
+        window, position = self._config.attention(layer).sliding_window, None
         if k is None or v is None:
             k, v = self._kept[self._config.kv_donor(layer)]
             position = self.rows
@@ -67,24 +99,118 @@ class UnpagedAttend:
                 self._kept[layer] = k, v
         every = torch.arange(len(k), device=q.device)
         position = every if position is None else position
-        group = q.shape[1] // k.shape[1]
-        keys = k.float().repeat_interleave(group, dim=1)  # [num_tokens, num_heads, head_dim]
-        values = v.float().repeat_interleave(group, dim=1)
         out = torch.empty_like(q)
-        for start in range(0, len(q), QUERY_BLOCK):
-            rows = slice(start, start + QUERY_BLOCK)
-            distance = position[rows, None] - every[None, :]  # [rows, num_tokens]
+        for rows in _blocks(len(q)):
+            distance = position[rows, None] - every
             visible = distance >= 0
-            if shape.sliding_window is not None:
-                visible &= distance < shape.sliding_window
-            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys)
-            scores = (scores * self._config.softmax_scale).masked_fill(~visible, float("-inf"))
-            if sinks is not None:
-                column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
-                scores = torch.cat((scores, column), dim=-1)
-            probabilities = scores.softmax(dim=-1)[..., : len(k)]
-            out[rows] = torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype)
+            if window is not None:
+                visible &= distance < window
+            out[rows] = attend_to(q[rows], k, v, visible, self._config.softmax_scale, sinks)
         return out
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+
+class V4UnpagedAttend:
+    """Attention of one whole sequence of DeepSeek-V4.
+
+    Args:
+        stored: latents and entries [num_rows, head_dim] and index keys [num_entries,
+            index_head_dim] as a cache of another dtype would round them; None = as they are.
+    """
+
+    impl: str | None = "torch"
+
+    def __init__(self, config: DeepseekV4Config, stored: Stored | None = None) -> None:
+        self._config = config
+        self._stored = stored or (lambda rows: rows)
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """As `quire.models.deepseek_v4.attention.Attend.__call__`."""
+        window, positions, cos_sin = self._config.sliding_window, inputs.positions, inputs.cos_sin
+        kv = rms_norm(inputs.kv, attention.kv_norm.weight, attention.eps)
+        raw = self._stored(apply_rope(kv, cos_sin[positions]))
+        compressor, entries, index_keys = attention.compressor, raw[:0], None
+        if compressor is not None:
+            entries = compress_windows(compressor, *inputs.pooled, cos_sin).to(raw.dtype)
+            entries = self._stored(entries)
+        if inputs.index_pooled is not None:
+            index_keys = compress_windows(compressor.indexer, *inputs.index_pooled, cos_sin)
+            index_keys = self._stored(index_keys.to(raw.dtype))
+        out = torch.empty_like(inputs.q)
+        for rows in _blocks(len(out)):
+            near = slice(max(0, rows.start - window + 1), rows.stop)
+            distance = positions[rows, None] - positions[near]
+            visible = (distance >= 0) & (distance < window)
+            if compressor is not None:
+                num_visible = (positions[rows, None] + 1) // compressor.ratio
+                seen = torch.arange(len(entries), device=raw.device) < num_visible
+                if index_keys is not None:
+                    scores = torch.einsum(
+                        "qh,qhk->qk",
+                        inputs.index_weights[rows],
+                        (inputs.index_q[rows].float() @ index_keys.float().T).relu(),
+                    )
+                    seen &= _best(scores.masked_fill(~seen, -torch.inf), self._config.index_topk)
+                visible = torch.cat([visible, seen], dim=1)
+            keys = torch.cat([raw[near], entries])[:, None]
+            scale = attention.head_dim**-0.5
+            out[rows] = attend_to(inputs.q[rows], keys, keys, visible, scale, attention.sinks)
+        return apply_rope(out, cos_sin[positions], inverse=True)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` best scores of each row; of equal ones the first."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, True)
+
+
+def compress_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
+    """Compressed entries of all whole windows of a sequence.
+
+    Args:
+        kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on.
+        cos_sin: [max_positions, rope_dim].
+
+    Returns:
+        [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window
+        starts.
+    """
+    ratio, num_tokens = pooling.ratio, len(kv) // pooling.ratio * pooling.ratio
+    kv = kv[:num_tokens].unflatten(0, (-1, ratio))
+    gate = gate[:num_tokens].unflatten(0, (-1, ratio)) + pooling.position_bias
+    if pooling.overlap:
+        kv, gate = _with_window_before(kv, 0.0), _with_window_before(gate, -torch.inf)
+    entries = (gate.softmax(dim=1) * kv).sum(dim=1)
+    entries = rms_norm(entries, pooling.kv_norm.weight, pooling.kv_norm.eps)
+    return apply_rope(entries, cos_sin[:num_tokens:ratio])
+
+
+def _with_window_before(rows: Tensor, absent: float) -> Tensor:
+    """Series a of the window before (``absent`` before window 0), then series b of each window.
+
+    [num_windows, 2 * ratio, width] of [num_windows, ratio, 2 * width].
+    """
+    a, b = rows.chunk(2, dim=-1)
+    return torch.cat([F.pad(a, (0, 0, 0, 0, 1, 0), value=absent)[:-1], b], dim=1)
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the trailing channels of every row, in adjacent pairs, by its angles.
+
+    Args:
+        x: [num_tokens, ..., head_dim].
+        cos_sin: [num_tokens, rope_dim] fp32, cosines, then sines.
+        inverse: rotate by the negative angles.
+
+    Returns:
+        The shape and dtype of x; the arithmetic is fp32.
+    """
+    num_tokens, rope_dim = cos_sin.shape
+    cos, sin = cos_sin.view(num_tokens, *[1] * (x.ndim - 2), rope_dim).chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+    even, odd = x[..., -rope_dim::2].float(), x[..., 1 - rope_dim :: 2].float()
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), dim=-1)

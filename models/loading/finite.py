@@ -54,7 +54,7 @@ def expect_finite_packed(
 
     Args:
         kind: "fp8" or "fp4", no value of which is NaN.
-        values, scale: as `quire.models.layers.packed_experts` has them.
+        values, scale: as `quire.models.layers.moe` has them.
         of: where both come from.
     """
     if kind == "fp8":

@@ -39,7 +39,7 @@ from ..families.gemma import Gemma
 from ..families.gpt_oss import Experts, GptOss
 from ..families.llama import Llama
 from ..layers.basic import Linear
-from ..layers.packed_experts import FP8_BLOCK
+from ..layers.moe import FP8_BLOCK
 from ..parallel.group import Group
 from ..parallel.shard import shard_config
 from .checkpoint import Stored, read_headers

@@ -9,7 +9,6 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from dataclasses import replace
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -185,21 +184,6 @@ def run(out, *parts, seconds=60.0, peers=None):
         runner.run(part)
     runner.wait()
     return [json.loads((out / f"{part.name}.json").read_text()) for part in parts]
-
-
-def test_the_main_job_through_flashinfer_is_skipped_with_the_reason(tmp_path):
-    [part] = [part for part in plan(True) if part.needs_flashinfer]
-    part = replace(part, arguments=("-c", "print('runs')"), waits=())
-    [absent] = run(tmp_path, part)
-    assert absent["status"] == "skipped" and "no folder of peers has it" in absent["tail"]
-    peers = tmp_path / "peers"
-    (peers / "flashinfer").mkdir(parents=True)
-    (peers / "flashinfer" / "__init__.py").touch()
-    [uncompiled] = run(tmp_path, part, peers=peers)
-    assert uncompiled["status"] == "skipped" and "were not compiled ahead" in uncompiled["tail"]
-    (peers / "flashinfer_built.json").write_text("[]")
-    [there] = run(tmp_path, part, peers=peers)
-    assert there["status"] == "ok" and there["tail"] == "runs\n"
 
 
 def code(name, text, limit=20.0, **more):

@@ -28,7 +28,6 @@ from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.report import PARTS
 from quire.models.layers import attention
-from tests.support import flashinfer_stand_in
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,48 +154,6 @@ def test_json_and_text(tmp_path, capsys):
     assert result["check"]["exact_tokens"] == result["check"]["tokens"]
     for text in ("caching on against off", "prefix hit rate", "limited by (requests)", "device idle between steps", "tokens are its argmax"):  # fmt: skip
         assert text in out
-
-
-@pytest.mark.nightly
-def test_flashinfer_beside_ours(tmp_path, capsys, monkeypatch):
-    """Its stand-in: both are printed, and what it generates is checked as well."""
-    flashinfer_stand_in.install(monkeypatch, head_dims=(16, 32))
-    file = tmp_path / "result.json"
-    options = ["--no-baseline", "--compare", "flashinfer", "--json", str(file)]
-    assert prefill_decode.main([*ONE, *options]) == 0
-    out = capsys.readouterr().out
-    assert "caching on, torch  caching on, flashinfer" in out
-    assert "flashinfer against torch: " in out
-    result = json.loads(file.read_text())
-    assert {key.split(".")[-1] for key in keys(result)} - documented_keys() == set()
-    other = result["other_impl"]
-    assert other["impl"] == "flashinfer" and result["engine"]["impl"] == "torch"
-    for name in ("hit", "pages"):
-        assert other["run"][name] == result["cached"][name]
-    assert other["comparison"]["identical_tokens"] == result["workload"]["output_tokens"]
-    run = flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper.run
-
-    def wrong(self, q, *arguments, out, **options):
-        run(self, q, *arguments, out=out, **options).neg_()
-
-    monkeypatch.setattr(flashinfer_stand_in.BatchPrefillWithPagedKVCacheWrapper, "run", wrong)
-    assert prefill_decode.main([*ONE, *options]) == 1
-    assert "refusing to report: " in capsys.readouterr().err
-
-
-def test_flashinfer_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prefill_decode, "measure", None)
-    flashinfer = [*ONE, "--compare", "flashinfer"]
-    assert prefill_decode.main(flashinfer) == 2
-    assert "layer 0 (sliding_attention) has a head_dim of 16" in capsys.readouterr().err
-    flashinfer_stand_in.install(monkeypatch, head_dims=(16, 32))
-    monkeypatch.setitem(sys.modules, "flashinfer", None)  # as if not installed
-    assert prefill_decode.main(flashinfer) == 2
-    assert "flashinfer-python is installed (the extra quire[gpu])" in capsys.readouterr().err
-    flashinfer_stand_in.install(monkeypatch, head_dims=(16, 32))
-    (tmp_path / "flashinfer_built.json").write_text("[[32, false]]")
-    assert prefill_decode.main([*flashinfer, "--peers", str(tmp_path)]) == 2
-    assert "[[16, True]] are needed" in capsys.readouterr().err
 
 
 def test_steps_launched_ahead_are_told_of_once(built, run):

@@ -7,7 +7,7 @@ from quire.bench.common.bounds import UNIT, bounding, rounded
 from quire.kernels.experts import reference
 from quire.kernels.gating.reference import gated_product
 from quire.models.layers.basic import linear_fp32
-from quire.models.layers.packed_experts import PackedExperts
+from quire.models.layers.moe import PackedExperts
 from tests.gpu.conftest import DRY_RUN
 from tests.support.helpers import DEVICE, assert_within_budget
 
@@ -33,7 +33,7 @@ def test_products_of_two_bytes_have_results_of_four(dtype):
 
 def packed(kind, experts, hidden, width, device):
     """The same random experts on any device; scales of some powers of two."""
-    made = PackedExperts(kind, experts, hidden, width, {"activation": "silu"}, torch.device(device))
+    made = PackedExperts(kind, experts, hidden, width, torch.device(device))
     generator = torch.Generator().manual_seed(2)
     for matrices in (made.gate_up_proj, made.down_proj):
         values = torch.randint(0, 256, matrices.weight.shape, generator=generator).to(torch.uint8)

@@ -5,7 +5,7 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM

@@ -16,7 +16,7 @@ from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Workload, replay
 from quire.bench.replay.tiers import TierMemory, serving_pages
 from quire.kvcore import LRU, Adaptive, GroupSpec
-from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
 
 PAGE = 100  # bytes

@@ -7,8 +7,8 @@ import torch
 
 from quire.kernels import sample_tokens
 from quire.kvcore.device import HostCopy
-from quire.models.deepseek_v4 import mtp_drafter
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter, greedy
+from quire.models.deepseek_v4 import mtp
+from quire.models.deepseek_v4.mtp import MTPDrafter, greedy
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
@@ -137,7 +137,7 @@ def test_a_step_with_drafts_waits_once(model, method, sampling, monkeypatch):
 def test_drafts_that_are_no_numbers_are_replaced_from_the_target(model, impl, monkeypatch):
     """None of them stays, and every request ends as ever."""
     monkeypatch.setattr(
-        mtp_drafter,
+        mtp,
         "sample_tokens",
         lambda *args, **given: sample_tokens(*args, **given | {"impl": impl}),
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import overlap
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
+from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -18,7 +18,6 @@ from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
@@ -32,17 +31,6 @@ class V4Recorder(Recorder):
         idle = [s for s in range(self.engine.kv.max_requests + 1) if s not in used]
         for ring in self.engine.pool.rings:
             ring[idle] = float("nan")
-
-    def check(self, request_id):
-        """All logits of a finished request against a run of its whole sequence without a cache."""
-        output = self.outputs[request_id]
-        tokens = output.prompt_token_ids + output.token_ids
-        sequence = torch.tensor(tokens, device=self.engine.model.device)
-        expected = self.engine.model.full_forward(sequence[:-1])[len(output.prompt_token_ids) - 1 :]
-        got = torch.stack(self.logits[request_id])[: len(expected)]
-        assert got.shape == expected.shape
-        assert (got - expected).abs().max().item() < tolerance(self.engine.model)
-        return output
 
 
 class Knowing(MTPDrafter):
@@ -69,18 +57,67 @@ def model():
     return random_model(config, device=DEVICE)
 
 
-def test_logits_are_those_of_transformers(v4_oracles):
+@pytest.mark.parametrize("chunk", [5, 37, 203])
+def test_logits_are_those_of_transformers(chunk, v4_oracles):
     """Prompts in chunks, cold and from a hit, and forced tokens one by one."""
     oracle = v4_oracles["ours"]
-    run = V4Recorder(load_model(oracle.path), max_num_batched_tokens=37)
-    tokens, limit = oracle.input_ids.tolist(), tolerance(run.engine.model)
-    for length in (1, 38, 107, 170, 197):
-        request_id = run.add(tokens[:length], max_tokens=6)
-        run.forced[request_id] = tokens
-        run.run()  # one after another: the later ones start from cached prefixes
-        got = torch.stack(run.logits[request_id])
-        assert (got - oracle.logits[length - 1 : length + 5]).abs().max() < limit
-        assert run.outputs[request_id].num_cached_tokens == {107: 32, 170: 112, 197: 160}.get(length, 0)  # fmt: skip
+    run = V4Recorder(load_model(oracle.path), max_num_batched_tokens=chunk)
+    for length, hit in ((1, 0), (38, 0), (107, 32), (170, 112), (197, 160)):
+        check_forced(run, oracle, length, 6, hit)  # one after another: later ones hit
+
+
+def check_forced(run, oracle, length, max_tokens, hit):
+    """Known tokens one by one after a prompt of ``length``: all logits are transformers'."""
+    tokens = oracle.input_ids.tolist()
+    request_id = run.add(tokens[:length], max_tokens=max_tokens)
+    run.forced[request_id] = tokens
+    run.run()
+    got = torch.stack(run.logits[request_id])
+    expected = oracle.logits[length - 1 : length + max_tokens - 1]
+    assert (got - expected).abs().max() < tolerance(run.engine.model)
+    assert run.outputs[request_id].num_cached_tokens == hit
+
+
+def test_released_ratios(v4_oracles):
+    """Entries of 4 and 128 tokens, a window of 128: pages of 256 and 64 tokens, as released."""
+    oracle = v4_oracles["long"]
+    run = V4Recorder(load_model(oracle.path), max_num_batched_tokens=77)
+    groups = run.engine.memory.groups
+    assert [(g.block_size, g.sliding_window) for g in groups[:2]] == [(256, None), (64, 128)]
+    check_forced(run, oracle, 252, 7, 0)  # decodes over the end of a window of each kind
+    check_forced(run, oracle, 510, 4, 256)
+    check_forced(run, oracle, 600, 10, 512)
+
+
+@pytest.mark.parametrize("boundary", [16, 32, 48, 80, 128, 192])
+def test_hits_at_every_boundary(boundary, v4_oracles):
+    """Also at boundaries that are no multiple of the rings' lengths."""
+    run = V4Recorder(load_model(v4_oracles["ours"].path), retention="dense")
+    check_forced(run, v4_oracles["ours"], boundary + 1, 1, 0)
+    check_forced(run, v4_oracles["ours"], 200, 3, boundary)
+
+
+@pytest.mark.parametrize("kinds", [(SLIDING, SLIDING), (SLIDING, HCA), (SLIDING, CSA)])
+def test_models_without_some_kind_of_layer(kinds):
+    """No entries, no indexer, or no HCA: such a model has no groups for them."""
+    config = replace(few("deepseek-v4-tiny"), layer_types=kinds, mlp_layer_types=(MOE, MOE))
+    run = V4Recorder(random_model(config, device=DEVICE), max_num_batched_tokens=41)
+    names = {group.name for group in run.engine.memory.groups}
+    assert ("compressed" in names) == (set(kinds) != {SLIDING})
+    assert ("overlap" in names) == (CSA in kinds)
+    for hit in (0, 88 if set(kinds) == {SLIDING} else 80):
+        request_id = run.add(prompt(90), 4)
+        run.run()
+        assert run.check(request_id).num_cached_tokens == hit
+
+
+def test_kernels_in_the_interpreter():
+    """The same calls through the Triton kernels: windows of both kinds close, then a decode step."""
+    config = replace(few("deepseek-v4-tiny"), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE), index_topk=1)  # fmt: skip
+    run = V4Recorder(random_model(config, device=DEVICE), impl="triton")
+    request_id = run.add(prompt(9), 2)
+    run.run()
+    run.check(request_id)
 
 
 WORK = [
@@ -142,23 +179,6 @@ def test_decode_through_fixed_buffers(model, plain):
     assert [outputs[i] for i in ids] == [plain[i] for i in ids]
 
 
-@pytest.mark.nightly
-def test_drafts_of_the_model_beside_graphs(model, plain):
-    """The model runs as a graph, which gives the hidden states that its drafter reads; fillers leave no trace in rings and pages."""
-    drafter, captures = Knowing(model, 3), Captures()
-    drafter.outputs = plain
-    config = EngineConfig(
-        num_pages=500, max_num_seqs=3, max_num_batched_tokens=64, decode_graphs=True
-    )
-    engine = captured_engine(model, config, captures, drafter=drafter)
-    ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
-    outputs = {}
-    while engine.has_work:
-        outputs |= {o.request_id: o.token_ids for o in engine.step().finished}
-    assert [outputs[i] for i in ids] == [plain[i] for i in ids]
-    assert captures.num_replays > 8 and 10 < engine.totals.num_accepted < engine.totals.num_drafts
-
-
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_hits_of_every_kind(model, num_drafts):
     """A resend, a longer sibling, the next turn, a junction, another tenant; the drafter changes none of them."""
@@ -206,16 +226,6 @@ def test_aborts(model):
     assert run.engine.kv.stats()["pages_in_use"] == 0
 
 
-@pytest.mark.parametrize("name", ["ours", "hybrid", "pure"])
-def test_directories_of_every_form(name, v4_oracles):
-    """A checkpoint through `LLM`: its next token is transformers'."""
-    oracle = v4_oracles[name]
-    llm = LLM(oracle.path, device="cpu", dtype=torch.float32, engine=EngineConfig(num_pages=200))
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    [output] = llm.generate([oracle.input_ids.tolist()], params, progress=False)
-    assert output.token_ids[0] == int(oracle.logits[-1].argmax())
-
-
 def test_named_configuration_and_its_memory(model):
     llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(cache_bytes=2**20, max_num_seqs=5))  # fmt: skip
     [output] = llm.generate(["Once"], SamplingParams(max_tokens=4), progress=False)
@@ -229,51 +239,6 @@ def test_named_configuration_and_its_memory(model):
     assert len({group.lookahead for group in memory.groups}) == 1
     with_drafter = Engine(model, EngineConfig(num_pages=50), drafter=MTPDrafter(model)).memory
     assert max(group.lookahead for group in with_drafter.groups) == 1
-
-
-def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
-    """What pages of the group "overlap" hold is needed."""
-
-    original = overlap.copy_overlap
-
-    def load_zeros(kv, gate, ape, state, pages, **where):
-        original(kv, gate, ape, state, pages, **where)
-        state[where["state_index"]] = 0.0
-
-    monkeypatch.setattr(overlap, "copy_overlap", load_zeros)
-    run = V4Recorder(model)
-    for expected_hit in (0, 32):
-        request_id = run.add(prompt(40), 1)
-        run.run()
-        assert run.outputs[request_id].num_cached_tokens == expected_hit
-    run.check("0")
-    with pytest.raises(AssertionError):
-        run.check("1")
-
-
-def test_rows_of_the_drafter_matter(model, monkeypatch):
-    """Drafts from pages that were written with the wrong next token are others."""
-    seen = []
-
-    class Watched(MTPDrafter):
-        shift = 0
-
-        def observe(self, batch, hidden, next_ids, last_rows, slots):
-            super().observe(batch, hidden, (next_ids + self.shift) % 259, last_rows, slots)
-
-        def propose(self, requests):
-            drafts = super().propose(requests)
-            seen[-1].extend(drafts.flatten().tolist())
-            return drafts
-
-    for shift in (0, 0, 1):
-        seen.append([])
-        drafter = Watched(model, 2)
-        drafter.shift = shift
-        run = V4Recorder(model, drafter=drafter)
-        run.add(prompt(30), 6)
-        run.run()
-    assert seen[0] == seen[1] != seen[2]
 
 
 def test_what_is_refused(model):

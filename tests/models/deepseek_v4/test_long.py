@@ -9,12 +9,14 @@ from quire.bench.common.bounds import UNIT, bounding
 from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.device import AttnMetadata
-from quire.models.deepseek_v4.cache import V4PagePool
-from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
+from quire.models.deepseek_v4.attention import (
+    Attention,
+    PagedAttend,
+    rope_frequencies,
+    rope_table,
+)
+from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.layer import Attention
-from quire.models.deepseek_v4.paged_attention import PagedAttend
-from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
 from tests.support.helpers import assert_within_budget
 
 LENGTH = 1_048_576
@@ -126,8 +128,8 @@ def test_last_tokens_of_a_full_context(tables, layer):
             ratio = CONFIG.compress_ratio(layer)
             visible = entries[: (position + 1) // ratio]
             if len(index_keys):
-                dots = (index_keys[: len(visible)] @ rows.indexer.q[i].double().T).relu()
-                scores = dots @ rows.indexer.weights[i].double()
+                dots = (index_keys[: len(visible)] @ rows.index_q[i].double().T).relu()
+                scores = dots @ rows.index_weights[i].double()
                 visible = visible[scores.topk(CONFIG.index_topk).indices]
             keys = torch.cat([keys, visible])
         with bounding():
@@ -147,7 +149,7 @@ def test_last_tokens_of_a_full_context(tables, layer):
         kept = before[torch.arange(first, context) % len(before)].double()
         # The ring has a gate with its position's bias.
         bias = pooling.position_bias.double()[torch.arange(first, context) % ratio]
-        kv, gate = (row.double() for row in rows.compressor)
+        kv, gate = (row.double() for row in rows.pooled)
         with bounding():
             want = reference_compress.compress(
                 torch.cat([kept[:, 0], kv]),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT
+from quire.models.deepseek_v4.attention import rope_frequencies
 from quire.models.deepseek_v4.config import CONFIGS
-from quire.models.deepseek_v4.rope import rope_frequencies
 from quire.models.loading.weights import load_model
 from tests.support.models.tolerance import tolerance
 

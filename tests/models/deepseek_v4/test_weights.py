@@ -14,9 +14,9 @@ from quire.kernels.common.dequantize import (
     scale_values,
 )
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.moe import Experts
+from quire.models.deepseek_v4.model import Experts
 from quire.models.layers.basic import Linear
-from quire.models.layers.packed_experts import PackedExperts
+from quire.models.layers.moe import PackedExperts
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 

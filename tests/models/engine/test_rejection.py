@@ -16,7 +16,7 @@ import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.distributions import DRAFT, draw, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams

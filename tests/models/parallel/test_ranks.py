@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from quire.kvcore import KVCache, step_arrays
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.graphs import Shape, capture_each
@@ -29,7 +29,6 @@ from quire.models.loading.random_weights import random_model
 from quire.models.parallel import launch
 from quire.models.parallel.heartbeat import RankError
 from quire.models.parallel.steps import RUN, Message, pack, unpack
-from tests.support import flashinfer_stand_in
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks, run_on_ranks
 from tests.support.models.tolerance import tolerance
@@ -174,18 +173,6 @@ def test_rows_that_are_computed_once_more():
     wanted, _ = work(Engine(one, EngineConfig(**settings)))
     assert replays == 1
     assert_same_tokens(one, outputs, wanted, tolerance(one))
-
-
-def test_flashinfer(monkeypatch):
-    """Each rank plans its own wrappers, of its own heads."""
-    flashinfer_stand_in.install(monkeypatch)
-    config = few("gemma3-tiny")
-    full, sliding = (replace(kind, head_dim=64) for kind in (config.full, config.sliding))
-    config = replace(config, full=full, sliding=sliding)
-    one = random_model(config, seed=5)
-    alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=600))
-    outputs = run_on_ranks(2, config, run, impl="flashinfer", max_num_seqs=4, num_pages=600)
-    assert_same_tokens(one, outputs, run(alone), tolerance(one))
 
 
 def test_more_ranks_than_kv_heads():

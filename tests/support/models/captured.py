@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.attention import api
 from quire.kernels.common import launching
-from quire.models.deepseek_v4 import mtp_drafter, overlap, paged_attention, rope
+from quire.models.deepseek_v4 import attention as v4_attention
+from quire.models.deepseek_v4 import mtp
 from quire.models.engine import distributions, graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
@@ -31,12 +32,16 @@ from quire.models.layers import attention, moe
 KERNELS = {
     api: ("paged_attention", "sliding_window_attention"),
     attention: ("write_kv",),
-    paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
-    overlap: ("copy_overlap",),
-    rope: ("write_latent",),
+    v4_attention: (
+        "write_latent",
+        "copy_overlap",
+        "compress",
+        "index_topk",
+        "compressed_attention",
+    ),
     sampler: ("sample_tokens",),
     distributions: ("sample_tokens",),
-    mtp_drafter: ("sample_tokens",),
+    mtp: ("sample_tokens",),
     moe: ("expert_mlp",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")

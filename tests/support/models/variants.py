@@ -70,13 +70,12 @@ def pretend():
 
 def pack_experts(model, kind):
     """Experts of a DeepSeek-V4 model as they are released, "fp8" or "fp4", of zeros: no value is looked at."""
-    from quire.models.deepseek_v4.moe import clamped_swiglu_options
-    from quire.models.layers.packed_experts import PackedExperts
+    from quire.models.layers.moe import PackedExperts
 
     config = model.config
     sizes = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
     for layer in model.layers:
-        packed = PackedExperts(kind, *sizes, clamped_swiglu_options(config), torch.device("cpu"))
+        packed = PackedExperts(kind, *sizes, torch.device("cpu"), limit=config.swiglu_limit)
         for weight in packed.parameters():
             weight.data = torch.zeros(weight.shape, dtype=weight.dtype)
         layer.mlp.experts = packed

@@ -1,0 +1,446 @@
+"""Attention of DeepSeek-V4: the weights of a layer, and the operator over pages.
+
+There is one KV head; its rows are keys and values at once. In one softmax, a query sees a sliding
+window of raw rows, one a token, and compressed entries::
+
+    kind of layer   tokens of an entry   entries that a query sees
+    SLIDING         -                    none
+    CSA             4                    index_topk of them, by the indexer's scores
+    HCA             128                  all
+
+Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels import (
+    compress,
+    compressed_attention,
+    copy_overlap,
+    index_topk,
+    residual_norm,
+    write_latent,
+)
+from quire.kvcore.device import AttnMetadata
+
+from ..config.model import RopeConfig
+from ..layers.basic import Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.rotary import inverse_frequencies
+from ..parallel.group import Group
+from .cache import COMPRESSED, OVERLAP, CompressorCache, V4PagePool
+from .config import CSA, SLIDING, DeepseekV4Config
+
+
+def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
+    """Radians per position of each pair of adjacent rotated channels (2i, 2i + 1).
+
+    Args:
+        compressed: for CSA and HCA layers: YaRN interpolates their frequencies, without scaling
+            cosine and sine.
+
+    Returns:
+        [rope_dim // 2] fp32, CPU.
+    """
+    rope, yarn = RopeConfig("default", config.rope_theta), config.yarn
+    if compressed:
+        rope = RopeConfig("default", config.compress_rope_theta)
+    if compressed and yarn is not None:
+        rope = RopeConfig(
+            "yarn",
+            config.compress_rope_theta,
+            factor=yarn.factor,
+            original_max_positions=yarn.original_max_position_embeddings,
+            low=yarn.beta_slow,
+            high=yarn.beta_fast,
+        )
+    return inverse_frequencies(rope, config.rope_dim)
+
+
+def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
+    """Cosines, then sines, of every position's angles: [num_positions, rope_dim] fp32."""
+    if frequencies.is_meta:  # the first sum there makes torch load its decompositions, seconds
+        return frequencies.new_empty(num_positions, 2 * len(frequencies))
+    angles = torch.arange(num_positions, device=frequencies.device)[:, None].float() * frequencies
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class GatedPooling(nn.Module):
+    """Weights that pool a window of ``ratio`` tokens into one entry.
+
+    In each of ``width`` channels an entry is the sum of kv over the tokens, weighted by the softmax
+    of gate + position_bias; then kv_norm, and RoPE of the window's first token.
+
+    Args:
+        overlap: an entry pools the window before its own too. A token then has kv and gate twice:
+            series a for the entry of the next window, and after it series b for that of its own.
+            Entry 0 pools series b alone.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, width: int, ratio: int, overlap: bool,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ratio, self.overlap = ratio, overlap
+        channels = width * (1 + overlap)
+        self.kv_proj = Linear(config.hidden_size, channels, device, dtype)
+        self.gate_proj = Linear(config.hidden_size, channels, device, dtype)
+        self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, device, torch.float32)
+
+
+class Indexer(GatedPooling):
+    """Weights of the score by which a CSA query selects entries: sum_h weight_h relu(q_h . k).
+
+    Keys are pooled from the same tokens as entries, by weights of their own.
+    """
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config, config.index_head_dim, config.csa_ratio, True, device, dtype)
+        num_heads, self.head_dim = config.index_num_heads, config.index_head_dim
+        self.score_scale = (num_heads * self.head_dim) ** -0.5
+        self.q_b_proj = Linear(config.q_lora_rank, num_heads * self.head_dim, device, dtype)
+        weights_proj = Linear(config.hidden_size, num_heads, device, dtype)
+        self.scorer = nn.ModuleDict({"weights_proj": weights_proj})
+
+
+class Compressor(GatedPooling):
+    """Weights that make the entries of a CSA or HCA layer; a CSA layer's indexer is in it."""
+
+    def __init__(
+        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        csa = kind == CSA
+        ratio = config.csa_ratio if csa else config.hca_ratio
+        super().__init__(config, config.head_dim, ratio, csa, device, dtype)
+        self.indexer = Indexer(config, device, dtype) if csa else None
+        layers = [self.kv_proj, self.gate_proj]
+        if self.indexer is not None:
+            index = self.indexer
+            layers += [index.kv_proj, index.gate_proj, index.scorer["weights_proj"]]
+        self.stacked = Stacked(*layers)
+
+
+@dataclass
+class AttentionInputs:
+    """Projections of a step's tokens, before anything is cached.
+
+    Attributes:
+        positions: [num_tokens] int64.
+        cos_sin: [max_positions, rope_dim] fp32, the layer's `rope_table`.
+        q: [num_tokens, num_heads, head_dim], normed and rotated.
+        kv: [num_tokens, head_dim], raw rows, neither normed nor rotated.
+        pooled: (kv, gate) of the compressor, each [num_tokens, channels] fp32; None in sliding
+            layers.
+        index_q: [num_tokens, index_num_heads, index_head_dim], rotated; this and the next two are
+            None but in CSA layers.
+        index_weights: [num_tokens, index_num_heads] fp32, with every factor of the score.
+        index_pooled: (kv, gate) of the indexer.
+    """
+
+    positions: Tensor
+    cos_sin: Tensor
+    q: Tensor
+    kv: Tensor
+    pooled: tuple[Tensor, Tensor] | None = None
+    index_q: Tensor | None = None
+    index_weights: Tensor | None = None
+    index_pooled: tuple[Tensor, Tensor] | None = None
+
+
+class Attend(Protocol):
+    """The attention operator of a step: `PagedAttend`, or one for a sequence without a cache.
+
+    Attributes:
+        impl: "triton" or "torch" for all kernels of the step; None = by device.
+    """
+
+    impl: str | None
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """Attention of one layer.
+
+        Returns:
+            [num_tokens, num_heads, head_dim]; trailing channels under the inverse RoPE of the
+            query's position, since rows are values too and carry their own rotation.
+        """
+        ...
+
+
+class Attention(nn.Module):
+    """Projections around the attention operator of one layer, queries and output in low rank."""
+
+    def __init__(
+        self, config: DeepseekV4Config, layer: int, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.layer = layer
+        self.kind = config.all_layer_types[layer]
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.num_groups = config.o_groups
+        heads, groups, rank = config.num_heads, config.o_groups, config.o_lora_rank
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, device, dtype)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, device, torch.float32)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * config.head_dim, device, dtype)
+        self.kv_proj = Linear(config.hidden_size, config.head_dim, device, dtype)
+        self.kv_norm = RMSNorm(config.head_dim, self.eps, device, torch.float32)
+        self.sinks = empty_parameter(heads, device=device, dtype=torch.float32)
+        # One matrix for each group of heads: [groups * rank, heads of a group * head_dim].
+        self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
+        self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype, group=group)
+        self.q_a_kv = Stacked(self.q_a_proj, self.kv_proj)
+        # A query head is normed without a weight; None would mean no norm.
+        self._ones = torch.ones(config.head_dim, device=device)
+        self.compressor = None
+        if self.kind != SLIDING:
+            self.compressor = Compressor(config, self.kind, device, dtype)
+
+    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        """Attention of every row of x [num_tokens, hidden_size], in the same shape.
+
+        Args:
+            positions: [num_tokens] int64.
+            cos_sin: [max_positions, rope_dim] fp32.
+        """
+        impl = attend.impl
+        q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
+        q_latent = residual_norm(q_latent, self.q_a_norm.weight, eps=self.eps, impl=impl)
+        q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
+        _rotate_heads(q, positions, cos_sin, self._ones, self.eps, impl)
+        inputs = AttentionInputs(positions, cos_sin, q, kv)
+        compressor, indexer = self.compressor, None
+        if compressor is not None:
+            pooled_kv, pooled_gate, *index = compressor.stacked.fp32(x)
+            inputs.pooled, indexer = (pooled_kv, pooled_gate), compressor.indexer
+        if indexer is not None:
+            index_kv, index_gate, weights = index
+            inputs.index_q = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
+            _rotate_heads(inputs.index_q, positions, cos_sin, None, self.eps, impl)
+            inputs.index_weights = weights * indexer.score_scale
+            inputs.index_pooled = index_kv, index_gate
+        out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
+        weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))
+        narrow = x.new_empty(len(x), *weight.shape[:2])
+        # The product of each group is a column block of the rows that o_b_proj reads.
+        torch.bmm(out.transpose(0, 1), weight.transpose(1, 2), out=narrow.transpose(0, 1))
+        return self.o_b_proj(narrow.flatten(1))
+
+
+def _rotate_heads(
+    q: Tensor, positions: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float,
+    impl: str | None,
+) -> None:  # fmt: skip
+    """Norms (with a weight) and rotates heads [num_tokens, num_heads, head_dim] in place."""
+    rows = q.flatten(0, 1)
+    write_latent(
+        rows, None, None, positions=positions, cos_sin=cos_sin, norm_weight=norm_weight, eps=eps,
+        out=rows, impl=impl,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OverlapCopies:
+    """Copies of a step between rings and pages of the group "overlap", for all CSA layers.
+
+    Save: series a of each of a block's last ``ratio`` tokens goes to the block's page. Load: a
+    sequence that starts at a block's end copies that page to its ring, which after a prefix hit has
+    nothing of it. Shapes give the number of copies, so no step waits for the host; unwanted
+    ones have page 0 or ring -1. Attributes are those of `quire.kernels.copy_overlap`.
+    """
+
+    tokens: Tensor  # [num_copies], ratio of a block one after the other
+    to_pages: Tensor  # [num_copies]
+    from_pages: Tensor  # [num_seqs]
+    state_index: Tensor  # [num_seqs], rings
+    state_rows: Tensor  # [num_seqs, ratio], rows of a ring
+
+
+def overlap_copies(
+    attn: AttnMetadata, group: int, block_size: int, ratio: int, ring_size: int
+) -> OverlapCopies:
+    """The copies of a step; group and block_size are those of the pages."""
+    slots, table = attn.slot_mappings[group], attn.block_tables[group]
+    ends = attn.seq_lens.long()
+    starts = ends - attn.cu_seqlens_q.diff().long()
+
+    # The last tokens of every block that the longest chunk may touch.
+    num_blocks = (attn.max_seqlen_q + block_size - 2) // block_size + 1
+    block_starts = (starts // block_size * block_size)[:, None]
+    blocks = torch.arange(1, num_blocks + 1, device=slots.device)
+    back = torch.arange(-ratio, 0, device=slots.device)
+    positions = (block_starts + blocks * block_size)[:, :, None] + back  # [seqs, blocks, ratio]
+    first, end = starts[:, None, None], ends[:, None, None]
+    in_step = (positions >= first) & (positions < end)
+    tokens = positions - first + attn.cu_seqlens_q[:-1, None, None]
+    tokens = torch.where(in_step, tokens, 0).flatten()
+    kept = in_step.flatten() & (slots[tokens] >= 0)
+    to_pages = torch.where(kept, slots[tokens] // block_size, 0)
+
+    at_boundary = (starts > 0) & (starts % block_size == 0)
+    before = (starts // block_size - 1).clamp(min=0) % table.shape[1]
+    from_pages = table.gather(1, before[:, None])[:, 0]
+    from_pages = torch.where(at_boundary, from_pages, 0).long()
+    rings = torch.where(at_boundary, attn.request_slots, -1).long()
+    return OverlapCopies(tokens, to_pages, from_pages, rings, (starts[:, None] + back) % ring_size)
+
+
+def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:
+    """A copy of a dense group's table [num_seqs, width] with the blocks of this step."""
+    num_tokens = len(slots)
+    q_lens = attn.cu_seqlens_q.diff().long()
+    seq = torch.arange(len(q_lens), device=slots.device)
+    seq = torch.repeat_interleave(seq, q_lens, output_size=num_tokens)
+    token = torch.arange(num_tokens, device=slots.device)
+    positions = token - attn.cu_seqlens_q[seq] + (attn.seq_lens - q_lens)[seq]
+    block = positions.clamp(min=0) // block_size
+    pages = torch.where(slots >= 0, slots // block_size, table[seq, block])
+    return table.index_put((seq, block), pages.int())
+
+
+class PagedAttend:
+    """Attention of one ragged step through `quire.kernels`; an `Attend` for one forward pass.
+
+    A layer writes its raw rows, then the entries that the step closes, and attends last. Raw rows
+    of earlier steps come from pages, the step's own from `write_latent`: attention takes the window
+    table without the blocks of this step. A token sees the entry that it closes: attention takes
+    the table of entries with these blocks. No raw row lands on a row that the step reads: it goes
+    to a free row, a new page, or the page of a block that has left the window.
+
+    Args:
+        attn: tables of the context before the step, slots of its rows; request_slots number the
+            rings.
+        pool: pages and rings, read and written.
+        impl: "triton" or "torch" for the kernels; default: by device.
+    """
+
+    def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
+        self.attn, self.pool, self.impl = attn, pool, impl
+
+    # Layers with entries share these, and a chain of drafts needs none of them.
+
+    @cached_property
+    def _entries(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """Table of entries, and by ratio slots of entries: those of tokens, ratio to one."""
+        attn, plan, config = self.attn, self.pool.plan, self.pool.config
+        group = plan.index(COMPRESSED)
+        slots, block_size = attn.slot_mappings[group], plan.groups[group].block_size
+        table = with_new_blocks(attn, attn.block_tables[group], slots, block_size)
+        csa, hca = config.csa_ratio, config.hca_ratio
+        # Rounded down, -1 stays -1.
+        return table, {csa: slots // csa, hca: slots // hca}
+
+    @cached_property
+    def _copies(self) -> OverlapCopies:
+        pool, group = self.pool, self.pool.plan.index(OVERLAP)
+        block_size, ratio = pool.plan.groups[group].block_size, pool.config.csa_ratio
+        return overlap_copies(self.attn, group, block_size, ratio, pool.csa_ring_size)
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """As `Attend.__call__`."""
+        attn, cache = self.attn, self.pool.layers[attention.layer]
+        kv = write_latent(
+            inputs.kv,
+            cache.window,
+            attn.slot_mappings[cache.window_group],
+            positions=inputs.positions,
+            cos_sin=inputs.cos_sin,
+            norm_weight=attention.kv_norm.weight,
+            eps=attention.eps,
+            # empty_like of one row would keep the row stride of the product that kv is part of.
+            out=torch.empty_like(inputs.kv, memory_format=torch.contiguous_format),
+            impl=self.impl,
+        )
+        compressor, indexer = attention.compressor, None
+        compressed_pages = compressed_table = topk_indices = topk_lens = None
+        if compressor is not None:
+            self._write_entries(compressor, inputs.pooled, cache.compressed, inputs.cos_sin)
+            compressed_pages, compressed_table = cache.compressed.pages, self._entries[0]
+            indexer = compressor.indexer
+        if indexer is not None:
+            self._write_entries(indexer, inputs.index_pooled, cache.index_keys, inputs.cos_sin)
+            topk_indices, topk_lens = index_topk(
+                inputs.index_q,
+                inputs.index_weights,
+                cache.index_keys.pages,
+                compressed_table,
+                attn.seq_lens,
+                attn.cu_seqlens_q,
+                topk=self.pool.config.index_topk,
+                compress_ratio=indexer.ratio,
+                max_seqlen_q=attn.max_seqlen_q,
+                max_seq_len=attn.max_seq_len,
+                impl=self.impl,
+            )
+        # Without max_seq_len, so that short steps take the kernels of long ones, as graphs do.
+        return compressed_attention(
+            inputs.q,
+            cache.window,
+            attn.block_tables[cache.window_group],
+            attn.seq_lens,
+            attn.cu_seqlens_q,
+            sliding_window=self.pool.config.sliding_window,
+            max_seqlen_q=attn.max_seqlen_q,
+            kv=kv,
+            compressed_pages=compressed_pages,
+            compressed_table=compressed_table,
+            compress_ratio=None if compressor is None else compressor.ratio,
+            topk_indices=topk_indices,
+            topk_lens=topk_lens,
+            sinks=attention.sinks,
+            cos_sin=inputs.cos_sin,
+            num_decodes=attn.num_decodes,
+            impl=self.impl,
+        )
+
+    def _write_entries(
+        self, pooling: GatedPooling, pooled: tuple[Tensor, Tensor], cache: CompressorCache,
+        cos_sin: Tensor,
+    ) -> None:  # fmt: skip
+        """Pool each window that the step closes into an entry, or an index key, in its page.
+
+        The newest tokens go to the ring in any case: later steps close open windows from there, and
+        drafts in closed ones may be rejected.
+        """
+        attn, (kv, gate) = self.attn, pooled
+        if cache.overlap is not None:  # before `compress` reads the ring
+            copies = self._copies
+            copy_overlap(
+                kv,
+                gate,
+                pooling.position_bias,
+                cache.ring,
+                cache.overlap,
+                from_pages=copies.from_pages,
+                state_index=copies.state_index,
+                state_rows=copies.state_rows,
+                tokens=copies.tokens,
+                to_pages=copies.to_pages,
+                impl=self.impl,
+            )
+        compress(
+            kv,
+            gate,
+            pooling.position_bias,
+            cache.ring,
+            attn.request_slots,
+            attn.seq_lens,
+            attn.cu_seqlens_q,
+            ratio=pooling.ratio,
+            overlap=pooling.overlap,
+            norm_weight=pooling.kv_norm.weight,
+            eps=pooling.kv_norm.eps,
+            cos_sin=cos_sin,
+            pages=cache.pages,
+            slot_mapping=self._entries[1][pooling.ratio],
+            max_seqlen_q=attn.max_seqlen_q,
+            impl=self.impl,
+        )
