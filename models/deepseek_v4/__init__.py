@@ -13,6 +13,6 @@ In the order in which they are best read:
     cache_plan          which bytes of which pages are whose
     unpaged_attention   the same in plain torch for one whole sequence, without any cache
     mtp, mtp_drafter    the layer that predicts the token after the next, and its drafts
-    names, storage      how checkpoints name and store weights; `models.loading` reads them
+    names               how checkpoints name and store weights; `models.loading` reads them
     memory              what the caches cost: ``python -m models.deepseek_v4.memory``
 """

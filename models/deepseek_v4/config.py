@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..config import fields
 from ..config.fields import check_fields
@@ -25,10 +25,10 @@ LayerTypes = tuple[
     Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"], ...
 ]
 MlpLayerTypes = tuple[Literal["hash_moe", "moe"], ...]
-NumDrafters = Annotated[int, fields.Range(0, 16)]
-NumStreams = Annotated[int, fields.Range(1, 64)]
-NumIterations = Annotated[int, fields.Range(1, 1000)]
-Ratio = Annotated[int, fields.Range(2, 2**16)]
+NumDrafters = fields.ints(0, 16)
+NumStreams = fields.ints(1, 64)
+NumIterations = fields.ints(1, 1000)
+Ratio = fields.ints(2, 2**16)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class DeepseekV4Config:
     Source: transformers ``configuration_deepseek_v4``.
     """
 
+    family: ClassVar[str] = MODEL_TYPE
     name: str
     vocab_size: fields.VocabSize
     hidden_size: fields.Width

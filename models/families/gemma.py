@@ -24,17 +24,102 @@ Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels import gated_product, norm_rope
+from quire.kernels import gated_product, norm_rope, residual_norm, route_tokens
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.moe import run_experts
 from ..layers.per_layer import HostEmbedding
 from ..parallel.group import Group
 from .decoder import Decoder, Rotary
-from .gemma_moe import Experts, Router
+
+
+class Router(nn.Module):
+    """Chooses experts by softmax over all of them, then scales each.
+
+    The weights of the chosen ones are made to sum to one before.
+
+    All of it in fp32: in bf16, near ties would choose other experts.
+
+    Source: transformers ``modeling_gemma4`` Gemma4TextRouter.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.top_k = config.moe.top_k
+        self.eps = config.rms_norm_eps
+        self.proj = Linear(config.hidden_size, config.moe.num_experts, device, dtype)
+        self.scale = empty_parameter(config.hidden_size, device=device, dtype=dtype)
+        self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
+        """Chooses the experts of every row.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            impl: "triton" or "torch"; default: by device.
+
+        Returns:
+            (expert_ids int64, weights fp32), both [num_tokens, top_k].
+        """
+        wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        z = residual_norm(x, self.scale, eps=self.eps, out=wide, impl=impl)
+        return route_tokens(
+            F.linear(z, self.proj.matrix(torch.float32)),
+            top_k=self.top_k,
+            score="softmax",
+            logits_factor=x.shape[-1] ** -0.5,
+            expert_scale=self.per_expert_scale,
+            impl=impl,
+        )
+
+
+class Experts(nn.Module):
+    """Gated MLPs of all experts.
+
+    gate_up_proj: [num_experts, 2 * width, hidden_size]. down_proj: [num_experts, hidden_size, width].
+
+    Args:
+        group: ranks that have the rest of the width; None = all is here.
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.group = group
+        assert config.moe is not None
+        num_experts, width = config.moe.num_experts, config.moe.intermediate_size
+        size = config.hidden_size
+        self.gate_up_proj = empty_parameter(
+            num_experts, 2 * width, size, device=device, dtype=dtype
+        )
+        self.down_proj = empty_parameter(num_experts, size, width, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
+    ) -> Tensor:
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            expert_ids, weights: of the router.
+            impl: "triton" or "torch"; default: by device.
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
+        gate_up = self.gate_up_proj.unflatten(1, (2, -1))
+        out = run_experts(
+            x, expert_ids, weights, gate_up, self.down_proj, activation="gelu_tanh", impl=impl
+        )
+        return out if self.group is None else self.group.sum(out)
 
 
 class Attention(nn.Module):
@@ -49,7 +134,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = shape.head_dim
         self.eps = config.rms_norm_eps
-        self.has_v_norm = config.has_v_norm
+        self.has_v_norm = config.family == "gemma4"
         self.owns_kv = config.kv_donor(layer) == layer
         self.num_kv_heads = shape.num_kv_heads if self.owns_kv else 0
         self.has_v_proj = self.owns_kv and not shape.k_eq_v
@@ -132,7 +217,7 @@ class DecoderLayer(nn.Module):
             self.per_layer_input_gate = Linear(size, width, device, dtype)
             self.per_layer_projection = Linear(width, size, device, dtype)
             self.post_per_layer_input_norm = norm()
-        if config.has_layer_scalar:
+        if config.family == "gemma4":
             # A parameter here, though a buffer in checkpoints: a loader of parameters cannot miss
             # it.
             self.layer_scalar = empty_parameter(1, device=device, dtype=dtype)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import naming, read_fields, shown
+from ..config.fields import NUM_NAMED, naming, read_fields, shown
 from ..config.files import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 # What safetensors calls dtypes.
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
-NUM_NAMED = 20  # tensors that an error names
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ its scale; `Piece.of` then drops what was read too much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from quire.kernels.common.dequantize import FP4_GROUP, block_size
 
 from ..parallel.group import Group
 from ..parallel.shard import Cut, cut_of
-from .match import Source
+from .names import Source, Target, part_of
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,22 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
     elif packed:
         value = scale
     return Piece(value, scale, cut, block, is_whole)
+
+
+def pieces_of(
+    sources: list[Source], whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group
+) -> dict[Target, Piece]:
+    """What a rank reads for each part of a weight of which it has no more than a part.
+
+    Args:
+        whole, part: weights of the whole model and of the rank's.
+    """
+    pieces = {}
+    for source in sources:
+        target = source.target
+        both = [part_of(weights, target) for weights in (whole, part)]
+        pieces[target] = piece_of(source, *both, group)
+    return {target: piece for target, piece in pieces.items() if piece is not WHOLE}
 
 
 def shared_columns(source: Source, whole: Tensor) -> int:
