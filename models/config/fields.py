@@ -141,10 +141,8 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
     """
     from pydantic import TypeAdapter, ValidationError
 
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name}: expected an object, got {shown(data)}")
     try:
-        return _adapter(TypeAdapter, cls).validate_python(dict(data))
+        return _adapter(TypeAdapter, cls).validate_python(checked(dict, name, data))
     except ValidationError as error:
         wrong, unsupported = _by_kind(error, name)
         if wrong:
@@ -152,16 +150,18 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
         raise NotImplementedError("; ".join(unsupported[:NUM_NAMED])) from None
 
 
-def read_object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object within another; empty where there is none or null.
+def checked(kind: type, name: str, value: Any) -> Any:
+    """A JSON value of a kind, str or dict; raises ValueError naming it for any other."""
+    if not isinstance(value, kind):
+        words = "a text" if kind is str else "an object"
+        raise ValueError(f"{name}: expected {words}, got {shown(value)}")
+    return value
 
-    Raises:
-        ValueError: it is something else.
-    """
+
+def read_object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object within another, empty where there is none or null; raises as `checked`."""
     value = data.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{key}: expected an object, got {shown(value)}")
-    return dict(value or {})
+    return {} if value is None else checked(dict, key, value)
 
 
 def check_fields(config: Any) -> None:

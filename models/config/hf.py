@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..families.registry import family_of, family_of_type
-from .fields import naming, read_object, shown
+from .fields import checked, naming, read_object
 from .files import read_generation_config, read_json
 from .keys import token_ids
 from .model import ModelConfig
@@ -30,15 +30,15 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
 
     Source: transformers ``configuration_*`` of each family.
     """
-    model_type = _model_type(config, "")
-    text = read_object(config, "text_config") or dict(config)
+    model_type = checked(str, "model_type", config.get("model_type", ""))
+    text = dict(read_object(config, "text_config") or config)
     # These may stand at the top of a multimodal file, outside of its text_config.
     for key in ("eos_token_id", "bos_token_id", "quantization_config"):
         if key in config:
             text[key] = config[key]
     if "tie_word_embeddings" in config:
         text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
-    text["model_type"] = _model_type(text, model_type)
+    text["model_type"] = checked(str, "model_type", text.get("model_type", model_type))
     return family_of_type(text["model_type"]).config_from_hf(text, name or model_type)
 
 
@@ -78,10 +78,3 @@ def load_config(path: str | Path) -> ModelConfig:
         return config
     with naming(path / "generation_config.json"):
         return replace(config, eos_token_ids=token_ids(eos))
-
-
-def _model_type(config: Mapping[str, Any], default: str) -> str:
-    value = config.get("model_type", default)
-    if not isinstance(value, str):
-        raise ValueError(f"model_type: expected a text, got {shown(value)}")
-    return value

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.common.dequantize import FP4_GROUP
 
 from ..config import fields
-from ..config.fields import only, read_fields, read_object, shown
+from ..config.fields import checked, only, read_fields, shown
 from ..config.keys import RopeKeys, token_ids
 from ..engine.memory import fits, free_memory
 from ..families.registry import Family, register_family
@@ -245,7 +245,7 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
 
 
 def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
-    return read_fields(RopeKeys, {"rope_theta": theta} | read_object({name: data}, name), name)
+    return read_fields(RopeKeys, {"rope_theta": theta} | checked(dict, name, data), name)
 
 
 def to_hf(config: DeepseekV4Config) -> dict[str, Any]:

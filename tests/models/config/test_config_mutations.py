@@ -9,10 +9,13 @@ import torch
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.chat import ChatTemplate
 from quire.models.config.files import read_generation_config
-from quire.models.config.hf import Gemma3Keys, Gemma4Keys, from_hf, load_config
-from quire.models.config.hf_llama import GptOssKeys, LlamaKeys
+from quire.models.config.hf import from_hf, load_config
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.hf import DeepseekV4Keys
+from quire.models.families.gemma3 import Gemma3Keys
+from quire.models.families.gemma4 import Gemma4Keys
+from quire.models.families.gpt_oss import GptOssKeys
+from quire.models.families.llama import LlamaKeys
 from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model, load_model
@@ -266,7 +269,7 @@ def test_rotary_tables_that_memory_does_not_hold(tmp_path, monkeypatch):
     config = replace(get_config("deepseek-v4-tiny"), max_position_embeddings=2**31 - 1)
     save_checkpoint(random_model(replace(config, max_position_embeddings=64)), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
-    monkeypatch.setattr("quire.models.loading.weights.free_memory", lambda device: 2**36)
+    monkeypatch.setattr("quire.models.deepseek_v4.hf.free_memory", lambda device: 2**36)
     with pytest.raises(
         ValueError, match="max_position_embeddings: expected rotary tables of at most the free"
     ):
