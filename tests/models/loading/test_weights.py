@@ -130,7 +130,7 @@ def test_broken_json_is_named(tmp_path):
     ):
         load_model(tmp_path)
     index.write_text("{}")
-    with pytest.raises(ValueError, match="weight_map: expected an object, got nothing, in"):
+    with pytest.raises(ValueError, match="weight_map: expected a value, got nothing, in"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("")
     with pytest.raises(ValueError, match=r"path: expected JSON in .*config\.json"):

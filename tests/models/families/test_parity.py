@@ -1,0 +1,108 @@
+"""Every family against transformers, on checkpoints that transformers made: logits, and the tokens that follow a prompt however
+its steps are cut. Qwen3 is no family of quire: it is the code of docs/add-a-model.md, run here as a module of its own."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from quire.models import LLM, EngineConfig, NGramDrafter, SamplingParams, load_model
+from quire.models.config.hf import to_hf
+from quire.models.families.registry import Family, families, register_family
+from tests.models.conftest import NEW_TOKENS, NUM_TOKENS, QWEN3
+
+PAGE = Path(__file__).parents[3] / "docs" / "add-a-model.md"
+OTHERS = [[3 + (7 * i + n) % 250 for i in range(n)] for n in (40, 50, 30)]
+DIFFERENCE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def qwen3():
+    """The family of the page: its first block."""
+    [code] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)[:1]
+    module = ModuleType("qwen3")
+    sys.modules[module.__name__] = module
+    exec(compile(code, str(PAGE), "exec"), vars(module))
+    return code
+
+
+@pytest.fixture(scope="module")
+def model(parity):
+    return load_model(parity.directory, dtype=torch.float32)
+
+
+def said(model, prompts, drafter=None, **settings):
+    """What follows the last of the prompts, and the engine that says it; the others run beside it."""
+    settings = {"num_pages": 600, "max_num_seqs": 4, "max_num_batched_tokens": 512} | settings
+    llm = LLM(model, engine=EngineConfig(**settings), drafter=drafter)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    return llm.generate(prompts, params, progress=False)[-1], llm.engine
+
+
+def test_logits(model, parity):
+    got = model.full_forward(torch.tensor([*parity.prompt, *parity.new_tokens]))
+    assert parity.logits.std() > 0.5  # a dead model would agree with anything
+    assert (got - parity.logits).abs().max() <= DIFFERENCE
+
+
+def test_tokens_of_a_whole_prompt(model, parity):
+    output, _ = said(model, [parity.prompt])
+    assert output.token_ids == parity.new_tokens
+
+
+def test_tokens_of_chunks_beside_other_requests(model, parity):
+    output, _ = said(model, [*OTHERS, parity.prompt], max_num_batched_tokens=48)
+    assert output.token_ids == parity.new_tokens
+
+
+def test_tokens_of_single_steps(model, parity):
+    output, engine = said(model, [parity.prompt], max_num_seqs=1, max_num_batched_tokens=1)
+    assert output.token_ids == parity.new_tokens
+    assert engine.totals.num_steps >= NUM_TOKENS
+
+
+def test_tokens_after_a_hit(model, parity):
+    engine = EngineConfig(num_pages=600, max_num_batched_tokens=512)
+    llm = LLM(model, engine=engine)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    llm.generate([parity.prompt[:100]], params, progress=False)
+    (output,) = llm.generate([parity.prompt], params, progress=False)
+    assert output.num_cached_tokens > 0 and output.token_ids == parity.new_tokens
+
+
+def test_tokens_after_a_preemption(model, parity):
+    for num_pages in (96, 72, 56, 48, 40, 32, 24, 20, 16):
+        try:
+            output, _ = said(model, [*OTHERS, parity.prompt], num_pages=num_pages)
+        except ValueError as error:  # pages of fewer tokens than the prompt has
+            pytest.fail(f"no preemption before {error}")
+        assert output.token_ids == parity.new_tokens
+        if output.num_preemptions > 0:
+            return
+    pytest.fail("no preemption")
+
+
+def test_tokens_with_drafts(model, parity):
+    output, engine = said(model, [parity.prompt], drafter=NGramDrafter(3, min_ngram=1))
+    assert output.token_ids == parity.new_tokens
+    assert engine.totals.num_drafts > 0
+
+
+def test_a_family_is_short_and_registered_once(qwen3):
+    assert len(qwen3.splitlines()) <= 60
+    [family] = [family for family in families() if family.name == "qwen3"]
+    register_family(family)  # as a notebook's cell that runs twice
+    with pytest.raises(ValueError, match=r"model_types.*\['qwen3'\] of 'qwen3'"):
+        register_family(Family("other", ("qwen3",), family.config_from_hf, family.build))
+
+
+def test_a_family_that_is_not_written_is_refused_by_name(qwen3):
+    [family] = [family for family in families() if family.name == "qwen3"]
+    config = family.config_from_hf(QWEN3, "x")
+    register_family(Family("qwen3", ("qwen3",), family.config_from_hf, family.build))
+    with pytest.raises(NotImplementedError, match="config_to_hf: the family 'qwen3' has none"):
+        to_hf(config)
+    register_family(family)
