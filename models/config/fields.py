@@ -139,8 +139,12 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
         NotImplementedError: naming every key whose value is not supported.
         ImportError: without pydantic (extra "hf").
     """
-    from pydantic import TypeAdapter, ValidationError
-
+    try:
+        from pydantic import TypeAdapter, ValidationError
+    except ImportError as error:
+        raise ImportError(
+            "Hugging Face directories need the package pydantic (pip install 'quire[hf]')"
+        ) from error
     try:
         return _adapter(TypeAdapter, cls).validate_python(checked(dict, name, data))
     except ValidationError as error:

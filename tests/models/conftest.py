@@ -105,7 +105,7 @@ def _ask_transformers(root: Path) -> None:
         jobs.append(asked | {"input_ids": _input_ids(seed).tolist()})
     for seed, (name, config) in enumerate(PARITY.items()):
         theirs = root / "parity" / name
-        made = {"config": config or to_hf(get_config(name)), "seed": seed + 10}
+        made = {"config": config or to_hf(get_config(name)), "seed": seed + 20}
         jobs.append({"make": str(theirs)} | made)
         asked = {"load": str(theirs), "out": str(theirs / "said.pt"), "new_tokens": NEW_TOKENS}
         jobs.append(asked | {"input_ids": _input_ids(seed).tolist()})
