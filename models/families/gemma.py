@@ -14,10 +14,6 @@ One layer, with the norms of both families (a norm follows each branch, before i
                    + post_feedforward_layernorm_2(
                          experts(pre_feedforward_layernorm_2(x), router(x)))
 
-Where the keys and values of earlier tokens live is not the model's business: a layer hands its new
-K/V rows to ``attend``, which `models.layers.attention` provides for paged caches and, without any
-cache, for whole sequences.
-
 Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
 """
 
@@ -39,13 +35,9 @@ from .decoder import Decoder, Rotary
 
 
 class Router(nn.Module):
-    """Chooses experts by softmax over all of them, then scales each.
-
-    The weights of the chosen ones are made to sum to one before.
+    """Chooses experts by softmax over all of them, makes their weights sum to one, and scales each.
 
     All of it in fp32: in bf16, near ties would choose other experts.
-
-    Source: transformers ``modeling_gemma4`` Gemma4TextRouter.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -58,15 +50,7 @@ class Router(nn.Module):
         self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
-        """Chooses the experts of every row.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            (expert_ids int64, weights fp32), both [num_tokens, top_k].
-        """
+        """(expert_ids int64, weights fp32) of x [num_tokens, hidden_size], both [num_tokens, top_k]."""
         wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         z = residual_norm(x, self.scale, eps=self.eps, out=wide, impl=impl)
         return route_tokens(
@@ -83,9 +67,6 @@ class Experts(nn.Module):
     """Gated MLPs of all experts.
 
     gate_up_proj: [num_experts, 2 * width, hidden_size]. down_proj: [num_experts, hidden_size, width].
-
-    Args:
-        group: ranks that have the rest of the width; None = all is here.
     """
 
     def __init__(
@@ -105,16 +86,7 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
     ) -> Tensor:
-        """The weighted sum of every row's experts.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            expert_ids, weights: of the router.
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            [num_tokens, hidden_size].
-        """
+        """The weighted sum [num_tokens, hidden_size] of the experts that the router chose."""
         gate_up = self.gate_up_proj.unflatten(1, (2, -1))
         out = run_experts(
             x, expert_ids, weights, gate_up, self.down_proj, activation="gelu_tanh", impl=impl
@@ -154,14 +126,7 @@ class Attention(nn.Module):
         self.qkv = Stacked(*(getattr(self, part) for part in parts))
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Attention of every row, projections included.
-
-        Args:
-            x: [num_tokens, hidden_size].
-
-        Returns:
-            The same shape.
-        """
+        """Attention of x [num_tokens, hidden_size], projections included."""
         qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
         norm_v = self.has_v_norm and self.owns_kv
         out = norm_rope(
@@ -186,7 +151,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer; the formula is in the file's docstring."""
+    """One layer; the file's docstring has the formula."""
 
     def __init__(
         self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
@@ -233,17 +198,7 @@ class DecoderLayer(nn.Module):
         norm: RMSNorm,
         per_layer_input: Tensor | None = None,
     ) -> Tensor:
-        """The layer.
-
-        Args:
-            x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
-            residual: [num_tokens, hidden_size], updated in place.
-            norm: the one that comes after the layer.
-            per_layer_input: [num_tokens, per_layer_input_size].
-
-        Returns:
-            The updated residual after ``norm``.
-        """
+        """As `llama.DecoderLayer`; per_layer_input: [num_tokens, per_layer_input_size]."""
         impl = attend.impl
         x, post = self.self_attn(x, rotary, attend), self.post_attention_layernorm
         x = self.pre_feedforward_layernorm.after(x, residual, post=post, impl=impl)
@@ -256,16 +211,7 @@ class DecoderLayer(nn.Module):
         return norm.after(x, residual, post=post, scalar=self.layer_scalar, impl=impl)
 
     def feedforward(self, x: Tensor, residual: Tensor, impl: str | None) -> Tensor:
-        """The MLP, and beside it the experts, which with their router read the residual.
-
-        Args:
-            x: [num_tokens, hidden_size], ``residual`` after `pre_feedforward_layernorm`.
-            residual: [num_tokens, hidden_size].
-            impl: "triton" or "torch"; None = by device.
-
-        Returns:
-            [num_tokens, hidden_size].
-        """
+        """The MLP, and beside it the experts, which with their router read the residual."""
         out = self.mlp(x, impl)
         if self.has_experts:
             x = self.pre_feedforward_layernorm_2.after(residual, impl=impl)
@@ -276,15 +222,9 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma(Decoder):
-    """A Gemma-3 or Gemma-4 text model with uninitialized weights.
+    """A Gemma-3 or Gemma-4 text model; arguments as in `Decoder`.
 
-    `models.loading.weights` fills them.
-
-    Args:
-        config: shapes.
-        device, dtype: of all weights, except that the table of per-layer embeddings stays on the
-            host; activations have the same dtype.
-        group: as in `Decoder`.
+    The table of per-layer embeddings stays on the host.
     """
 
     def __init__(
@@ -328,16 +268,10 @@ class Gemma(Decoder):
         return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What each layer gets of each token.
+        """What each layer gets of each token: [num_tokens, num_layers, per_layer_input_size].
 
-        The mean, up to sqrt(2), of a projection of x and of the token's own row.
-
-        Args:
-            input_ids: [num_tokens] int64.
-            x: [num_tokens, hidden_size], embedded and scaled.
-
-        Returns:
-            [num_tokens, num_layers, per_layer_input_size]; None where the model has none.
+        The mean, up to sqrt(2), of a projection of x and of the token's own row. x: embedded and
+        scaled. None where the model has no such inputs.
         """
         width = self.config.per_layer_input_size
         if not width:

@@ -119,9 +119,6 @@ class Experts(nn.Module):
     After `keep_mxfp4` they are bytes of two values, not transposed, gate and up rows in turns:
     [num_experts, 2 * width, hidden_size / 2] and [num_experts, hidden_size, width / 2]. Their
     scales, gate_up_proj_scale and down_proj_scale, have a byte for each 32 columns.
-
-    Args:
-        group: ranks that have the rest of the width; None = all is here.
     """
 
     def __init__(
@@ -158,15 +155,10 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
     ) -> Tensor:
-        """The weighted sum of every row's experts.
+        """The weighted sum of every row's experts; x: [num_tokens, hidden_size].
 
         Args:
-            x: [num_tokens, hidden_size].
             expert_ids, weights: [num_tokens, top_k].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            X's shape.
         """
         gate_up, down, scale = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale
         if scale is None:
@@ -212,15 +204,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, device, dtype, group)
 
     def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
-        """The weighted sum of every row's experts.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            The same shape.
-        """
+        """The weighted sum of every row's experts; x: [num_tokens, hidden_size]."""
         assert self.router.bias is not None
         ids, weights = route_tokens(
             linear_fp32(x, self.router.matrix(x.dtype)),
@@ -239,10 +223,7 @@ class SinkAttention(Attention):
 
 
 class GptOss(Llama):
-    """A gpt-oss model with uninitialized weights; `models.loading.weights` fills them.
-
-    Arguments as in `Decoder`.
-    """
+    """A gpt-oss model; arguments as in `Decoder`."""
 
     attention = SinkAttention
 

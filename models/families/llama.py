@@ -91,9 +91,6 @@ class Attention(nn.Module):
 
     Attributes:
         has_sinks: whether every head has a logit that joins the denominator of its softmax only.
-
-    Args:
-        group: as in `quire.models.layers.basic.Linear`, of the output projection.
     """
 
     has_sinks: ClassVar[bool] = False
@@ -128,14 +125,7 @@ class Attention(nn.Module):
             self.sinks = empty_parameter(shape.num_heads, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Attention of every row, projections included.
-
-        Args:
-            x: [num_tokens, hidden_size].
-
-        Returns:
-            The same shape.
-        """
+        """Attention of x [num_tokens, hidden_size], projections included."""
         sinks = None if self.sinks is None else self.sinks.float()
         qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
         qk = self.rotated(qkv, rotary, attend.impl)
@@ -144,14 +134,7 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(len(x), -1))
 
     def rotated(self, qkv: Tensor, rotary: Rotary, impl: str | None) -> Tensor:
-        """Queries and keys after RoPE.
-
-        Args:
-            qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim].
-
-        Returns:
-            [num_tokens, num_heads + num_kv_heads, head_dim].
-        """
+        """Queries and keys after RoPE, of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
         return norm_rope(qkv, *rotary, num_kv_heads=self.num_kv_heads, impl=impl)
 
 
@@ -179,15 +162,11 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm
     ) -> Tensor:
-        """The layer.
+        """The residual stream after the layer and ``norm``, the one that comes next.
 
         Args:
             x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
             residual: [num_tokens, hidden_size], updated in place.
-            norm: the one that comes after the layer.
-
-        Returns:
-            The updated residual after ``norm``.
         """
         impl = attend.impl
         x = self.self_attn(x, rotary, attend)
@@ -196,9 +175,7 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama model with uninitialized weights; `models.loading.weights` fills them.
-
-    Arguments as in `Decoder`.
+    """A Llama model; arguments as in `Decoder`.
 
     Attributes:
         attention: what makes the attention branch of a layer, called as `Attention`.

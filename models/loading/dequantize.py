@@ -128,14 +128,7 @@ def _dequantize(
 
 
 def _expect_finite(weight: Tensor, stored: Stored) -> None:
-    """Refuses weights that are NaN or infinite.
-
-    The error names file and tensor, how many elements are so, and the first one.
-
-    Args:
-        weight: what was made of the tensor, of any floating-point dtype; what is finite in the file
-            may have overflowed. Waits for the device.
-    """
+    """Refuses what was made of a tensor where it is NaN, infinite or has overflowed."""
     if weight.numel() == 0 or _is_finite(weight):
         return
     weight = weight.detach()
@@ -156,15 +149,7 @@ def _expect_finite(weight: Tensor, stored: Stored) -> None:
 def _expect_finite_packed(
     kind: str, values: Tensor, scale: Tensor, of: tuple[Stored, Stored], dtype: torch.dtype
 ) -> None:
-    """Raises as `_expect_finite` for weights that stay quantized.
-
-    For their values, scales, and products in ``dtype``.
-
-    Args:
-        kind: "fp8" or "fp4", no value of which is NaN.
-        values, scale: as `quire.models.layers.packed_experts` has them.
-        of: where both come from.
-    """
+    """As `_expect_finite`, of weights that stay quantized: values, scales, products in ``dtype``."""
     if kind == "fp8":
         _expect_finite(values, of[0])
     numbers = scale_values(scale)
@@ -175,11 +160,7 @@ def _expect_finite_packed(
 
 
 def _expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:
-    """Refuses a table of indices that are not in 0..num_ids - 1.
-
-    Raises:
-        ValueError: naming file and tensor, and the first such element.
-    """
+    """Refuses a table of indices that are not in 0..num_ids - 1."""
     low, high = (bound.item() for bound in table.detach().aminmax())
     if low < 0 or high >= num_ids:
         outside = (table < 0) | (table >= num_ids)

@@ -65,12 +65,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Form:
-    """How values of one kind are stored.
-
-    Attributes:
-        dtypes: of the values, as safetensors calls them.
-        scale_dtypes: of their scales; none where they have none.
-    """
+    """How values of one kind, and their scales, are stored: dtypes as safetensors calls them."""
 
     dtypes: tuple[str, ...]
     scale_dtypes: tuple[str, ...] = ()
@@ -135,20 +130,14 @@ class Storage:
         return "fp8" if stored.dtype == FP8 else "plain"
 
     def shape(self, kind: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The stored shape of values of a kind, for a part of a weight of ``shape``.
-
-        Weights of mxfp4 are stored by output channel, in blocks of 16 bytes.
-        """
+        """The stored shape of values of a kind, for a part of a weight of ``shape``."""
         if kind != "mxfp4":
             return tuple(shape)
-        num_experts, in_size, out_size = shape
+        num_experts, in_size, out_size = shape  # stored by output channel, in blocks of 16 bytes
         return num_experts, out_size, in_size // FP4_GROUP, FP4_GROUP // 2
 
     def scale_misfit(self, kind: str, scale: Stored, shape: Sequence[int]) -> list[str]:
-        """That scales have another shape than values for a part of ``shape`` need.
-
-        Nothing where they have it.
-        """
+        """What is wrong with the shape of scales of values for a part of ``shape``."""
         if kind == "mxfp4":
             return differs(scale, scale.shape, self.shape(kind, shape)[:-1])
         if _scale_fits(scale.shape, shape, self._fp8_block):
@@ -157,14 +146,11 @@ class Storage:
         return [f"{scale.name} {list(scale.shape)} (expected scales of {of}) in {scale.file.name}"]
 
     def scale_name(self, stored: Stored) -> str | None:
-        """The one name that the scales of these values may have; None = there are several."""
+        """The one name that scales of these values may have; None = there are several."""
         return None
 
     def parts(self, name: str, weight: Tensor) -> list[Target]:
-        """The parts that a weight may be stored in, one by one.
-
-        Empty where it is always stored whole.
-        """
+        """The parts that a weight may be stored in one by one; empty = always whole."""
         return []
 
 
@@ -214,10 +200,8 @@ def match(
     """What each part of the weights is made from.
 
     Args:
-        path: the directory.
         found: of `unique`.
         parameters: the model's weights, not quantized; they may be on the meta device.
-        storage: of the family.
 
     Raises:
         ValueError: naming at once every tensor that is missing, unexpected, there twice, without
@@ -260,10 +244,7 @@ def match(
 
 
 def _scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
-    """Whether fp8 scales of one shape are those of weights of another.
-
-    As `quire.kernels.common.dequantize.dequantize_fp8` takes them.
-    """
+    """Whether ``dequantize_fp8`` takes scales of one shape with weights of another."""
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
         return tuple(scale) == (*weight[:-2], *blocks)
