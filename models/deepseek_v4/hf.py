@@ -124,7 +124,7 @@ class DeepseekV4Keys:
     topk_group: only(None, 1) = None
 
 
-def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4Config:
+def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Config:
     """Reads a ``config.json``, with the keys of the released models or with those of transformers.
 
     Args:
@@ -338,7 +338,7 @@ register_family(
     Family(
         MODEL_TYPE,
         (MODEL_TYPE,),
-        lambda text, name: from_hf(text, name=name),
+        from_hf,
         DeepseekV4,
         to_hf,
         draw=_draw,

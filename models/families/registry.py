@@ -6,8 +6,8 @@ A family is one file, here or in a package of its own, that ends with `register_
         Family("qwen3", ("qwen3",), config_from_hf=..., config_to_hf=..., build=Qwen3)
     )
 
-From then on `load_model` and `LLM` take its Hugging Face directories. Every process needs the call:
-where `EngineConfig.tensor_parallel_size` starts processes, they import the main module again.
+From then on `load_model` and `LLM` take its Hugging Face directories. Where
+`EngineConfig.tensor_parallel_size` starts processes, they import the family's module.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 its steps are cut. Qwen3 is no family of quire: it is the code of docs/add-a-model.md, run here as a module of its own."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +10,16 @@ from types import ModuleType
 import pytest
 import torch
 
-from quire.models import LLM, EngineConfig, NGramDrafter, SamplingParams, load_model
+from quire.bench.common.hf_checkpoint import save_checkpoint
+from quire.models import (
+    LLM,
+    EngineConfig,
+    NGramDrafter,
+    SamplingParams,
+    from_hf,
+    load_model,
+    random_model,
+)
 from quire.models.config.hf import to_hf
 from quire.models.families.registry import Family, families, register_family
 from tests.models.conftest import NEW_TOKENS, NUM_TOKENS, QWEN3
@@ -94,6 +104,29 @@ def test_tokens_with_drafts(model, parity):
     output, engine = said(model, [parity.prompt], drafter=NGramDrafter(3, min_ngram=1))
     assert output.token_ids == parity.new_tokens
     assert engine.totals.num_drafts > 0
+
+
+TWO_RANKS = """
+import sys, qwen3
+from quire.models import LLM, EngineConfig, SamplingParams
+engine = EngineConfig(num_pages=100, tensor_parallel_size=2)
+llm = LLM("tiny", engine=engine, device="cpu", dtype="float32")
+params = SamplingParams(max_tokens=12, ignore_eos=True)
+print(*llm.generate([[1, 2, 3, 4]], params, progress=False)[0].token_ids)
+"""
+
+
+def test_ranks_that_are_started_know_the_family(qwen3, tmp_path):
+    (tmp_path / "qwen3.py").write_text(qwen3)
+    model = random_model(from_hf(QWEN3))
+    save_checkpoint(model, tmp_path / "tiny")
+    ids = [1, 2, 3, 4]
+    for _ in range(12):
+        ids.append(model.full_forward(torch.tensor(ids))[-1].argmax().item())
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [str(i) for i in ids[4:]], done.stderr
 
 
 def test_a_family_is_short_and_registered_once(qwen3):
