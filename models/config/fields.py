@@ -139,15 +139,10 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
         NotImplementedError: naming every key whose value is not supported.
         ImportError: without pydantic (extra "hf").
     """
+    adapter, data = _adapter(cls), checked(dict, name, data)
     try:
-        from pydantic import TypeAdapter, ValidationError
-    except ImportError as error:
-        raise ImportError(
-            "Hugging Face directories need the package pydantic (pip install 'quire[hf]')"
-        ) from error
-    try:
-        return _adapter(TypeAdapter, cls).validate_python(checked(dict, name, data))
-    except ValidationError as error:
+        return adapter.validate_python(data)
+    except ValueError as error:  # pydantic's ValidationError
         wrong, unsupported = _by_kind(error, name)
         if wrong:
             raise ValueError("; ".join(wrong[:NUM_NAMED])) from None
@@ -204,8 +199,14 @@ def naming(file: Path) -> Iterator[None]:
 
 
 @cache
-def _adapter(adapter: Any, cls: type) -> Any:
-    return adapter(cls)
+def _adapter(cls: type) -> Any:
+    try:
+        from pydantic import TypeAdapter
+    except ImportError as error:
+        raise ImportError(
+            "Hugging Face directories need the package pydantic (pip install 'quire[hf]')"
+        ) from error
+    return TypeAdapter(cls)
 
 
 @cache

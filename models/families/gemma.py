@@ -54,13 +54,9 @@ class Router(nn.Module):
         wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         z = residual_norm(x, self.scale, eps=self.eps, out=wide, impl=impl)
         return route_tokens(
-            F.linear(z, self.proj.matrix(torch.float32)),
-            top_k=self.top_k,
-            score="softmax",
-            logits_factor=x.shape[-1] ** -0.5,
-            expert_scale=self.per_expert_scale,
-            impl=impl,
-        )
+            F.linear(z, self.proj.matrix(torch.float32)), top_k=self.top_k, score="softmax",
+            logits_factor=x.shape[-1] ** -0.5, expert_scale=self.per_expert_scale, impl=impl,
+        )  # fmt: skip
 
 
 class Experts(nn.Module):
@@ -121,7 +117,6 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(
                 shape.head_dim, self.eps, device, dtype, offset=config.norm_offset
             )
-
         parts = ("q_proj", "k_proj", "v_proj")[: 1 + self.owns_kv + self.has_v_proj]
         self.qkv = Stacked(*(getattr(self, part) for part in parts))
 
@@ -130,17 +125,10 @@ class Attention(nn.Module):
         qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
         norm_v = self.has_v_norm and self.owns_kv
         out = norm_rope(
-            qkv,
-            *rotary,
-            num_kv_heads=count,
-            has_v=self.has_v_proj,
-            q_weight=self.q_norm.weight,
-            k_weight=self.k_norm.weight if self.owns_kv else None,
-            norm_v=norm_v,
-            eps=self.eps,
-            offset=self.q_norm.offset,
-            impl=attend.impl,
-        )
+            qkv, *rotary, num_kv_heads=count, has_v=self.has_v_proj, q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight if self.owns_kv else None, norm_v=norm_v, eps=self.eps,
+            offset=self.q_norm.offset, impl=attend.impl,
+        )  # fmt: skip
         if self.owns_kv:
             # Without v_proj, values are what k_proj gives, before K's norm weight and RoPE.
             qk, v = (out[:, :-count], out[:, -count:]) if norm_v else (out, qkv[:, -count:])
@@ -190,14 +178,9 @@ class DecoderLayer(nn.Module):
             self.layer_scalar = None
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotary: Rotary,
-        attend: Attend,
-        norm: RMSNorm,
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm,
         per_layer_input: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """As `llama.DecoderLayer`; per_layer_input: [num_tokens, per_layer_input_size]."""
         impl = attend.impl
         x, post = self.self_attn(x, rotary, attend), self.post_attention_layernorm

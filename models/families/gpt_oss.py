@@ -164,23 +164,15 @@ class Experts(nn.Module):
         if scale is None:
             gate_up, down = gate_up.mT, down.mT
         group = self.group
+        # The bias counts once in the sum of all ranks.
+        down_bias = self.down_proj_bias if group is None or group.rank == 0 else None
         out = run_experts(
-            x,
-            expert_ids,
-            weights,
-            _apart(gate_up),
-            down,
+            x, expert_ids, weights, _apart(gate_up), down,
             gate_up_scale=None if scale is None else _apart(scale),
-            down_scale=self.down_proj_scale,
-            gate_up_bias=_apart(self.gate_up_proj_bias),
-            # Once in the sum of all ranks.
-            down_bias=self.down_proj_bias if group is None or group.rank == 0 else None,
-            activation="silu",
-            limit=SWIGLU["swiglu_limit"],
-            alpha=SWIGLU["swiglu_alpha"],
-            up_offset=1.0,
-            impl=impl,
-        )
+            down_scale=self.down_proj_scale, gate_up_bias=_apart(self.gate_up_proj_bias),
+            down_bias=down_bias, activation="silu", limit=SWIGLU["swiglu_limit"],
+            alpha=SWIGLU["swiglu_alpha"], up_offset=1.0, impl=impl,
+        )  # fmt: skip
         return out if group is None else group.sum(out)
 
 

@@ -96,14 +96,9 @@ class Attention(nn.Module):
     has_sinks: ClassVar[bool] = False
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        group: Group | None = None,
-    ) -> None:
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        *, group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         shape, size = config.attention(layer), config.hidden_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -142,15 +137,9 @@ class DecoderLayer(nn.Module):
     """``attention`` and ``mlp`` branches of one layer, with a norm before each."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        attention: nn.Module,
-        mlp: nn.Module,
-    ) -> None:
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        *, attention: nn.Module, mlp: nn.Module,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.kind = config.layer_types[layer]
         self.self_attn = attention
@@ -190,16 +179,16 @@ class Llama(Decoder):
         super().__init__(config, device=device, dtype=dtype, group=group)
         device = torch.device(device)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                config,
-                layer,
-                device,
-                dtype,
-                attention=self.attention(config, layer, device, dtype, group=group),
-                mlp=self.mlp(config, device, dtype, group),
-            )
-            for layer in range(config.num_layers)
+            self._layer(config, layer, device, dtype, group) for layer in range(config.num_layers)
         )
+
+    def _layer(
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        group: Group | None,
+    ) -> DecoderLayer:  # fmt: skip
+        attention = self.attention(config, layer, device, dtype, group=group)
+        mlp = self.mlp(config, device, dtype, group)
+        return DecoderLayer(config, layer, device, dtype, attention=attention, mlp=mlp)
 
     def mlp(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, group: Group | None

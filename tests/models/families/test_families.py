@@ -10,7 +10,6 @@ from tests.support.models.hand_paged import HandPaged, difference
 from tests.support.models.tolerance import tolerance
 
 CHUNKS = {
-    "whole": ([131], False),
     "chunks": ([1, 37, 64, 5, 24], False),
     "chunks, ring": ([1, 37, 64, 5, 24], True),
     "steps, ring": ([40, *[1] * 40, 51], True),
