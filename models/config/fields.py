@@ -169,9 +169,11 @@ def check_fields(config: Any) -> None:
     Raises:
         ValueError: naming the field, what was expected and what was got.
     """
-    for name, rule in _ranges(type(config)).items():
+    for name, (rule, has_none) in _ranges(type(config)).items():
         value = getattr(config, name)
-        for one in value if isinstance(value, tuple) else () if value is None else (value,):
+        if value is None and has_none:
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
             try:
                 rule.check(one)
             except ValueError as error:
@@ -210,15 +212,15 @@ def _adapter(cls: type) -> Any:
 
 
 @cache
-def _ranges(cls: type) -> dict[str, Range]:
-    """The range of every field that has one, of its elements where it is a tuple."""
+def _ranges(cls: type) -> dict[str, tuple[Range, bool]]:
+    """The range of a field, or of its elements where it is a tuple, and whether it may be None."""
     hints, found = get_type_hints(cls, include_extras=True), {}
     for field in fields(cls):
         hint = hints[field.name]
         for part in (hint, *get_args(hint)):
             for rule in getattr(part, "__metadata__", ()):
                 if isinstance(rule, Range):
-                    found[field.name] = rule
+                    found[field.name] = rule, type(None) in get_args(hint)
     return found
 
 

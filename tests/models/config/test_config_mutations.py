@@ -229,6 +229,7 @@ def test_errors_name_key_and_file(directory, name, key, keys):
         {"eos_token_ids": (259,)},
         {"final_logit_softcapping": 0},
         {"hidden_size": True},
+        {"hidden_size": None},
     ],
 )
 def test_configurations_of_callers_are_checked_alike(change):
