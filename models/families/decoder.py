@@ -111,7 +111,7 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def expect_impl(self, impl: str) -> None:
-        """Raises NotImplementedError where the kernels are not made for a head size of this model."""
+        """Raises NotImplementedError for a head size that the kernels are not made for."""
         for kind in sorted(set(self.config.layer_types)):
             head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
             if impl == "triton" and head_dim not in HEAD_DIMS:
@@ -169,7 +169,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """One step of a ragged batch.
 
-        Each layer reads the context from ``pool`` and then writes the rows that somebody reads again.
+        Each layer reads the context from ``pool``, then writes the rows that somebody reads again.
 
         Args:
             input_ids, positions: [num_tokens] int64.

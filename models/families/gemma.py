@@ -50,7 +50,7 @@ class Router(nn.Module):
         self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
-        """(expert_ids int64, weights fp32) of x [num_tokens, hidden_size], both [num_tokens, top_k]."""
+        """(expert_ids int64, weights fp32) of rows x, both [num_tokens, top_k]."""
         wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         z = residual_norm(x, self.scale, eps=self.eps, out=wide, impl=impl)
         return route_tokens(
@@ -62,7 +62,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated MLPs of all experts.
 
-    gate_up_proj: [num_experts, 2 * width, hidden_size]. down_proj: [num_experts, hidden_size, width].
+    gate_up_proj: [num_experts, 2 * width, hidden_size].
+    down_proj: [num_experts, hidden_size, width].
     """
 
     def __init__(

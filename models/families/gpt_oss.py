@@ -229,7 +229,7 @@ class GptOss(Llama):
 def draw_transposed(
     name: str, weight: Tensor, config: ModelConfig, generator: torch.Generator
 ) -> None:
-    """As `draw`, of experts that lie transposed, and biases that some gates pass their limit with."""
+    """As `draw`, of transposed experts, and biases with which some gates pass their limit."""
     if weight.ndim == 3:
         weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
     elif name.endswith("gate_up_proj_bias"):

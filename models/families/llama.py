@@ -129,7 +129,7 @@ class Attention(nn.Module):
         return self.o_proj(out.reshape(len(x), -1))
 
     def rotated(self, qkv: Tensor, rotary: Rotary, impl: str | None) -> Tensor:
-        """Queries and keys after RoPE, of qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
+        """Queries and keys after RoPE; qkv: [num_tokens, all heads, head_dim]."""
         return norm_rope(qkv, *rotary, num_kv_heads=self.num_kv_heads, impl=impl)
 
 

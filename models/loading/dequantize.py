@@ -149,7 +149,7 @@ def _expect_finite(weight: Tensor, stored: Stored) -> None:
 def _expect_finite_packed(
     kind: str, values: Tensor, scale: Tensor, of: tuple[Stored, Stored], dtype: torch.dtype
 ) -> None:
-    """As `_expect_finite`, of weights that stay quantized: values, scales, products in ``dtype``."""
+    """As `_expect_finite`, of weights that stay quantized, their scales, and their products."""
     if kind == "fp8":
         _expect_finite(values, of[0])
     numbers = scale_values(scale)

@@ -2,10 +2,10 @@
 
 Names, shapes and dtypes are compared before anything is read::
 
-    stored tensor                target                              kind
-    model.x.weight               Target("x.weight")                  plain, or fp8 by its dtype
-    model.x.weight_scale_inv     Target("x.weight", is_scale)
-    ...experts.3.w3.weight       Target("...gate_up_proj", 3, UP)    an expert of a stack, half its rows
+    stored tensor              target                             kind
+    model.x.weight             Target("x.weight")                 plain, or fp8 by its dtype
+    model.x.weight_scale_inv   Target("x.weight", is_scale)
+    ...experts.3.w3.weight     Target("...gate_up_proj", 3, UP)   half the rows of an expert
 
 Source: tensor names of transformers 5.23 and of the older multimodal repositories;
     ``weight_scale_inv`` (fine-grained fp8), ``weight_scale`` (compressed-tensors), ``_blocks`` and

@@ -122,8 +122,8 @@ def load_decoder(
     for source in sources:
         if not pieces.get(source.target, WHOLE).is_whole_blocks and source.target.parameter in kept:
             raise ValueError(
-                f"fp8: expected 'dequantize' for {group.size} ranks, between which blocks of scales "
-                f"of {source.value} are cut"
+                f"fp8: expected 'dequantize' for {group.size} ranks, between which blocks of "
+                f"scales of {source.value} are cut"
             )
     model.allocate(device, except_for=kept)
     fill(model, sources, kept, pieces)

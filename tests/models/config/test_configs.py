@@ -95,7 +95,10 @@ def test_gemma4_per_layer_config():
         read(config)
 
 
-GROUPS_OF_INT4 = {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+}
 # fmt: off
 UNSUPPORTED = [
     ("gemma4-e-tiny", {"vocab_size_per_layer_input": 300},
@@ -115,7 +118,7 @@ UNSUPPORTED = [
     ("gemma3-tiny", {"quantization_config": {"quant_method": "gptq"}},
      "quantization_config.quant_method: supported is 'fp8' or .*got 'gptq'"),
     ("gemma3-tiny",
-     {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": GROUPS_OF_INT4}},
+     {"quantization_config": INT4},
      "group_0.weights.type: supported is 'float', got 'int'; .*num_bits: supported is 8, got 4"),
     ("gemma3-tiny", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type: .*got 'dynamic'"),
     ("gemma4-tiny", {"attention_bias": True, "tie_word_embeddings": False},

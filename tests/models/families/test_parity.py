@@ -1,5 +1,6 @@
-"""Every family against transformers, on checkpoints that transformers made: logits, and the tokens that follow a prompt however
-its steps are cut. Qwen3 is no family of quire: it is the code of docs/add-a-model.md, run here as a module of its own."""
+"""Every family against transformers, on random checkpoints that transformers made: logits, and the
+tokens that follow a prompt however its steps are cut. Qwen3 is no family of quire: it is the code
+of docs/add-a-model.md, run here as a module of its own."""
 
 import re
 import subprocess
@@ -45,7 +46,7 @@ def model(parity):
 
 
 def said(model, prompts, drafter=None, **settings):
-    """The output of the last prompt, and the engine that it comes from; the others run beside it."""
+    """The output of the last prompt, beside which the others run, and the engine."""
     settings = {"num_pages": 600, "max_num_seqs": 4, "max_num_batched_tokens": 512} | settings
     llm = LLM(model, engine=EngineConfig(**settings), drafter=drafter)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
