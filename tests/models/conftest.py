@@ -111,6 +111,8 @@ def _ask_transformers(root: Path) -> None:
         jobs.append(asked | {"input_ids": _input_ids(seed).tolist()})
     for name, config in CONFIGS.items():
         jobs.append({"shapes": to_hf(config), "out": str(root / f"{name}.json")})
+    kinds = ["llama", "gpt_oss", "gemma3_text", "gemma4_text", "deepseek_v4"]
+    jobs.append({"keys": kinds, "out": str(root / "keys.json")})
     ropes = [to_hf(rope_config(rope)) for rope in ROPES.values()]
     jobs.append({"ropes": ropes, "out": str(root / "ropes.pt")})
     jobs.append({"mxfp4": 0, "out": str(root / "mxfp4.pt")})

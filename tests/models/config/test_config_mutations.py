@@ -150,6 +150,32 @@ def test_no_key_is_forgotten_here(keys, names):
     assert {field.name for field in fields(keys)} <= set().union(*(FILES[name] for name in names))
 
 
+# Keys that change no logits of inference: training, outputs, bookkeeping.
+HARMLESS = {
+    "_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype",
+    "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("llama", LlamaKeys),
+        ("gpt_oss", GptOssKeys),
+        ("gemma3_text", Gemma3Keys),
+        ("gemma4_text", Gemma4Keys),
+        ("deepseek_v4", DeepseekV4Keys),
+    ],
+)
+def test_keys_that_are_not_read_are_harmless(model_type, keys, oracle_root):
+    """Of those that transformers has; all others are read, and held against what is supported."""
+    known = json.loads((oracle_root / "keys.json").read_text())[model_type]
+    assert set(known) - {field.name for field in fields(keys)} <= HARMLESS
+
+
 JSON_FILES = {
     "config.json": load_config,
     "generation_config.json": read_generation_config,

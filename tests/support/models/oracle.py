@@ -6,6 +6,7 @@ Usage: python oracle.py JOBS.json, a list of
     {..., "new_tokens": n}                                             (token ids, their logits), of the prompt with n greedy tokens
     {"make": directory, "config": {...}, "seed": n, "original": bool}  a random checkpoint, saved by transformers itself
     {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
+    {"keys": [model_type, ...], "out": file}                           {model_type: keys of its config.json} as JSON
     {"ropes": [{config}, ...], "out": file}                            [(frequencies, amplitude)] of llama configurations
     {"mxfp4": seed, "out": file}                                       (blocks, scales, their values) of random packed experts
     {"chats": [directory, ...], "texts": [...], "messages": [...], "tools": [...], "out": file}
@@ -129,6 +130,9 @@ def main():
             model.save_pretrained(job["make"], save_original_format=job.get("original", True))
         elif "shapes" in job:
             Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
+        elif "keys" in job:
+            keys = {kind: [*AutoConfig.for_model(kind).to_dict()] for kind in job["keys"]}
+            Path(job["out"]).write_text(json.dumps(keys))
         elif "ropes" in job:
             torch.save(ropes(job["ropes"]), job["out"])
         elif "chats" in job:
