@@ -15,6 +15,7 @@ _HOME = {
     "Decoder": "families.decoder",
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
+    "Family": "families.registry",
     "Gemma": "families.gemma",
     "GptOss": "families.gpt_oss",
     "LLM": "llm",
@@ -34,6 +35,7 @@ _HOME = {
     "get_config": "config.named",
     "load_model": "loading.weights",
     "random_model": "loading.random_weights",
+    "register_family": "families.registry",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Decoder",
     "Engine",
     "EngineConfig",
+    "Family",
     "Gemma",
     "GptOss",
     "Llama",
@@ -61,6 +64,7 @@ __all__ = [
     "get_config",
     "load_model",
     "random_model",
+    "register_family",
 ]
 
 

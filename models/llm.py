@@ -27,6 +27,7 @@ from .engine.outputs import OutputDelta, RequestError, RequestOutput
 from .engine.report import StepReport
 from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
+from .families.registry import Family, family_of, register_family
 from .interrupts import interrupts_wait
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
@@ -53,12 +54,14 @@ class ModelSource:
         config: of the whole model.
         directory: a Hugging Face directory; None = random weights.
         dtype, seed: as of `LLM`.
+        family: of the configuration; where processes are started, they register it too.
     """
 
     config: Any
     directory: Path | None
     dtype: torch.dtype | None
     seed: int
+    family: Family
 
     def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
         """The model, or one rank's part of it.
@@ -66,6 +69,7 @@ class ModelSource:
         Raises:
             ValueError: as `load_model`, or random weights that do not fit the memory.
         """
+        register_family(self.family)
         if self.directory is not None:
             return load_model(self.directory, device=device, dtype=self.dtype, group=group)
         dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -139,7 +143,9 @@ class LLM:
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
 
-        source = None if built else ModelSource(config, self._directory, dtype, seed)
+        source = None
+        if not built:
+            source = ModelSource(config, self._directory, dtype, seed, family_of(config))
         if settings.tensor_parallel_size > 1:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import fields
-from .fields import naming, read_fields, shown
-
-NUM_NAMED = 20  # keys that an error names
+from .fields import NUM_NAMED, naming, read_fields, shown
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -51,7 +49,7 @@ class GenerationKeys:
     """
 
     eos_token_id: fields.TokenIds = None
-    do_sample: bool | None = None
+    do_sample: fields.Flag | None = None
     temperature: fields.NotNegative | None = None
     top_k: fields.WidthOrNone | None = None
     top_p: fields.NotNegative | None = None

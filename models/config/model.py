@@ -14,7 +14,6 @@ from .fields import check_fields
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
-FAMILIES = ("gemma3", "gemma4", "llama", "gpt_oss")
 LayerTypes = tuple[Literal["sliding_attention", "full_attention"], ...]
 ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
 
@@ -132,13 +131,13 @@ class ModelConfig:
     """A text model.
 
     Attributes:
-        family: one of `FAMILIES`; decides the norm form, the norms of q, k and v, the softmax scale
-            and the layer's order.
+        family: the name of a registered `quire.models.families.registry.Family`, which makes the
+            model.
         intermediate_size: width of the dense MLP; 0 where there is none (gpt_oss).
         layer_types: one of ``SLIDING`` and ``FULL`` for every layer.
         sliding, full: attention shapes of the two kinds of layers; sliding may be None where no
             layer slides.
-        query_pre_attn_scalar: Gemma-3 only, the softmax scale is its inverse square root.
+        query_pre_attn_scalar: the softmax scale is its inverse square root; None = head_dim.
         final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None = no cap.
         max_position_embeddings: longest sequence in tokens.
         moe: experts beside (gemma4) or instead of (gpt_oss) the MLP.
@@ -148,13 +147,14 @@ class ModelConfig:
             earlier layer of their kind.
         double_wide_mlp: whether those have MLPs of twice the width.
         attention_bias: whether the projections of attention have biases.
+        norm_offset: what is added to a stored norm weight: Gemma-3 stores w - 1.
 
     Source: transformers ``configuration_gemma3``, ``configuration_gemma4``,
         ``configuration_llama``, ``configuration_gpt_oss``.
     """
 
     name: str
-    family: Literal["gemma3", "gemma4", "llama", "gpt_oss"]
+    family: str
     vocab_size: fields.VocabSize
     hidden_size: fields.Width
     intermediate_size: fields.WidthOrNone
@@ -173,21 +173,14 @@ class ModelConfig:
     double_wide_mlp: bool = False
     attention_bias: bool = False
     tie_word_embeddings: bool = True
+    norm_offset: fields.NotNegative = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
         expect_tokens(self)
-        if not self.layer_types:
-            raise ValueError("layer_types: expected a layer, got none")
-        if (self.intermediate_size == 0) != (self.family == "gpt_oss"):
+        if not self.layer_types or set(self.layer_types) - {SLIDING, FULL}:
             raise ValueError(
-                "intermediate_size: expected 0 for gpt_oss and more for other families, got "
-                f"{self.intermediate_size} for {self.family}"
-            )
-        if (self.query_pre_attn_scalar is not None) != (self.family == "gemma3"):
-            raise ValueError(
-                f"query_pre_attn_scalar: expected a number for gemma3 and None for other families, "
-                f"got {self.query_pre_attn_scalar} for {self.family}"
+                f"layer_types: expected {SLIDING!r} and {FULL!r}, got {list(self.layer_types)}"
             )
         if self.sliding is None and SLIDING in self.layer_types:
             raise ValueError("sliding: expected attention shapes of the sliding layers, got None")
@@ -219,28 +212,8 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of q.k before the softmax.
-
-        1 in Gemma-4, where the q and k norms carry the scale.
-        """
-        if self.query_pre_attn_scalar is not None:
-            return self.query_pre_attn_scalar**-0.5
-        return 1.0 if self.family == "gemma4" else self.full.head_dim**-0.5
-
-    @property
-    def norm_offset(self) -> float:
-        """What is added to a stored norm weight: Gemma-3 stores w - 1, the others store w."""
-        return 1.0 if self.family == "gemma3" else 0.0
-
-    @property
-    def has_v_norm(self) -> bool:
-        """Whether V goes through an RMSNorm without weight (Gemma-4)."""
-        return self.family == "gemma4"
-
-    @property
-    def has_layer_scalar(self) -> bool:
-        """Whether the output of a layer is multiplied by a stored scalar (Gemma-4)."""
-        return self.family == "gemma4"
+        """Factor of q.k before the softmax."""
+        return (self.query_pre_attn_scalar or self.full.head_dim) ** -0.5
 
     @property
     def activation_size(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..config import fields
 from ..config.fields import check_fields
@@ -25,10 +25,10 @@ LayerTypes = tuple[
     Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"], ...
 ]
 MlpLayerTypes = tuple[Literal["hash_moe", "moe"], ...]
-NumDrafters = Annotated[int, fields.Range(0, 16)]
-NumStreams = Annotated[int, fields.Range(1, 64)]
-NumIterations = Annotated[int, fields.Range(1, 1000)]
-Ratio = Annotated[int, fields.Range(2, 2**16)]
+NumDrafters = fields.ints(0, 16)
+NumStreams = fields.ints(1, 64)
+NumIterations = fields.ints(1, 1000)
+Ratio = fields.ints(2, 2**16)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class DeepseekV4Config:
     Source: transformers ``configuration_deepseek_v4``.
     """
 
+    family: ClassVar[str] = MODEL_TYPE
     name: str
     vocab_size: fields.VocabSize
     hidden_size: fields.Width
@@ -188,89 +189,43 @@ def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
 
 def _released(name: str, ratios: Sequence[int], **fields: Any) -> DeepseekV4Config:
     """A released model; ratios: of the trunk's layers."""
-    num_layers = len(ratios)
     return DeepseekV4Config(
-        name=name,
-        vocab_size=129280,
-        layer_types=layer_types_of(ratios),
-        mlp_layer_types=(HASH_MOE,) * 3 + (MOE,) * (num_layers - 3),
-        num_mtp_layers=1,
-        head_dim=512,
-        rope_dim=64,
-        o_lora_rank=1024,
-        sliding_window=128,
-        csa_ratio=4,
-        hca_ratio=128,
-        index_num_heads=64,
-        index_head_dim=128,
-        num_experts_per_tok=6,
-        swiglu_limit=10.0,
-        yarn=YarnConfig(16.0, 65536),
-        max_position_embeddings=1048576,
-        **fields,
-    )
+        name=name, vocab_size=129280, layer_types=layer_types_of(ratios),
+        mlp_layer_types=(HASH_MOE,) * 3 + (MOE,) * (len(ratios) - 3), num_mtp_layers=1,
+        head_dim=512, rope_dim=64, o_lora_rank=1024, sliding_window=128, csa_ratio=4, hca_ratio=128,
+        index_num_heads=64, index_head_dim=128, num_experts_per_tok=6, swiglu_limit=10.0,
+        yarn=YarnConfig(16.0, 65536), max_position_embeddings=1048576, **fields,
+    )  # fmt: skip
 
 
-_CONFIGS = (
-    _released(
-        "deepseek-v4-flash",
-        [0, 0, *[4, 128] * 20, 4],
-        hidden_size=4096,
-        num_heads=64,
-        q_lora_rank=1024,
-        o_groups=8,
-        index_topk=512,
-        num_experts=256,
-        moe_intermediate_size=2048,
-        routed_scaling_factor=1.5,
-    ),
-    _released(
-        "deepseek-v4-pro",
-        [128, 128, *[4, 128] * 29, 4],
-        hidden_size=7168,
-        num_heads=128,
-        q_lora_rank=1536,
-        o_groups=16,
-        index_topk=1024,
-        num_experts=384,
-        moe_intermediate_size=3072,
-        routed_scaling_factor=2.5,
-    ),
-    # Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds
-    # come twice. With fewer than 8 index heads, exact zeros tie often enough to make the selection
-    # depend on the order of operations.
-    DeepseekV4Config(
-        name="deepseek-v4-tiny",
-        vocab_size=BYTE_VOCAB,
-        hidden_size=64,
-        layer_types=(SLIDING, SLIDING, CSA, HCA, CSA, HCA),
-        mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4,
-        num_mtp_layers=1,
-        num_heads=4,
-        head_dim=32,
-        rope_dim=8,
-        q_lora_rank=24,
-        o_groups=2,
-        o_lora_rank=16,
-        sliding_window=16,
-        csa_ratio=4,
-        hca_ratio=8,
-        index_num_heads=16,
-        index_head_dim=16,
-        index_topk=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        routed_scaling_factor=1.5,
-        swiglu_limit=1.0,
-        yarn=YarnConfig(16.0, 64),
-        max_position_embeddings=4096,
-    ),
+# fmt: off
+_FLASH = _released(
+    "deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], hidden_size=4096, num_heads=64,
+    q_lora_rank=1024, o_groups=8, index_topk=512, num_experts=256, moe_intermediate_size=2048,
+    routed_scaling_factor=1.5,
+)
+_PRO = _released(
+    "deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], hidden_size=7168, num_heads=128,
+    q_lora_rank=1536, o_groups=16, index_topk=1024, num_experts=384, moe_intermediate_size=3072,
+    routed_scaling_factor=2.5,
+)
+# Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds come
+# twice. With fewer than 8 index heads, exact zeros tie often enough to make the selection depend on
+# the order of operations.
+_TINY = DeepseekV4Config(
+    name="deepseek-v4-tiny", vocab_size=BYTE_VOCAB, hidden_size=64,
+    layer_types=(SLIDING, SLIDING, CSA, HCA, CSA, HCA),
+    mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4, num_mtp_layers=1, num_heads=4, head_dim=32,
+    rope_dim=8, q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=16, csa_ratio=4,
+    hca_ratio=8, index_num_heads=16, index_head_dim=16, index_topk=4, num_experts=8,
+    num_experts_per_tok=2, moe_intermediate_size=48, routed_scaling_factor=1.5, swiglu_limit=1.0,
+    yarn=YarnConfig(16.0, 64), max_position_embeddings=4096,
 )
 # Few layers, with the head sizes that the quantized cache layout is for.
 _SMALL = replace(
-    _CONFIGS[-1], name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
+    _TINY, name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
     index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA),
     mlp_layer_types=(MOE,) * 3,
-)  # fmt: skip
-CONFIGS = {config.name: config for config in (*_CONFIGS, _SMALL)}
+)
+# fmt: on
+CONFIGS = {config.name: config for config in (_FLASH, _PRO, _TINY, _SMALL)}

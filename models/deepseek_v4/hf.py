@@ -1,16 +1,37 @@
-"""Reads ``config.json`` files of DeepSeek-V4, with the released keys or those of transformers."""
+"""DeepSeek-V4 as a family: its config.json files, how it is loaded, and random weights.
+
+Config files have the released keys or those of transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.common.dequantize import FP4_GROUP
 
 from ..config import fields
 from ..config.fields import checked, only, read_fields, shown
-from ..config.hf_common import RopeKeys, token_ids
+from ..config.keys import RopeKeys, token_ids
+from ..engine.memory import fits, free_memory
+from ..families.registry import Family, register_family
+from ..layers.moe import FP8_BLOCK
+from ..loading.checkpoint import read_headers
+from ..loading.dequantize import fill
+from ..loading.names import match, unique
+from ..loading.shards import pieces_of
+from ..parallel.group import Group
+from ..parallel.shard import shard_config
 from .config import (
+    CONFIGS,
+    CSA,
     HASH_MOE,
+    HCA,
     MODEL_TYPE,
     MOE,
     DeepseekV4Config,
@@ -23,6 +44,8 @@ from .config import (
     YarnConfig,
     layer_types_of,
 )
+from .model import DeepseekV4
+from .names import V4Storage, format_of_experts
 
 
 @dataclass(frozen=True)
@@ -54,7 +77,7 @@ class DeepseekV4Keys:
     num_hidden_layers: fields.NumLayers = 43
     num_nextn_predict_layers: NumDrafters | None = None
     layer_types: LayerTypes | None = None
-    compress_ratios: tuple[int, ...] | None = None
+    compress_ratios: tuple[fields.ints(0, 2**16), ...] | None = None
     compress_rates: RateKeys | None = None
     compress_rate_csa: Ratio | None = None
     compress_rate_hca: Ratio | None = None
@@ -101,7 +124,7 @@ class DeepseekV4Keys:
     topk_group: only(None, 1) = None
 
 
-def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4Config:
+def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Config:
     """Reads a ``config.json``, with the keys of the released models or with those of transformers.
 
     Args:
@@ -207,9 +230,12 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
         given = {key: value for key, value in vars(compress).items() if value is not None}
         yarn = read_fields(YarnConfig, given, part)
     partial = keys.partial_rotary_factor or main.partial_rotary_factor or 64 / 512
-    size = checked(
-        fields.HeadSize, "partial_rotary_factor: head_dim times it", int(keys.head_dim * partial)
-    )
+    size = int(keys.head_dim * partial)
+    if keys.qk_rope_head_dim is None and (size < 2 or size % 2):
+        raise ValueError(
+            f"partial_rotary_factor: expected an even number of head_dim={keys.head_dim} channels, "
+            f"got {partial} of them"
+        )
     return {
         "rope_dim": keys.qk_rope_head_dim or size,
         "rope_theta": main.rope_theta,
@@ -219,4 +245,104 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
 
 
 def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
-    return read_fields(RopeKeys, {"rope_theta": theta} | checked(dict[str, Any], name, data), name)
+    return read_fields(RopeKeys, {"rope_theta": theta} | checked(dict, name, data), name)
+
+
+def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
+    """Writes config.json."""
+    partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
+    main = {"rope_type": "default", "rope_theta": config.rope_theta} | partial
+    compress = {"rope_type": "default", "rope_theta": config.compress_rope_theta} | partial
+    if config.yarn is not None:
+        compress |= {"rope_type": "yarn", "attention_factor": 1.0} | vars(config.yarn)
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": config.num_layers,
+        "num_nextn_predict_layers": config.num_mtp_layers,
+        "layer_types": list(config.layer_types),
+        "mlp_layer_types": list(config.mlp_layer_types),
+        "compress_rates": {CSA: config.csa_ratio, HCA: config.hca_ratio},
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": 1,
+        "index_n_heads": config.index_num_heads,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "rope_theta": config.rope_theta,
+        "compress_rope_theta": config.compress_rope_theta,
+        "partial_rotary_factor": config.rope_dim / config.head_dim,
+        "rope_parameters": {"main": main, "compress": compress},
+        "eos_token_id": list(config.eos_token_ids),
+        "tie_word_embeddings": False,
+    } | {key: getattr(config, key) for key in SAME_NAME}
+
+
+def load(
+    path: Path, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype, fp8: str,
+    group: Group | None,
+) -> DeepseekV4:  # fmt: skip
+    """As `quire.models.loading.weights.load_model`; what stays quantized are the routed experts."""
+    tables = 2 * 4 * config.rope_dim * config.max_position_embeddings
+    if tables > (free := free_memory(device)):
+        raise ValueError(
+            f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
+            f"got {tables} bytes for {config.max_position_embeddings} tokens"
+        )
+    storage = V4Storage()
+    found = unique(path, storage, read_headers(path))
+    if not any(target.parameter.startswith("mtp.") for target in found):
+        config = replace(config, num_mtp_layers=0)
+    kept = format_of_experts(found)
+    if fp8 == "keep" and kept is None:
+        raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
+    whole = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
+    parameters = dict(whole.named_parameters())
+    sources = match(path, found, parameters, storage)
+    plain, pieces = whole, {}
+    if group is not None:
+        # Other matrices than experts are dequantized: they may be cut anywhere.
+        unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
+        config = shard_config(config, group.size, unit)
+        plain = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, group=group)
+        pieces = pieces_of(sources, parameters, dict(plain.named_parameters()), group)
+    if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):
+        kept = None
+    model = DeepseekV4(config, device=device, dtype=dtype, expert_format=kept, group=group)
+    fill(model, sources, {}, pieces)
+    return model
+
+
+_DEVIATIONS = {
+    "fn": 0.05, "hc_fn": 0.05, "base": 0.5, "hc_base": 0.5, "e_score_correction_bias": 0.2,
+    "sinks": 1.0, "position_bias": 1.0,
+}  # fmt: skip
+
+
+def _draw(name: str, weight: Tensor, config: DeepseekV4Config, generator: torch.Generator) -> None:
+    leaf = name.split(".")[-1]
+    if leaf == "tid2eid":
+        shape = (config.vocab_size, config.num_experts)
+        order = torch.rand(shape, generator=generator, device=weight.device)
+        weight.copy_(order.argsort(dim=1)[:, : weight.shape[1]])
+    elif leaf in ("scale", "hc_scale") or (leaf == "weight" and weight.ndim == 1):
+        weight.normal_(1.0, 0.3, generator=generator)
+    elif name == "embed_tokens.weight":
+        weight.normal_(0.0, 1.0, generator=generator)
+    elif name.endswith("mlp.gate.weight"):
+        weight.normal_(0.0, 0.3, generator=generator)
+    else:
+        weight.normal_(0.0, _DEVIATIONS.get(leaf, weight.shape[-1] ** -0.5), generator=generator)
+
+
+register_family(
+    Family(
+        MODEL_TYPE,
+        (MODEL_TYPE,),
+        from_hf,
+        DeepseekV4,
+        to_hf,
+        draw=_draw,
+        load=load,
+        configs=tuple(CONFIGS.values()),
+    )
+)

@@ -1,1 +1,1 @@
-"""Text models with layers of their own: Gemma, Llama, gpt-oss."""
+"""Families of models: `registry` says what one is; the others are a file each."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore.device import AttnMetadata
 
-from ..config.named import FULL, SLIDING, ModelConfig
+from ..config.model import FULL, SLIDING, ModelConfig
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, empty_parameter
@@ -34,7 +34,7 @@ Rotary = tuple[Tensor, Tensor]
 class Decoder(nn.Module):
     """A text model with uninitialized weights; `models.loading.weights` fills them.
 
-    Families derive from it and set ``layers``.
+    Families derive from it and set ``layers``. docs/add-a-model.md says how.
 
     Args:
         config: shapes; where several ranks run the model, those of this one
@@ -76,12 +76,7 @@ class Decoder(nn.Module):
             self.lm_head = Linear(size, self.embed_tokens.vocabulary.num_rows, device, dtype)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
-        """Gives a model that was built on the meta device uninitialized weights on ``device``.
-
-        Args:
-            device: of the weights.
-            except_for: names of the weights that stay where they are.
-        """
+        """Gives a model on the meta device weights on ``device``, but for those of these names."""
         kept = {id(w) for name, w in self.named_parameters() if name in except_for}
         for module in self.modules():
             for stacked in vars(module).values():
@@ -96,10 +91,7 @@ class Decoder(nn.Module):
         self.frequencies = self._frequencies(device)
 
     def _frequencies(self, device: torch.device) -> dict[str, Tensor]:
-        """RoPE of each kind of layer.
-
-        Never one table for both kinds: base, scaling and head_dim all may differ.
-        """
+        """RoPE of each kind of layer: base, scaling and head_dim all may differ."""
         shapes = ((SLIDING, self.config.sliding), (FULL, self.config.full))
         return {
             kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
@@ -118,11 +110,7 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def expect_impl(self, impl: str) -> None:
-        """Raises NotImplementedError where the kernels are not made for a head size of this model.
-
-        Args:
-            impl: "triton" or "torch".
-        """
+        """Raises NotImplementedError for a head size that the kernels are not made for."""
         for kind in sorted(set(self.config.layer_types)):
             head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
             if impl == "triton" and head_dim not in HEAD_DIMS:
@@ -179,8 +167,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """One step of a ragged batch.
 
-        Reads the context from ``pool``, writes the rows that somebody will read again: each layer
-        its own, after its attention.
+        Each layer reads the context from ``pool``, then writes the rows that somebody reads again.
 
         Args:
             input_ids, positions: [num_tokens] int64.
@@ -204,17 +191,9 @@ class Decoder(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence in plain torch, without any cache.
+        """One whole sequence in plain torch, without any cache: what a paged run must agree with.
 
-        What a paged run must agree with.
-
-        Args:
-            input_ids: [num_tokens] int64.
-            logits_rows: as in `forward`.
-            stored: as in `UnpagedAttend`.
-
-        Returns:
-            [num_rows, vocab_size] fp32 logits.
+        Arguments and result as in `forward`; stored: as in `UnpagedAttend`.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
@@ -244,10 +223,9 @@ class Decoder(nn.Module):
 
         Args:
             x: [num_tokens, hidden_size], embedded tokens; overwritten.
-            rotary: angles of each kind of layer.
 
         Returns:
-            [num_tokens, hidden_size], normed, or ``attend.rows`` of it.
+            [num_tokens, hidden_size], or ``attend.rows`` of it.
         """
         branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
         for layer, norm in zip(self.layers, self.following_norms(), strict=True):
@@ -259,14 +237,7 @@ class Decoder(nn.Module):
         return [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
 
     def logits(self, x: Tensor) -> Tensor:
-        """The output projection, and its cap.
-
-        Args:
-            x: [num_rows, hidden_size], normed.
-
-        Returns:
-            [num_rows, vocab_size] fp32.
-        """
+        """Logits [num_rows, vocab_size] fp32 of normed rows [num_rows, hidden_size]."""
         if self.lm_head is None:
             logits = self.embed_tokens.logits(x)
         else:

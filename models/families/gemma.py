@@ -14,27 +14,81 @@ One layer, with the norms of both families (a norm follows each branch, before i
                    + post_feedforward_layernorm_2(
                          experts(pre_feedforward_layernorm_2(x), router(x)))
 
-Where the keys and values of earlier tokens live is not the model's business: a layer hands its new
-K/V rows to ``attend``, which `models.layers.attention` provides for paged caches and, without any
-cache, for whole sequences.
-
 Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels import gated_product, norm_rope
+from quire.kernels import gated_product, norm_rope, residual_norm, route_tokens
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.moe import run_experts
 from ..layers.per_layer import HostEmbedding
 from ..parallel.group import Group
 from .decoder import Decoder, Rotary
-from .gemma_moe import Experts, Router
+
+
+class Router(nn.Module):
+    """Chooses experts by softmax over all of them, makes their weights sum to one, and scales each.
+
+    All of it in fp32: in bf16, near ties would choose other experts.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.top_k = config.moe.top_k
+        self.eps = config.rms_norm_eps
+        self.proj = Linear(config.hidden_size, config.moe.num_experts, device, dtype)
+        self.scale = empty_parameter(config.hidden_size, device=device, dtype=dtype)
+        self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
+        """(expert_ids int64, weights fp32) of rows x, both [num_tokens, top_k]."""
+        wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        z = residual_norm(x, self.scale, eps=self.eps, out=wide, impl=impl)
+        return route_tokens(
+            F.linear(z, self.proj.matrix(torch.float32)), top_k=self.top_k, score="softmax",
+            logits_factor=x.shape[-1] ** -0.5, expert_scale=self.per_expert_scale, impl=impl,
+        )  # fmt: skip
+
+
+class Experts(nn.Module):
+    """Gated MLPs of all experts.
+
+    gate_up_proj: [num_experts, 2 * width, hidden_size].
+    down_proj: [num_experts, hidden_size, width].
+    """
+
+    def __init__(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
+        group: Group | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.group = group
+        assert config.moe is not None
+        num_experts, width = config.moe.num_experts, config.moe.intermediate_size
+        size = config.hidden_size
+        self.gate_up_proj = empty_parameter(
+            num_experts, 2 * width, size, device=device, dtype=dtype
+        )
+        self.down_proj = empty_parameter(num_experts, size, width, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
+    ) -> Tensor:
+        """The weighted sum [num_tokens, hidden_size] of the experts that the router chose."""
+        gate_up = self.gate_up_proj.unflatten(1, (2, -1))
+        out = run_experts(
+            x, expert_ids, weights, gate_up, self.down_proj, activation="gelu_tanh", impl=impl
+        )
+        return out if self.group is None else self.group.sum(out)
 
 
 class Attention(nn.Module):
@@ -49,7 +103,7 @@ class Attention(nn.Module):
         self.layer = layer
         self.head_dim = shape.head_dim
         self.eps = config.rms_norm_eps
-        self.has_v_norm = config.has_v_norm
+        self.has_v_norm = config.family == "gemma4"
         self.owns_kv = config.kv_donor(layer) == layer
         self.num_kv_heads = shape.num_kv_heads if self.owns_kv else 0
         self.has_v_proj = self.owns_kv and not shape.k_eq_v
@@ -64,33 +118,18 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(
                 shape.head_dim, self.eps, device, dtype, offset=config.norm_offset
             )
-
         parts = ("q_proj", "k_proj", "v_proj")[: 1 + self.owns_kv + self.has_v_proj]
         self.qkv = Stacked(*(getattr(self, part) for part in parts))
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Attention of every row, projections included.
-
-        Args:
-            x: [num_tokens, hidden_size].
-
-        Returns:
-            The same shape.
-        """
+        """Attention of x [num_tokens, hidden_size], projections included."""
         qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
         norm_v = self.has_v_norm and self.owns_kv
         out = norm_rope(
-            qkv,
-            *rotary,
-            num_kv_heads=count,
-            has_v=self.has_v_proj,
-            q_weight=self.q_norm.weight,
-            k_weight=self.k_norm.weight if self.owns_kv else None,
-            norm_v=norm_v,
-            eps=self.eps,
-            offset=self.q_norm.offset,
-            impl=attend.impl,
-        )
+            qkv, *rotary, num_kv_heads=count, has_v=self.has_v_proj, q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight if self.owns_kv else None, norm_v=norm_v, eps=self.eps,
+            offset=self.q_norm.offset, impl=attend.impl,
+        )  # fmt: skip
         if self.owns_kv:
             # Without v_proj, values are what k_proj gives, before K's norm weight and RoPE.
             qk, v = (out[:, :-count], out[:, -count:]) if norm_v else (out, qkv[:, -count:])
@@ -101,7 +140,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer; the formula is in the file's docstring."""
+    """One layer; the file's docstring has the formula."""
 
     def __init__(
         self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
@@ -132,7 +171,7 @@ class DecoderLayer(nn.Module):
             self.per_layer_input_gate = Linear(size, width, device, dtype)
             self.per_layer_projection = Linear(width, size, device, dtype)
             self.post_per_layer_input_norm = norm()
-        if config.has_layer_scalar:
+        if config.family == "gemma4":
             # A parameter here, though a buffer in checkpoints: a loader of parameters cannot miss
             # it.
             self.layer_scalar = empty_parameter(1, device=device, dtype=dtype)
@@ -140,25 +179,10 @@ class DecoderLayer(nn.Module):
             self.layer_scalar = None
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        rotary: Rotary,
-        attend: Attend,
-        norm: RMSNorm,
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm,
         per_layer_input: Tensor | None = None,
-    ) -> Tensor:
-        """The layer.
-
-        Args:
-            x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
-            residual: [num_tokens, hidden_size], updated in place.
-            norm: the one that comes after the layer.
-            per_layer_input: [num_tokens, per_layer_input_size].
-
-        Returns:
-            The updated residual after ``norm``.
-        """
+    ) -> Tensor:  # fmt: skip
+        """As `llama.DecoderLayer`; per_layer_input: [num_tokens, per_layer_input_size]."""
         impl = attend.impl
         x, post = self.self_attn(x, rotary, attend), self.post_attention_layernorm
         x = self.pre_feedforward_layernorm.after(x, residual, post=post, impl=impl)
@@ -171,16 +195,7 @@ class DecoderLayer(nn.Module):
         return norm.after(x, residual, post=post, scalar=self.layer_scalar, impl=impl)
 
     def feedforward(self, x: Tensor, residual: Tensor, impl: str | None) -> Tensor:
-        """The MLP, and beside it the experts, which with their router read the residual.
-
-        Args:
-            x: [num_tokens, hidden_size], ``residual`` after `pre_feedforward_layernorm`.
-            residual: [num_tokens, hidden_size].
-            impl: "triton" or "torch"; None = by device.
-
-        Returns:
-            [num_tokens, hidden_size].
-        """
+        """The MLP, and beside it the experts, which with their router read the residual."""
         out = self.mlp(x, impl)
         if self.has_experts:
             x = self.pre_feedforward_layernorm_2.after(residual, impl=impl)
@@ -191,15 +206,9 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma(Decoder):
-    """A Gemma-3 or Gemma-4 text model with uninitialized weights.
+    """A Gemma-3 or Gemma-4 text model; arguments as in `Decoder`.
 
-    `models.loading.weights` fills them.
-
-    Args:
-        config: shapes.
-        device, dtype: of all weights, except that the table of per-layer embeddings stays on the
-            host; activations have the same dtype.
-        group: as in `Decoder`.
+    The table of per-layer embeddings stays on the host.
     """
 
     def __init__(
@@ -243,16 +252,10 @@ class Gemma(Decoder):
         return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What each layer gets of each token.
+        """What each layer gets of each token: [num_tokens, num_layers, per_layer_input_size].
 
-        The mean, up to sqrt(2), of a projection of x and of the token's own row.
-
-        Args:
-            input_ids: [num_tokens] int64.
-            x: [num_tokens, hidden_size], embedded and scaled.
-
-        Returns:
-            [num_tokens, num_layers, per_layer_input_size]; None where the model has none.
+        The mean, up to sqrt(2), of a projection of x and of the token's own row. x: embedded and
+        scaled. None where the model has no such inputs.
         """
         width = self.config.per_layer_input_size
         if not width:

@@ -3,23 +3,111 @@
 Layers of Llama's order with attention sinks, sliding windows in every other layer, and experts as
 MLP.
 
-Source: transformers ``modeling_gpt_oss``.
+Source: transformers ``modeling_gpt_oss``, ``configuration_gpt_oss``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import route_tokens
 
-from ..config.hf_llama import SWIGLU
-from ..config.named import ModelConfig
+from ..config import fields
+from ..config.fields import only, read_fields
+from ..config.keys import LayeredKeys, common_keys, read_rope, write_rope
+from ..config.model import AttentionConfig, ModelConfig, MoEConfig
 from ..layers.basic import Linear, empty_parameter, linear_fp32
 from ..layers.moe import run_experts
+from ..loading.random_weights import draw
 from ..parallel.group import Group
-from .decoder import Decoder
-from .llama import DecoderLayer
+from .llama import Attention, Llama
+from .registry import Family, register_family
+
+SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+"""Constants of the experts of gpt-oss; every released model has these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssKeys(LayeredKeys):
+    """Keys of a ``model_type`` "gpt_oss" file."""
+
+    vocab_size: fields.VocabSize = 201088
+    hidden_size: fields.Width = 2880
+    intermediate_size: fields.Width = 2880
+    num_hidden_layers: fields.NumLayers = 36
+    num_attention_heads: fields.NumHeads = 64
+    num_key_value_heads: fields.NumHeads = 8
+    head_dim: fields.HeadSize | None = 64
+    max_position_embeddings: fields.NumTokens = 131072
+    rms_norm_eps: fields.Epsilon = 1e-5
+    sliding_window: fields.NumTokens = 128
+    num_local_experts: fields.NumExperts | None = None
+    num_experts: fields.NumExperts = 128
+    num_experts_per_tok: fields.NumExperts = 4
+    attention_bias: fields.Flag = True
+    tie_word_embeddings: fields.Flag = False
+    hidden_act: only("silu") = "silu"
+    swiglu_limit: only(SWIGLU["swiglu_limit"]) = SWIGLU["swiglu_limit"]
+    swiglu_alpha: only(SWIGLU["swiglu_alpha"]) = SWIGLU["swiglu_alpha"]
+
+
+def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
+    """Reads config.json."""
+    keys = read_fields(GptOssKeys, text)
+    released = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    full = AttentionConfig(
+        num_heads=keys.num_attention_heads,
+        num_kv_heads=keys.num_key_value_heads,
+        head_dim=keys.head_dim or keys.hidden_size // keys.num_attention_heads,
+        rope=read_rope(keys.rope_keys() or released, 150000.0),
+    )
+    return ModelConfig(
+        **keys.common_fields(),
+        name=name,
+        family="gpt_oss",
+        intermediate_size=0,
+        layer_types=keys.layers(pattern=2),
+        sliding=replace(full, sliding_window=keys.sliding_window),
+        full=full,
+        moe=MoEConfig(
+            num_experts=keys.num_local_experts or keys.num_experts,
+            top_k=keys.num_experts_per_tok,
+            intermediate_size=keys.intermediate_size,
+        ),
+        attention_bias=keys.attention_bias,
+        tie_word_embeddings=keys.tie_word_embeddings,
+    )
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes config.json."""
+    assert config.sliding is not None and config.moe is not None
+    return (
+        common_keys(config)
+        | SWIGLU
+        | {
+            "architectures": ["GptOssForCausalLM"],
+            "intermediate_size": config.moe.intermediate_size,
+            "num_key_value_heads": config.full.num_kv_heads,
+            "head_dim": config.full.head_dim,
+            "hidden_act": "silu",
+            "sliding_window": config.sliding.sliding_window,
+            "layer_types": list(config.layer_types),
+            "rope_parameters": write_rope(config.full.rope),
+            "num_local_experts": config.moe.num_experts,
+            "num_experts_per_tok": config.moe.top_k,
+        }
+    )
 
 
 class Experts(nn.Module):
@@ -31,9 +119,6 @@ class Experts(nn.Module):
     After `keep_mxfp4` they are bytes of two values, not transposed, gate and up rows in turns:
     [num_experts, 2 * width, hidden_size / 2] and [num_experts, hidden_size, width / 2]. Their
     scales, gate_up_proj_scale and down_proj_scale, have a byte for each 32 columns.
-
-    Args:
-        group: ranks that have the rest of the width; None = all is here.
     """
 
     def __init__(
@@ -70,37 +155,24 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
     ) -> Tensor:
-        """The weighted sum of every row's experts.
+        """The weighted sum of every row's experts; x: [num_tokens, hidden_size].
 
         Args:
-            x: [num_tokens, hidden_size].
             expert_ids, weights: [num_tokens, top_k].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            X's shape.
         """
         gate_up, down, scale = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale
         if scale is None:
             gate_up, down = gate_up.mT, down.mT
         group = self.group
+        # The bias counts once in the sum of all ranks.
+        down_bias = self.down_proj_bias if group is None or group.rank == 0 else None
         out = run_experts(
-            x,
-            expert_ids,
-            weights,
-            _apart(gate_up),
-            down,
+            x, expert_ids, weights, _apart(gate_up), down,
             gate_up_scale=None if scale is None else _apart(scale),
-            down_scale=self.down_proj_scale,
-            gate_up_bias=_apart(self.gate_up_proj_bias),
-            # Once in the sum of all ranks.
-            down_bias=self.down_proj_bias if group is None or group.rank == 0 else None,
-            activation="silu",
-            limit=SWIGLU["swiglu_limit"],
-            alpha=SWIGLU["swiglu_alpha"],
-            up_offset=1.0,
-            impl=impl,
-        )
+            down_scale=self.down_proj_scale, gate_up_bias=_apart(self.gate_up_proj_bias),
+            down_bias=down_bias, activation="silu", limit=SWIGLU["swiglu_limit"],
+            alpha=SWIGLU["swiglu_alpha"], up_offset=1.0, impl=impl,
+        )  # fmt: skip
         return out if group is None else group.sum(out)
 
 
@@ -124,15 +196,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, device, dtype, group)
 
     def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
-        """The weighted sum of every row's experts.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            impl: "triton" or "torch"; default: by device.
-
-        Returns:
-            The same shape.
-        """
+        """The weighted sum of every row's experts; x: [num_tokens, hidden_size]."""
         assert self.router.bias is not None
         ids, weights = route_tokens(
             linear_fp32(x, self.router.matrix(x.dtype)),
@@ -144,27 +208,36 @@ class MoE(nn.Module):
         return self.experts(x, ids, weights, impl)
 
 
-class GptOss(Decoder):
-    """A gpt-oss model with uninitialized weights; `models.loading.weights` fills them.
+class SinkAttention(Attention):
+    """Attention with sinks."""
 
-    Arguments as in `Decoder`.
-    """
+    has_sinks = True
 
-    def __init__(
-        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(config, device=device, dtype=dtype, group=group)
-        device = torch.device(device)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                config,
-                layer,
-                device,
-                dtype,
-                mlp=MoE(config, device, dtype, group),
-                has_sinks=True,
-                group=group,
-            )
-            for layer in range(config.num_layers)
-        )
+
+class GptOss(Llama):
+    """A gpt-oss model; arguments as in `Decoder`."""
+
+    attention = SinkAttention
+
+    def mlp(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, group: Group | None
+    ) -> nn.Module:
+        """See `Llama`."""
+        return MoE(config, device, dtype, group)
+
+
+def draw_transposed(
+    name: str, weight: Tensor, config: ModelConfig, generator: torch.Generator
+) -> None:
+    """As `draw`, of transposed experts, and biases with which some gates pass their limit."""
+    if weight.ndim == 3:
+        weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+    elif name.endswith("gate_up_proj_bias"):
+        weight.normal_(0.0, 4.0, generator=generator)
+    else:
+        draw(name, weight, config, generator)
+
+
+register_family(
+    Family("gpt_oss", ("gpt_oss",), config_from_hf, GptOss, config_to_hf, draw=draw_transposed)
+)

@@ -2,41 +2,103 @@
 
 Grouped-query attention and a SiLU MLP, each after its norm and before its residual sum.
 
-Source: transformers ``modeling_llama``.
+Families that differ in a little derive from these classes; docs/add-a-model.md has one.
+
+Source: transformers ``modeling_llama``, ``configuration_llama``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import norm_rope
 
-from ..config.named import ModelConfig
+from ..config import fields
+from ..config.fields import only, read_fields
+from ..config.keys import TextKeys, common_keys, read_rope, write_rope
+from ..config.model import FULL, AttentionConfig, ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
 from ..parallel.group import Group
 from .decoder import Decoder, Rotary
+from .registry import Family, register_family
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaKeys(TextKeys):
+    """Keys of a ``model_type`` "llama" file."""
+
+    vocab_size: fields.VocabSize = 32000
+    hidden_size: fields.Width = 4096
+    intermediate_size: fields.Width = 11008
+    num_hidden_layers: fields.NumLayers = 32
+    num_attention_heads: fields.NumHeads = 32
+    num_key_value_heads: fields.NumHeads | None = None
+    head_dim: fields.HeadSize | None = None
+    max_position_embeddings: fields.NumTokens = 2048
+    eos_token_id: fields.TokenIds = 2
+    bos_token_id: fields.TokenId | None = 1
+    attention_bias: fields.Flag = False
+    tie_word_embeddings: fields.Flag = False
+    mlp_bias: only(False) = False
+    hidden_act: only("silu") = "silu"
+
+    def model_config(self, family: str, name: str) -> ModelConfig:
+        """The configuration of a model of ``family``."""
+        attention = AttentionConfig(
+            num_heads=self.num_attention_heads,
+            num_kv_heads=self.num_key_value_heads or self.num_attention_heads,
+            head_dim=self.head_dim or self.hidden_size // self.num_attention_heads,
+            rope=read_rope(self.rope_keys(), 10000.0, self.max_position_embeddings),
+        )
+        return ModelConfig(
+            **self.common_fields(),
+            name=name,
+            family=family,
+            intermediate_size=self.intermediate_size,
+            layer_types=(FULL,) * self.num_hidden_layers,
+            sliding=None,
+            full=attention,
+            attention_bias=self.attention_bias,
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
+
+
+def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
+    """Reads config.json."""
+    return read_fields(LlamaKeys, text).model_config("llama", name)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Writes config.json."""
+    return common_keys(config) | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_key_value_heads": config.full.num_kv_heads,
+        "head_dim": config.full.head_dim,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "rope_parameters": write_rope(config.full.rope),
+    }
 
 
 class Attention(nn.Module):
     """Projections and RoPE around the attention operator of one layer.
 
-    Args:
-        has_sinks: give every head a logit that joins the denominator of its softmax only (gpt-oss).
-        group: as in `quire.models.layers.basic.Linear`, of the output projection.
+    Attributes:
+        has_sinks: whether every head has a logit that joins the denominator of its softmax only.
     """
 
+    has_sinks: ClassVar[bool] = False
+
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        has_sinks: bool = False,
-        group: Group | None = None,
-    ) -> None:
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        *, group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         shape, size = config.attention(layer), config.hidden_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -54,60 +116,46 @@ class Attention(nn.Module):
         self.o_proj = linear(q_size, size, group)
         self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
         self.sinks = None
-        if has_sinks:
+        if self.has_sinks:
             self.sinks = empty_parameter(shape.num_heads, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """Attention of every row, projections included.
-
-        Args:
-            x: [num_tokens, hidden_size].
-
-        Returns:
-            The same shape.
-        """
+        """Attention of x [num_tokens, hidden_size], projections included."""
         sinks = None if self.sinks is None else self.sinks.float()
         qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
-        qk = norm_rope(qkv, *rotary, num_kv_heads=count, impl=attend.impl)
+        qk = self.rotated(qkv, rotary, attend.impl)
         q, k, v = qk[:, :-count], qk[:, -count:], qkv[:, -count:]
         out = attend(self.layer, q, k, v, sinks=sinks)
         return self.o_proj(out.reshape(len(x), -1))
 
+    def rotated(self, qkv: Tensor, rotary: Rotary, impl: str | None) -> Tensor:
+        """Queries and keys after RoPE; qkv: [num_tokens, all heads, head_dim]."""
+        return norm_rope(qkv, *rotary, num_kv_heads=self.num_kv_heads, impl=impl)
+
 
 class DecoderLayer(nn.Module):
-    """Attention and ``mlp`` branches of one layer, with a norm before each."""
+    """``attention`` and ``mlp`` branches of one layer, with a norm before each."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        mlp: nn.Module,
-        has_sinks: bool = False,
-        group: Group | None = None,
-    ) -> None:
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        *, attention: nn.Module, mlp: nn.Module,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.kind = config.layer_types[layer]
-        self.self_attn = Attention(config, layer, device, dtype, has_sinks=has_sinks, group=group)
+        self.self_attn = attention
         self.mlp = mlp
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
-        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
+        self.input_layernorm = RMSNorm(size, eps, device, dtype)
+        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype)
 
     def forward(
         self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm
     ) -> Tensor:
-        """The layer.
+        """The residual stream after the layer and ``norm``, the one that comes next.
 
         Args:
             x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
             residual: [num_tokens, hidden_size], updated in place.
-            norm: the one that comes after the layer.
-
-        Returns:
-            The updated residual after ``norm``.
         """
         impl = attend.impl
         x = self.self_attn(x, rotary, attend)
@@ -116,10 +164,13 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama model with uninitialized weights; `models.loading.weights` fills them.
+    """A Llama model; arguments as in `Decoder`.
 
-    Arguments as in `Decoder`.
+    Attributes:
+        attention: what makes the attention branch of a layer, called as `Attention`.
     """
+
+    attention: ClassVar[type[Attention]] = Attention
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
@@ -127,15 +178,24 @@ class Llama(Decoder):
     ) -> None:  # fmt: skip
         super().__init__(config, device=device, dtype=dtype, group=group)
         device = torch.device(device)
-        size, width = config.hidden_size, config.intermediate_size
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                config,
-                layer,
-                device,
-                dtype,
-                mlp=MLP(size, width, device, dtype, activation="silu", group=group),
-                group=group,
-            )
-            for layer in range(config.num_layers)
+            self._layer(config, layer, device, dtype, group) for layer in range(config.num_layers)
         )
+
+    def _layer(
+        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
+        group: Group | None,
+    ) -> DecoderLayer:  # fmt: skip
+        attention = self.attention(config, layer, device, dtype, group=group)
+        mlp = self.mlp(config, device, dtype, group)
+        return DecoderLayer(config, layer, device, dtype, attention=attention, mlp=mlp)
+
+    def mlp(
+        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, group: Group | None
+    ) -> nn.Module:
+        """The MLP branch of a layer, called with [num_tokens, hidden_size] and impl."""
+        size, width = config.hidden_size, config.intermediate_size
+        return MLP(size, width, device, dtype, activation="silu", group=group)
+
+
+register_family(Family("llama", ("llama",), config_from_hf, Llama, config_to_hf))

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import naming, read_fields, shown
+from ..config.fields import NUM_NAMED, naming, read_fields, shown
 from ..config.files import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 # What safetensors calls dtypes.
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
-NUM_NAMED = 20  # tensors that an error names
 
 
 @dataclass(frozen=True)
@@ -67,16 +66,10 @@ def read_headers(path: Path) -> list[Stored]:
 
 
 def weight_files(path: Path) -> dict[str, list[str]]:
-    """The names of the files in a directory, each with the tensors that the index puts there.
-
-    Of the index, or the only one.
+    """The files of a directory, each with the tensors that the index, if there is one, puts there.
 
     A file may be a link to another place, as in Hugging Face's cache; a name may not lead out of
     the directory.
-
-    Raises:
-        ValueError: an index that names no file or something else than a file of the directory, and
-            naming files that do not exist.
     """
     files: dict[str, list[str]] = {"model.safetensors": []}
     if (path / INDEX_FILE).is_file():
@@ -114,11 +107,7 @@ def _is_file(path: Path) -> bool:
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Refuses tensors of a directory that do not fit.
-
-    Raises:
-        ValueError: naming by what is wrong with them the first ones, and how many more.
-    """
+    """Refuses tensors that do not fit, naming by what is wrong the first ones and how many more."""
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 group        the ranks, and their collectives
 channel      messages between the hosts
-shard        a rank's share of each weight; `models.loading.slices` reads it
+shard        a rank's share of each weight; `models.loading.shards` reads it
 vocabulary   rows by token id on several ranks
 launch       processes that are ranks; worker is one that is started here
 heartbeat    a rank that dies, fails or is stuck ends all of them

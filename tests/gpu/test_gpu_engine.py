@@ -17,9 +17,10 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 17, 49) if DRY_RUN else (1, 15, 16, 17, 47, 48, 49, 140, 31)
 NAMES = ("gemma4-tiny",) if DRY_RUN else ("gemma3-tiny", "gemma4-tiny", "gemma4-small")
+FAMILIES = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if DRY_RUN else NAMES + FAMILIES)
 def test_ragged_requests_equal_each_alone(name):
     """fp32, every page that nobody owns is NaN, every sampled logit compared."""
     run = Recorder(build(name))
@@ -30,7 +31,7 @@ def test_ragged_requests_equal_each_alone(name):
     assert any(report.num_decodes and report.num_prefills for report in run.reports)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if DRY_RUN else NAMES + FAMILIES)
 def test_a_prefix_hit_equals_a_cold_run(name):
     run = Recorder(build(name))
     base = prompt(100)

@@ -46,22 +46,38 @@ ROPES = {
     ),
 }
 NUM_TOKENS = 131  # more than eight windows of 16
+NEW_TOKENS = 24
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+# What goes through tests/models/families/test_parity.py: families, and config.json of those that have no named configuration.
+PARITY: dict[str, dict | None] = dict.fromkeys((*TINY, "deepseek-v4-tiny")) | {
+    "qwen3": QWEN3 | {"tie_word_embeddings": False},
+    "qwen3, tied": QWEN3 | {"tie_word_embeddings": True},
+}
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """Checkpoints of one tiny model and transformers' fp32 logits for ``input_ids``.
-
-    ours, ours_logits: written by save_checkpoint. theirs, theirs_logits: other weights, written by save_pretrained.
-    """
+    """A checkpoint of one tiny model, written by save_checkpoint, and transformers' fp32 logits for ``input_ids``."""
 
     name: str
     model: Decoder
     input_ids: torch.Tensor
     ours: Path
-    theirs: Path
     ours_logits: torch.Tensor
-    theirs_logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A random checkpoint that transformers made, what it greedily says after a prompt, and its fp32 logits of both."""
+
+    directory: Path
+    prompt: list[int]
+    new_tokens: tuple[int, ...]
+    logits: torch.Tensor
 
 
 def rope_config(rope: RopeConfig) -> ModelConfig:
@@ -85,13 +101,18 @@ def _ask_transformers(root: Path) -> None:
     for seed, name in enumerate(TINY):
         model = random_model(get_config(name), seed=seed)
         save_checkpoint(model, root / name / "ours")
-        theirs = str(root / name / "theirs")
-        jobs.append({"make": theirs, "config": to_hf(model.config), "seed": seed + 10})
-        for which in ("ours", "theirs"):
-            load, out = str(root / name / which), str(root / name / f"{which}.pt")
-            jobs.append({"load": load, "input_ids": _input_ids(seed).tolist(), "out": out})
+        asked = {"load": str(root / name / "ours"), "out": str(root / name / "ours.pt")}
+        jobs.append(asked | {"input_ids": _input_ids(seed).tolist()})
+    for seed, (name, config) in enumerate(PARITY.items()):
+        theirs = root / "parity" / name
+        made = {"config": config or to_hf(get_config(name)), "seed": seed + 20}
+        jobs.append({"make": str(theirs)} | made)
+        asked = {"load": str(theirs), "out": str(theirs / "said.pt"), "new_tokens": NEW_TOKENS}
+        jobs.append(asked | {"input_ids": _input_ids(seed).tolist()})
     for name, config in CONFIGS.items():
         jobs.append({"shapes": to_hf(config), "out": str(root / f"{name}.json")})
+    kinds = ["llama", "gpt_oss", "gemma3_text", "gemma4_text", "deepseek_v4"]
+    jobs.append({"keys": kinds, "out": str(root / "keys.json")})
     ropes = [to_hf(rope_config(rope)) for rope in ROPES.values()]
     jobs.append({"ropes": ropes, "out": str(root / "ropes.pt")})
     jobs.append({"mxfp4": 0, "out": str(root / "mxfp4.pt")})
@@ -112,12 +133,17 @@ def oracles(oracle_root) -> dict[str, Oracle]:
             model=random_model(get_config(name), seed=seed),
             input_ids=_input_ids(seed),
             ours=oracle_root / name / "ours",
-            theirs=oracle_root / name / "theirs",
             ours_logits=torch.load(oracle_root / name / "ours.pt"),
-            theirs_logits=torch.load(oracle_root / name / "theirs.pt"),
         )
         for seed, name in enumerate(TINY)
     }
+
+
+@pytest.fixture(scope="session", params=PARITY)
+def parity(request, oracle_root) -> Parity:
+    directory = oracle_root / "parity" / request.param
+    ids, logits = torch.load(directory / "said.pt")
+    return Parity(directory, ids[:NUM_TOKENS], tuple(ids[NUM_TOKENS:]), logits)
 
 
 def _input_ids(seed: int) -> torch.Tensor:

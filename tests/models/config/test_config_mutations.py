@@ -9,10 +9,13 @@ import torch
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.chat import ChatTemplate
 from quire.models.config.files import read_generation_config
-from quire.models.config.hf import Gemma3Keys, Gemma4Keys, from_hf, load_config
-from quire.models.config.hf_llama import GptOssKeys, LlamaKeys
+from quire.models.config.hf import from_hf, load_config
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.hf import DeepseekV4Keys
+from quire.models.families.gemma3 import Gemma3Keys
+from quire.models.families.gemma4 import Gemma4Keys
+from quire.models.families.gpt_oss import GptOssKeys
+from quire.models.families.llama import LlamaKeys
 from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model, load_model
@@ -147,6 +150,32 @@ def test_no_key_is_forgotten_here(keys, names):
     assert {field.name for field in fields(keys)} <= set().union(*(FILES[name] for name in names))
 
 
+# Keys that change no logits of inference: training, outputs, bookkeeping.
+HARMLESS = {
+    "_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype",
+    "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("llama", LlamaKeys),
+        ("gpt_oss", GptOssKeys),
+        ("gemma3_text", Gemma3Keys),
+        ("gemma4_text", Gemma4Keys),
+        ("deepseek_v4", DeepseekV4Keys),
+    ],
+)
+def test_keys_that_are_not_read_are_harmless(model_type, keys, oracle_root):
+    """Of those that transformers has; all others are read, and held against what is supported."""
+    known = json.loads((oracle_root / "keys.json").read_text())[model_type]
+    assert set(known) - {field.name for field in fields(keys)} <= HARMLESS
+
+
 JSON_FILES = {
     "config.json": load_config,
     "generation_config.json": read_generation_config,
@@ -220,40 +249,13 @@ def test_errors_name_key_and_file(directory, name, key, keys):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("llama-tiny", {"num_hidden_layers": 10**7}, "num_hidden_layers: expected an int in 1..1024, got 10000000"),
-        ("llama-tiny", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number in .*got nan"),
-        ("llama-tiny", {"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta: .*got 0"),
-        ("gemma3-tiny", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: expected a number in .*got 0.0"),
-        ("gemma3-tiny", {"eos_token_id": -1}, "eos_token_id: expected an int in .*got -1"),
-        ("gemma3-tiny", {"eos_token_id": 259}, "eos_token_ids: expected ids below vocab_size=259, got (259,)"),
-        ("llama-tiny", {"rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
-         "low_freq_factor, .*: expected less than high_freq_factor"),
-        ("llama-tiny", {"head_dim": None, "num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim: expected an int, a multiple of 2"),
-        ("deepseek-v4-tiny", {"mlp_layer_types": ["moe"]}, "mlp_layer_types: expected at least num_hidden_layers=6 entries, got 1"),
-        ("deepseek-v4-tiny", {"num_key_value_heads": True}, "num_key_value_heads: supported is 1, got True"),
-        ("deepseek-v4-tiny", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
-         "quantization_config.weight_block_size: supported is None or [128, 128], got [64, 64]"),
-    ],
-)  # fmt: skip
-def test_ranges_and_contradictions(name, change, message):
-    config = get_config(name)
-    base = to_hf(config)
-    with pytest.raises(
-        (ValueError, NotImplementedError),
-        match=message.translate({ord(c): f"\\{c}" for c in "()[]"}),
-    ):
-        from_hf(base | change)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         {"rms_norm_eps": -1.0},
         {"eos_token_ids": (259,)},
         {"final_logit_softcapping": 0},
         {"hidden_size": True},
+        {"hidden_size": None},
     ],
 )
 def test_configurations_of_callers_are_checked_alike(change):
@@ -266,7 +268,7 @@ def test_rotary_tables_that_memory_does_not_hold(tmp_path, monkeypatch):
     config = replace(get_config("deepseek-v4-tiny"), max_position_embeddings=2**31 - 1)
     save_checkpoint(random_model(replace(config, max_position_embeddings=64)), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
-    monkeypatch.setattr("quire.models.loading.weights.free_memory", lambda device: 2**36)
+    monkeypatch.setattr("quire.models.deepseek_v4.hf.free_memory", lambda device: 2**36)
     with pytest.raises(
         ValueError, match="max_position_embeddings: expected rotary tables of at most the free"
     ):

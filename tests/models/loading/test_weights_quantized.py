@@ -126,18 +126,6 @@ def test_fp8_is_kept_where_the_converted_model_does_not_fit(tmp_path, monkeypatc
         load_model(tmp_path, fp8="yes")
 
 
-def test_fp8_without_its_scale_is_missing(tmp_path):
-    write_fp8(tmp_path, "gemma3-tiny", "_scale", "fp8")
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError,
-        match=r"config.json: unscaled \['model.layers.1.mlp.up_proj.weight in model.safetensors'\]$",
-    ):
-        load_model(tmp_path)
-
-
 def test_mxfp4_equals_transformers(oracle_root):
     blocks, scales, want = torch.load(oracle_root / "mxfp4.pt")
     got = dequantize_mxfp4(blocks, scales)

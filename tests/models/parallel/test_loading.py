@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.loading import weights
+from quire.models.loading import dequantize
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4 import test_weights as v4
@@ -44,8 +44,8 @@ def num_bytes(model):
 )
 def test_plain(tmp_path, name, size, monkeypatch):
     save_checkpoint(random_model(get_config(name), seed=3), tmp_path)
-    read, counts = weights.read, []
-    monkeypatch.setattr(weights, "read", lambda *a: counts.append((t := read(*a)).nbytes) or t)
+    read, counts = dequantize.read, []
+    monkeypatch.setattr(dequantize, "read", lambda *a: counts.append((t := read(*a)).nbytes) or t)
     whole, models = assert_together_the_whole(tmp_path, size)
     shapes = [[(n, w.shape) for n, w in m.named_parameters()] for m in models]
     assert all(one == shapes[0] for one in shapes)

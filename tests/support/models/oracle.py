@@ -3,8 +3,10 @@ named ``kernels`` and must not find this repository's: start it in another direc
 
 Usage: python oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
-    {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
+    {..., "new_tokens": n}                                             (token ids, their logits), of the prompt with n greedy tokens
+    {"make": directory, "config": {...}, "seed": n, "original": bool}  a random checkpoint, saved by transformers itself
     {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
+    {"keys": [model_type, ...], "out": file}                           {model_type: keys of its config.json} as JSON
     {"ropes": [{config}, ...], "out": file}                            [(frequencies, amplitude)] of llama configurations
     {"mxfp4": seed, "out": file}                                       (blocks, scales, their values) of random packed experts
     {"chats": [directory, ...], "texts": [...], "messages": [...], "tools": [...], "out": file}
@@ -39,6 +41,26 @@ def randomise(model, seed):
             tensor.normal_(0.0, tensor.shape[in_axis] ** -0.5, generator=generator)
 
 
+def randomise_v4(model, seed):
+    """Every tensor of a DeepSeek-V4 random; most start out constant, and such a bug could not show."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        leaf = name.split(".")[-1]
+        if leaf == "tid2eid":
+            order = torch.rand(len(tensor), model.config.n_routed_experts, generator=generator)
+            tensor.copy_(order.argsort(dim=1)[:, : tensor.shape[1]])
+        elif leaf in ("scale", "hc_scale") or (leaf == "weight" and tensor.ndim == 1):
+            tensor.normal_(1.0, 0.3, generator=generator)
+        elif leaf in ("sinks", "position_bias") or "embed_tokens" in name:
+            tensor.normal_(0.0, 1.0, generator=generator)
+        elif leaf in ("base", "hc_base", "e_score_correction_bias"):
+            tensor.normal_(0.0, 0.5 if "base" in leaf else 0.2, generator=generator)
+        elif leaf in ("fn", "hc_fn"):
+            tensor.normal_(0.0, 0.05, generator=generator)
+        else:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
+
+
 def own_tensors(model):
     """Names and tensors, without an output projection that is the embedding."""
     for name, tensor in model.state_dict().items():
@@ -46,11 +68,19 @@ def own_tensors(model):
             yield name, tensor
 
 
-def logits(path, input_ids):
+def logits(path, input_ids, new_tokens=None):
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()(torch.tensor([input_ids]), use_cache=False).logits[0]
+    ).eval()
+
+    def run(ids):
+        return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+    if new_tokens is None:
+        return run(input_ids)
+    for _ in range(new_tokens):
+        input_ids = [*input_ids, run(input_ids)[-1].argmax().item()]
+    return input_ids, run(input_ids)
 
 
 def shapes(config):
@@ -96,10 +126,13 @@ def main():
         if "make" in job:
             config = AutoConfig.for_model(**job["config"])
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            randomise(model, job["seed"])
-            model.save_pretrained(job["make"])
+            (randomise_v4 if config.model_type == "deepseek_v4" else randomise)(model, job["seed"])
+            model.save_pretrained(job["make"], save_original_format=job.get("original", True))
         elif "shapes" in job:
             Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
+        elif "keys" in job:
+            keys = {kind: [*AutoConfig.for_model(kind).to_dict()] for kind in job["keys"]}
+            Path(job["out"]).write_text(json.dumps(keys))
         elif "ropes" in job:
             torch.save(ropes(job["ropes"]), job["out"])
         elif "chats" in job:
@@ -108,7 +141,7 @@ def main():
         elif "mxfp4" in job:
             torch.save(mxfp4(job["mxfp4"]), job["out"])
         else:
-            torch.save(logits(job["load"], job["input_ids"]), job["out"])
+            torch.save(logits(job["load"], job["input_ids"], job.get("new_tokens")), job["out"])
 
 
 if __name__ == "__main__":

@@ -1,16 +1,9 @@
-"""What transformers says about tiny DeepSeek-V4 checkpoints, in a process of its own: transformers looks for a package named
-``kernels`` and must not find this repository's. `ask_transformers` runs it; started as a program in another directory it is that process.
-
-Usage: python v4_oracle.py JOBS.json, a list of
-    {"load": checkpoint directory, "input_ids": [...], "out": file}                     logits [num_tokens, vocab_size]
-    {"make": directory, "config": {...}, "seed": n, "original": bool}                   a random checkpoint of its own
-"""
+"""What transformers says about tiny DeepSeek-V4 checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,52 +61,10 @@ def ask_transformers(root: Path) -> None:
     jobs += [{"load": n, "input_ids": i.tolist(), "out": f"{n}.pt"} for n, i in prompts().items()]
     (root / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    printed(RUN, str(Path(__file__).resolve()), "jobs.json", cwd=root, env=environment)
+    program = Path(__file__).resolve().with_name("oracle.py")
+    printed(RUN, str(program), "jobs.json", cwd=root, env=environment)
 
 
 def answers(root: Path) -> dict[str, Oracle]:
     """What `ask_transformers` left in a directory, by name."""
     return {n: Oracle(root / n, i, torch.load(root / f"{n}.pt")) for n, i in prompts().items()}
-
-
-def randomise(model, seed):
-    """Every tensor random; most start out constant, and such a bug could not show."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
-        leaf = name.split(".")[-1]
-        if leaf == "tid2eid":
-            order = torch.rand(len(tensor), model.config.n_routed_experts, generator=generator)
-            tensor.copy_(order.argsort(dim=1)[:, : tensor.shape[1]])
-        elif leaf in ("scale", "hc_scale") or (leaf == "weight" and tensor.ndim == 1):
-            tensor.normal_(1.0, 0.3, generator=generator)
-        elif leaf in ("sinks", "position_bias") or "embed_tokens" in name:
-            tensor.normal_(0.0, 1.0, generator=generator)
-        elif leaf in ("base", "hc_base", "e_score_correction_bias"):
-            tensor.normal_(0.0, 0.5 if "base" in leaf else 0.2, generator=generator)
-        elif leaf in ("fn", "hc_fn"):
-            tensor.normal_(0.0, 0.05, generator=generator)
-        else:
-            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
-
-
-def main():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    for job in json.loads(Path(sys.argv[1]).read_text()):
-        if "make" in job:
-            config = AutoConfig.for_model(**job["config"])
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            randomise(model, job["seed"])
-            model.save_pretrained(job["make"], save_original_format=job["original"])
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                job["load"], dtype=torch.float32, attn_implementation="eager"
-            )
-            ids = torch.tensor([job["input_ids"]])
-            torch.save(model.eval()(ids, use_cache=False).logits[0], job["out"])
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ its scale; `Piece.of` then drops what was read too much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from quire.kernels.common.dequantize import FP4_GROUP, block_size
 
 from ..parallel.group import Group
 from ..parallel.shard import Cut, cut_of
-from .match import Source
+from .names import Source, Target, part_of
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,7 @@ class Piece:
     def filled_up(
         self, value: Tensor, scale: Tensor | None, shape: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """What was read of a weight that stays quantized, with zeros to the shape of its place.
-
-        Args:
-            shape: of the place, not quantized.
-        """
+        """What was read of a weight that stays quantized, with zeros to the shape of its place."""
         if self.cut is None:
             return value, scale
         length = shape[self.cut.axis]
@@ -77,13 +73,7 @@ EVERYTHING = 2**62
 
 
 def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece:
-    """What a rank reads for a part of a weight.
-
-    Args:
-        source: what it is made from.
-        whole, part: the part of the weight in the whole model and on the rank; they may be on the
-            meta device.
-    """
+    """What a rank reads of ``source``, for ``whole`` of which it has ``part``."""
     cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
     if cut is None:
         return WHOLE
@@ -116,6 +106,22 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
     return Piece(value, scale, cut, block, is_whole)
 
 
+def pieces_of(
+    sources: list[Source], whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group
+) -> dict[Target, Piece]:
+    """What a rank reads of the sources of which it needs no more than a part.
+
+    Args:
+        whole, part: weights of the whole model and of the rank's.
+    """
+    pieces = {}
+    for source in sources:
+        target = source.target
+        both = [part_of(weights, target) for weights in (whole, part)]
+        pieces[target] = piece_of(source, *both, group)
+    return {target: piece for target, piece in pieces.items() if piece is not WHOLE}
+
+
 def shared_columns(source: Source, whole: Tensor) -> int:
     """Rows or columns of a part of a weight that share a scale: no width is cut between them."""
     if source.kind == "mxfp4":
@@ -127,11 +133,7 @@ def shared_columns(source: Source, whole: Tensor) -> int:
 
 
 def read(tensors: Any, name: str, cut: Cut | None) -> Tensor:
-    """A stored tensor, or what a cut leaves of it, without reading the rest.
-
-    Args:
-        tensors: an open safetensors file.
-    """
+    """A tensor of an open safetensors file, or what a cut leaves of it."""
     if cut is None:
         return tensors.get_tensor(name)
     stored = tensors.get_slice(name)

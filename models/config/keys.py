@@ -1,6 +1,7 @@
-"""What the readers and writers of ``config.json`` share.
+"""What the readers and writers of ``config.json`` files of several families share.
 
-Keys of every family, rotary embeddings, token ids.
+A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the
+file's author ran.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import Any
 
 from . import fields
 from .fields import only, read_fields
-from .model import LayerTypes
-from .named import FULL, SLIDING, RopeConfig
+from .model import FULL, SLIDING, LayerTypes, ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,14 @@ class TextKeys:
             "eos_token_ids": token_ids(self.eos_token_id)
         }
 
+    def rope_keys(self) -> dict[str, Any]:
+        """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``.
+
+        Empty where the file has neither.
+        """
+        theta = {} if self.rope_theta is None else {"rope_theta": self.rope_theta}
+        return theta | (self.rope_parameters or self.rope_scaling or {})
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayeredKeys(TextKeys):
@@ -119,7 +127,7 @@ class RopeKeys:
     high_freq_factor: fields.Positive | None = None
     beta_slow: fields.Positive | None = None
     beta_fast: fields.Positive | None = None
-    truncate: bool = True
+    truncate: fields.Flag = True
     attention_factor: fields.Positive | None = None
     mscale: fields.NotNegative | None = None
     mscale_all_dim: fields.NotNegative | None = None
@@ -184,3 +192,38 @@ def _yarn_amplitude(keys: RopeKeys, factor: float) -> float:
 def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """The ids of a key that may hold one, several or none."""
     return value if isinstance(value, tuple) else () if value is None else (value,)
+
+
+def common_keys(config: ModelConfig) -> dict[str, Any]:
+    """The keys that every family writes alike; the reverse of `TextKeys.common_fields`."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.full.num_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": list(config.eos_token_ids),
+        "bos_token_id": config.bos_token_id,
+        "pad_token_id": 0,
+    }
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The ``rope_parameters`` entry of a RoPE; the reverse of `read_rope`."""
+    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
+    if rope.kind == "proportional":
+        out["partial_rotary_factor"] = rope.partial_rotary_factor
+    if rope.factor != 1.0:
+        out["factor"] = rope.factor
+    if rope.kind == "llama3":
+        out |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    if rope.kind == "yarn":
+        out |= {"beta_slow": rope.low, "beta_fast": rope.high, "truncate": rope.truncate}
+        out["attention_factor"] = rope.amplitude
+    if rope.original_max_positions is not None:
+        out["original_max_position_embeddings"] = rope.original_max_positions
+    return out

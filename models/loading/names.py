@@ -1,29 +1,45 @@
 """Which stored tensor fills which part of a model's weights.
 
-Names, shapes and dtypes compared before anything is read.
+Names, shapes and dtypes are compared before anything is read::
 
-A family says how its checkpoints name and store tensors (`Storage`); everything else is the same
-for all::
+    stored tensor              target                             kind
+    model.x.weight             Target("x.weight")                 plain, or fp8 by its dtype
+    model.x.weight_scale_inv   Target("x.weight", is_scale)
+    ...experts.3.w3.weight     Target("...gate_up_proj", 3, UP)   half the rows of an expert
 
-    stored tensor          target                              kind
-    x.weight               Target("x.weight")                  plain, or fp8 by its dtype
-    x.weight_scale_inv     Target("x.weight", is_scale)
-    ...experts.3.w3.weight Target("...gate_up_proj", 3, UP)    an expert of a stack, half its rows
+Source: tensor names of transformers 5.23 and of the older multimodal repositories;
+    ``weight_scale_inv`` (fine-grained fp8), ``weight_scale`` (compressed-tensors), ``_blocks`` and
+    ``_scales`` (mxfp4 of gpt-oss).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .checkpoint import Stored, differs, refuse_misfits
+from quire.kernels.common.dequantize import FP4_GROUP, block_size
+
+from .checkpoint import FLOATS, FP8, Stored, differs, refuse_misfits
 
 GATE, UP, WHOLE = "gate", "up", "whole"
 MISFITS = ("missing", "unexpected", "misshaped", "mistyped", "unscaled", "doubled")
+
+
+# Text tensors have one of these prefixes, longest first; the rest of the name is the same in every
+# repository.
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
+# Towers of multimodal checkpoints, tables that old checkpoints carry, scales of activations.
+_IGNORED = re.compile(
+    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector"
+    r"|vision_embedder|embed_vision|embed_audio)\."
+    r"|.*\.rotary_emb\.inv_freq$|.*\.(input|activation)_scale$"
+)
 
 
 @dataclass(frozen=True)
@@ -49,52 +65,93 @@ class Target:
 
 @dataclass(frozen=True)
 class Form:
-    """How values of one kind are stored.
-
-    Attributes:
-        dtypes: of the values, as safetensors calls them.
-        scale_dtypes: of their scales; none where they have none.
-    """
+    """How values of one kind, and their scales, are stored: dtypes as safetensors calls them."""
 
     dtypes: tuple[str, ...]
     scale_dtypes: tuple[str, ...] = ()
 
 
-class Storage(Protocol):
+class Storage:
     """How a family's checkpoints name and store tensors.
+
+    Args:
+        config: of the model.
+        names: of its weights.
+        fp8_block: rows and columns of fp8 weights that share a scale; None = what the scales'
+            shapes say.
+        weight_name: as of `quire.models.families.registry.Family`.
 
     Attributes:
         forms: by kind: "plain", "ids", "fp8", "fp4" or "mxfp4".
     """
 
-    forms: Mapping[str, Form]
+    forms: ClassVar[Mapping[str, Form]] = {
+        "plain": Form(FLOATS),
+        "fp8": Form((FP8,), ("F32", "F16", "BF16", "F8_E8M0")),
+        "mxfp4": Form(("U8",), ("U8",)),
+    }
+
+    def __init__(
+        self,
+        config: Any,
+        names: Collection[str],
+        fp8_block: Sequence[int] | None = None,
+        weight_name: Callable[[str, Any], str | None] | None = None,
+    ) -> None:
+        self._config, self._names, self._fp8_block = config, names, fp8_block
+        self._weight_name = weight_name
 
     def target(self, stored: str) -> Target | None:
         """Where the tensor of that name belongs; None = nowhere.
 
         A name that no rule knows stays as it is.
         """
+        name = self._text_name(stored)
+        if name is None or name in self._names:  # some weights are called scales too
+            return name and Target(name)
+        if name.endswith("_blocks"):
+            return Target(name.removesuffix("_blocks"))
+        values, is_scale = re.subn(r"_(scale_inv|scale|scales)$", "", name)
+        return Target(values, is_scale=bool(is_scale))
+
+    def _text_name(self, stored: str) -> str | None:
+        if _IGNORED.match(stored):
+            return None
+        if stored.endswith("lm_head.weight"):
+            return None if self._config.tie_word_embeddings else "lm_head.weight"
+        prefix = next((p for p in _TEXT_PREFIXES if stored.startswith(p)), "")
+        name = stored.removeprefix(prefix)
+        return name if self._weight_name is None else self._weight_name(name, self._config)
 
     def kind(self, stored: Stored, part: Tensor) -> str:
         """How the values for a part of a weight are stored."""
+        if stored.name.endswith("_blocks") and part.ndim == 3 and part.shape[1] % FP4_GROUP == 0:
+            return "mxfp4"
+        return "fp8" if stored.dtype == FP8 else "plain"
 
     def shape(self, kind: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The stored shape of values of a kind, for a part of a weight of ``shape``."""
+        if kind != "mxfp4":
+            return tuple(shape)
+        num_experts, in_size, out_size = shape  # stored by output channel, in blocks of 16 bytes
+        return num_experts, out_size, in_size // FP4_GROUP, FP4_GROUP // 2
 
     def scale_misfit(self, kind: str, scale: Stored, shape: Sequence[int]) -> list[str]:
-        """That scales have another shape than values for a part of ``shape`` need.
-
-        Nothing where they have it.
-        """
+        """What is wrong with the shape of scales of values for a part of ``shape``."""
+        if kind == "mxfp4":
+            return differs(scale, scale.shape, self.shape(kind, shape)[:-1])
+        if _scale_fits(scale.shape, shape, self._fp8_block):
+            return []
+        of = f"{list(shape)} in blocks of {self._fp8_block or 'some size'}"
+        return [f"{scale.name} {list(scale.shape)} (expected scales of {of}) in {scale.file.name}"]
 
     def scale_name(self, stored: Stored) -> str | None:
-        """The one name that the scales of these values may have; None = there are several."""
+        """The one name that scales of these values may have; None = there are several."""
+        return None
 
     def parts(self, name: str, weight: Tensor) -> list[Target]:
-        """The parts that a weight may be stored in, one by one.
-
-        None where it is always stored whole.
-        """
+        """The parts that a weight may be stored in one by one; empty = always whole."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -143,10 +200,8 @@ def match(
     """What each part of the weights is made from.
 
     Args:
-        path: the directory.
         found: of `unique`.
         parameters: the model's weights, not quantized; they may be on the meta device.
-        storage: of the family.
 
     Raises:
         ValueError: naming at once every tensor that is missing, unexpected, there twice, without
@@ -186,3 +241,16 @@ def match(
     misfits["unexpected"] += [str(scale) for scale in scales.values()]
     refuse_misfits(path, **misfits)
     return sources
+
+
+def _scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
+    """Whether ``dequantize_fp8`` takes scales of one shape with weights of another."""
+    if block is not None and len(weight) > 1:
+        blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
+        return tuple(scale) == (*weight[:-2], *blocks)
+    if math.prod(scale) == 1 or len(scale) > len(weight):
+        return len(scale) <= len(weight)
+    return all(
+        n in (1, size) or (0 < n < size and -(-size // block_size(size, n)) == n)
+        for n, size in zip(scale, weight, strict=False)
+    )

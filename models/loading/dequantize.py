@@ -1,0 +1,183 @@
+"""Stored tensors into a model's weights: read, dequantized unless they stay quantized, and checked.
+
+One NaN row of an embedding would win every argmax, and nothing would say so: the least and the
+greatest element of a tensor are finite only if all are, one pass over what was just written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
+
+from .checkpoint import Stored
+from .names import UP, WHOLE, Source, Target, part_of
+from .shards import WHOLE as ALL
+from .shards import Piece, fill_up, read
+
+Keep = Callable[[Tensor, Tensor], None]
+"""Gives a layer the values of its weight and their scales, both on its device."""
+CHUNK = 2**20  # elements that are looked at together where a copy is needed
+_LARGEST = {"fp8": 448.0, "fp4": 6.0}
+
+
+def fill(
+    model: nn.Module, sources: list[Source], kept: Mapping[str, Keep],
+    pieces: Mapping[Target, Piece],
+) -> None:  # fmt: skip
+    """Reads tensors file by file, each into its place, and checks it.
+
+    Of a file no more than one tensor, with its scales, is in use at a time.
+
+    Args:
+        model: with all its weights allocated, but for those of ``kept``.
+        sources: of `match`.
+        kept: of `quire.models.loading.weights.kept_as_stored`.
+        pieces: what is read for parts of weights of which a rank has a part; of others, all.
+    """
+    from safetensors import safe_open
+
+    by_file: dict[Path, list[Source]] = defaultdict(list)
+    for source in sources:
+        by_file[source.value.file].append(source)
+    parameters = dict(model.named_parameters())
+    for file, members in by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for source in members:
+                piece = pieces.get(source.target, ALL)
+                value, scale = read(tensors, source.value.name, piece.value), None
+                if source.scale is not None and source.scale.file == file:
+                    scale = read(tensors, source.scale.name, piece.scale)
+                elif source.scale is not None:
+                    with safe_open(source.scale.file, framework="pt") as others:
+                        scale = read(others, source.scale.name, piece.scale)
+                if source.target.parameter in kept:
+                    place = parameters[source.target.parameter]
+                    value, scale = piece.filled_up(value, scale, place.shape)
+                    _keep(kept[source.target.parameter], source, value, scale, model)
+                elif source.target.parameter in parameters:
+                    _dequantize(parameters, source, value, scale, model, piece)
+                else:
+                    _pack(parameters, source, value, scale, model)
+
+
+def _of(source: Source) -> tuple[Stored, Stored]:
+    assert source.scale is not None
+    return source.value, source.scale
+
+
+def _keep(
+    keep: Keep, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
+) -> None:
+    """Hands a layer its weight as it is stored."""
+    assert scale is not None
+    value, scale = value.to(model.device, copy=True), scale.to(model.device, copy=True)
+    kind = source.kind
+    if kind == "mxfp4":  # its blocks of columns lie one behind the other
+        kind, value = "fp4", value.flatten(-2)
+    _expect_finite_packed(kind, value, scale, _of(source), model.dtype)
+    keep(value, scale)
+
+
+def _pack(
+    parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
+    model: nn.Module,
+) -> None:  # fmt: skip
+    """Copies an expert that stays quantized to its place in `PackedMatrices`."""
+    target, kind = source.target, source.kind
+    assert scale is not None and target.expert is not None
+    at = (target.expert,) if target.part == WHOLE else (target.expert, int(target.part == UP))
+    packed = parameters[f"{target.parameter}.weight"][at]
+    packed_scale = parameters[f"{target.parameter}.scale"][at]
+    fill_up(packed, value.view(packed.dtype))
+    fill_up(packed_scale, scale_values(scale) if kind == "fp8" else scale.view(torch.uint8))
+    _expect_finite_packed(kind, packed, packed_scale, _of(source), model.dtype)
+
+
+def _dequantize(
+    parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
+    model: nn.Module, piece: Piece,
+) -> None:  # fmt: skip
+    """Copies values to their place, in the dtype that the weight has."""
+    weight = part_of(parameters, source.target)
+    assert weight is not None
+    device = weight.device
+    if piece.is_empty:
+        weight.zero_()
+        return
+    if source.kind == "ids":
+        weight.copy_(value)
+        _expect_ids(weight, model.config.num_experts, source.value)
+        return
+    if scale is None:
+        piece.fill(weight, piece.of(value))
+    elif source.kind == "mxfp4":
+        for i in range(len(weight)):  # expert by expert
+            each = dequantize_mxfp4(value[i].to(device), scale[i].to(device)).T
+            piece.fill(weight[i : i + 1], piece.of(each[None]))
+    else:
+        dequantize = DEQUANTIZE[source.kind]
+        whole = dequantize(value.to(device), scale.to(device), weight.dtype)
+        piece.fill(weight, piece.of(whole))
+    _expect_finite(weight, source.value)
+
+
+def _expect_finite(weight: Tensor, stored: Stored) -> None:
+    """Refuses what was made of a tensor where it is NaN, infinite or has overflowed."""
+    if weight.numel() == 0 or _is_finite(weight):
+        return
+    weight = weight.detach()
+    flat = torch.cat([chunk.float().isfinite().logical_not() for chunk in _chunks(weight)])
+    [first] = flat.nonzero()[:1, 0].tolist()
+    index, left = [], first
+    for size in reversed(weight.shape):
+        left, at = divmod(left, size)
+        index.insert(0, at)
+    value = weight[tuple(index)].float().item()
+    raise ValueError(
+        f"path: expected finite weights, got {int(flat.sum())} in {weight.dtype} that are not, of "
+        f"{stored.name!r} "
+        f"({stored.dtype}) in {str(stored.file)!r}; the first is {value} at {index}"
+    )
+
+
+def _expect_finite_packed(
+    kind: str, values: Tensor, scale: Tensor, of: tuple[Stored, Stored], dtype: torch.dtype
+) -> None:
+    """As `_expect_finite`, of weights that stay quantized, their scales, and their products."""
+    if kind == "fp8":
+        _expect_finite(values, of[0])
+    numbers = scale_values(scale)
+    _expect_finite(numbers, of[1])
+    # No product needs to be made where the largest possible one is finite.
+    if _LARGEST[kind] * numbers.abs().max().item() > torch.finfo(dtype).max:
+        _expect_finite(DEQUANTIZE[kind](values, scale, dtype), of[0])
+
+
+def _expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:
+    """Refuses a table of indices that are not in 0..num_ids - 1."""
+    low, high = (bound.item() for bound in table.detach().aminmax())
+    if low < 0 or high >= num_ids:
+        outside = (table < 0) | (table >= num_ids)
+        index = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"path: expected indices in 0..{num_ids - 1}, got {int(outside.sum())} outside, of "
+            f"{stored.name!r} in {str(stored.file)!r}; "
+            f"the first is {table[tuple(index)].item()} at {index}"
+        )
+
+
+def _is_finite(weight: Tensor) -> bool:
+    if weight.dtype == torch.float8_e4m3fn:  # NaN alone: all bits but the sign
+        patterns = (chunk.view(torch.uint8).bitwise_and(0x7F).max() for chunk in _chunks(weight))
+        return torch.stack(list(patterns)).max().item() < 0x7F
+    return bool(torch.stack(weight.detach().aminmax()).isfinite().all())
+
+
+def _chunks(weight: Tensor) -> tuple[Tensor, ...]:
+    return weight.reshape(-1).split(CHUNK)

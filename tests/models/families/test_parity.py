@@ -1,0 +1,147 @@
+"""Every family against transformers, on random checkpoints that transformers made: logits, and the
+tokens that follow a prompt however its steps are cut. Qwen3 is no family of quire: it is the code
+of docs/add-a-model.md, run here as a module of its own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from quire.bench.common.hf_checkpoint import save_checkpoint
+from quire.models import (
+    LLM,
+    EngineConfig,
+    NGramDrafter,
+    SamplingParams,
+    from_hf,
+    load_model,
+    random_model,
+)
+from quire.models.config.hf import to_hf
+from quire.models.families.registry import Family, families, register_family
+from tests.models.conftest import NEW_TOKENS, NUM_TOKENS, QWEN3
+
+PAGE = Path(__file__).parents[3] / "docs" / "add-a-model.md"
+OTHERS = [[3 + (7 * i + n) % 250 for i in range(n)] for n in (40, 50, 30)]
+DIFFERENCE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def qwen3():
+    """The family of the page: its first block."""
+    [code] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)[:1]
+    module = ModuleType("qwen3")
+    sys.modules[module.__name__] = module
+    exec(compile(code, str(PAGE), "exec"), vars(module))
+    return code
+
+
+@pytest.fixture(scope="module")
+def model(parity):
+    return load_model(parity.directory, dtype=torch.float32)
+
+
+def said(model, prompts, drafter=None, **settings):
+    """The output of the last prompt, beside which the others run, and the engine."""
+    settings = {"num_pages": 600, "max_num_seqs": 4, "max_num_batched_tokens": 512} | settings
+    llm = LLM(model, engine=EngineConfig(**settings), drafter=drafter)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = llm.generate(prompts, params, progress=False)
+    return outputs[-1] if outputs else None, llm.engine
+
+
+def test_logits(model, parity):
+    got = model.full_forward(torch.tensor([*parity.prompt, *parity.new_tokens]))
+    assert parity.logits.std() > 0.5  # a dead model would agree with anything
+    assert (got - parity.logits).abs().max() <= DIFFERENCE
+
+
+def test_tokens_of_a_whole_prompt(model, parity):
+    output, _ = said(model, [parity.prompt])
+    assert output.token_ids == parity.new_tokens
+
+
+def test_tokens_of_chunks_beside_other_requests(model, parity):
+    output, _ = said(model, [*OTHERS, parity.prompt], max_num_batched_tokens=48)
+    assert output.token_ids == parity.new_tokens
+
+
+def test_tokens_of_single_steps(model, parity):
+    output, engine = said(model, [parity.prompt], max_num_seqs=1, max_num_batched_tokens=1)
+    assert output.token_ids == parity.new_tokens
+    assert engine.totals.num_steps >= NUM_TOKENS
+
+
+def test_tokens_after_a_hit(model, parity):
+    engine = EngineConfig(num_pages=600, max_num_batched_tokens=512)
+    llm = LLM(model, engine=engine)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    llm.generate([parity.prompt[:100]], params, progress=False)
+    (output,) = llm.generate([parity.prompt], params, progress=False)
+    assert output.num_cached_tokens > 0 and output.token_ids == parity.new_tokens
+
+
+def test_tokens_after_a_preemption(model, parity):
+    """With fewer pages than all requests fill at the end, and enough to start them all."""
+    _, engine = said(model, [])
+    params, peak = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True), 0
+    for prompt in (*OTHERS, parity.prompt):
+        engine.add_request(prompt, params)
+    while engine.step() is not None:
+        peak = max(peak, engine.kv.stats()["pages_in_use"])
+    for share in (7 / 8, 3 / 4, 15 / 16, 5 / 8):
+        output, _ = said(model, [*OTHERS, parity.prompt], num_pages=1 + int(peak * share))
+        assert output.token_ids == parity.new_tokens
+        if output.num_preemptions > 0:
+            return
+    pytest.fail("no preemption")
+
+
+def test_tokens_with_drafts(model, parity):
+    output, engine = said(model, [parity.prompt], drafter=NGramDrafter(3, min_ngram=1))
+    assert output.token_ids == parity.new_tokens
+    assert engine.totals.num_drafts > 0
+
+
+TWO_RANKS = """
+import sys, qwen3
+from quire.models import LLM, EngineConfig, SamplingParams
+engine = EngineConfig(num_pages=100, tensor_parallel_size=2)
+llm = LLM("tiny", engine=engine, device="cpu", dtype="float32")
+params = SamplingParams(max_tokens=12, ignore_eos=True)
+print(*llm.generate([[1, 2, 3, 4]], params, progress=False)[0].token_ids)
+"""
+
+
+def test_ranks_that_are_started_know_the_family(qwen3, tmp_path):
+    (tmp_path / "qwen3.py").write_text(qwen3)
+    model = random_model(from_hf(QWEN3))
+    save_checkpoint(model, tmp_path / "tiny")
+    ids = [1, 2, 3, 4]
+    for _ in range(12):
+        ids.append(model.full_forward(torch.tensor(ids))[-1].argmax().item())
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_RANKS], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.split() == [str(i) for i in ids[4:]], done.stderr
+
+
+def test_a_family_is_short_and_registered_once(qwen3):
+    assert len(qwen3.splitlines()) <= 60
+    [family] = [family for family in families() if family.name == "qwen3"]
+    register_family(family)  # as a notebook's cell that runs twice
+    with pytest.raises(ValueError, match=r"model_types.*\['qwen3'\] of 'qwen3'"):
+        register_family(Family("other", ("qwen3",), family.config_from_hf, family.build))
+
+
+def test_a_family_that_is_not_written_is_refused_by_name(qwen3):
+    [family] = [family for family in families() if family.name == "qwen3"]
+    config = family.config_from_hf(QWEN3, "x")
+    register_family(Family("qwen3", ("qwen3",), family.config_from_hf, family.build))
+    with pytest.raises(NotImplementedError, match="config_to_hf: the family 'qwen3' has none"):
+        to_hf(config)
+    register_family(family)
