@@ -20,8 +20,8 @@ from quire.kernels import (
     write_latent,
 )
 from quire.kernels.compressed import reference as reference_compressed
-from quire.kernels.compressor import reference as reference_compress
-from quire.kernels.latent_write import reference as reference_latent
+from tests.kernels.oracles import compressor as reference_compress
+from tests.kernels.oracles import latent_write as reference_latent
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels import compressed_cases, indexer_cases
 from tests.support.kernels import mla_cases as dense_cases

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from quire.bench.common import bounds
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
-from quire.kernels.compressor import reference
-from quire.kernels.compressor import triton_impl as compress_triton
-from quire.kernels.compressor.call import CompressCall
+from tests.kernels.oracles import compressor as reference
+from quire.kernels.compressor import kernel as compress_triton
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once

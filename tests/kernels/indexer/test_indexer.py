@@ -14,7 +14,7 @@ from quire.kernels.common import ordering
 from quire.kernels.common.arch import named
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan
-from quire.kernels.indexer import reference as reference_indexer
+from tests.kernels.oracles import indexer as reference_indexer
 from quire.kernels.indexer import triton_impl as indexer_triton
 from quire.kernels.indexer.plan import plan
 from tests.support.forked import printed

@@ -10,9 +10,8 @@ import triton.language as tl
 from quire.bench.common.bounds import Bounded, bounded
 from quire.kernels import LatentPages, page_bytes, write_latent
 from quire.kernels.common.tiles import rounded_to_e4m3
-from quire.kernels.latent_write import reference
-from quire.kernels.latent_write import triton_impl as latent_triton
-from quire.kernels.latent_write.call import LatentCall
+from tests.kernels.oracles import latent_write as reference
+from quire.kernels.latent_write import kernel as latent_triton
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, bounding
-from quire.kernels.compressor import reference as reference_compress
+from tests.kernels.oracles import compressor as reference_compress
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.device import AttnMetadata
 from quire.models.deepseek_v4.cache import V4PagePool
