@@ -15,7 +15,7 @@ from quire.kernels.common.arch import named
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan
 from tests.kernels.oracles import indexer as reference_indexer
-from quire.kernels.indexer import triton_impl as indexer_triton
+from quire.kernels.indexer import kernel as indexer_triton
 from quire.kernels.indexer.plan import plan
 from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN
@@ -313,7 +313,7 @@ def test_a_million_tokens(seq_len, monkeypatch):
     interpreted = DEVICE == "cpu"
     if interpreted:
         # Tiles that no device has room for: the interpreter takes its time for each.
-        monkeypatch.setattr(indexer_triton, "FP32_CONFIG", (8192, 8, 2))
+        monkeypatch.setattr(indexer_triton, "FP32_TILE", (8192, 64, 8))
     rows, topk = 64, 512
     data = torch.full((6, rows, 16), NAN, device=DEVICE)
     data[1] = 0
