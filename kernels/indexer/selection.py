@@ -41,8 +41,7 @@ def _kth_largest(cells, first, last, k, LANES: tl.constexpr):
     found = tl.zeros([], tl.uint32)
     needed = k
     digit = tl.arange(0, DIGITS)
-    for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+    for shift in tl.static_range(24, -1, -8):
         counts = tl.zeros([DIGITS], tl.int32)
         for start in range(first, last, LANES):
             entry = start + tl.arange(0, LANES)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.hyper_connections.call import MAX_HIDDEN, MAX_STREAMS
-from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
+from quire.kernels.hyper_connections.api import MAX_HIDDEN, MAX_STREAMS
+from quire.kernels.indexer.api import MAX_HEADS, MAX_TOPK
 from quire.kvcore.device import AttnMetadata
 
 from ..engine.memory import ModelCache

@@ -10,7 +10,8 @@ from quire.bench.common.bounds import UNIT, bounded, bounding, rounded
 from quire.kernels import collapse_streams, expand_streams
 from quire.kernels.common import launching
 from quire.kernels.common.arch import named
-from quire.kernels.hyper_connections import reference, triton_impl
+from quire.kernels.hyper_connections import kernel as triton_impl
+from tests.kernels.oracles import hyper_connections as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
