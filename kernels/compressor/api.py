@@ -84,7 +84,7 @@ def compress(
         kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q,
         ratio, overlap, norm_weight, eps, cos_sin, pages, slot_mapping, max_seqlen_q,
     )  # fmt: skip
-    if chosen == "torch" or kv.is_cpu:
+    if chosen == "torch" or checks.is_readable(kv):
         _check_values(
             state, state_index, seq_lens, cu_seqlens_q, ratio, cos_sin, pages, slot_mapping
         )

@@ -21,9 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import strided
+from ..common import launching, strided
 from ..common.latent_pages import IndexPages, LatentPages
-from ..common.launching import launch
 from ..common.query_tiles import LOG2E
 from ..latent_write.kernel import WIDTH, normed, paged_rows, rotated, stored
 
@@ -206,7 +205,7 @@ def compress(
         launches = [(0, entries), (entries, kept)]
     with torch.cuda.device_of(kv):
         for first_program, programs in launches:
-            launch(
+            launching.launch(
                 _compress_kernel,
                 (programs,),
                 kv=strided.matrix(kv),

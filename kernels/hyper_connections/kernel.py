@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import strided
-from ..common.launching import arch_and_sms, launch
+from ..common import launching, strided
+from ..common.launching import arch_and_sms
 from ..common.tile_shapes import next_power_of_2
 
 # Products: bytes of a token and tokens in a tile; most splits, and fewest tiles of one.
@@ -198,7 +198,7 @@ def collapse(
     block_t = arch.lanes * COLLAPSE_WARPS  # a token a thread
     weight_programs = triton.cdiv(num_tokens, block_t) if is_layer else 0
     with torch.cuda.device_of(streams):
-        launch(
+        launching.launch(
             _products_kernel,
             (triton.cdiv(num_tokens, BLOCK_TOKENS), splits),
             streams=strided.rows(streams),
@@ -217,7 +217,7 @@ def collapse(
             num_warps=4,
             num_stages=3,
         )
-        launch(
+        launching.launch(
             _collapse_kernel,
             (weight_programs + num_tokens,),
             streams=strided.rows(streams),
@@ -291,7 +291,7 @@ def expand(
     out = y.new_empty(num_tokens, n, hidden_size)
     block = min(CHANNELS, next_power_of_2(hidden_size))
     with torch.cuda.device_of(streams):
-        launch(
+        launching.launch(
             _expand_kernel,
             (num_tokens, triton.cdiv(hidden_size, block)),
             streams=strided.rows(streams),

@@ -105,7 +105,7 @@ def index_topk(
             f"workspace: expected float32 [>= {divided.query_numel}], "
             f"got float32 [{workspace.numel()}]"
         )
-    if chosen == "torch" or q.is_cpu:
+    if chosen == "torch" or checks.is_readable(q):
         checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
         _check_pages(pages, block_table, seq_lens, cu_seqlens_q, compress_ratio, divided)
     if out is None:

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common import launching
 from ..common.latent_pages import IndexPages
-from ..common.launching import arch_and_sms, launch
+from ..common.launching import arch_and_sms
 from ..common.tile_shapes import PROGRAMS_PER_SM, next_power_of_2
 from ..common.tiles import find_sequence, widen_e4m3
 from .plan import IndexPlan
@@ -131,7 +132,7 @@ def index_topk(
                     max_seqlen_q, workspace, first, last,
                 )  # fmt: skip
             for level, num_blocks in enumerate(plan.num_blocks):
-                launch(
+                launching.launch(
                     index_select_kernel,
                     (last - first, num_blocks),
                     workspace=workspace,
@@ -186,7 +187,7 @@ def _launch_scores(
     entries = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
     entries = triton.cdiv(entries, block_n) * block_n
     keys = pages.values if pages.fp8 else pages.data
-    launch(
+    launching.launch(
         index_scores_kernel,
         (tiles, triton.cdiv(plan.num_entries, entries)),
         q=q,

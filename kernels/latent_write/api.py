@@ -57,7 +57,7 @@ def write_latent(
     """
     chosen = implementation(impl, x)
     _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out)
-    if chosen == "torch" or x.is_cpu:
+    if chosen == "torch" or checks.is_readable(x):
         _check_values(pages, slot_mapping, positions, cos_sin, out)
     if chosen == "triton":
         from .kernel import write_latent as write

@@ -17,9 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import latent_pages, strided
+from ..common import latent_pages, launching, strided
 from ..common.latent_pages import IndexPages, LatentPages
-from ..common.launching import launch
 from ..common.tiles import INF_BITS, rounded_to_e4m3
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -194,7 +193,7 @@ def write_latent(
     block_rows = ELEMENTS_PER_PROGRAM // width
     unread = x if cos_sin is None else cos_sin
     with torch.cuda.device_of(x):
-        launch(
+        launching.launch(
             _write_latent_kernel,
             (triton.cdiv(num_rows, block_rows),),
             x=strided.matrix(x),

@@ -9,8 +9,9 @@ import torch
 
 from quire.bench.common import bounds
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
-from tests.kernels.oracles import compressor as reference
+from quire.kernels.common import launching
 from quire.kernels.compressor import kernel
+from tests.kernels.oracles import compressor as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
@@ -389,7 +390,7 @@ def test_more_sequences_than_a_program_looks_at_once(monkeypatch):
 def test_decode_is_one_launch(slack, new, count, monkeypatch):
     """If the ring has a row more than a window and the step need."""
     grids = []
-    monkeypatch.setattr(kernel, "launch", lambda kernel, grid, **arguments: grids.append(grid))
+    monkeypatch.setattr(launching, "launch", lambda kernel, grid, **arguments: grids.append(grid))
     run = Run(Case([[new, new]], start=9, slack=slack))
     compress(**run.arguments([9, 9], [new, new]), impl="triton")
     assert len(grids) == count

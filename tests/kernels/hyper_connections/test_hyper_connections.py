@@ -255,13 +255,13 @@ def test_no_part_of_fn_is_lost(dtype):
 def test_splits_of_the_reduction(monkeypatch):
     """Few tokens are split over many programs, many over none; splits of different lengths are complete."""
     seen = []
-    original = kernel.launch
+    original = launching.launch
 
     def launch(function, grid, **arguments):
         seen.append(grid)
         original(function, grid, **arguments)
 
-    monkeypatch.setattr(kernel, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     monkeypatch.setattr(kernel, "BLOCK_BYTES", 64)  # 16 channels of fp32
     for sms, num_tokens, splits in ((132, 2, 4), (3, 2, 3), (2, 2, 2), (3, 140, 1), (1, 1, 1)):
         monkeypatch.setattr(launching, "INTERPRETER_SMS", sms)
@@ -279,7 +279,7 @@ def test_splits_of_the_reduction(monkeypatch):
 def test_released_shapes_are_split(num_tokens, least, most, monkeypatch):
     """A decode step of V4-Flash keeps every SM of an H100 busy; a chunk needs one split."""
     grids = []
-    monkeypatch.setattr(kernel, "launch", lambda function, grid, **arguments: grids.append(grid))
+    monkeypatch.setattr(launching, "launch", lambda function, grid, **arguments: grids.append(grid))
     monkeypatch.setattr(launching, "INTERPRETER_SMS", 132)
     call = {n: torch.empty(s, device="meta") for n, s in (("fn", (24, 16384)), ("base", 24), ("scale", 3))}  # fmt: skip
     streams = torch.empty(num_tokens, 4, 4096, dtype=torch.bfloat16, device="meta")

@@ -12,10 +12,10 @@ from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.common import ordering
 from quire.kernels.common.arch import named
-from quire.kernels.indexer import plan as indexer_plan
-from tests.kernels.oracles import indexer as reference_indexer
 from quire.kernels.indexer import kernel as indexer_triton
+from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer.plan import plan
+from tests.kernels.oracles import indexer as reference_indexer
 from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels.indexer_cases import IndexCase, exact_scores, make_index_batch

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, bounding
-from tests.kernels.oracles import compressor as reference_compress
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.device import AttnMetadata
 from quire.models.deepseek_v4.cache import V4PagePool
@@ -15,6 +14,7 @@ from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.layer import Attention
 from quire.models.deepseek_v4.paged_attention import PagedAttend
 from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
+from tests.kernels.oracles import compressor as reference_compress
 from tests.support.helpers import assert_within_budget
 
 LENGTH = 1_048_576
