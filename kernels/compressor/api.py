@@ -85,9 +85,14 @@ def compress(
         ratio, overlap, norm_weight, eps, cos_sin, pages, slot_mapping, max_seqlen_q,
     )  # fmt: skip
     if chosen == "torch" or checks.is_readable(kv):
-        _check_values(
-            state, state_index, seq_lens, cu_seqlens_q, ratio, cos_sin, pages, slot_mapping
-        )
+        # Padding may have any state, and tokens that close no window any slot.
+        checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), len(kv))
+        seq, token, position = live_tokens(state_index, seq_lens, cu_seqlens_q)
+        checks.expect_ids("state_index", state_index[seq], state.shape[0])
+        closes = ((position + 1) % ratio == 0) & (slot_mapping[token] >= 0)
+        num_slots = pages.data.shape[0] * pages.storage_block_size
+        checks.expect_ids("slot_mapping", slot_mapping[token[closes]], num_slots)
+        checks.expect_ids("cos_sin", position[closes] + 1 - ratio, cos_sin.shape[0], "positions")
     if chosen == "triton":
         from .kernel import compress as run
     else:
@@ -143,23 +148,3 @@ def _check(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} "
             f"tokens, got {max_seqlen_q}"
         )
-
-
-def _check_values(
-    state: torch.Tensor,
-    state_index: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    ratio: int,
-    cos_sin: torch.Tensor,
-    pages: LatentPages | IndexPages,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Require prefix sums, states, slots and positions that exist; ValueError otherwise."""
-    checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), len(slot_mapping))
-    seq, token, position = live_tokens(state_index, seq_lens, cu_seqlens_q)
-    checks.expect_ids("state_index", state_index[seq], state.shape[0])
-    closes = ((position + 1) % ratio == 0) & (slot_mapping[token] >= 0)
-    num_slots = pages.data.shape[0] * pages.storage_block_size
-    checks.expect_ids("slot_mapping", slot_mapping[token[closes]], num_slots)
-    checks.expect_ids("cos_sin", position[closes] + 1 - ratio, cos_sin.shape[0], "positions")

@@ -10,12 +10,11 @@ come from kv and gate, older ones from the ring. Other programs each copy one of
 rows to the ring: in the same launch if no row written can be one that is read, else in a second.
 
 Layout: kv, gate [num_tokens, channels], channels = dim, or 2 * dim with overlap (series a, then b);
-state [num_states, ring, 2, channels] fp32.
+state [num_states, ring, 2, channels] fp32, in the kernel pages of rows with two "heads": values and
+gate.
 
 Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,21 +28,6 @@ from ..latent_write.kernel import WIDTH, normed, paged_rows, rotated, stored
 # Tokens that a program pools at once; sequences that it searches at once.
 BLOCK_TOKENS = 8
 BLOCK_SEQS = 256
-
-
-class State(NamedTuple):
-    """The ring of each sequence, [num_states, ring, 2, channels].
-
-    Attributes:
-        data: the tensor; a pointer in a kernel.
-        stride_state, stride_row: elements between sequences, and between rows of a ring.
-        stride_part: elements from the values of a row to its gate.
-    """
-
-    data: Any
-    stride_state: Any
-    stride_row: Any
-    stride_part: Any
 
 
 @triton.jit
@@ -81,10 +65,10 @@ def _keep_row(
     c = tl.load(kv.data + row * kv.stride_row + channel, mask=inside, other=0.0)
     z = tl.load(gate.data + row * gate.stride_row + channel, mask=inside, other=0.0)
     bias = tl.load(ape.data + position % ratio * ape.stride_row + channel, mask=inside, other=0.0)
-    cell = state.data + index * state.stride_state
+    cell = state.data + index * state.stride_page
     cell += (position % ring).to(tl.int64) * state.stride_row + channel
     tl.store(cell, c.to(tl.float32), mask=inside)
-    tl.store(cell + state.stride_part, z.to(tl.float32) + bias, mask=inside)
+    tl.store(cell + state.stride_head, z.to(tl.float32) + bias, mask=inside)
 
 
 @triton.jit
@@ -116,7 +100,7 @@ def _pool(
         z = tl.load(gate.data + new_row * gate.stride_row + column, mask=new, other=float("-inf"))
         z = z.to(tl.float32) + tl.load(bias, mask=new, other=0.0)
         c = tl.where(old, tl.load(cell, mask=old, other=0.0), c.to(tl.float32))
-        z = tl.where(old, tl.load(cell + state.stride_part, mask=old, other=0.0), z)
+        z = tl.where(old, tl.load(cell + state.stride_head, mask=old, other=0.0), z)
         new_max = tl.maximum(row_max, tl.max(z, 0))
         # Only slots before position 0 so far: subtracting -inf would give NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -161,7 +145,7 @@ def _compress_kernel(
     index = tl.load(state_index + seq).to(tl.int64)
     if (slot < 0) | (index < 0):
         return
-    ring_rows = state.data + index * state.stride_state
+    ring_rows = state.data + index * state.stride_page
     entry = _pool(
         kv, gate, ape, ring_rows, state, row, context, closing, ratio, slots, ring, dim,
         BLOCK_TOKENS, WIDTH,
@@ -211,7 +195,7 @@ def compress(
                 kv=strided.matrix(kv),
                 gate=strided.matrix(gate),
                 ape=strided.matrix(ape),
-                state=State(state, *state.stride()[:3]),
+                state=strided.pages(state),
                 state_index=state_index,
                 seq_lens=seq_lens,
                 cu_seqlens_q=cu_seqlens_q,

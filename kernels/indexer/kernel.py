@@ -122,15 +122,56 @@ def index_topk(
 ) -> None:
     """Launch ``index_topk`` of checked arguments: for each chunk of queries the scores, if any are
     needed, and the levels of the selection."""
-    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    (num_tokens, num_heads, _), num_seqs = q.shape, seq_lens.shape[0]
+    arch, num_sms = arch_and_sms(q)
+    block_n, columns, num_warps = FP32_TILE if q.element_size() == 4 else TILE
+    block_heads = max(16, next_power_of_2(num_heads))
+    block_t = max(1, columns // block_heads)
+    tokens = 1 if max_seqlen_q <= 1 else block_t
+    keys = pages.values if pages.fp8 else pages.data
     with torch.cuda.device_of(q):
         for first in range(0, num_tokens, max(1, plan.chunk)):
             last = min(first + plan.chunk, num_tokens)
+            tiles = triton.cdiv(last - first, tokens)
+            # More programs than run at once even out the lengths of a batch.
+            entries = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
+            entries = triton.cdiv(entries, block_n) * block_n
             if plan.query_numel:
-                _launch_scores(
-                    q, weights, pages, block_table, seq_lens, cu_seqlens_q, compress_ratio, plan,
-                    max_seqlen_q, workspace, first, last,
-                )  # fmt: skip
+                launching.launch(
+                    index_scores_kernel,
+                    (tiles, triton.cdiv(plan.num_entries, entries)),
+                    q=q,
+                    weights=weights,
+                    keys=pages.data,
+                    block_table=block_table,
+                    seq_lens=seq_lens,
+                    cu_seqlens_q=cu_seqlens_q,
+                    workspace=workspace,
+                    num_seqs=num_seqs,
+                    first_row=first,
+                    last_row=last,
+                    num_entries=plan.num_entries,
+                    entries_per_program=entries,
+                    topk=0 if plan.score_all else plan.topk,
+                    tokens=tokens,
+                    compress_ratio=compress_ratio,
+                    q_stride_token=q.stride(0),
+                    q_stride_head=q.stride(1),
+                    weights_stride=weights.stride(0),
+                    table_stride=block_table.stride(0),
+                    stride_page=keys.stride(0),
+                    stride_row=keys.stride(1),
+                    scores_stride=plan.row_numel,
+                    HEADS=num_heads,
+                    BLOCK_HEADS=block_heads,
+                    INDEX_DIM=pages.index_dim,
+                    ROWS=pages.storage_block_size,
+                    BLOCK_T=block_t,
+                    BLOCK_N=block_n,
+                    HARDWARE_FP8=arch.widens_e4m3,
+                    num_warps=num_warps,
+                    num_stages=3,
+                )
             for level, num_blocks in enumerate(plan.num_blocks):
                 launching.launch(
                     index_select_kernel,
@@ -160,65 +201,3 @@ def index_topk(
                     BLOCK_TOPK=next_power_of_2(plan.topk),
                     num_warps=8,
                 )
-
-
-def _launch_scores(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: IndexPages,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    compress_ratio: int,
-    plan: IndexPlan,
-    max_seqlen_q: int,
-    workspace: torch.Tensor,
-    first: int,
-    last: int,
-) -> None:
-    """Score the queries [first, last)."""
-    arch, num_sms = arch_and_sms(q)
-    block_n, columns, num_warps = FP32_TILE if q.element_size() == 4 else TILE
-    block_heads = max(16, next_power_of_2(q.shape[1]))
-    block_t = max(1, columns // block_heads)
-    tokens = 1 if max_seqlen_q <= 1 else block_t
-    tiles = triton.cdiv(last - first, tokens)
-    # More programs than run at once even out the lengths of a batch.
-    entries = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
-    entries = triton.cdiv(entries, block_n) * block_n
-    keys = pages.values if pages.fp8 else pages.data
-    launching.launch(
-        index_scores_kernel,
-        (tiles, triton.cdiv(plan.num_entries, entries)),
-        q=q,
-        weights=weights,
-        keys=pages.data,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        workspace=workspace,
-        num_seqs=seq_lens.shape[0],
-        first_row=first,
-        last_row=last,
-        num_entries=plan.num_entries,
-        entries_per_program=entries,
-        topk=0 if plan.score_all else plan.topk,
-        tokens=tokens,
-        compress_ratio=compress_ratio,
-        q_stride_token=q.stride(0),
-        q_stride_head=q.stride(1),
-        weights_stride=weights.stride(0),
-        table_stride=block_table.stride(0),
-        stride_page=keys.stride(0),
-        stride_row=keys.stride(1),
-        scores_stride=plan.row_numel,
-        HEADS=q.shape[1],
-        BLOCK_HEADS=block_heads,
-        INDEX_DIM=pages.index_dim,
-        ROWS=pages.storage_block_size,
-        BLOCK_T=block_t,
-        BLOCK_N=block_n,
-        HARDWARE_FP8=arch.widens_e4m3,
-        num_warps=num_warps,
-        num_stages=3,
-    )

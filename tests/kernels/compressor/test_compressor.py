@@ -249,6 +249,7 @@ CASES = {
     "steep-gates": Case([[9], [6]], gate_size=1e4),
     "chunks": Case([[20, 31], [9, 3]], ratio=9, overlap=False),
     "chunks-with-overlap": Case([[23, 12], [4, 5]], ratio=5),
+    "a-tile-before-the-sequence": Case([[20], [9]], ratio=9),
     "steep-gates-in-chunks": Case([[33], [14]], ratio=17, overlap=False, gate_size=1e4),
     "wide-rows-in-chunks": Case([[23], [8]], ratio=6, dim=512, rope_dim=64),
     "bf16-rows-to-fp32-pages-in-chunks": Case([[23], [8]], ratio=6, dtype=torch.bfloat16),
@@ -370,13 +371,6 @@ def test_padding_rows(impl):
 
 def test_budgets_count_the_rescalings_of_a_tile():
     assert kernel.BLOCK_TOKENS >= bounds.TILE
-
-
-def test_more_tokens_than_a_tile(monkeypatch):
-    """Tiles of 4 tokens: the first one of window 0 holds only tokens before position 0, the last one of ratio 5 is not full."""
-    monkeypatch.setattr(kernel, "BLOCK_TOKENS", 4)
-    for shape in (dict(), dict(ratio=5)):
-        Run(Case([[9], [2]], **shape)).run("triton").check_entries()
 
 
 def test_more_sequences_than_a_program_looks_at_once(monkeypatch):

@@ -289,14 +289,6 @@ def test_no_tokens_and_no_sequences(impl):
     assert out.shape == (0, 8) and lens.shape == (0,)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_entries_past_max_seq_len_are_not_looked_at(impl):
-    batch = make_index_batch(IndexCase("", [200, 90], [1, 3]))
-    got = select(batch | {"max_seq_len": 83}, impl)
-    want = reference_indexer.select([row[:20] for row in exact_scores(batch)], 8)
-    assert_selected(got, want)
-
-
 @pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
 def test_a_million_tokens(seq_len, monkeypatch):
     """Up to 262,144 entries through a table of 4,096 pages, almost all of them the same one, whose keys score 0."""
