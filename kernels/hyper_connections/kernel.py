@@ -25,7 +25,7 @@ from ..common.launching import arch_and_sms
 from ..common.tile_shapes import next_power_of_2
 
 # Products: bytes of a token and tokens in a tile; most splits, and fewest tiles of one.
-BLOCK_BYTES, BLOCK_TOKENS, MAX_SPLITS, MIN_TILES = 128, 64, 32, 4
+BLOCK_BYTES, BLOCK_TOKENS, MAX_SPLITS, MIN_TILES = 64, 64, 32, 4
 COLLAPSE_WARPS = 8
 # Channels that a program expands.
 CHANNELS = 1024

@@ -9,7 +9,6 @@ import torch
 from quire.bench.common.bounds import UNIT, bounded, bounding, rounded
 from quire.kernels import collapse_streams, expand_streams
 from quire.kernels.common import launching
-from quire.kernels.hyper_connections import kernel
 from tests.kernels.oracles import hyper_connections as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
@@ -262,7 +261,6 @@ def test_splits_of_the_reduction(monkeypatch):
         original(function, grid, **arguments)
 
     monkeypatch.setattr(launching, "launch", launch)
-    monkeypatch.setattr(kernel, "BLOCK_BYTES", 64)  # 16 channels of fp32
     for sms, num_tokens, splits in ((132, 2, 4), (3, 2, 3), (2, 2, 2), (3, 140, 1), (1, 1, 1)):
         monkeypatch.setattr(launching, "INTERPRETER_SMS", sms)
         size = 130 if num_tokens < 9 else 16
