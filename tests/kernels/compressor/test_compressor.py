@@ -294,7 +294,7 @@ def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
     "shape", [dict(slack=3), dict(slack=4), dict(slack=3, ratio=5, overlap=False)]
 )
 def test_rejected_drafts_leave_no_trace(impl, shape):
-    """Each step brings a token and 3 drafts of which 0 to 3 are wrong; ``slack`` of 3 is just enough, and 4 makes it one launch."""
+    """Each step has a token and 3 drafts, 0 to 3 of them wrong; a ``slack`` of 3 suffices, and 4 makes it one launch."""
     case = Case([[16, 19]], **shape)
     want = Run(case).run("torch")
     run = Run(case)
@@ -361,7 +361,7 @@ def test_padding_rows(impl):
     index = run.state_index.tolist()
     arguments["state_index"] = int32(2**30, index[0], -(2**30), index[1])
     arguments["seq_lens"] = int32(0, 9, 0, 8)
-    # The last sequence stands at 8 with 14 new rows: the first six, more than a window, are rows of nobody.
+    # The last sequence has 8 tokens and 14 new rows: the first six, more than a window, are padding.
     arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 24)
     arguments["max_seqlen_q"] = 14
     compress(**arguments, impl=impl)

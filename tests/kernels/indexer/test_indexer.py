@@ -29,7 +29,7 @@ CASES = [
     IndexCase("decode-around-topk", AROUND_TOPK, [1] * 8),
     IndexCase("decode-empty", [0, 200, 0, 3], [1, 1, 0, 1]),
     IndexCase("decode-all-empty", [0, 0], [1, 1]),
-    IndexCase("decode-nobody-chooses", [20, 32], [1, 1]),
+    IndexCase("decode-all-selected", [20, 32], [1, 1]),
     IndexCase("decode-speculative", [90, 41, 200], [3, 2, 3]),
     IndexCase("decode-long-table", [90, 41], [1, 1], max_seq_len=4096),
     IndexCase("decode-real-heads", [700], [1], num_heads=64, index_dim=128, rows=64, dtype=BF16, topk=32),
@@ -107,7 +107,7 @@ def assert_as_good(got, batch):
 
 
 SCORED = {
-    "decode-around-topk", "decode-empty", "decode-nobody-chooses", "decode-real-heads-fp8", "decode-topk-100",
+    "decode-around-topk", "decode-empty", "decode-all-selected", "decode-real-heads-fp8", "decode-topk-100",
     "prefill-chunk", "prefill-borders-in-tiles", "prefill-padding", "ties-all", "ties-below-zero",
 }  # fmt: skip
 
