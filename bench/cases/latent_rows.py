@@ -303,7 +303,7 @@ def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress",
     before they are rounded.
 
-    Source: as ``kernels.latent_write.reference`` and ``kernels.compressor.reference``; a test
+    Source: as ``quire.kernels.write_latent`` and ``quire.kernels.compress``; a test
     compares them.
     """
     shape = problem.case.shape

@@ -220,3 +220,17 @@ def _described(value: Any) -> str:
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return "|".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether values of a tensor are looked at: on a CPU. Reading those of a device waits for it."""
+    return tensor.is_cpu
+
+
+def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
+    """Require values in [low, high] where they are looked at; ValueError otherwise."""
+    if is_readable(tensor) and tensor.numel():
+        least, most = (bound.item() for bound in tensor.aminmax())
+        if not (low <= least and most <= high):  # NaN is refused too
+            bad = most if low <= least else least
+            raise ValueError(f"{name}: expected values in [{low}, {high}], got {bad}")

@@ -1,49 +1,50 @@
-"""Gated pooling for CPU tensors: plain torch over all entries of a step at once, fp32 arithmetic.
-
-Source: as ``triton_impl``.
-"""
+"""``compress`` in plain torch, over all entries of a step at once, fp32 arithmetic."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.checks import expect_ids
+from ..common.latent_pages import IndexPages, LatentPages
 from ..latent_write.torch_impl import norm_and_rotate
-from .call import CompressCall
 
 
 @torch.no_grad()
-def compress(call: CompressCall) -> None:
-    """Compress checked arguments."""
-    seq_lens, cu_seqlens_q, state, pages = call.seq_lens, call.cu_seqlens_q, call.state, call.pages
-    ratio, overlap = call.ratio, call.overlap
-    device, dim, ring, num_series = call.kv.device, pages.dim, state.shape[1], 1 + overlap
-    q_lens = cu_seqlens_q.diff().long()
-    context = seq_lens - q_lens
-    seq = torch.repeat_interleave(torch.arange(len(seq_lens), device=device), q_lens)
-    token = torch.arange(len(seq), device=device)
-    position = token - cu_seqlens_q[seq] + context[seq]
-    # The rows of tokens that exist, [rows, ...] from here on; those of a sequence stay neighbours.
-    live = (position >= 0) & (call.state_index[seq] >= 0)
-    seq, token, position = seq[live], token[live], position[live]
-    index = call.state_index[seq].long()
-    expect_ids("state_index", index, state.shape[0])
-    step_kv = call.kv[token].float()
-    step_gate = call.gate[token].float() + call.ape[position % ratio]
+def compress(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    pages: LatentPages | IndexPages,
+    slot_mapping: torch.Tensor,
+    max_seqlen_q: int,
+) -> None:
+    """``compress`` of checked arguments."""
+    dim, ring, num_series = pages.dim, state.shape[1], 1 + overlap
+    seq, token, position = live_tokens(state_index, seq_lens, cu_seqlens_q)
+    index = state_index[seq].long()
+    step_kv = kv[token].float()
+    step_gate = gate[token].float() + ape[position % ratio]
 
-    slots = call.slot_mapping[token]
+    slots = slot_mapping[token]
     closing = torch.nonzero(((position + 1) % ratio == 0) & (slots >= 0))  # [entries, 1]
-    expect_ids("slot_mapping", slots[closing], pages.data.shape[0] * pages.storage_block_size)
-    expect_ids("cos_sin", position[closing] + 1 - ratio, call.cos_sin.shape[0], "positions")
-    pooled_slot = torch.arange(ratio * num_series, device=device)
+    pooled_slot = torch.arange(ratio * num_series, device=kv.device)
     back = ratio * num_series - 1 - pooled_slot
     at = position[closing] - back  # [entries, pooled slots]
-    new = at >= context[seq[closing]].clamp(min=0)
+    context = (seq_lens - cu_seqlens_q.diff()).clamp(min=0)
+    new = at >= context[seq[closing]]
     seen = at >= 0
     series = pooled_slot // ratio if overlap else torch.zeros_like(pooled_slot)
 
     def pooled(step_rows: torch.Tensor, part: int) -> torch.Tensor:
-        """The rows that each entry pools: [entries, pooled slots, dim]; anything where unseen."""
+        """Rows that each entry pools, [entries, pooled slots, dim]; anything where not ``seen``."""
         step = step_rows.unflatten(1, (num_series, dim))
         step = step[torch.where(new, closing - back, 0), series]
         old = state[:, :, part].unflatten(2, (num_series, dim))
@@ -54,10 +55,21 @@ def compress(call: CompressCall) -> None:
     values = pooled(step_kv, 0).masked_fill(~seen[..., None], 0)
     entries = (torch.softmax(gates, 1) * values).sum(1)
     closing = closing[:, 0]
-    start = position[closing] + 1 - ratio
-    entries = norm_and_rotate(entries, start, call.cos_sin, call.norm_weight, call.eps)
+    entries = norm_and_rotate(entries, position[closing] + 1 - ratio, cos_sin, norm_weight, eps)
     pages.write(slots[closing], entries)
 
     kept = seq_lens[seq] - position <= ring
     rows = torch.stack([step_kv[kept], step_gate[kept]], 1)
     state[index[kept], position[kept] % ring] = rows
+
+
+def live_tokens(
+    state_index: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sequence, row, position) of each new token that is not padding, in the order of rows."""
+    device, q_lens = seq_lens.device, cu_seqlens_q.diff().long()
+    seq = torch.repeat_interleave(torch.arange(len(seq_lens), device=device), q_lens)
+    token = torch.arange(len(seq), device=device)
+    position = token - cu_seqlens_q[seq] + (seq_lens - q_lens)[seq]
+    live = (position >= 0) & (state_index[seq] >= 0)
+    return seq[live], token[live], position[live]

@@ -1,1 +1,1 @@
-"""Hyper-connections (mHC): a sub-block's input from the residual streams, and its result back."""
+"""Manifold-constrained hyper-connections: collapse and expansion of residual streams."""

@@ -1,1 +1,1 @@
-"""The lightning indexer: which compressed entries a query attends to."""
+"""The lightning indexer: the compressed entries that each query attends to."""

@@ -1,1 +1,1 @@
-"""The write of latent rows to pages, with norm and RoPE before it."""
+"""Norm, RoPE and paged write of latent rows."""

@@ -29,8 +29,8 @@ from quire.kernels import (
     expert_mlp,
     route_tokens,
 )
-from quire.kernels.hyper_connections.call import MAX_HIDDEN, MAX_STREAMS
-from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
+from quire.kernels.hyper_connections.api import MAX_HIDDEN, MAX_STREAMS
+from quire.kernels.indexer.api import MAX_HEADS, MAX_TOPK
 from quire.kvcore.device import AttnMetadata
 
 from ..engine.memory import ModelCache

@@ -20,8 +20,8 @@ from quire.kernels import (
     write_latent,
 )
 from quire.kernels.compressed import reference as reference_compressed
-from quire.kernels.compressor import reference as reference_compress
-from quire.kernels.latent_write import reference as reference_latent
+from tests.kernels.oracles import compressor as reference_compress
+from tests.kernels.oracles import latent_write as reference_latent
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels import compressed_cases, indexer_cases
 from tests.support.kernels import mla_cases as dense_cases
@@ -50,6 +50,10 @@ F16, I64, I32 = torch.float16, torch.int64, torch.int32
 
 def ints(*values):
     return torch.tensor(values, dtype=I32, device=DEVICE)
+
+
+# Implementations that look at values in memory.
+CHECKED = IMPLS if DEVICE == "cpu" else ("torch",)
 
 
 def rounded(pages):
@@ -362,9 +366,13 @@ INDEX = [
     *refused("pages", lambda a: IndexPages(a["pages"].data.to("meta"), 4, 16)),
     *no_tensors("block_table", I64, optional=False),
     *right("block_table", lambda a: a["block_table"][:, :0], lambda a: a["block_table"][:, :1], lambda a: a["block_table"][:, :2]),
+    Row("block_table", lambda a: a["block_table"] * 0 - 1, impls=CHECKED),
+    Row("block_table", lambda a: a["block_table"] + 99, impls=CHECKED),
     *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: ints(0, -5)),
     *no_tensors("cu_seqlens_q", I64, optional=False),
+    Row("cu_seqlens_q", lambda a: ints(0, 4, 3), impls=CHECKED),
+    Row("cu_seqlens_q", lambda a: ints(0, 1, 4), impls=CHECKED),
     *refused("topk", 0, -1, 1.5, True, None),
     *refused("topk", 4097, 2**40, error=NotImplementedError),
     *right("topk", lambda a: {"topk": 40, "out": None, "scores": None}),
@@ -422,11 +430,11 @@ LATENT = [
     *refused("pages", 3, None),
     *refused("pages", lambda a: LatentPages(a["pages"].data.to("meta"), 4, 16, 4)),
     *no_tensors("slot_mapping", I32, optional=False),
-    Row("slot_mapping", lambda a: a["slot_mapping"] + 3, impls=("torch",)),
+    Row("slot_mapping", lambda a: a["slot_mapping"] + 3, impls=CHECKED),
     *no_tensors("positions", I32),
     *refused("positions", None),
     *right("positions", lambda a: a["positions"] * 0 - 1, lambda a: a["positions"] - 2),
-    Row("positions", lambda a: a["positions"] + 1, impls=("torch",)),
+    Row("positions", lambda a: a["positions"] + 1, impls=CHECKED),
     *right("positions", lambda a: {"positions": torch.tensor([4, 99, 0], device=DEVICE), "out": None}),
     *no_tensors("cos_sin", F16),
     *refused("cos_sin", None),
@@ -494,10 +502,12 @@ COMPRESS = [
     *refused("state", lambda a: a["state"][:, :2], blamed="state: ring"),
     *no_tensors("state_index", I64, optional=False),
     *right("state_index", lambda a: ints(2, -1), lambda a: ints(-1, 0), lambda a: ints(-1, -7)),
-    Row("state_index", lambda a: ints(2, 3), impls=("torch",)),
+    Row("state_index", lambda a: ints(2, 3), impls=CHECKED),
     *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: ints(8, 0), lambda a: {"seq_lens": ints(8, -3), "state_index": ints(2, 99)}),
     *no_tensors("cu_seqlens_q", I64, optional=False),
+    Row("cu_seqlens_q", lambda a: ints(1, 2, 6), impls=CHECKED),
+    Row("cu_seqlens_q", lambda a: ints(0, 2, 7), impls=CHECKED),
     *integers("ratio", 1, 2**30),
     *refused("ratio", 5, blamed="ape"),
     *refused("overlap", None, 0, "no"),
@@ -505,12 +515,12 @@ COMPRESS = [
     *no_tensors("norm_weight", I32, optional=False),
     *factors("eps", -100, 30),
     *no_tensors("cos_sin", F16, optional=False),
-    Row("cos_sin", lambda a: a["cos_sin"][:4], impls=("torch",)),
+    Row("cos_sin", lambda a: a["cos_sin"][:4], impls=CHECKED),
     *refused("pages", None, 3),
     *refused("pages", lambda a: LatentPages(a["pages"].data.to("meta"), 4, 16, 4)),
     *no_tensors("slot_mapping", I32, optional=False),
     *right("slot_mapping", lambda a: a["slot_mapping"] * 0 - 1),
-    Row("slot_mapping", lambda a: a["slot_mapping"] + 3, impls=("torch",)),
+    Row("slot_mapping", lambda a: a["slot_mapping"] + 3, impls=CHECKED),
     *integers("max_seqlen_q", 0, odd=HUGE),
     *refused("max_seqlen_q", 2),
     *refused("impl", "cuda", 3),

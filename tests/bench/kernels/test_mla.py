@@ -29,12 +29,12 @@ from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels import flash_mla_with_kvcache, mla_attention
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressed.call import CompressedCall
-from quire.kernels.compressor import reference as reference_compress
-from quire.kernels.indexer import reference as reference_indexer
-from quire.kernels.latent_write import reference as reference_latent
 from quire.kernels.mla import reference as reference_mla
 from quire.kernels.mla.call import MlaCall
 from quire.models.deepseek_v4.config import CONFIGS
+from tests.kernels.oracles import compressor as reference_compress
+from tests.kernels.oracles import indexer as reference_indexer
+from tests.kernels.oracles import latent_write as reference_latent
 from tests.support.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")

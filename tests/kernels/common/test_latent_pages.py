@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import IndexPages, LatentPages, page_bytes
 from quire.kernels.common.latent_pages import dequantize_groups, quantize_groups
-from quire.kernels.latent_write import reference
+from tests.kernels.oracles import latent_write as reference
 from tests.support.helpers import DEVICE, NAN
 
 POISON = 0xAB

@@ -1,4 +1,4 @@
-"""compress, both implementations, against the entries of whole sequences: steps cut anywhere, ragged batches, drafts taken back."""
+"""compress, both implementations, against the entries of whole sequences: any split into steps, ragged batches, drafts taken back."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,14 +6,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quire.bench.common import bounds
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
-from quire.kernels.compressor import reference
-from quire.kernels.compressor import triton_impl as compress_triton
-from quire.kernels.compressor.call import CompressCall
+from quire.kernels.common import launching
+from quire.kernels.compressor import kernel
+from tests.kernels.oracles import compressor as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
@@ -251,6 +249,7 @@ CASES = {
     "steep-gates": Case([[9], [6]], gate_size=1e4),
     "chunks": Case([[20, 31], [9, 3]], ratio=9, overlap=False),
     "chunks-with-overlap": Case([[23, 12], [4, 5]], ratio=5),
+    "a-tile-before-the-sequence": Case([[20], [9]], ratio=9),
     "steep-gates-in-chunks": Case([[33], [14]], ratio=17, overlap=False, gate_size=1e4),
     "wide-rows-in-chunks": Case([[23], [8]], ratio=6, dim=512, rope_dim=64),
     "bf16-rows-to-fp32-pages-in-chunks": Case([[23], [8]], ratio=6, dtype=torch.bfloat16),
@@ -295,7 +294,7 @@ def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
     "shape", [dict(slack=3), dict(slack=4), dict(slack=3, ratio=5, overlap=False)]
 )
 def test_rejected_drafts_leave_no_trace(impl, shape):
-    """Each step brings a token and 3 drafts of which 0 to 3 are wrong; ``slack`` of 3 is just enough, and 4 makes it one launch."""
+    """Each step has a token and 3 drafts, 0 to 3 of them wrong; a ``slack`` of 3 suffices, and 4 makes it one launch."""
     case = Case([[16, 19]], **shape)
     want = Run(case).run("torch")
     run = Run(case)
@@ -362,7 +361,7 @@ def test_padding_rows(impl):
     index = run.state_index.tolist()
     arguments["state_index"] = int32(2**30, index[0], -(2**30), index[1])
     arguments["seq_lens"] = int32(0, 9, 0, 8)
-    # The last sequence stands at 8 with 14 new rows: the first six, more than a window, are rows of nobody.
+    # The last sequence has 8 tokens and 14 new rows: the first six, more than a window, are padding.
     arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 24)
     arguments["max_seqlen_q"] = 14
     compress(**arguments, impl=impl)
@@ -371,31 +370,24 @@ def test_padding_rows(impl):
 
 
 def test_budgets_count_the_rescalings_of_a_tile():
-    assert compress_triton.BLOCK_TOKENS >= bounds.TILE
-
-
-def test_more_tokens_than_a_tile(monkeypatch):
-    """Tiles of 4 tokens: the first one of window 0 holds only tokens before position 0, the last one of ratio 5 is not full."""
-    monkeypatch.setattr(compress_triton, "BLOCK_TOKENS", 4)
-    for shape in (dict(), dict(ratio=5)):
-        Run(Case([[9], [2]], **shape)).run("triton").check_entries()
+    assert kernel.BLOCK_TOKENS >= bounds.TILE
 
 
 def test_more_sequences_than_a_program_looks_at_once(monkeypatch):
-    monkeypatch.setattr(compress_triton, "BLOCK_SEQS", 2)
+    monkeypatch.setattr(kernel, "BLOCK_SEQS", 2)
     run = Run(Case([[5, 0, 9, 4, 3]])).run("triton")
     run.check_state()
     run.check_entries()
 
 
 @pytest.mark.parametrize("slack, new, count", [(0, 1, 2), (1, 1, 1), (3, 4, 2), (4, 4, 1)])
-def test_decode_is_one_launch(slack, new, count):
-    """Where the ring has a row more than a window and the step need."""
+def test_decode_is_one_launch(slack, new, count, monkeypatch):
+    """If the ring has a row more than a window and the step need."""
+    grids = []
+    monkeypatch.setattr(launching, "launch", lambda kernel, grid, **arguments: grids.append(grid))
     run = Run(Case([[new, new]], start=9, slack=slack))
-    arguments = run.arguments([9, 9], [new, new])
-    launches = compress_triton.prepare(CompressCall(**arguments))
-    assert len(launches) == count
-    assert sum(launch.grid[0] for launch in launches) == 2 + 2 * new
+    compress(**run.arguments([9, 9], [new, new]), impl="triton")
+    assert len(grids) == count
 
 
 @IMPLS
@@ -405,59 +397,3 @@ def test_a_gate_of_minus_infinity(impl):
     run.gate[0, 2] = -torch.inf
     run.gate[0, 0, :16] = -torch.inf
     run.run(impl).check_entries()
-
-
-@st.composite
-def drawn_cases(draw):
-    """Small cases of any ratio, cut anywhere."""
-    num_seqs = draw(st.integers(1, 3))
-    ratio, overlap = draw(st.integers(1, 5)), draw(st.booleans())
-    step = st.lists(st.integers(0, 2 * ratio + 1), min_size=num_seqs, max_size=num_seqs)
-    steps = draw(st.lists(step, min_size=1, max_size=6))
-    return Case(
-        steps, ratio, overlap, start=draw(st.integers(0, 20)), slack=draw(st.integers(0, 9))
-    )
-
-
-@settings(max_examples=40, deadline=None)
-@given(drawn_cases())
-def test_any_case(case):
-    run = Run(case).run("torch")
-    run.check_state()
-    run.check_entries()
-
-
-def replaced(**changes):
-    return Run(Case([[5, 3]])).arguments([0, 0], [5, 3]) | changes
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=DEVICE)
-
-
-REFUSED = [
-    ({"pages": zeros(3, 4, 16)}, "pages: expected LatentPages or IndexPages, got Tensor"),
-    ({"ratio": 0}, r"ratio: expected an int in \[1, 1073741824\], got 0"),
-    ({"overlap": 1}, "overlap: expected a bool, got 1"),
-    ({"overlap": False}, r"kv: expected bfloat16\|float16\|float32 \[\*, 16\], got float32 \[8, 32\]"),
-    ({"kv": zeros(8, 32, dtype=torch.float64)}, r"kv: expected .*, got float64"),
-    ({"gate": zeros(7, 32)}, r"gate: expected .* \[8, 32\], got float32 \[7, 32\]"),
-    ({"ratio": 5}, r"ape: expected float32 \[5, 32\], got float32 \[4, 32\]"),
-    ({"state": zeros(3, 7, 32)}, r"state: expected float32 \[\*, \*, 2, 32\], got float32 \[3, 7, 32\]"),
-    ({"state": zeros(3, 6, 2, 32)}, "state: ring: expected an int >= 7, got 6"),
-    ({"state_index": zeros(2, dtype=torch.int64)}, r"state_index: expected int32 \[2\], got int64 \[2\]"),
-    ({"seq_lens": zeros(3, dtype=torch.int32)}, r"state_index: expected int32 \[3\], got int32 \[2\]"),
-    ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
-    ({"norm_weight": zeros(32)}, r"norm_weight: expected .* \[16\], got float32 \[32\]"),
-    ({"eps": -1.0}, "eps: expected a finite number > 0, got -1.0"),
-    ({"cos_sin": zeros(9, 4)}, r"cos_sin: expected float32 \[\*, 8\], got float32 \[9, 4\]"),
-    ({"slot_mapping": zeros(8, dtype=torch.int32)}, r"slot_mapping: expected int64 \[8\], got int32 \[8\]"),
-    ({"max_seqlen_q": 3}, "max_seqlen_q: expected the longest of 2 sequences with 8 tokens, got 3"),
-    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:50] for _, m in REFUSED])
-def test_refused(changes, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        compress(**replaced(**changes))

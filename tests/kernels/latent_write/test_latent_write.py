@@ -4,15 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from quire.bench.common.bounds import Bounded, bounded
 from quire.kernels import LatentPages, page_bytes, write_latent
-from quire.kernels.common.tiles import rounded_to_e4m3
-from quire.kernels.latent_write import reference
-from quire.kernels.latent_write import triton_impl as latent_triton
-from quire.kernels.latent_write.call import LatentCall
+from tests.kernels.oracles import latent_write as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
@@ -176,7 +171,7 @@ def test_quantised_bytes(impl, block_size, dtype):
     for row, slot in zip(x, call["slot_mapping"].tolist(), strict=True):
         if slot >= 0:
             reference.write_latent_bytes(expected[:, 16:], block_size, slot, row)
-    # The sign of a NaN is nobody's.
+    # NaN may have any sign.
     same = (pool == expected) | ((pool & 127 == 127) & (expected & 127 == 127))
     assert same.all()
     for got, row in zip(out, x, strict=True):
@@ -189,13 +184,10 @@ HEADS = {
     "one-row-each": (5, 1, 512, 64, True),
     "wide": (3, 9, 512, 64, True),
     "wide-no-norm": (3, 9, 512, 64, False),
-    "four-in-a-row": (3, 12, 128, 64, False),
-    "four-in-a-row-more-than-a-program": (2, 36, 128, 64, False),
-    "two-in-a-row": (3, 6, 128, 64, False),
-    "none-fit-together": (3, 5, 128, 64, False),
-    "narrow-with-norm": (3, 8, 128, 64, True),
+    "narrow": (3, 12, 128, 64, False),
+    "narrow-with-norm": (3, 5, 128, 64, True),
     "all-roped": (3, 8, 64, 64, False),
-    "32-in-a-row": (3, 64, 16, 2, False),
+    "narrowest": (3, 64, 16, 2, False),
 }
 
 
@@ -216,45 +208,6 @@ def test_heads_of_tokens(impl, name, apart):
     write_latent(pages=None, **call, out=out, impl=impl)
     assert_rows("out", out.float(), oracle, case)
     assert wide[:, dim:].isnan().all()
-
-
-@pytest.mark.parametrize(
-    "heads, dim, norm, grid",
-    [(64, 512, True, (3, 16)), (64, 128, False, (3, 4)), (64, 128, True, (3, 16)), (2, 128, False, (3, 1))],
-)  # fmt: skip
-def test_programs_of_heads(heads, dim, norm, grid):
-    """2,048 channels a program, of one token: four heads of the indexer are a row of its tile."""
-    call = make_call(Case(3 * heads, dim, 64, torch.bfloat16, None, norm=norm))
-    call |= {"x": call["x"].contiguous(), "positions": call["positions"][:3]}
-    assert latent_triton.prepare(LatentCall(pages=None, **call, out=call["x"])).grid == grid
-
-
-@triton.jit
-def _round_kernel(x, values, quantized, N: tl.constexpr):
-    from_here = tl.program_id(0) * N + tl.arange(0, N)
-    value, code = rounded_to_e4m3(tl.load(x + from_here))
-    tl.store(values + from_here, value)
-    tl.store(quantized + from_here, code.to(tl.uint8))
-
-
-def test_rounding_to_e4m3():
-    """Every e4m3 value, every midpoint of two, and the fp32 numbers right beside them, with both signs."""
-    sizes = torch.tensor(reference.E4M3, dtype=torch.float32)
-    midpoints = (sizes[1:] + sizes[:-1]) / 2
-    exact = torch.cat([sizes, midpoints, torch.tensor([460.0, 1e30, torch.inf, 2**-11, 1e-40])])
-    bits = exact.view(torch.int32)
-    around = torch.cat([bits, bits + 1, (bits - 1).clamp(min=0)]).view(torch.float32)
-    x = torch.cat([around, -around, torch.tensor([NAN])])
-    x = torch.nn.functional.pad(x, (0, -len(x) % 256)).to(DEVICE)
-    values = torch.full_like(x, NAN)
-    quantized = torch.full(x.shape, POISON, dtype=torch.uint8, device=DEVICE)
-    _round_kernel[(len(x) // 256,)](x, values, quantized, 256)
-    want = [reference.e4m3_code(value) for value in x.tolist()]
-    want_values = torch.tensor([reference.e4m3_value(code) for code in want], device=DEVICE)
-    torch.testing.assert_close(values, want_values, rtol=0, atol=0, equal_nan=True)
-    live = ~x.isnan()
-    assert quantized[live].tolist() == torch.tensor(want, device=DEVICE)[live].tolist()
-    assert (quantized[~live] & 127).eq(127).all()
 
 
 @IMPLS
@@ -282,7 +235,7 @@ def test_a_row_without_a_slot_is_not_read(impl):
     write_latent(pages=expected, **call, impl=impl)
     dead = call["slot_mapping"] < 0
     call["x"] = call["x"].masked_fill(dead[:, None], NAN)
-    call["positions"] = call["positions"].masked_fill(dead, 2**40 if impl == "triton" else 0)
+    call["positions"] = call["positions"].masked_fill(dead, 2**40)
     pages, _ = make_pages(case, 4)
     write_latent(pages=pages, **call, impl=impl)
     torch.testing.assert_close(pages.data, expected.data, rtol=0, atol=0, equal_nan=True)
@@ -297,51 +250,3 @@ def test_addresses_beyond_32_bits(impl):
     x, slots = torch.randn(2, 512, device=DEVICE).bfloat16(), torch.tensor([9, 0], device=DEVICE)
     write_latent(x, far, slots, impl=impl)
     assert far.read(slots).equal(far.seen(x))
-
-
-def refusal(**changes):
-    call = make_call(Case()) | {"pages": make_pages(Case(), 4)[0]}
-    return call | changes
-
-
-REFUSED = [
-    ({"x": torch.zeros(5)}, r"x: expected bfloat16\|float16\|float32 \[\*, \*\], got float32 \[5\]"),
-    ({"x": torch.zeros(5, 16)}, r"x: expected .* \[\*, 32\], got float32 \[5, 16\]"),
-    ({"pages": torch.zeros(4, 4, 32)}, "pages: expected LatentPages or None, got Tensor"),
-    ({"pages": None}, "pages: expected LatentPages, or None with out and without slot_mapping"),
-    ({"pages": None, "slot_mapping": None}, "pages: expected LatentPages, or None with out"),
-    ({"slot_mapping": None}, r"slot_mapping: expected int64 \[5\], got NoneType"),
-    ({"slot_mapping": torch.zeros(5, dtype=torch.int32)}, r"slot_mapping: expected int64 \[5\], got int32 \[5\]"),
-    ({"positions": None}, "positions: expected positions and cos_sin or neither, got None"),
-    ({"cos_sin": None}, "cos_sin: expected positions and cos_sin or neither, got None"),
-    ({"positions": torch.zeros(4, dtype=torch.int64)}, r"positions: expected int64 \[5\], got int64 \[4\]"),
-    ({"cos_sin": torch.zeros(9, 16)}, r"cos_sin: expected float32 \[\*, 8\], got float32 \[9, 16\]"),
-    ({"cos_sin": torch.zeros(9, 8).double()}, r"cos_sin: expected float32 \[\*, 8\], got float64 \[9, 8\]"),
-    ({"norm_weight": torch.zeros(16)}, r"norm_weight: expected .* \[32\], got float32 \[16\]"),
-    ({"eps": 0.0}, "eps: expected a finite number > 0, got 0.0"),
-    ({"out": torch.zeros(5, 32).half()}, r"out: expected float32 \[5, 32\], got float16 \[5, 32\]"),
-    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
-]  # fmt: skip
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="messages about CPU tensors")
-@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:50] for _, m in REFUSED])
-def test_refused(changes, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        write_latent(**refusal(**changes))
-
-
-def test_refused_without_pages():
-    x, out = torch.zeros(5, 24), torch.zeros(5, 24)
-    with pytest.raises(NotImplementedError, match=r"^x: head_dim 24 is not one of \[16, 32"):
-        write_latent(x, None, None, out=out)
-    x, out = torch.zeros(5, 32), torch.zeros(5, 32)
-    positions = torch.zeros(5, dtype=torch.int64)
-    for count in (0, 2, 10):
-        with pytest.raises(
-            ValueError, match=rf"^positions: expected a divisor of 5 rows, got {count}"
-        ):
-            write_latent(x, None, None, positions=positions.new_zeros(count), cos_sin=torch.zeros(9, 8), out=out)  # fmt: skip
-    for width in (0, 7, 34):
-        with pytest.raises(ValueError, match=r"^cos_sin: expected an even rope_dim in 2\.\.32"):
-            write_latent(x, None, None, positions=positions, cos_sin=torch.zeros(9, width), out=out)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, bounding
-from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.device import AttnMetadata
 from quire.models.deepseek_v4.attention import (
@@ -17,6 +16,7 @@ from quire.models.deepseek_v4.attention import (
 )
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
+from tests.kernels.oracles import compressor as reference_compress
 from tests.support.helpers import assert_within_budget
 
 LENGTH = 1_048_576

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quire.kernels import IndexPages
-from quire.kernels.indexer import reference as reference_indexer
+from tests.kernels.oracles import indexer as reference_indexer
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
 
 # An e4m3 byte that is NaN.

@@ -3,7 +3,7 @@
 import torch
 
 from quire.bench.common.bounds import Bounded, allowed
-from quire.kernels.latent_write import reference as reference_latent
+from tests.kernels.oracles import latent_write as reference_latent
 
 
 def assert_quantised(name: str, actual: torch.Tensor, exact: Bounded, group: int) -> None:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.attention import api
-from quire.kernels.common import launching
+from quire.kernels.common import checks, launching
 from quire.models.deepseek_v4 import attention as v4_attention
 from quire.models.deepseek_v4 import mtp
 from quire.models.engine import distributions, graphs, sampler
@@ -184,6 +184,7 @@ class Captures:
             return call
 
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checks, "is_readable", lambda tensor: graph.inside and tensor.is_cpu)
             for module, names in self._kernels.items():
                 for name in names:
                     original = getattr(module, name)

@@ -12,14 +12,7 @@ from __future__ import annotations
 
 import torch
 
-
-def e4m3(byte: int) -> float:
-    """The number that an e4m3fn byte stands for (OCP 8-bit floating point 5.1)."""
-    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return float("nan")
-    size = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if sign else size
+from .latent_write import e4m3_value
 
 
 def index_key(data: torch.Tensor, page: int, row: int, num_rows: int, dim: int) -> torch.Tensor:
@@ -33,7 +26,7 @@ def index_key(data: torch.Tensor, page: int, row: int, num_rows: int, dim: int) 
     """
     if data.dtype != torch.uint8:
         return data[page, row].double()
-    values = [e4m3(byte) for byte in data[page, row * dim : (row + 1) * dim].tolist()]
+    values = [e4m3_value(byte) for byte in data[page, row * dim : (row + 1) * dim].tolist()]
     first = num_rows * dim + 4 * row
     scale = data[page, first : first + 4].clone().view(torch.float32).item()
     return torch.tensor(values, dtype=torch.float64) * scale

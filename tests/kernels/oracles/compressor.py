@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..latent_write import reference as reference_latent
+from . import latent_write as reference_latent
 
 
 def compress(
