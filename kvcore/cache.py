@@ -557,17 +557,18 @@ class KVCache:
     def _arrays(self, changes: StepChanges, pages: Int64) -> StepPlan:
         """Give `pages` to a step, and lay out its arrays; no table changes here."""
         counts = changes.end - changes.start
-        if changes.inside is not None:  # one token each
+        if len(counts) == counts.sum():  # one token each
             cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
         else:
             cu = np.zeros(len(counts) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
         self._planner.give(changes, pages)
-        mapping = self._planner.mapping(changes, cu, len(positions))
+        mapping = self._planner.mapping(changes, cu, positions)
         replays = self._no_replays
         if changes.replaying:
             replays = self._planner.cached_rows(changes, cu)
+            mapping[:, replays[0]] = np.where(replays[1] >= 0, -1, mapping[:, replays[0]])
         return StepPlan(
             changes.slots, counts, cu, changes.end.astype(np.int32), positions, mapping, *replays,
             changes.copies, changes.state_pages, changes,
