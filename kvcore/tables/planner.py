@@ -271,38 +271,29 @@ class StepPlanner:
 
     def mapping(self, step: StepChanges, cu: Int32, positions: Int64) -> Int64:
         """The slot mapping [num_tables, total] of a step that has its pages."""
-        total, n = len(positions), len(step.slots)
-        mapping: Int64 = np.empty((len(self._layout.tables), total), dtype=np.int64)
-        rows_of = None if total == n else np.arange(n).repeat(step.end - step.start)
-        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
-            # The row of position p in block b on page q is q * size + (p - b * size).
-            opened = self._flat[table.entries(step.slots, new.before)] - new.before
-            if rows_of is None:
-                if new.rows.size:
-                    opened[:, new.rows] = new.pages - new.blocks
-                mapping[table.spec.rows] = opened * table.size + positions
-                continue
-            where = (opened * table.size)[:, rows_of] + positions
-            if new.rows.size:
-                self._map_new(step, table, new, cu, where)
-            mapping[table.spec.rows] = where
+        one_each = len(positions) == len(step.slots)
+        slots = step.slots if one_each else step.slots.repeat(step.end - step.start)
+        mapping: Int64 = self._tables.offset.take(slots, axis=1)
+        mapping += positions
         for state in self._states:
             mapping[state.spec.rows] = -1
+        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+            if not new.rows.size:
+                continue
+            tables = table.spec.tables[:, None]
+            if one_each:
+                mapping[tables, new.rows] = new.pages * table.size
+                continue
+            shift = cu[:-1] - step.start  # from a position to its place in the step
+            if new.unwritten is not None:
+                beyond = step.end[new.rows] - new.unwritten
+                mapping[tables, ragged_arange(new.unwritten + shift[new.rows], beyond)[1]] = -1
+            rows, first = new.rows[new.which], new.blocks * table.size
+            counts = np.minimum(step.end[rows] - first, table.size)
+            which, places = ragged_arange(first + shift[rows], counts)
+            offset = new.pages * table.size - (first + shift[rows])
+            mapping[tables, places] = offset[:, which] + places
         return mapping
-
-    def _map_new(
-        self, step: StepChanges, table: ClassTables, new: NewBlocks, cu: Int32, where: Int64
-    ) -> None:
-        """Put the new blocks of a class into its rows `where` [num_tables, total] of a mapping."""
-        shift = cu[:-1] - step.start  # from a position to its place in the step
-        if new.unwritten is not None:
-            beyond = step.end[new.rows] - new.unwritten
-            where[:, ragged_arange(new.unwritten + shift[new.rows], beyond)[1]] = -1
-        rows, first = new.rows[new.which], new.blocks * table.size
-        counts = np.minimum(step.end[rows] - first, table.size)
-        which, places = ragged_arange(first + shift[rows], counts)
-        offset = new.pages * table.size - (first + shift[rows])
-        where[:, places] = offset[:, which] + places
 
     def _fill_states(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""
@@ -353,6 +344,7 @@ class StepPlanner:
         for dense, new in zip(self._dense, step.blocks[:num_dense], strict=True):
             if new.rows.size:
                 self._append(step, dense, new, end)
+                self._open(step, dense, new, end)
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
@@ -361,6 +353,7 @@ class StepPlanner:
                 self._of_class(window, effects.tails)[:] = self._tails(step, window, new, *kept)
             if new.rows.size:
                 effects.gone.append(self._turn(step, window, new, end))
+                self._open(step, window, new, end)
                 if end is not step.end or len(new.blocks) > len(new.rows):
                     effects.new.append(new.pages.ravel())
         if self._states:
@@ -394,6 +387,15 @@ class StepPlanner:
         entries = dense.entries(step.slots[rows], blocks)
         self._flat[entries] = pages
         self._tables.note(entries, pages)
+
+    def _open(self, step: StepChanges, table: ClassTables, new: NewBlocks, end: Int64) -> None:
+        """Note where the rows of each request's newest block are."""
+        rows, blocks, pages = new.rows[new.which], new.blocks, new.pages
+        if end is not step.end or len(blocks) > len(new.rows):
+            newest = (end[rows] - ONE) // table.size == blocks
+            rows, blocks, pages = rows[newest], blocks[newest], pages[:, newest]
+        offset = (pages - blocks) * table.size
+        self._tables.offset[table.spec.tables[:, None], step.slots[rows]] = offset
 
     def _turn(self, step: StepChanges, window: ClassTables, new: NewBlocks, end: Int64) -> Int32:
         """Turn the rings of the rows that start a block; returns the pages that leave them.

@@ -75,6 +75,8 @@ class Tables:
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
+        offset: [num_tables, max_requests] int64 of each request's open block: the row of position
+            p in a slot mapping is ``offset + p``.
         snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for
             none.
         dense, windows, states: the classes of each kind. blocks: dense and windows, in this order.
@@ -87,6 +89,7 @@ class Tables:
     ) -> None:
         self.layout, self.pool = layout, pool
         self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
+        self.offset: Int64 = np.zeros((len(layout.tables), max_requests), dtype=np.int64)
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
         by_kind: dict[str, list[ClassTables]] = {"dense": [], "window": [], "state": []}
         for c in layout.classes:
@@ -166,6 +169,9 @@ class Tables:
                 else:
                     self.pool.put(pages.ravel())
                 block.write(slot, blocks, np.zeros_like(pages))
+            newest = np.array([(new - 1) // size])
+            offset = (block.read(slot, newest)[:, 0] - newest) * size
+            self.offset[block.spec.tables, slot] = offset
 
     def release(self, slot: int, cached: int, computed: int) -> None:
         """Empty the row of a request, whose tokens past `cached` are its own."""
