@@ -44,16 +44,16 @@ class NewBlocks:
     """Blocks of one class that a step starts and that outlive it: each takes a page a table.
 
     Attributes:
-        before: [n] newest block of each request before the step; -1 for none.
-        rows: [r] rows of the step that start a block.
+        rows: [r] rows of the step that start a block. before: [r] newest block of each before
+            the step; -1 for none.
         which: [m] index into `rows` of each block. blocks: [m], sorted by row, then block.
         unwritten: [r] tokens of `rows` from here on are written only if they are in `blocks`; None
             if all are.
         pages: [num_tables, m] of the blocks.
     """
 
-    before: Int64
     rows: Int64
+    before: Int64
     which: Int64
     blocks: Int64
     unwritten: Int64 | None
@@ -67,11 +67,12 @@ class StepChanges:
     Attributes:
         slots, start, end: [n] requests, and their tokens before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
+        longest: tokens of a request in the step, at most.
         snapshot: [s] rows that may end the step at a boundary whose state is to be kept.
         blocks: new blocks of each dense and window class.
+        num_new: pages needed, in all.
         starting: [i] rows whose states have no live pages yet.
         snapping: of each state class: rows of `snapshot` that take new pages for it.
-        num_new: pages needed, in all.
         snapshots: of each state class, [j, num_tables] new pages.
         copies: [c, 2] int32 pages to copy before the step (source, destination).
         state_pages: [num_tables, n] int32 live pages of states, 0 in other rows.
@@ -81,11 +82,12 @@ class StepChanges:
     start: Int64
     end: Int64
     written: Int64
+    longest: int
     snapshot: Int64
     blocks: list[NewBlocks]
-    starting: Int64
-    snapping: list[Int64]
     num_new: int
+    starting: Int64 = field(default_factory=lambda: NO_ROWS)
+    snapping: list[Int64] = field(default_factory=list)
     snapshots: list[Int64] = field(default_factory=list)
     copies: Int32 = field(default_factory=lambda: NO_COPIES)
     state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
@@ -142,62 +144,73 @@ class StepPlanner:
         start: Int64,
         end: Int64,
         written: Int64,
+        longest: int,
         kept: tuple[Int64, Int64],
         snapshot: Int64,
     ) -> StepChanges:
         """Count what a step needs; nothing changes.
 
         Args:
-            slots, start, end, written, snapshot: as of `StepChanges`.
+            slots, start, end, written, longest, snapshot: as of `StepChanges`.
             kept: (row, boundary) of each tail that must outlive the step, sorted.
         """
-        longest = int((end - start).max())
-        blocks = [self._new_blocks(dense, written, end, longest, kept) for dense in self._dense]
-        blocks += [self._new_blocks(w, start, end, longest, kept) for w in self._windows]
+        final = end - ONE
+        before = start - ONE
+        first = before if written is start else written - ONE
+        blocks = [self._new_blocks(d, first, final, longest, kept) for d in self._dense]
+        blocks += [self._new_blocks(w, before, final, longest, kept) for w in self._windows]
         each = zip(self._tables.blocks, blocks, strict=True)
         num_new = sum([table.spec.num_tables * len(new.blocks) for table, new in each])
-        starting, snapping = NO_ROWS, []
+        step = StepChanges(slots, start, end, written, longest, snapshot, blocks, num_new)
+        if self._states:
+            self._plan_states(step)
+        return step
+
+    def _plan_states(self, step: StepChanges) -> None:
+        """Look up the live pages of states, and count the pages that they take."""
+        slots, snapshot = step.slots, step.snapshot
+        shape = len(self._layout.tables), len(slots)
+        step.state_pages = np.zeros(shape, dtype=np.int32)
         for state in self._states:
-            starting = (state.table[slots, 0, LIVE] == NULL).nonzero()[0]
+            live = state.table[slots, :, LIVE]
+            step.state_pages[state.spec.rows] = live.T
+            step.starting = (live[:, 0] == NULL).nonzero()[0]
             shared = snapshot
             if snapshot.size:
                 pages = state.table[slots[snapshot], 0, SNAPSHOT]
                 shared = snapshot[self._pool.counts[pages] != UNSHARED]
-            snapping.append(shared)
-            num_new += (len(starting) + len(shared)) * state.spec.num_tables
-        return StepChanges(
-            slots, start, end, written, snapshot, blocks, starting, snapping, num_new
-        )
+            step.snapping.append(shared)
+            step.num_new += (len(step.starting) + len(shared)) * state.spec.num_tables
 
     def _new_blocks(
         self,
         table: ClassTables,
-        begin: Int64,
-        end: Int64,
+        before: Int64,
+        final: Int64,
         longest: int,
         kept: tuple[Int64, Int64],
     ) -> NewBlocks:
         """Blocks of one class that a step starts.
 
         Args:
-            begin, end: [n] positions that the step writes.
+            before, final: [n] positions before the first that the step writes, and of the last.
             longest: tokens of a request in the step, at most.
         """
-        before, last = (begin - ONE) // table.size, (end - ONE) // table.size
-        rows = (last > before).nonzero()[0]
+        newest, last = before // table.size, final // table.size
+        rows = (last > newest).nonzero()[0]
         if not rows.size:
-            return NewBlocks(before, rows, rows, rows, None, rows)
-        last, size, reach = last[rows], table.spec.block_size, max(1, table.spec.reach)
+            return NewBlocks(rows, rows, rows, rows, None, rows)
+        newest, last = newest[rows], last[rows]
+        reach = max(1, table.spec.reach)
         survives = table.spec.holds_all or longest <= reach
-        if survives and longest <= size:  # one each
-            return NewBlocks(before, rows, np.arange(len(rows)), last, None, rows)
-        opened = before[rows]
+        if survives and longest <= table.spec.block_size:  # one each
+            return NewBlocks(rows, newest, np.arange(len(rows)), last, None, rows)
         if survives:
-            which, blocks = ragged_arange(opened + ONE, last - opened)
-            return NewBlocks(before, rows, which, blocks, None, rows)
-        begin, end, stop = begin[rows], end[rows], last + ONE
+            which, blocks = ragged_arange(newest + ONE, last - newest)
+            return NewBlocks(rows, newest, which, blocks, None, rows)
+        begin, stop = before[rows] + ONE, last + ONE
         first = begin // table.size  # the open block, if there is one
-        low = np.maximum(first, np.maximum(end - reach, 0) // table.size)
+        low = np.maximum(first, np.maximum(final[rows] + 1 - reach, 0) // table.size)
         owners, boundaries = self._of_rows(rows, *kept)
         high = boundaries // table.size
         tails = np.maximum(high - table.spec.tail, first[owners])
@@ -207,12 +220,12 @@ class StepPlanner:
         at, num = np.cumsum(stop - first) - stop, len(blocks) + 1
         needed = np.bincount(np.concatenate([at + low, at[owners] + tails]), minlength=num)
         needed -= np.bincount(np.concatenate([at + stop, at[owners] + high]), minlength=num)
-        stays, is_open = needed.cumsum()[:-1] > 0, blocks == opened[which]
-        unwritten = (opened + ONE) * table.size
+        stays, is_open = needed.cumsum()[:-1] > 0, blocks == newest[which]
+        unwritten = (newest + ONE) * table.size
         lost = which[is_open & ~stays]
         unwritten[lost] = begin[lost]
         stays &= ~is_open
-        return NewBlocks(before, rows, which[stays], blocks[stays], unwritten, rows)
+        return NewBlocks(rows, newest, which[stays], blocks[stays], unwritten, rows)
 
     @staticmethod
     def _of_rows(rows: Int64, kept_rows: Int64, kept: Int64) -> tuple[Int64, Int64]:
@@ -271,7 +284,7 @@ class StepPlanner:
 
     def mapping(self, step: StepChanges, cu: Int32, positions: Int64) -> Int64:
         """The slot mapping [num_tables, total] of a step that has its pages."""
-        one_each = len(positions) == len(step.slots)
+        one_each = step.longest == 1
         slots = step.slots if one_each else step.slots.repeat(step.end - step.start)
         mapping: Int64 = self._tables.offset.take(slots, axis=1)
         mapping += positions
@@ -297,22 +310,18 @@ class StepPlanner:
 
     def _fill_states(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""
-        if not self._states:
-            return
-        n, copies = len(step.slots), []
-        step.state_pages = np.zeros((len(self._layout.tables), n), dtype=np.int32)
+        copies = []
         for state, snapping in zip(self._states, step.snapping, strict=True):
             k = state.spec.num_tables
-            num_live, num_snapshots = len(step.starting) * k, len(snapping) * k
-            new, pages = pages[:num_live], pages[num_live:]
-            step.snapshots.append(pages[:num_snapshots].reshape(-1, k))
-            pages = pages[num_snapshots:]
-            live = state.table[step.slots, :, LIVE]
-            if num_live:
-                live[step.starting] = new.reshape(-1, k)
+            if step.starting.size:
+                num = len(step.starting) * k
+                new, pages = pages[:num].astype(np.int32), pages[num:]
+                step.state_pages[state.spec.tables[:, None], step.starting] = new.reshape(-1, k).T
                 sources = state.table[step.slots[step.starting], :, SNAPSHOT].ravel()
-                copies.append(np.stack([sources, new.astype(np.int32)], axis=1))
-            step.state_pages[state.spec.rows] = live.T
+                copies.append(np.stack([sources, new], axis=1))
+            num = len(snapping) * k
+            step.snapshots.append(pages[:num].reshape(-1, k))
+            pages = pages[num:]
         if copies:
             step.copies = np.concatenate(copies)
 
@@ -340,22 +349,27 @@ class StepPlanner:
             end: [n] tokens after the step, rejected ones not counted.
             kept: [k] (rows, boundaries) whose tails the caller is about to keep, sorted by row.
         """
-        num_dense = len(self._dense)
-        for dense, new in zip(self._dense, step.blocks[:num_dense], strict=True):
-            if new.rows.size:
-                self._append(step, dense, new, end)
-                self._open(step, dense, new, end)
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
-        for window, new in zip(self._windows, step.blocks[num_dense:], strict=True):
-            if kept[0].size:
-                self._of_class(window, effects.tails)[:] = self._tails(step, window, new, *kept)
-            if new.rows.size:
-                effects.gone.append(self._turn(step, window, new, end))
-                self._open(step, window, new, end)
-                if end is not step.end or len(new.blocks) > len(new.rows):
+        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+            if kept[0].size and table.is_window:
+                self._of_class(table, effects.tails)[:] = self._tails(step, table, new, *kept)
+            if not new.rows.size:
+                continue
+            slots = step.slots[new.rows]
+            one_each = end is step.end and len(new.blocks) == len(new.rows)
+            if not table.is_window:
+                self._append(step, table, new, end)
+            else:
+                effects.gone.append(self._turn(step, table, new, slots, end, one_each))
+                if not one_each:
                     effects.new.append(new.pages.ravel())
+            if one_each:
+                offset = (new.pages - new.blocks) * table.size
+                self._tables.offset[table.spec.tables[:, None], slots] = offset
+            else:
+                self._tables.open(table, slots, end[new.rows])
         if self._states:
             effects.copies = self._commit_states(step, end)
         for state in self._states if kept[0].size else ():
@@ -388,23 +402,24 @@ class StepPlanner:
         self._flat[entries] = pages
         self._tables.note(entries, pages)
 
-    def _open(self, step: StepChanges, table: ClassTables, new: NewBlocks, end: Int64) -> None:
-        """Note where the rows of each request's newest block are."""
-        rows, blocks, pages = new.rows[new.which], new.blocks, new.pages
-        if end is not step.end or len(blocks) > len(new.rows):
-            newest = (end[rows] - ONE) // table.size == blocks
-            rows, blocks, pages = rows[newest], blocks[newest], pages[:, newest]
-        offset = (pages - blocks) * table.size
-        self._tables.offset[table.spec.tables[:, None], step.slots[rows]] = offset
-
-    def _turn(self, step: StepChanges, window: ClassTables, new: NewBlocks, end: Int64) -> Int32:
+    def _turn(
+        self,
+        step: StepChanges,
+        window: ClassTables,
+        new: NewBlocks,
+        slots: Int64,
+        end: Int64,
+        one_each: bool,
+    ) -> Int32:
         """Turn the rings of the rows that start a block; returns the pages that leave them.
 
         Args:
+            slots: [r] slots of these rows.
             end: [n] tokens after the step.
+            one_each: each of the rows starts one block, and ends in it.
         """
-        c, size, rows = window.spec, window.size, new.rows
-        before, until, slots = new.before[rows], end[rows], step.slots[rows]
+        c, size, rows, before = window.spec, window.size, new.rows, new.before
+        until = end[rows]
         last = (until - ONE) // size
         blocks = last[:, None] - np.arange(c.width - 1, -1, -1)
         indices = window.indices(slots, blocks)
@@ -419,7 +434,7 @@ class StepPlanner:
             live |= (last == before)[:, None]
         pages = old * (live & (blocks <= before[:, None]))[:, None, :]
         gone: Int32 = old[pages != old]
-        if end is step.end and len(new.blocks) == len(rows):  # one each, the last
+        if one_each:
             pages[:, :, -1] = new.pages.T
             self._pool.counts[new.pages] = UNSHARED
         else:
@@ -446,7 +461,7 @@ class StepPlanner:
         rings before they turn: [k, num_tables, tail]."""
         c = window.spec
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
-        before = new.before[rows][:, None]
+        before = ((step.start[rows] - 1) // window.size)[:, None]
         in_ring = (blocks >= 0) & (blocks > before - c.width) & (blocks <= before)
         pages = self._flat[window.indices(step.slots[rows], blocks)] * in_ring[:, None, :]
         keys = new.rows[new.which] << BLOCK_BITS | new.blocks
@@ -462,9 +477,11 @@ class StepPlanner:
         """Make the states of a step real; returns the copies [c, 2] that snapshots need."""
         if not (step.snapshot.size or step.starting.size):
             return NO_COPIES
-        ends = step.snapshot[end[step.snapshot] % self._alignment == 0]
+        ends = step.snapshot
+        if self._layout.drafts:
+            ends = ends[end[ends] % self._alignment == 0]
         self._tables.snapshot_at[step.slots[ends]] = end[ends]
-        copies = [NO_COPIES]
+        copies = []
         for state, snapping, new in zip(self._states, step.snapping, step.snapshots, strict=True):
             live = step.state_pages[state.spec.rows].T  # [n, num_tables]
             if step.starting.size:
@@ -478,9 +495,8 @@ class StepPlanner:
                 indices = state.indices(slots, np.full((len(slots), 1), SNAPSHOT))[:, :, 0]
                 self._pool.unuse(self._flat[indices].ravel())
                 self._put(indices, new[due].astype(np.int32))
-            if ends.size:
-                snapshots = state.table[step.slots[ends], :, SNAPSHOT]
-                copies.append(np.stack([live[ends].ravel(), snapshots.ravel()], axis=1))
+            snapshots = state.table[step.slots[ends], :, SNAPSHOT]
+            copies.append(np.array([live[ends].ravel(), snapshots.ravel()]).T)
         return np.concatenate(copies)
 
     def _put(self, indices: Int64, pages: Int32) -> None:

@@ -169,9 +169,13 @@ class Tables:
                 else:
                     self.pool.put(pages.ravel())
                 block.write(slot, blocks, np.zeros_like(pages))
-            newest = np.array([(new - 1) // size])
-            offset = (block.read(slot, newest)[:, 0] - newest) * size
-            self.offset[block.spec.tables, slot] = offset
+            self.open(block, np.array([slot]), np.array([new]))
+
+    def open(self, block: ClassTables, slots: Int64, end: Int64) -> None:
+        """Note where the rows of the newest block of `slots` [m] are, which have `end` tokens."""
+        newest = (end - 1) // block.size
+        pages = self.array.reshape(-1)[block.entries(slots, newest)]
+        self.offset[block.spec.tables[:, None], slots] = (pages - newest) * block.size
 
     def release(self, slot: int, cached: int, computed: int) -> None:
         """Empty the row of a request, whose tokens past `cached` are its own."""
