@@ -172,9 +172,9 @@ class StepPlanner:
         shape = len(self._layout.tables), len(slots)
         step.state_pages = np.zeros(shape, dtype=np.int32)
         for state in self._states:
-            live = state.table[slots, :, LIVE]
-            step.state_pages[state.spec.rows] = live.T
-            step.starting = (live[:, 0] == NULL).nonzero()[0]
+            live = self._flat[state.entries(slots, LIVE)]
+            step.state_pages[state.spec.rows] = live
+            step.starting = (live[0] == NULL).nonzero()[0]
             shared = snapshot
             if snapshot.size:
                 pages = state.table[slots[snapshot], 0, SNAPSHOT]
@@ -418,30 +418,35 @@ class StepPlanner:
             end: [n] tokens after the step.
             one_each: each of the rows starts one block, and ends in it.
         """
-        c, size, rows, before = window.spec, window.size, new.rows, new.before
-        until = end[rows]
-        last = (until - ONE) // size
-        blocks = last[:, None] - np.arange(c.width - 1, -1, -1)
-        indices = window.indices(slots, blocks)
-        old = self._flat[indices]
+        c, until = window.spec, end[new.rows]
+        last = (until - ONE) // window.size
+        # All columns of all rows are in one dimension, in which numpy is quickest.
+        row, column = np.divmod(np.arange(len(last) * c.width), window.width)
+        lowest = last - (c.width - 1)
+        blocks = lowest[row] + column
         # The query of the newest token sees one row more than the next one.
-        live = blocks >= ((step.end[rows] - (c.reach + 1)) // size)[:, None]
+        live = blocks >= ((step.end[new.rows] - (c.reach + 1)) // window.size)[row]
         # The last boundary stays resumable, and the last one whose segment has its key.
         for ahead in self._ahead:
-            tail_end = ((until - ahead) // self._alignment * c.per_segment)[:, None]
+            tail_end = ((until - ahead) // self._alignment * c.per_segment)[row]
             live |= (blocks < tail_end) & (blocks >= tail_end - c.tail)
         if end is not step.end:  # some may end in the block where they began
-            live |= (last == before)[:, None]
-        pages = old * (live & (blocks <= before[:, None]))[:, None, :]
+            live |= (last == new.before)[row]
+        stays = live & (blocks <= new.before[row])
+        indices = window.indices(slots, blocks.reshape(-1, c.width))
+        old = self._flat[indices]
+        pages = old * stays.reshape(-1, 1, c.width)
         gone: Int32 = old[pages != old]
         if one_each:
             pages[:, :, -1] = new.pages.T
             self._pool.counts[new.pages] = UNSHARED
         else:
-            column = new.blocks - blocks[new.which, 0]
+            column = new.blocks - lowest[new.which]
             inside = ((column >= 0) & (column < c.width)).nonzero()[0]
-            inside = inside[live[new.which[inside], column[inside]]]
-            pages[new.which[inside], :, column[inside]] = new.pages[:, inside].T
+            which, column = new.which[inside], column[inside]
+            is_live = live[which * c.width + column]
+            inside, which, column = inside[is_live], which[is_live], column[is_live]
+            pages[which, :, column] = new.pages[:, inside].T
             self._pool.counts[new.pages[:, inside]] = UNSHARED
         self._flat[indices] = pages
         if self._tables.deltas is not None:
@@ -486,13 +491,13 @@ class StepPlanner:
             live = step.state_pages[state.spec.rows].T  # [n, num_tables]
             if step.starting.size:
                 slots = step.slots[step.starting]
-                indices = state.indices(slots, np.full((len(slots), 1), LIVE))[:, :, 0]
+                indices = state.entries(slots, LIVE).T
                 self._put(indices, live[step.starting])
             if snapping.size:
                 due = end[snapping] % self._alignment == 0
                 self._pool.put(new[~due].ravel())
                 slots = step.slots[snapping[due]]
-                indices = state.indices(slots, np.full((len(slots), 1), SNAPSHOT))[:, :, 0]
+                indices = state.entries(slots, SNAPSHOT).T
                 self._pool.unuse(self._flat[indices].ravel())
                 self._put(indices, new[due].astype(np.int32))
             snapshots = state.table[step.slots[ends], :, SNAPSHOT]

@@ -34,7 +34,7 @@ class ClassTables:
         self.size: Int64 = np.array(spec.block_size)
         self._flat = array.reshape(-1)
         self._row: Int64 = np.array(array.shape[1])
-        self._width: Int64 = np.array(spec.width)
+        self.width: Int64 = np.array(spec.width)
 
     @property
     def is_window(self) -> bool:
@@ -43,13 +43,13 @@ class ClassTables:
 
     def indices(self, slots: Int64, blocks: Int64) -> Int64:
         """Flat indices in the fused table of `blocks` [m, j] of `slots` [m]: [m, num_tables, j]."""
-        columns = (slots * self._row)[:, None] + blocks % self._width
+        columns = (slots * self._row)[:, None] + blocks % self.width
         indices: Int64 = columns[:, None, :] + self.first[:, None]
         return indices
 
-    def entries(self, slots: Int64, blocks: Int64) -> Int64:
-        """Flat indices of a block [m] of each of `slots` [m]: [num_tables, m]."""
-        indices: Int64 = slots * self._row + blocks % self._width + self.first[:, None]
+    def entries(self, slots: Int64, blocks: Int64 | int) -> Int64:
+        """Flat indices of a block [m], or one, of each of `slots` [m]: [num_tables, m]."""
+        indices: Int64 = slots * self._row + blocks % self.width + self.first[:, None]
         return indices
 
     def read(self, slot: int, blocks: Int64) -> Int32:
