@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .announcer import Announcer
-from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids, ragged_arange
+from .arrays import NO_ROWS, NO_VALUES, Int32, Int64, as_ints, as_token_ids, ragged_arange
 from .attachments import attach, check_log, check_policy
 from .debug import CALLS, Checks
 from .events import EventLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Int32, Int64
-from ..pages import UNSHARED, PagePool
+from ..pages import PagePool
 from ..spec import NULL_BLOCK, GroupClass, Layout
 
 LIVE, SNAPSHOT = 0, 1  # columns of a state table
