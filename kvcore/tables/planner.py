@@ -26,7 +26,7 @@ and the tail of the last boundary, and lets the others go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -86,11 +86,11 @@ class StepChanges:
     snapshot: Int64
     blocks: list[NewBlocks]
     num_new: int
-    starting: Int64 = field(default_factory=lambda: NO_ROWS)
-    snapping: list[Int64] = field(default_factory=list)
-    snapshots: list[Int64] = field(default_factory=list)
-    copies: Int32 = field(default_factory=lambda: NO_COPIES)
-    state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
+    starting: Int64
+    snapping: list[Int64]
+    snapshots: list[Int64]
+    copies: Int32
+    state_pages: Int32
 
     @property
     def replaying(self) -> bool:
@@ -132,6 +132,12 @@ class StepPlanner:
         self.sizes = [b.spec.block_size for b in tables.blocks for _ in b.first]
         each = tables.blocks + tables.states
         self.table_rows: list[int] = [t for b in each for t in b.spec.tables.tolist()]
+        # Row in a slot mapping and live pages of each slot, of each state table.
+        self._live = [
+            (row, state.table[:, i, LIVE])
+            for state in tables.states
+            for i, row in enumerate(state.spec.tables.tolist())
+        ]
         self._alignment: Int64 = np.array(self._layout.alignment)
         # Tokens that the key of a segment looks ahead, and none.
         self._ahead = [np.array(k) for k in sorted({0, self._layout.lookahead})]
@@ -161,7 +167,10 @@ class StepPlanner:
         blocks += [self._new_blocks(w, before, final, longest, kept) for w in self._windows]
         each = zip(self._tables.blocks, blocks, strict=True)
         num_new = sum([table.spec.num_tables * len(new.blocks) for table, new in each])
-        step = StepChanges(slots, start, end, written, longest, snapshot, blocks, num_new)
+        step = StepChanges(
+            slots, start, end, written, longest, snapshot, blocks, num_new,
+            NO_ROWS, [], [], NO_COPIES, NO_PAGES,
+        )  # fmt: skip
         if self._states:
             self._plan_states(step)
         return step
@@ -171,10 +180,10 @@ class StepPlanner:
         slots, snapshot = step.slots, step.snapshot
         shape = len(self._layout.tables), len(slots)
         step.state_pages = np.zeros(shape, dtype=np.int32)
+        for row, live in self._live:
+            step.state_pages[row] = live[slots]
+        step.starting = (step.state_pages[self._live[0][0]] == NULL).nonzero()[0]
         for state in self._states:
-            live = self._flat[state.entries(slots, LIVE)]
-            step.state_pages[state.spec.rows] = live
-            step.starting = (live[0] == NULL).nonzero()[0]
             shared = snapshot
             if snapshot.size:
                 pages = state.table[slots[snapshot], 0, SNAPSHOT]
@@ -419,7 +428,7 @@ class StepPlanner:
             one_each: each of the rows starts one block, and ends in it.
         """
         c, until = window.spec, end[new.rows]
-        last = (until - ONE) // window.size
+        last = new.blocks if one_each else (until - ONE) // window.size
         # All columns of all rows are in one dimension, in which numpy is quickest.
         row, column = np.divmod(np.arange(len(last) * c.width), window.width)
         lowest = last - (c.width - 1)
