@@ -503,12 +503,14 @@ class StepPlanner:
                 indices = state.entries(slots, LIVE).T
                 self._put(indices, live[step.starting])
             if snapping.size:
-                due = end[snapping] % self._alignment == 0
-                self._pool.put(new[~due].ravel())
-                slots = step.slots[snapping[due]]
-                indices = state.entries(slots, SNAPSHOT).T
-                self._pool.unuse(self._flat[indices].ravel())
-                self._put(indices, new[due].astype(np.int32))
+                if self._layout.drafts:
+                    due = end[snapping] % self._alignment == 0
+                    self._pool.put(new[~due].ravel())
+                    snapping, new = snapping[due], new[due]
+                indices = state.entries(step.slots[snapping], SNAPSHOT).T
+                old = self._flat[indices].ravel()
+                self._pool.unuse(old[old != NULL])
+                self._put(indices, new.astype(np.int32))
             snapshots = state.table[step.slots[ends], :, SNAPSHOT]
             copies.append(np.array([live[ends].ravel(), snapshots.ravel()]).T)
         return np.concatenate(copies)
