@@ -250,7 +250,9 @@ class Chains:
         rows, kept = kept_boundaries(
             self.cached[slots], ending.end, self._keep[slots], self.interval
         )
-        if rows.size and self._tables.states:
+        if not rows.size:
+            return NONE_KEPT
+        if self._tables.states:
             known = kept == end[ending.rows[rows]]
             known |= kept == self._tables.snapshot_at[slots[rows]]
             rows, kept = rows[known], kept[known]

@@ -431,14 +431,15 @@ class StepPlanner:
         last = new.blocks if one_each else (until - ONE) // window.size
         # All columns of all rows are in one dimension, in which numpy is quickest.
         row, column = np.divmod(np.arange(len(last) * c.width), window.width)
-        lowest = last - (c.width - 1)
+        lowest = last - window.width + ONE
         blocks = lowest[row] + column
         # The query of the newest token sees one row more than the next one.
-        live = blocks >= ((step.end[new.rows] - (c.reach + 1)) // window.size)[row]
+        low = (step.end[new.rows] - window.reach - ONE) // window.size
+        live = blocks >= low[row]
         # The last boundary stays resumable, and the last one whose segment has its key.
         for ahead in self._ahead:
-            tail_end = ((until - ahead) // self._alignment * c.per_segment)[row]
-            live |= (blocks < tail_end) & (blocks >= tail_end - c.tail)
+            tail_end = ((until - ahead) // self._alignment * window.per_segment)[row]
+            live |= (blocks < tail_end) & (blocks >= tail_end - window.tail)
         if end is not step.end:  # some may end in the block where they began
             live |= (last == new.before)[row]
         stays = live & (blocks <= new.before[row])
