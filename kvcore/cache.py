@@ -6,7 +6,7 @@ treats the whole batch:
     plan     pages          `StepPlanner.plan` counts them; free ones are a stack: `peek` shows
                             those that `take` will remove
              too few        `PrefixIndex.evict`: cached pages that no running request needs
-             slots          `StepPlanner.fill` gives the pages to blocks: the slot mapping
+             slots          `StepPlanner.give` gives the pages to blocks, `mapping` lays them out
     commit   tokens, keys   `Sequences.feed`: each token joins the open segment of its request. The
                             last one of a segment (one alignment) makes its key, a hash of the key
                             before and the tokens of the segment: tokens whose rows are computed, so
