@@ -14,12 +14,10 @@ Flags = npt.NDArray[np.bool_]
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 # Numpy computes with an array of no dimensions in half the time that it takes with an int.
-ZERO: Int64 = np.array(0)
 ONE: Int64 = np.array(1)
 ZERO32: Int32 = np.array(0, dtype=np.int32)
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
-NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
 
 
 def count_true(flags: Flags) -> int:

@@ -6,7 +6,7 @@ treats the whole batch:
     plan     pages          `StepPlanner.plan` counts them; free ones are a stack: `peek` shows
                             those that `take` will remove
              too few        `PrefixIndex.evict`: cached pages that no running request needs
-             slots          `StepPlanner.fill` gives the pages to blocks: the slot mapping
+             slots          `StepPlanner.give` gives the pages to blocks, `mapping` lays them out
     commit   tokens, keys   `Sequences.feed`: each token joins the open segment of its request. The
                             last one of a segment (one alignment) makes its key, a hash of the key
                             before and the tokens of the segment: tokens whose rows are computed, so
@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .announcer import Announcer
-from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids, ragged_arange
+from .arrays import NO_ROWS, NO_VALUES, Int32, Int64, as_ints, as_token_ids, ragged_arange
 from .attachments import attach, check_log, check_policy
 from .debug import CALLS, Checks
 from .events import EventLog
@@ -444,7 +444,7 @@ class KVCache:
         Raises:
             ValueError: as `plan` for the slots and counts.
         """
-        slots, counts = self._batch(slots, num_new_tokens)
+        slots, counts, _ = self._batch(slots, num_new_tokens)
         if not (self._tables.states and self.enable_caching):
             return counts.copy()
         start = self.sequences.num_computed[slots]
@@ -487,7 +487,7 @@ class KVCache:
         Raises:
             ValueError: as `plan`.
         """
-        slots, counts = self._batch(slots, num_new_tokens)
+        slots, counts, longest = self._batch(slots, num_new_tokens)
         slots = slots.copy()  # the caller may use its buffer again
         start = self.sequences.num_computed[slots]
         end = start + counts
@@ -502,12 +502,12 @@ class KVCache:
             written = self._chains.replays.written_from(slots, start)
         kept, snapshot = NONE_KEPT, NO_ROWS
         if self.enable_caching:
-            kept, snapshot = self._chains.boundaries(slots, start, end)
-        return self._planner.plan(slots, start, end, written, kept, snapshot)
+            kept, snapshot = self._chains.boundaries(slots, start, end, longest)
+        return self._planner.plan(slots, start, end, written, longest, kept, snapshot)
 
-    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
+    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
         """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
-        are not to be kept.
+        are not to be kept, and the largest count.
 
         Raises:
             ValueError: as `plan` for the slots and counts.
@@ -518,14 +518,14 @@ class KVCache:
                 f"slots, num_new_tokens: expected two vectors of one length > 0, "
                 f"got {list(slots.shape)} and {list(counts.shape)}"
             )
-        # Counts below 1 are large without a sign; sums with those past any length would overflow.
-        if np.count_nonzero((counts - ONE).view(np.uint64) >= MOST_TOKENS):
+        longest = int(counts.max())
+        if int(counts.min()) < 1 or longest > MOST_TOKENS:  # sums with these would overflow
             raise ValueError(
                 f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
                 f"got {counts.tolist()}"
             )
         self.sequences.check(slots)
-        return slots, counts
+        return slots, counts, longest
 
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
@@ -557,17 +557,18 @@ class KVCache:
     def _arrays(self, changes: StepChanges, pages: Int64) -> StepPlan:
         """Give `pages` to a step, and lay out its arrays; no table changes here."""
         counts = changes.end - changes.start
-        if changes.inside is not None:  # one token each
+        if changes.longest == 1:
             cu, positions = np.arange(len(counts) + 1, dtype=np.int32), changes.start
         else:
             cu = np.zeros(len(counts) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
         self._planner.give(changes, pages)
-        mapping = self._planner.mapping(changes, cu, len(positions))
+        mapping = self._planner.mapping(changes, cu, positions)
         replays = self._no_replays
         if changes.replaying:
             replays = self._planner.cached_rows(changes, cu)
+            mapping[:, replays[0]] = np.where(replays[1] >= 0, -1, mapping[:, replays[0]])
         return StepPlan(
             changes.slots, counts, cu, changes.end.astype(np.int32), positions, mapping, *replays,
             changes.copies, changes.state_pages, changes,

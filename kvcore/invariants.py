@@ -57,6 +57,12 @@ def check_invariants(cache: KVCache) -> None:
             visible = np.arange(low, -(-computed // c.block_size))
             live = block.table[slot][:, visible % c.width]
             assert (live != 0).all(), "a block inside the window has no page"
+        for block in cache._tables.blocks:
+            size, newest = block.spec.block_size, (computed - 1) // block.spec.block_size
+            if computed % size and (block.is_window or not replaying):
+                offset = cache._tables.offset[block.spec.tables, slot]
+                pages = block.read(slot, np.array([newest]))[:, 0]
+                assert (offset == (pages - newest) * size).all(), "offset of an open block"
         snapshot_at = int(cache._tables.snapshot_at[slot])
         assert snapshot_at <= computed and snapshot_at % a == 0, "a snapshot of what was taken back"
         for state in cache._tables.states:

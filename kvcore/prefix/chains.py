@@ -96,6 +96,7 @@ class Chains:
         self.adopt = adopt
         self.layout = layout = tables.layout
         self.alignment, self._drafts = layout.alignment, layout.drafts
+        self._a: Int64 = np.array(layout.alignment)
         n = sequences.max_requests
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
         self.runs: list[Run] = [index.root] * n
@@ -180,12 +181,13 @@ class Chains:
         return nearest
 
     def boundaries(
-        self, slots: Int64, start: Int64, end: Int64
+        self, slots: Int64, start: Int64, end: Int64, longest: int
     ) -> tuple[tuple[Int64, Int64], Int64]:
         """Boundaries that a step must not lose.
 
         Args:
             slots, start, end: [n] requests and their tokens before and after the step.
+            longest: tokens of a request in the step, at most.
 
         Returns:
             ((row, boundary) of tails that must survive the step, rows that may need a snapshot of
@@ -197,11 +199,12 @@ class Chains:
             return NONE_KEPT, NO_ROWS
         counts = end - start
         if self._tables.states:
-            snapshot = (end % a < np.minimum(counts, drafts + 1)).nonzero()[0]
+            late = counts if longest <= drafts + 1 else np.minimum(counts, drafts + 1)
+            snapshot = (end % self._a < late).nonzero()[0]
         # Of a boundary that no more than the drafts follow, the next query sees the whole tail.
-        rows = (counts > drafts + 1).nonzero()[0]
-        if rows.size:
-            rows = rows[end[rows] // a > start[rows] // a]
+        if longest <= drafts + 1:
+            return NONE_KEPT, snapshot
+        rows = ((counts > drafts + 1) & (end // a > start // a)).nonzero()[0]
         if not rows.size:
             return NONE_KEPT, snapshot
         slots, start, end = slots[rows], start[rows], end[rows]
@@ -229,11 +232,11 @@ class Chains:
 
     def _ending(self, slots: Int64, end: Int64) -> Ending:
         """Requests of `slots` that complete segments, and the token at which the last one ends."""
-        rows = (end - self.cached[slots] >= self.alignment).nonzero()[0]
+        rows = (end - self.cached[slots] >= self._a).nonzero()[0]
         if not rows.size:
             return NONE_ENDING
         slots, to = slots[rows], end[rows]
-        to = to - to % self.alignment
+        to = to - to % self._a
         if self.layout.lookahead:
             known = np.maximum(end[rows], self.sequences.prompt_len[slots]) - self.layout.lookahead
             known -= known % self.alignment
@@ -247,7 +250,9 @@ class Chains:
         rows, kept = kept_boundaries(
             self.cached[slots], ending.end, self._keep[slots], self.interval
         )
-        if rows.size and self._tables.states:
+        if not rows.size:
+            return NONE_KEPT
+        if self._tables.states:
             known = kept == end[ending.rows[rows]]
             known |= kept == self._tables.snapshot_at[slots[rows]]
             rows, kept = rows[known], kept[known]
@@ -267,6 +272,8 @@ class Chains:
         if not (ending.slot_list or rows.size):
             return None
         self.cached[ending.slots] = ending.end
+        if not rows.size:
+            return Publication(ending, [], [], [])
         held = self._hold(slots[rows].tolist(), boundaries.tolist(), list(tails))
         return Publication(ending, *held)
 

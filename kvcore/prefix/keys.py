@@ -21,7 +21,7 @@ import struct
 from hashlib import sha256
 from typing import Any
 
-from ..arrays import NO_VALUES, Int32, as_token_ids
+from ..arrays import Int32, as_token_ids
 from .extra_keys import Mark, by_segment, marked_key, parse_extra_keys
 
 KEY_BYTES = 32
@@ -60,7 +60,6 @@ class Prompt:
             is none), with the marks of the next segment.
         marks: of its extra keys.
         is_keyed: its keys are the caller's own (`of_keys`).
-        tail: int32 token ids that no key covers yet; read-only.
         tokens: [num_tokens] int32, or None: kept only for events and debug; and so is
         salt: what it was made with, or None.
     """
@@ -77,7 +76,6 @@ class Prompt:
         "root",
         "salt",
         "seed",
-        "tail",
         "tokens",
     )
 
@@ -104,10 +102,14 @@ class Prompt:
             marks = by_segment(self.marks, alignment, lookahead)
         keys: list[bytes] = []
         parts: list[bytes] = []  # bytes of each segment
-        key, covered = self.root, 0
+        key = self.root
         if self.num_segments:
-            first, covered = alignment + lookahead, self.num_segments * alignment + lookahead
-            rest = tokens[first:covered].view(f"V{4 * alignment}").tolist()
+            first = alignment + lookahead
+            rest = (
+                tokens[first : self.num_segments * alignment + lookahead]
+                .view(f"V{4 * alignment}")
+                .tolist()
+            )
             parts = [tokens[:first].tobytes(), *rest]
         # The last marks may be of the next segment: the prompt ends within it.
         for segment, packed in (*marks.items(), (self.num_segments, b"")):
@@ -118,8 +120,6 @@ class Prompt:
                 key = marked_key(key, packed)
         self.keys = b"".join(keys)
         self.last_key = key
-        self.tail = tokens[covered:].copy()
-        self.tail.flags.writeable = False
         self.tokens: Int32 | None = tokens.copy() if keep_tokens else None
         self.salt: bytes | None = salt if keep_tokens else None
 
@@ -145,5 +145,4 @@ class Prompt:
             )
         prompt.root = prompt.last_key = b""
         prompt.marks, prompt.tokens, prompt.salt = (), None, None
-        prompt.tail = NO_VALUES
         return prompt

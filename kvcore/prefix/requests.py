@@ -37,10 +37,12 @@ class Sequences:
         self.lengths: Int64 = self.num_computed.view()
         self.lengths.flags.writeable = False
         self.prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Tokens since the last whole segment; the first segment is longer by the lookahead.
-        width = alignment + lookahead
-        self._open: Int32 = np.zeros((max_requests, width), dtype=np.int32)
-        self._width: Int64 = np.array(width)
+        # Tokens since the last whole segment; the first segment is longer by the lookahead, and
+        # the others leave its first columns alone.
+        self._a: Int64 = np.array(alignment)
+        self._k: Int64 = np.array(lookahead)
+        self._width = self._a + self._k
+        self._open: Int32 = np.zeros((max_requests, int(self._width)), dtype=np.int32)
         self._flat = self._open.reshape(-1)
         self._prompt_keys: list[bytes] = [b""] * max_requests
         self._more_keys: list[bytearray] = [bytearray()] * max_requests
@@ -87,7 +89,6 @@ class Sequences:
         self.active[slot] = True
         self.num_computed[slot] = computed
         self.prompt_len[slot] = prompt.num_tokens
-        self._open[slot, : len(prompt.tail)] = prompt.tail
         self._prompt_keys[slot], self._more_keys[slot] = prompt.keys, bytearray()
         self._last_key[slot] = prompt.last_key
         if prompt.is_keyed:  # it gives those past its hit again, with all others
@@ -152,39 +153,50 @@ class Sequences:
         self._more_keys[slot] += keys
 
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
-        """Tokens [start, end) [n] of each request, which begin at index `first` [n] of `tokens`;
-        those of prompts are known."""
-        a, k = self.alignment, self.lookahead
-        begin = np.maximum(start, self.prompt_len[slots])
-        if not np.count_nonzero(begin < end):
+        """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the
+        open segments; segments that they complete get keys.
+        """
+        counts = end - start
+        inside = self._inside(start)
+        ending = (inside + counts >= self._a).nonzero()[0]
+        for i in ending.tolist():
+            at = int(first[i])
+            self.feed_one(int(slots[i]), int(start[i]), tokens[at : at + int(counts[i])])
+        if len(tokens) == len(slots):  # one each; those that made keys come once more
+            self._flat[slots * self._width + self._columns(start, inside)] = tokens
             return
-        counts = np.maximum(end - begin, 0)
-        is_first = begin < a + k
-        columns = np.where(is_first, begin, (begin - k) % a)
-        stop = np.where(is_first, a + k, a)
-        source = first + (begin - start)
-        ending = columns + counts >= stop  # these make keys, one by one
-        for i in ending.nonzero()[0].tolist():
-            at = int(source[i])
-            self.feed_one(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
         counts[ending] = 0
-        indices = slots * self._width + columns
-        which, targets = ragged_arange(indices, counts)
-        self._flat[targets] = tokens[targets + (source - indices)[which]]
+        which, positions = ragged_arange(start, counts)
+        columns = self._columns(positions, self._inside(positions))
+        source = positions + (first - start)[which]
+        self._flat[(slots * self._width)[which] + columns] = tokens[source]
+
+    def _inside(self, positions: Int64) -> Int64:
+        """Where `positions` are in their segments, which begin `lookahead` past a boundary."""
+        shifted = positions - self._k if self.lookahead else positions
+        inside: Int64 = shifted % self._a
+        return inside
+
+    def _columns(self, positions: Int64, inside: Int64) -> Int64:
+        """Columns of the open segment: the first segment has the tokens below `lookahead`, too."""
+        if not self.lookahead:
+            return inside
+        return np.where(positions < self._k, positions, inside + self._k)
 
     def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
-        """Several tokens of one request, from position `start` on; those of its prompt are
-        known."""
-        skip = max(0, int(self.prompt_len[slot]) - start)
-        start, tokens = start + skip, tokens[skip:]
-        a, k = self.alignment, self.lookahead
+        """`feed` of one request."""
+        a, k, row = self.alignment, self.lookahead, self._open[slot]
+        num_keys = self.num_keys(slot)
+        skip = num_keys * a + k - start if num_keys else 0  # keys cover these
+        if skip > 0:
+            start, tokens = start + skip, tokens[skip:]
         while len(tokens):
-            first = start < a + k
-            column, stop = (start, a + k) if first else ((start - k) % a, a)
-            part, tokens = tokens[: stop - column], tokens[stop - column :]
-            self._open[slot, column : column + len(part)] = part
+            column = start if start < k else (start - k) % a + k
+            part, tokens = tokens[: a + k - column], tokens[a + k - column :]
+            row[column : column + len(part)] = part
             start += len(part)
-            if column + len(part) == stop:
-                key = next_key(self._last_key[slot], self._open[slot, :stop].tobytes())
+            if column + len(part) == a + k:
+                segment = row if start == a + k else row[k:]
+                key = next_key(self._last_key[slot], segment.tobytes())
                 self._last_key[slot] = key
                 self._more_keys[slot] += key

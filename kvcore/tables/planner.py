@@ -1,10 +1,11 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
 `plan` counts pages, `give` hands them out and `mapping` lays them out: all of these only read.
-`commit` changes the tables, and `settle` frees the pages that the step left. A step is a list of
-*entries*: one for each block of each table that the step writes rows into.
+`commit` changes the tables, and `settle` frees the pages that the step left. The tables of a class
+(kind, block size, window) start the same blocks, so a step has one `NewBlocks` for each class, which
+is empty in most decode steps: a class is passed over then.
 
-*Survivors-only pages*: a window group has entries only for the blocks that outlive the step, those
+*Survivors-only pages*: a window group takes pages only for the blocks that outlive the step, those
 that the next query can see and the tails of boundaries that retention keeps. All other rows get
 slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in blocks of 16; a query at
 160 sees the 32 tokens before it, and retention keeps the boundaries 64, 128 and 160:
@@ -15,7 +16,7 @@ slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in bloc
     page          -    -   new  new   -    -   new  new  new  new
 
 What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. Groups
-whose queries read the step's own rows from pages (`KVCache(reads="pages")`) have entries for all
+whose queries read the step's own rows from pages (`KVCache(reads="pages")`) get pages for all
 blocks.
 
 The tables change in `commit`, so a step's attention reads them as the last step left them. A ring
@@ -25,37 +26,54 @@ and the tail of the last boundary, and lets the others go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import NO_ROWS, Flags, Int32, Int64, ragged_arange
+from ..arrays import NO_ROWS, ONE, Int32, Int64, ragged_arange
 from ..pages import NULL, UNSHARED
 from .rows import LIVE, SNAPSHOT, ClassTables, Tables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
-FAR = 1 << 40  # tokens, past any sequence
-BLOCK_BITS = 32  # of an entry's sort key: (table * requests + row) << BLOCK_BITS | block
+BLOCK_BITS = 32  # of a page's key: table << BLOCK_BITS | block
+
+
+@dataclass(slots=True, eq=False)
+class NewBlocks:
+    """Blocks of one class that a step starts and that outlive it: each takes a page a table.
+
+    Attributes:
+        rows: [r] rows of the step that start a block. before: [r] newest block of each before
+            the step; -1 for none.
+        which: [m] index into `rows` of each block. blocks: [m], sorted by row, then block.
+        unwritten: [r] tokens of `rows` from here on are written only if they are in `blocks`; None
+            if all are.
+        pages: [num_tables, m] of the blocks.
+    """
+
+    rows: Int64
+    before: Int64
+    which: Int64
+    blocks: Int64
+    unwritten: Int64 | None
+    pages: Int64
 
 
 @dataclass(slots=True, eq=False)
 class StepChanges:
-    """A planned step: the blocks it writes, and the pages it takes.
+    """A planned step: the blocks it starts, and the pages it takes.
 
     Attributes:
         slots, start, end: [n] requests, and their tokens before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
+        longest: tokens of a request in the step, at most.
         snapshot: [s] rows that may end the step at a boundary whose state is to be kept.
-        tables, rows, blocks: [m] of each entry: the number of its table among dense and window
-            tables, its row in the step, its block; sorted in this order.
-        indices: [m] flat index of each entry in the fused table.
-        inside: [tables, n] row in the page, where each request computes one token, else None.
-        is_new: [m] whether an entry takes a page; else its block is open already.
+        blocks: new blocks of each dense and window class.
+        num_new: pages needed, in all.
         starting: [i] rows whose states have no live pages yet.
         snapping: of each state class: rows of `snapshot` that take new pages for it.
-        num_new: pages needed, in all.
-        pages: [m] pages of the entries. snapshots: of each state class, [j, num_tables] new pages.
+        snapshots: of each state class, [j, num_tables] new pages.
         copies: [c, 2] int32 pages to copy before the step (source, destination).
         state_pages: [num_tables, n] int32 live pages of states, 0 in other rows.
     """
@@ -64,20 +82,15 @@ class StepChanges:
     start: Int64
     end: Int64
     written: Int64
+    longest: int
     snapshot: Int64
-    tables: Int64
-    rows: Int64
-    blocks: Int64
-    indices: Int64
-    inside: Int64 | None
-    is_new: Flags
+    blocks: list[NewBlocks]
+    num_new: int
     starting: Int64
     snapping: list[Int64]
-    num_new: int
-    pages: Int64 = field(default_factory=lambda: NO_ROWS)
-    snapshots: list[Int64] = field(default_factory=list)
-    copies: Int32 = field(default_factory=lambda: NO_COPIES)
-    state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
+    snapshots: list[Int64]
+    copies: Int32
+    state_pages: Int32
 
     @property
     def replaying(self) -> bool:
@@ -91,13 +104,13 @@ class Effects:
 
     Attributes:
         tails: [k, pages_per_point] pages of the tails asked for.
-        gone: pages that left window rings. unclaimed: new window pages that no ring took.
+        gone: pages that left window rings. new: new window pages, of which rings took some.
         copies: [c, 2] int32 pages to copy after the step.
     """
 
     tails: Int32
     gone: list[Int32]
-    unclaimed: Int64
+    new: list[Int64]
     copies: Int32
 
 
@@ -106,36 +119,28 @@ class StepPlanner:
 
     Args:
         tables: what the steps read and write.
+
+    Attributes:
+        sizes: of a block, in the order of dense and window tables.
+        table_rows: row in a slot mapping of each table, those of states last.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables, self._pool, self._layout = tables, tables.pool, tables.layout
         self._dense, self._windows, self._states = tables.dense, tables.windows, tables.states
         self._flat = tables.array.reshape(-1)
-        self._row: Int64 = np.array(self._layout.num_columns)
-        blocks = tables.blocks
-        each = [(b.spec, t, f) for b in blocks for t, f in zip(b.spec.tables, b.first, strict=True)]
-        self._num_dense = sum(b.spec.num_tables for b in tables.dense)
-
-        def per_table(values: list[int]) -> Int64:
-            return np.array(values, dtype=np.int64)
-
-        # Of each dense and window table: its row in a slot mapping, first column, ring width, block
-        # size, and the tokens before the end of a step whose blocks survive it.
-        self._table_row = per_table([int(t) for _, t, _ in each])
-        self._first = per_table([int(f) for _, _, f in each])
-        self._width = per_table([c.width for c, _, _ in each])
-        self._size = per_table([c.block_size for c, _, _ in each])
-        self._size_column = self._size[:, None]
-        self.sizes: list[int] = self._size.tolist()  # of blocks, in the order of these tables
-        # Row in a slot mapping of each table, those of states last.
-        states = [t for state in tables.states for t in state.spec.tables.tolist()]
-        self.table_rows: list[int] = self._table_row.tolist() + states
-        reach = [FAR if c.holds_all else max(1, c.reach) for c, _, _ in each]
-        self._reach = per_table(reach)[:, None]
-        self._tail = per_table([c.tail for c, _, _ in each])
-        self._sparse = per_table([i for i, (c, _, _) in enumerate(each) if not c.holds_all])
-        self._pairs = NO_ROWS, NO_ROWS  # of `_every_pair`
+        self.sizes = [b.spec.block_size for b in tables.blocks for _ in b.first]
+        each = tables.blocks + tables.states
+        self.table_rows: list[int] = [t for b in each for t in b.spec.tables.tolist()]
+        # Row in a slot mapping and live pages of each slot, of each state table.
+        self._live = [
+            (row, state.table[:, i, LIVE])
+            for state in tables.states
+            for i, row in enumerate(state.spec.tables.tolist())
+        ]
+        self._alignment: Int64 = np.array(self._layout.alignment)
+        # Tokens that the key of a segment looks ahead, and none.
+        self._ahead = [np.array(k) for k in sorted({0, self._layout.lookahead})]
 
     # Plan.
 
@@ -145,84 +150,98 @@ class StepPlanner:
         start: Int64,
         end: Int64,
         written: Int64,
+        longest: int,
         kept: tuple[Int64, Int64],
         snapshot: Int64,
     ) -> StepChanges:
         """Count what a step needs; nothing changes.
 
         Args:
-            slots, start, end, written, snapshot: as of `StepChanges`.
+            slots, start, end, written, longest, snapshot: as of `StepChanges`.
             kept: (row, boundary) of each tail that must outlive the step, sorted.
         """
-        inside: Int64 | None = None
-        if written is start and (end - start).max() == 1:  # an entry for each table and request
-            tables, rows = self._every_pair(len(slots))
-            numbers, inside = np.divmod(start, self._size_column)
-            blocks, is_new = numbers.ravel(), (inside == 0).ravel()
-        else:
-            tables, rows, blocks, is_new = self._entries(start, end, written, *kept)
-        indices: Int64 = (slots * self._row)[rows] + self._first[tables]
-        indices += blocks % self._width[tables]
-        num_new = int(np.count_nonzero(is_new))
-        starting, snapping = NO_ROWS, []
-        for state in self._states:
-            starting = (state.table[slots, 0, LIVE] == NULL).nonzero()[0]
-            shared = self._pool.counts[state.table[slots[snapshot], 0, SNAPSHOT]] != UNSHARED
-            snapping.append(snapshot[shared])
-            num_new += (len(starting) + len(snapping[-1])) * state.spec.num_tables
-        return StepChanges(
-            slots, start, end, written, snapshot, tables, rows, blocks, indices, inside, is_new,
-            starting, snapping, num_new,
+        final = end - ONE
+        before = start - ONE
+        first = before if written is start else written - ONE
+        blocks = [self._new_blocks(d, first, final, longest, kept) for d in self._dense]
+        blocks += [self._new_blocks(w, before, final, longest, kept) for w in self._windows]
+        each = zip(self._tables.blocks, blocks, strict=True)
+        num_new = sum([table.spec.num_tables * len(new.blocks) for table, new in each])
+        step = StepChanges(
+            slots, start, end, written, longest, snapshot, blocks, num_new,
+            NO_ROWS, [], [], NO_COPIES, NO_PAGES,
         )  # fmt: skip
+        if self._states:
+            self._plan_states(step)
+        return step
 
-    def _every_pair(self, n: int) -> tuple[Int64, Int64]:
-        """(tables, rows) [tables * n] of all pairs; the last ones are kept."""
-        if len(self._pairs[0]) != n * len(self._size):
-            tables = np.arange(len(self._size)).repeat(n)
-            self._pairs = tables, np.tile(np.arange(n), len(self._size))
-        return self._pairs
+    def _plan_states(self, step: StepChanges) -> None:
+        """Look up the live pages of states, and count the pages that they take."""
+        slots, snapshot = step.slots, step.snapshot
+        shape = len(self._layout.tables), len(slots)
+        step.state_pages = np.zeros(shape, dtype=np.int32)
+        for row, live in self._live:
+            step.state_pages[row] = live[slots]
+        step.starting = (step.state_pages[self._live[0][0]] == NULL).nonzero()[0]
+        for state in self._states:
+            shared = snapshot
+            if snapshot.size:
+                pages = state.table[slots[snapshot], 0, SNAPSHOT]
+                shared = snapshot[self._pool.counts[pages] != UNSHARED]
+            step.snapping.append(shared)
+            step.num_new += (len(step.starting) + len(shared)) * state.spec.num_tables
 
-    def _entries(
-        self, start: Int64, end: Int64, written: Int64, kept_rows: Int64, kept: Int64
-    ) -> tuple[Int64, Int64, Int64, Flags]:
-        """Tables, rows, blocks and `is_new` of the entries [m] of a step."""
-        begin: Int64 = np.empty((len(self._size), len(start)), dtype=np.int64)
-        begin[: self._num_dense], begin[self._num_dense :] = written, start
-        first, stop = begin // self._size_column, -(-end // self._size_column)
-        low = np.maximum(first, np.maximum(end - self._reach, 0) // self._size_column)
-        owners: Int64 | None = None  # table * n + row of each interval, unless it is its index
-        lows, highs = low.ravel(), stop.ravel()
-        if kept.size and self._sparse.size:
-            owners, lows, highs = self._with_tails(first, low, stop, kept_rows, kept)
-        which, blocks = ragged_arange(lows, np.maximum(highs - lows, 0))
-        pairs = which if owners is None else owners[which]
-        tables, rows = np.divmod(pairs, len(start))
-        return tables, rows, blocks, blocks * self._size[tables] >= begin.ravel()[pairs]
+    def _new_blocks(
+        self,
+        table: ClassTables,
+        before: Int64,
+        final: Int64,
+        longest: int,
+        kept: tuple[Int64, Int64],
+    ) -> NewBlocks:
+        """Blocks of one class that a step starts.
 
-    def _with_tails(
-        self, first: Int64, low: Int64, stop: Int64, rows: Int64, boundaries: Int64
-    ) -> tuple[Int64, Int64, Int64]:
-        """The intervals of blocks [low, stop) [tables, n], with the tails of `boundaries` [k] in
-        tables that keep survivors only, none of them twice.
-
-        Returns:
-            (table * n + row, first block, block after the last) of each interval, sorted.
+        Args:
+            before, final: [n] positions before the first that the step writes, and of the last.
+            longest: tokens of a request in the step, at most.
         """
-        n = low.shape[1]
-        tables = self._sparse.repeat(len(rows))
-        rows, boundaries = np.tile(rows, len(self._sparse)), np.tile(boundaries, len(self._sparse))
-        highs = boundaries // self._size[tables]
-        lows = np.maximum(highs - self._tail[tables], first[tables, rows])
-        before = (lows < low[tables, rows]).nonzero()[0]
-        owners = np.concatenate([(tables * n + rows)[before], np.arange(low.size)])
-        lows = np.concatenate([lows[before], low.ravel()])
-        highs = np.concatenate([highs[before], stop.ravel()])
-        order = np.lexsort((highs, owners))
-        owners, lows, highs = owners[order], lows[order], highs[order]
-        # Each interval starts where those of its table and row before it stopped.
-        same = owners[1:] == owners[:-1]
-        lows[1:] = np.where(same, np.maximum(lows[1:], highs[:-1]), lows[1:])
-        return owners, lows, highs
+        newest, last = before // table.size, final // table.size
+        rows = (last > newest).nonzero()[0]
+        if not rows.size:
+            return NewBlocks(rows, rows, rows, rows, None, rows)
+        newest, last = newest[rows], last[rows]
+        reach = max(1, table.spec.reach)
+        survives = table.spec.holds_all or longest <= reach
+        if survives and longest <= table.spec.block_size:  # one each
+            return NewBlocks(rows, newest, np.arange(len(rows)), last, None, rows)
+        if survives:
+            which, blocks = ragged_arange(newest + ONE, last - newest)
+            return NewBlocks(rows, newest, which, blocks, None, rows)
+        begin, stop = before[rows] + ONE, last + ONE
+        first = begin // table.size  # the open block, if there is one
+        low = np.maximum(first, np.maximum(final[rows] + 1 - reach, 0) // table.size)
+        owners, boundaries = self._of_rows(rows, *kept)
+        high = boundaries // table.size
+        tails = np.maximum(high - table.spec.tail, first[owners])
+        # Count for each block the intervals that need it: they begin at or before it, and end
+        # after it.
+        which, blocks = ragged_arange(first, stop - first)
+        at, num = np.cumsum(stop - first) - stop, len(blocks) + 1
+        needed = np.bincount(np.concatenate([at + low, at[owners] + tails]), minlength=num)
+        needed -= np.bincount(np.concatenate([at + stop, at[owners] + high]), minlength=num)
+        stays, is_open = needed.cumsum()[:-1] > 0, blocks == newest[which]
+        unwritten = (newest + ONE) * table.size
+        lost = which[is_open & ~stays]
+        unwritten[lost] = begin[lost]
+        stays &= ~is_open
+        return NewBlocks(rows, newest, which[stays], blocks[stays], unwritten, rows)
+
+    @staticmethod
+    def _of_rows(rows: Int64, kept_rows: Int64, kept: Int64) -> tuple[Int64, Int64]:
+        """The boundaries `kept` of `rows`, with an index into these."""
+        owners = np.minimum(rows.searchsorted(kept_rows), len(rows) - 1)
+        known = rows[owners] == kept_rows
+        return owners[known], kept[known]
 
     def per_group(self, keys: Int64) -> dict[str, int]:
         """Pages that each group needs for `keys` of pages (see `wanted`)."""
@@ -242,9 +261,12 @@ class StepPlanner:
             (rows of the step [num_new], keys [num_new]): ``number of the table << BLOCK_BITS |
             block``, where tables of states come last and have `LIVE` or `SNAPSHOT` for a block.
         """
-        new = step.is_new.nonzero()[0]
-        rows, keys = [step.rows[new]], [step.tables[new] << BLOCK_BITS | step.blocks[new]]
-        first = len(self._size)
+        rows, keys, first = [], [], 0
+        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+            tables = first + np.arange(table.spec.num_tables)
+            rows.append(np.tile(new.rows[new.which], len(tables)))
+            keys.append((tables[:, None] << BLOCK_BITS | new.blocks).ravel())
+            first += len(tables)
         for state, snapping in zip(self._states, step.snapping, strict=True):
             tables = first + np.arange(state.spec.num_tables)
             for column, which in ((LIVE, step.starting), (SNAPSHOT, snapping)):
@@ -264,51 +286,51 @@ class StepPlanner:
 
     def give(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` [num_new] to the step."""
-        step.pages = own = self._flat[step.indices].astype(np.int64)
-        num_blocks = np.count_nonzero(step.is_new)
-        own[step.is_new] = pages[:num_blocks]
-        self._fill_states(step, pages[num_blocks:])
+        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+            num = table.spec.num_tables * len(new.blocks)
+            new.pages, pages = pages[:num].reshape(table.spec.num_tables, -1), pages[num:]
+        self._fill_states(step, pages)
 
-    def mapping(self, step: StepChanges, cu: Int32, total: int) -> Int64:
+    def mapping(self, step: StepChanges, cu: Int32, positions: Int64) -> Int64:
         """The slot mapping [num_tables, total] of a step that has its pages."""
-        own = step.pages
-        mapping: Int64 = np.full((len(self._layout.tables), total), -1, dtype=np.int64)
-        if step.inside is not None:
-            mapping[self._table_row] = own.reshape(step.inside.shape) * self._size_column
-            mapping[self._table_row] += step.inside
-            return mapping
-        tables, rows, blocks = step.tables, step.rows, step.blocks
-        size, begin, end = self._size[tables], step.start[rows], step.end[rows]
-        low = np.maximum(blocks * size, begin)
-        if step.replaying:
-            dense = tables < self._num_dense
-            low[dense] = np.maximum(low, step.written[rows])[dense]
-        high = np.minimum((blocks + 1) * size, end)
-        # The rows of an entry are neighbours, in the slot mapping as in its page.
-        at = self._table_row[tables] * total + cu[rows] + (low - begin)
-        slot = own * size + (low - blocks * size)
-        which, rows_of = ragged_arange(at, high - low)
-        mapping.reshape(-1)[rows_of] = (slot - at)[which] + rows_of
+        one_each = step.longest == 1
+        slots = step.slots if one_each else step.slots.repeat(step.end - step.start)
+        mapping: Int64 = self._tables.offset.take(slots, axis=1)
+        mapping += positions
+        for state in self._states:
+            mapping[state.spec.rows] = -1
+        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+            if not new.rows.size:
+                continue
+            tables = table.spec.tables[:, None]
+            if one_each:
+                mapping[tables, new.rows] = new.pages * table.size
+                continue
+            shift = cu[:-1] - step.start  # from a position to its place in the step
+            if new.unwritten is not None:
+                beyond = step.end[new.rows] - new.unwritten
+                mapping[tables, ragged_arange(new.unwritten + shift[new.rows], beyond)[1]] = -1
+            rows, first = new.rows[new.which], new.blocks * table.size
+            counts = np.minimum(step.end[rows] - first, table.size)
+            which, places = ragged_arange(first + shift[rows], counts)
+            offset = new.pages * table.size - (first + shift[rows])
+            mapping[tables, places] = offset[:, which] + places
         return mapping
 
     def _fill_states(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""
-        if not self._states:
-            return
-        n, copies = len(step.slots), []
-        step.state_pages = np.zeros((len(self._layout.tables), n), dtype=np.int32)
+        copies = []
         for state, snapping in zip(self._states, step.snapping, strict=True):
             k = state.spec.num_tables
-            num_live, num_snapshots = len(step.starting) * k, len(snapping) * k
-            new, pages = pages[:num_live], pages[num_live:]
-            step.snapshots.append(pages[:num_snapshots].reshape(-1, k))
-            pages = pages[num_snapshots:]
-            live = state.table[step.slots, :, LIVE]
-            if num_live:
-                live[step.starting] = new.reshape(-1, k)
+            if step.starting.size:
+                num = len(step.starting) * k
+                new, pages = pages[:num].astype(np.int32), pages[num:]
+                step.state_pages[state.spec.tables[:, None], step.starting] = new.reshape(-1, k).T
                 sources = state.table[step.slots[step.starting], :, SNAPSHOT].ravel()
-                copies.append(np.stack([sources, new.astype(np.int32)], axis=1))
-            step.state_pages[state.spec.rows] = live.T
+                copies.append(np.stack([sources, new], axis=1))
+            num = len(snapping) * k
+            step.snapshots.append(pages[:num].reshape(-1, k))
+            pages = pages[num:]
         if copies:
             step.copies = np.concatenate(copies)
 
@@ -323,9 +345,8 @@ class StepPlanner:
         rows = cu[which] + positions - step.start[which]
         where = np.full((len(self._layout.tables), len(rows)), -1, dtype=np.int64)
         for block in self._dense:
-            size = block.spec.block_size
-            indices = block.indices(step.slots[which], positions[:, None] // size)[:, :, 0]
-            where[block.spec.tables] = self._flat[indices.T] * np.int64(size) + positions % size
+            entries = block.entries(step.slots[which], positions // block.size)
+            where[block.spec.tables] = self._flat[entries] * block.size + positions % block.size
         return rows, where
 
     # Commit.
@@ -337,124 +358,162 @@ class StepPlanner:
             end: [n] tokens after the step, rejected ones not counted.
             kept: [k] (rows, boundaries) whose tails the caller is about to keep, sorted by row.
         """
-        tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
-        gone: list[Int32] = []
-        taken, cut = step.is_new, int(step.tables.searchsorted(self._num_dense))
-        dense = taken[:cut].nonzero()[0]
-        if end is not step.end:
-            stays = step.blocks[dense] * self._size[step.tables[dense]] < end[step.rows[dense]]
-            self._pool.put(step.pages[dense[~stays]])
-            dense = dense[stays]
-        if dense.size:
-            indices, pages = step.indices[dense], step.pages[dense]
-            self._flat[indices] = pages
-            self._tables.note(indices, pages)
-        first = self._num_dense
-        for window in self._windows:
-            if kept[0].size:
-                part = self._tails_in(step, window, first, *kept)
-                c = window.spec
-                columns = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
-                tails[:, columns] = part.reshape(len(tails), -1)
-            gone.append(self._turn(step, window, first, end))
-            first += window.spec.num_tables
-        new = cut + taken[cut:].nonzero()[0]
-        copies = self._commit_states(step, end) if self._states else NO_COPIES
+        effects = Effects(NO_PAGES, [], [], NO_COPIES)
+        if kept[0].size:
+            effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
+        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+            if kept[0].size and table.is_window:
+                self._of_class(table, effects.tails)[:] = self._tails(step, table, new, *kept)
+            if not new.rows.size:
+                continue
+            slots = step.slots[new.rows]
+            one_each = end is step.end and len(new.blocks) == len(new.rows)
+            if not table.is_window:
+                self._append(step, table, new, end)
+            else:
+                effects.gone.append(self._turn(step, table, new, slots, end, one_each))
+                if not one_each:
+                    effects.new.append(new.pages.ravel())
+            if one_each:
+                offset = (new.pages - new.blocks) * table.size
+                self._tables.offset[table.spec.tables[:, None], slots] = offset
+            else:
+                self._tables.open(table, slots, end[new.rows])
+        if self._states:
+            effects.copies = self._commit_states(step, end)
         for state in self._states if kept[0].size else ():
-            c = state.spec
-            columns = slice(c.tail_offset, c.tail_offset + c.num_tables)
-            tails[:, columns] = state.table[step.slots[kept[0]], :, SNAPSHOT]
-        return Effects(tails, gone, step.pages[new], copies)
+            snapshots = state.table[step.slots[kept[0]], :, SNAPSHOT]
+            self._of_class(state, effects.tails)[:, :, 0] = snapshots
+        return effects
+
+    @staticmethod
+    def _of_class(table: ClassTables, tails: Int32) -> Int32:
+        """The part of one class of tails [k, pages_per_point]: [k, num_tables, tail] view."""
+        c = table.spec
+        part = tails[:, c.tail_offset : c.tail_offset + c.num_tables * c.tail]
+        return part.reshape(len(tails), c.num_tables, c.tail)
 
     def settle(self, effects: Effects) -> None:
         """Free what a step left and nobody holds."""
-        for pages in effects.gone:
-            self._pool.unuse(pages)
-        new = effects.unclaimed
-        if new.size:
+        for gone in effects.gone:
+            self._pool.unuse(gone)
+        for new in effects.new:
             self._pool.put(new[self._pool.counts[new] == NULL])
 
-    def _turn(self, step: StepChanges, window: ClassTables, first: int, end: Int64) -> Int32:
+    def _append(self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64) -> None:
+        """Put new blocks into the tables of a dense class; pages of rejected tokens are free."""
+        rows, blocks, pages = new.rows[new.which], new.blocks, new.pages
+        if end is not step.end:
+            stays = blocks * dense.size < end[rows]
+            self._pool.put(pages[:, ~stays].ravel())
+            rows, blocks, pages = rows[stays], blocks[stays], pages[:, stays]
+        entries = dense.entries(step.slots[rows], blocks)
+        self._flat[entries] = pages
+        self._tables.note(entries, pages)
+
+    def _turn(
+        self,
+        step: StepChanges,
+        window: ClassTables,
+        new: NewBlocks,
+        slots: Int64,
+        end: Int64,
+        one_each: bool,
+    ) -> Int32:
         """Turn the rings of the rows that start a block; returns the pages that leave them.
 
         Args:
-            first: number of the class's first table.
+            slots: [r] slots of these rows.
             end: [n] tokens after the step.
+            one_each: each of the rows starts one block, and ends in it.
         """
-        c, size = window.spec, window.spec.block_size
-        rows = ((end - 1) // size > (step.start - 1) // size).nonzero()[0]
-        if not rows.size:
-            return NO_PAGES.ravel()
-        last, before = (end[rows] - 1) // size, (step.start[rows] - 1) // size
-        blocks = (last - (c.width - 1))[:, None] + np.arange(c.width)
-        indices = window.indices(step.slots[rows], blocks)
-        old = self._flat[indices]
-        pages = old * (blocks <= before[:, None])[:, None, :]
-        # Entries of these rows, where they are in the rings.
-        low, high = step.tables.searchsorted((first, first + c.num_tables)).tolist()
-        row_in = np.full(len(step.slots), -1)
-        row_in[rows] = np.arange(len(rows))
-        r = row_in[step.rows[low:high]]
-        column = step.blocks[low:high] - blocks[r, 0]
-        inside = ((r >= 0) & (column >= 0) & (column < c.width)).nonzero()[0]
-        table = step.tables[low:high][inside] - first
-        pages[r[inside], table, column[inside]] = step.pages[low:high][inside]
+        c, until = window.spec, end[new.rows]
+        last = new.blocks if one_each else (until - ONE) // window.size
+        # All columns of all rows are in one dimension, in which numpy is quickest.
+        row, column = np.divmod(np.arange(len(last) * c.width), window.width)
+        lowest = last - window.width + ONE
+        blocks = lowest[row] + column
         # The query of the newest token sees one row more than the next one.
-        live = blocks >= (np.maximum(0, step.end[rows] - c.reach - 1) // size)[:, None]
+        low = (step.end[new.rows] - window.reach - ONE) // window.size
+        live = blocks >= low[row]
         # The last boundary stays resumable, and the last one whose segment has its key.
-        for known in {0, self._layout.lookahead}:
-            tail_end = ((end[rows] - known) // self._layout.alignment * c.per_segment)[:, None]
-            live |= (blocks < tail_end) & (blocks >= tail_end - c.tail)
-        pages *= (live & (blocks >= 0))[:, None, :]
-        changed = old != pages
-        indices, new, gone = indices[changed], pages[changed], old[changed]
-        self._pool.use_new(new)
-        self._flat[indices] = new
-        self._tables.note(indices, new)
-        left: Int32 = gone[gone != 0]
-        return left
+        for ahead in self._ahead:
+            tail_end = ((until - ahead) // self._alignment * window.per_segment)[row]
+            live |= (blocks < tail_end) & (blocks >= tail_end - window.tail)
+        if end is not step.end:  # some may end in the block where they began
+            live |= (last == new.before)[row]
+        stays = live & (blocks <= new.before[row])
+        indices = window.indices(slots, blocks.reshape(-1, c.width))
+        old = self._flat[indices]
+        pages = old * stays.reshape(-1, 1, c.width)
+        gone: Int32 = old[pages != old]
+        if one_each:
+            pages[:, :, -1] = new.pages.T
+            self._pool.counts[new.pages] = UNSHARED
+        else:
+            column = new.blocks - lowest[new.which]
+            inside = ((column >= 0) & (column < c.width)).nonzero()[0]
+            which, column = new.which[inside], column[inside]
+            is_live = live[which * c.width + column]
+            inside, which, column = inside[is_live], which[is_live], column[is_live]
+            pages[which, :, column] = new.pages[:, inside].T
+            self._pool.counts[new.pages[:, inside]] = UNSHARED
+        self._flat[indices] = pages
+        if self._tables.deltas is not None:
+            changed = pages != old
+            self._tables.note(indices[changed], pages[changed])
+        return gone
 
-    def _tails_in(
-        self, step: StepChanges, window: ClassTables, first: int, rows: Int64, boundaries: Int64
+    def _tails(
+        self,
+        step: StepChanges,
+        window: ClassTables,
+        new: NewBlocks,
+        rows: Int64,
+        boundaries: Int64,
     ) -> Int32:
-        """Pages of the tails of `boundaries` [k] of `rows` [k], from the entries and from the rings
-        before they turn: [k, num_tables, tail]."""
-        c, size = window.spec, window.spec.block_size
-        blocks = (boundaries // size)[:, None] - np.arange(c.tail, 0, -1)
-        before = ((step.start[rows] - 1) // size)[:, None]
+        """Pages of the tails of `boundaries` [k] of `rows` [k], from the new blocks and from the
+        rings before they turn: [k, num_tables, tail]."""
+        c = window.spec
+        blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
+        before = ((step.start[rows] - 1) // window.size)[:, None]
         in_ring = (blocks >= 0) & (blocks > before - c.width) & (blocks <= before)
         pages = self._flat[window.indices(step.slots[rows], blocks)] * in_ring[:, None, :]
-        n = len(step.slots)
-        keys = (step.tables * n + step.rows) << BLOCK_BITS | step.blocks
-        tables = first + np.arange(c.num_tables)[:, None]
-        wanted = (tables * n + rows[:, None, None]) << BLOCK_BITS
-        wanted = wanted | np.maximum(blocks, 0)[:, None, :]
-        at = np.minimum(keys.searchsorted(wanted), len(keys) - 1)
-        found = (keys[at] == wanted) & (blocks >= 0)[:, None, :]
-        tails: Int32 = np.where(found, step.pages[at], pages).astype(np.int32)
-        return tails
+        keys = new.rows[new.which] << BLOCK_BITS | new.blocks
+        wanted = rows[:, None] << BLOCK_BITS | np.maximum(blocks, 0)
+        at = keys.searchsorted(wanted)
+        found = np.append(keys, -1)[at] == wanted
+        found &= blocks >= 0
+        row, column = found.nonzero()
+        pages[row, :, column] = new.pages[:, at[row, column]].T
+        return pages
 
     def _commit_states(self, step: StepChanges, end: Int64) -> Int32:
         """Make the states of a step real; returns the copies [c, 2] that snapshots need."""
         if not (step.snapshot.size or step.starting.size):
             return NO_COPIES
-        ends = step.snapshot[end[step.snapshot] % self._layout.alignment == 0]
+        ends = step.snapshot
+        if self._layout.drafts:
+            ends = ends[end[ends] % self._alignment == 0]
         self._tables.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
         for state, snapping, new in zip(self._states, step.snapping, step.snapshots, strict=True):
-            live = step.state_pages[state.spec.tables].T  # [n, num_tables]
+            live = step.state_pages[state.spec.rows].T  # [n, num_tables]
             if step.starting.size:
                 slots = step.slots[step.starting]
-                indices = state.indices(slots, np.full((len(slots), 1), LIVE))[:, :, 0]
+                indices = state.entries(slots, LIVE).T
                 self._put(indices, live[step.starting])
-            due = end[snapping] % self._layout.alignment == 0
-            self._pool.put(new[~due].ravel())
-            slots = step.slots[snapping[due]]
-            indices = state.indices(slots, np.full((len(slots), 1), SNAPSHOT))[:, :, 0]
-            self._pool.unuse(self._flat[indices].ravel())
-            self._put(indices, new[due].astype(np.int32))
+            if snapping.size:
+                if self._layout.drafts:
+                    due = end[snapping] % self._alignment == 0
+                    self._pool.put(new[~due].ravel())
+                    snapping, new = snapping[due], new[due]
+                indices = state.entries(step.slots[snapping], SNAPSHOT).T
+                old = self._flat[indices].ravel()
+                self._pool.unuse(old[old != NULL])
+                self._put(indices, new.astype(np.int32))
             snapshots = state.table[step.slots[ends], :, SNAPSHOT]
-            copies.append(np.stack([live[ends].ravel(), snapshots.ravel()], axis=1))
+            copies.append(np.array([live[ends].ravel(), snapshots.ravel()]).T)
         return np.concatenate(copies)
 
     def _put(self, indices: Int64, pages: Int32) -> None:

@@ -74,7 +74,7 @@ def test_the_arrays_are_small():
         kv.commit(plan, [1] * 256)
     size = sum(a.nbytes for a in arrays)
     assert size < len(pickle.dumps(arrays)) < size + 1500
-    assert len(pickle.dumps(arrays)) < len(pickle.dumps(plan)) / 2
+    assert len(pickle.dumps(arrays)) < len(pickle.dumps(plan))
 
 
 def test_a_worker_with_other_tables_is_told():
