@@ -68,8 +68,20 @@ def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     return iter([(name, value)])
 
 
-def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """Launch a kernel on the current device and stream; an empty grid runs nothing."""
+def launch(
+    kernel: JITFunction,
+    grid: tuple[int, ...],
+    arguments: dict[str, Any] | None = None,
+    /,
+    **named: Any,
+) -> None:
+    """Launch a kernel on the current device and stream; an empty grid runs nothing.
+
+    Args:
+        kernel, grid: what to run, over which programs.
+        arguments, named: arguments and launch options by name; of both, those of ``named`` count.
+    """
+    arguments = {**(arguments or {}), **named}
     if min(grid) <= 0:
         return
     if torch.version.hip is None:
