@@ -220,3 +220,15 @@ def _described(value: Any) -> str:
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return "|".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
+    """Require values in [low, high] of a tensor on a CPU; ValueError otherwise.
+
+    On a device they are not looked at: that would wait for it.
+    """
+    if tensor.is_cpu and tensor.numel():
+        least, most = (bound.item() for bound in tensor.aminmax())
+        if not (low <= least and most <= high):  # NaN is refused too
+            bad = most if low <= least else least
+            raise ValueError(f"{name}: expected values in [{low}, {high}], got {bad}")
