@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import launching, strided
+from .common import checks, launching, strided
 from .common.checks import expect_apart, expect_tensor, expect_values
 from .common.impls import implementation
 
@@ -110,7 +110,7 @@ def _check(
     if tokens.shape[0] % max(1, ratio):
         raise ValueError(f"tokens: expected a multiple of {ratio}, got {tokens.shape[0]}")
     expect_tensor("to_pages", to_pages, (tokens.shape[0],), int64, device=device)
-    if pages.is_cpu:
+    if checks.is_readable(pages):
         loads, saves = state_index != -1, to_pages != 0
         expect_values("state_index", state_index[loads], 0, state.shape[0] - 1)
         expect_values("from_pages", from_pages[loads], 0, num_pages - 1)

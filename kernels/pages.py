@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import e4m3, launching, strided
+from .common import checks, e4m3, launching, strided
 from .common.checks import (
     MODEL_DTYPES,
     check_pages,
@@ -98,7 +98,7 @@ def write_kv(
             f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
         )
     expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=k.device)
-    if chosen == "torch" or k.is_cpu:
+    if chosen == "torch" or checks.is_readable(k):
         # Any negative slot is none.
         num_slots = k_pages.shape[0] * k_pages.shape[1]
         expect_ids("slot_mapping", slot_mapping[slot_mapping >= 0], num_slots)
@@ -331,7 +331,7 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
     for name, ids in (("page_ids", page_ids), ("rows", rows)):
         if ids is not None:
             expect_tensor(name, ids, (None,), torch.int64, device=pages.device)
-            if ids.is_cpu:
+            if checks.is_readable(ids):
                 expect_ids(name, ids, pages.num_pages if name == "page_ids" else len(buffer))
     num_tensors, words = len(pages.tensors), pages.page_bytes // ALIGNMENT
     block = min(BLOCK, next_power_of_2(words))

@@ -7,7 +7,7 @@ length. Reads lengths on the host, so under a GPU it synchronises; there it is a
 only. So it can refuse what the kernels cannot see: prefix sums that are none, and ids of pages that
 there are not.
 
-Source: as ``reference.py``.
+Source: as ``kernel.py``.
 """
 
 from __future__ import annotations

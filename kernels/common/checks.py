@@ -222,12 +222,14 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return "|".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
-    """Require values in [low, high] of a tensor on a CPU; ValueError otherwise.
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether values of a tensor are looked at: on a CPU. Reading those of a device waits for it."""
+    return tensor.is_cpu
 
-    On a device they are not looked at: that would wait for it.
-    """
-    if tensor.is_cpu and tensor.numel():
+
+def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
+    """Require values in [low, high] where they are looked at; ValueError otherwise."""
+    if is_readable(tensor) and tensor.numel():
         least, most = (bound.item() for bound in tensor.aminmax())
         if not (low <= least and most <= high):  # NaN is refused too
             bad = most if low <= least else least

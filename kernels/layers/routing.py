@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..common import launching, strided
+from ..common import checks, launching, strided
 from ..common.checks import (
     MODEL_DTYPES,
     expect_int,
@@ -116,6 +116,13 @@ def route_tokens(
         )
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
     weights = logits.new_empty(num_tokens, top_k)
+    by_table = table is not None
+    if score != "softmax":
+        # One kernel for layers of a model that choose by score and those that choose by a table:
+        # where there is no table, or with one no bias, any tensor stands in and is not read.
+        table = ids if table is None else table
+        token_ids = ids if token_ids is None else token_ids
+        bias = weights if by_table else bias
     with torch.cuda.device_of(logits):
         launching.launch(
             _route_kernel,
@@ -127,6 +134,7 @@ def route_tokens(
             bias=bias,
             table=strided.matrix(table),
             token_ids=token_ids,
+            by_table=int(by_table),
             ids=ids,
             route_weights=weights,
             scale=float(scale),
@@ -221,7 +229,7 @@ def _check_table(logits, top_k, bias, table, token_ids) -> None:
     expect_tensor("table", table, (None, top_k), torch.int64, device=logits.device)
     expect_tensor("token_ids", token_ids, (num_tokens,), torch.int64, device=logits.device)
     expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
-    if table.is_cpu:
+    if checks.is_readable(table):
         expect_values("table", table[token_ids], 0, num_experts - 1)
 
 
@@ -304,9 +312,9 @@ def _best(
     return chosen, found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["by_table"])
 def _route_kernel(
-    logits, logits_factor, logits_bias, expert_scale, bias, table, token_ids,
+    logits, logits_factor, logits_bias, expert_scale, bias, table, token_ids, by_table,
     ids, route_weights, scale,
     SOFTMAX: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -315,11 +323,13 @@ def _route_kernel(
     place = tl.arange(0, BLOCK_K)
     inside = place < TOP_K
     row = logits.data + token * logits.stride_row
-    if table is None:
+    chosen = tl.zeros([BLOCK_K], tl.int64)
+    found = tl.zeros([BLOCK_K], tl.float32)
+    if by_table == 0:
         chosen, found = _best(
             row, logits_factor, logits_bias, bias, SOFTMAX, NUM_EXPERTS, TOP_K, BLOCK, BLOCK_K
         )
-    else:
+    elif table is not None:
         entry = tl.load(token_ids + token)
         chosen = tl.load(table.data + entry * table.stride_row + place, mask=inside, other=0)
         found = _scores(tl.load(row + chosen, mask=inside, other=0.0))

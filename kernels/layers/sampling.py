@@ -115,7 +115,7 @@ def sample_tokens(
         candidates = logits.new_empty(num_rows, block, dtype=torch.int32)
     with torch.cuda.device_of(logits):
         launching.launch(
-            _sample_kernel,
+            sample_kernel,
             (num_rows,),
             logits=strided.matrix(logits),
             temperature=temperature,
@@ -163,11 +163,14 @@ def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
             probs.zero_().scatter_(1, ids[:, None], 1.0)
         rows = (temperature > 0).nonzero().squeeze(1)
         if len(rows):
-            filters = (column[rows] for column in (temperature, top_k, top_p, min_p))
-            mass = _probabilities(logits[rows], *filters)
-            ids[rows] = draw(mass, u[rows])
+            columns = (logits, temperature, top_k, top_p, min_p, u)
+            if len(rows) < len(ids):  # else the logits would be copied for nothing
+                columns = (column[rows] for column in columns)
+            *columns, u = columns
+            mass = _probabilities(*columns)
+            ids[rows] = draw(mass, u)
             if probs is not None:
-                probs[rows] = mass
+                probs.index_copy_(0, rows, mass)
     # The largest is NaN where any logit is, +inf where any is, and -inf where all are.
     return ids.masked_fill_(top - top != 0, -1)
 
@@ -448,7 +451,7 @@ def _lane_maxima(logits, vocab_size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sample_kernel(
+def sample_kernel(
     logits, temperature, top_k, top_p, min_p, u, out, probs, candidates, vocab_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -16,23 +16,23 @@ pass, which `models.deepseek_v4.paged_attention` provides for caches, and
 `models.deepseek_v4.unpaged_attention` for whole sequences without any.
 
 Over pages, a layer calls these operators of `quire.kernels`, in this order, the first and
-expand_streams around both halves; between them are plain products of torch. Each is in a folder of
-``kernels/``, its kernels too (that of splits is in ``common/``). Groups of pages are those of `models.deepseek_v4.cache_plan`::
+expand_streams around both halves; between them are plain products of torch. Each is in a file or
+folder of ``kernels/``, its kernels too (that of splits is in ``common/``). Groups of pages are those of `models.deepseek_v4.cache_plan`::
 
-    operator              folder             kernels                     pages
+    operator              home               kernels                     pages
     collapse_streams      hyper_connections  _products_kernel _collapse_kernel
-    residual_norm         norms              _residual_norm_kernel       (q_a_norm)
+    residual_norm         layers/norm        _residual_norm_kernel       (q_a_norm)
     write_latent          latent_write       _write_latent_kernel        writes window
-    copy_overlap  CSA     overlap_copy       _copy_overlap_kernel        reads, writes overlap; ring
+    copy_overlap  CSA     overlap            _copy_overlap_kernel        reads, writes overlap; ring
     compress      CSA HCA compressor         _compress_kernel            writes compressed; ring
     index_topk    CSA     indexer            index_scores_kernel index_select_kernel
                                                                          reads compressed
     compressed_attention  compressed         compressed_prefill_kernel compressed_decode_kernel
                                              compressed_merge_kernel     reads window, compressed
     expand_streams        hyper_connections  _expand_kernel
-    route_tokens          routing            _route_kernel
-    gated_product         gating             _gated_product_kernel       (shared expert)
-    expert_mlp            experts            _order_kernel _gate_up_kernel _down_kernel
+    route_tokens          layers/routing     _route_kernel
+    gated_product         layers/gating      _gated_product_kernel       (shared expert)
+    expert_mlp            layers/experts     _order_kernel _gate_up_kernel _down_kernel
 
 CSA runs copy_overlap and compress twice: for entries, and for the indexer's keys. write_latent also
 norms and rotates the heads of queries, and of the indexer's, without pages. expand_streams adds up

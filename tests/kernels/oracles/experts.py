@@ -1,6 +1,6 @@
 """Oracle of ``expert_mlp``: its pieces, for one expert and the tokens that go to it.
 
-Between them is ``gating.reference.gated_product``.
+Between them is ``gating.gated_product``.
 
 Source: transformers ``modeling_gpt_oss``; OCP Microscaling Formats 1.0.
 """

@@ -276,7 +276,11 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
     monkeypatch.setattr(per_layer, "_release", lambda address: None)
-    monkeypatch.setattr(launching, "launch", lambda *launch: launches.append(launch))
+
+    def record(kernel, grid, arguments=None, **named):
+        launches.append((kernel, grid, {**(arguments or {}), **named}))
+
+    monkeypatch.setattr(launching, "launch", record)
     cache = model_cache(model, max_requests=4, **settings)
     kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
     pool, layout = cache.allocate(2), kv.layout

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.attention import api
-from quire.kernels.common import launching
+from quire.kernels.common import checks, launching
+from quire.models.deepseek_v4 import moe as deepseek_moe
 from quire.models.deepseek_v4 import mtp_drafter, overlap, paged_attention, rope
 from quire.models.engine import distributions, graphs, sampler
 from quire.models.engine.engine import Engine
@@ -38,6 +39,7 @@ KERNELS = {
     distributions: ("sample_tokens",),
     mtp_drafter: ("sample_tokens",),
     moe: ("expert_mlp",),
+    deepseek_moe: ("expert_mlp",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")
@@ -179,6 +181,7 @@ class Captures:
             return call
 
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checks, "is_readable", lambda tensor: graph.inside and tensor.is_cpu)
             for module, names in self._kernels.items():
                 for name in names:
                     original = getattr(module, name)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.kernels.common import launching
+from quire.kernels.common import checks, launching
 
 # What gives memory and launches nothing.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty"}
@@ -30,8 +30,9 @@ class LaunchCounter(TorchDispatchMode):
         super().__init__()
         self.counts = Counter()
         monkeypatch.setattr(launching, "launch", self._launch)
+        monkeypatch.setattr(checks, "is_readable", lambda tensor: False)
 
-    def _launch(self, kernel, grid, arguments):
+    def _launch(self, kernel, grid, arguments=None, **named):
         if min(grid) > 0:
             self.counts[kernel.__name__.strip("_")] += 1
 
