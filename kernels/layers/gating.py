@@ -129,8 +129,8 @@ def gated_torch(
     elif alpha == 1:
         active = F.silu(gate)
     else:
-        active = torch.sigmoid(alpha * gate) * gate
-    return (active * (up + up_offset)).to(dtype)
+        active = torch.sigmoid(alpha * gate).mul_(gate)
+    return active.mul_(up + up_offset if up_offset else up).to(dtype)
 
 
 @triton.jit

@@ -151,9 +151,10 @@ def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
     if residual is not None:
         if post_weight is not None:
             rows = norm(rows, post_weight)
-        rows = residual.float() + rows
-        residual.copy_(rows if scalar is None else rows * scalar.float())
-        rows = residual.float()
+        new = residual.float().add_(rows)  # of fp32, the residual itself
+        if scalar is not None:
+            new.mul_(scalar)
+        rows = residual.copy_(new).float()
     if weight is None:
         return None
     rows = norm(rows, weight)

@@ -151,23 +151,27 @@ def _check(
 def _torch(
     qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, norm_v, eps, offset, out
 ) -> None:
-    def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is not None:
-            weight = weight.float() + offset
-        return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps)
 
+    # In place where it can be: these rows are the largest that a layer moves.
     rotated = num_heads + num_kv_heads
-    rows = qkv[:, :rotated].float()
+    rows = qkv[:, :rotated].float() if q_weight is None else norm(qkv[:, :rotated])
     if q_weight is not None:
-        q, k = rows[:, :num_heads], rows[:, num_heads:]
-        rows = torch.cat([norm(q, q_weight), norm(k, k_weight)], 1)
+        rows[:, :num_heads].mul_(q_weight.float() + offset)
+    if k_weight is not None:
+        rows[:, num_heads:].mul_(k_weight.float() + offset)
     first, second = rows.chunk(2, -1)
     cos, sin = cos[:, None], sin[:, None]
     low, high = out[:, :rotated].chunk(2, -1)
-    low.copy_(first * cos - second * sin)
-    high.copy_(second * cos + first * sin)
+    if out.dtype == torch.float32:
+        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=high).addcmul_(first, sin)
+    else:
+        low.copy_((first * cos).addcmul_(second, sin, value=-1))
+        high.copy_((second * cos).addcmul_(first, sin))
     if norm_v:
-        out[:, rotated:] = norm(qkv[:, qkv.shape[1] - num_kv_heads :], None)
+        out[:, rotated:] = norm(qkv[:, qkv.shape[1] - num_kv_heads :])
 
 
 @triton.jit
