@@ -203,13 +203,13 @@ def check_values(call: AttentionCall) -> None:
     context = call.seq_lens - q_lens
     end = context if call.paged_context else call.seq_lens
     block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
-    last = (end + block_size - 1) // block_size  # the block behind those that are seen
-    first = torch.zeros_like(last)
+    lowest = torch.zeros_like(end)
+    if call.sliding_window is not None:
+        lowest = (context - call.sliding_window + 1).clamp(min=0)
+    first, last = lowest // block_size, (end + block_size - 1) // block_size
     if call.sliding_window is None:
         last = last.clamp(max=width)
-    else:
-        first = (context - call.sliding_window + 1).clamp(min=0) // block_size
-    last = torch.where(q_lens > 0, last, first)
+    last = torch.where((q_lens > 0) & (lowest < end), last, first)
     span = torch.arange(max([0, *(last - first).tolist()]))
     block = first[:, None] + span
     pages = call.block_table.gather(1, block.long() % width)
