@@ -10,7 +10,9 @@ import pytest
 import quire.kernels
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "add-a-kernel.md"
-OPERATOR, HOME, TEST = re.findall(r"```(?:python title|text)[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL)
+OPERATOR, HOME, TEST = re.findall(
+    r"```(?:python title|text)[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL
+)
 [(NAME, MODULE)] = re.findall(r'"(\w+)": "([\w.]+)"', HOME)
 
 
