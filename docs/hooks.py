@@ -30,12 +30,14 @@ def public_names(package: str) -> dict[str, str]:
         (ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
     ).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if node.targets[0].id in ("__all__", "_HOME"):
-                found[node.targets[0].id] = ast.literal_eval(node.value)
+            name = node.targets[0].id
+            # ``[*_HOME]`` is the names of that table, which is in front of it.
+            if name == "_HOME" or (name == "__all__" and ast.unparse(node.value) != "[*_HOME]"):
+                found[name] = ast.literal_eval(node.value)
         elif isinstance(node, ast.ImportFrom) and node.level:
             homes |= dict.fromkeys((alias.name for alias in node.names), node.module or "")
     homes |= found.get("_HOME", {})
-    return {name: f"{package}.{homes[name]}.{name}" for name in found["__all__"]}
+    return {name: f"{package}.{homes[name]}.{name}" for name in found.get("__all__", homes)}
 
 
 def api(package: str) -> str:

@@ -1,79 +1,49 @@
 """Paged attention for full, sliding-window and latent layers, and what layers have around it:
 public names, loaded on first use.
 
-Importing this package imports neither torch nor Triton. Each operator is a folder with the same files: ``api`` (public functions: check
-once, choose the implementation by name, never fall back to another), ``triton_impl``, ``torch_impl`` (for CPU tensors), ``reference``
-(the oracle), ``call`` (the checked arguments) and, where there is a choice, ``configs`` (tile shapes). ``common`` holds what several share.
+Importing this package imports neither torch nor Triton. An operator is a file, or a folder whose
+``api`` has the public functions: they check once, choose the implementation by name, and never fall
+back to another. ``common`` holds what several share. docs/add-a-kernel.md adds one.
 """
 
 from importlib import import_module
 from typing import Any
 
+# Where each public name is defined. A new operator is one line.
 _HOME = {
     "IndexPages": "common.latent_pages",
     "LatentPages": "common.latent_pages",
-    "PoolPages": "page_copy.call",
+    "PoolPages": "pages",
     "attention_for": "attention.api",
     "collapse_streams": "hyper_connections.api",
-    "combine_experts": "routing.api",
+    "combine_experts": "layers.routing",
     "compress": "compressor.api",
     "compressed_attention": "compressed.api",
     "compressed_attention_workspace_numel": "compressed.api",
-    "copy_overlap": "overlap_copy.api",
+    "copy_overlap": "overlap",
     "expand_streams": "hyper_connections.api",
-    "expert_mlp": "experts.api",
+    "expert_mlp": "layers.experts",
     "flash_mla_with_kvcache": "compressed.flash_mla",
-    "gated_product": "gating.api",
-    "gather_pages": "page_copy.api",
+    "gated_product": "layers.gating",
+    "gather_pages": "pages",
     "index_topk": "indexer.api",
     "index_topk_workspace_numel": "indexer.api",
     "merge_partials": "attention.api",
     "mla_attention": "mla.api",
-    "norm_rope": "rotary.api",
+    "norm_rope": "layers.rope",
     "page_bytes": "common.latent_pages",
     "paged_attention": "attention.api",
-    "residual_norm": "norms.api",
-    "route_tokens": "routing.api",
-    "sample_tokens": "sampling.api",
-    "scatter_pages": "page_copy.api",
+    "residual_norm": "layers.norm",
+    "route_tokens": "layers.routing",
+    "sample_tokens": "layers.sampling",
+    "scatter_pages": "pages",
     "sliding_window_attention": "attention.api",
     "workspace_numel": "attention.api",
-    "write_kv": "cache_write.api",
+    "write_kv": "pages",
     "write_latent": "latent_write.api",
 }
 
-__all__ = [
-    "IndexPages",
-    "LatentPages",
-    "PoolPages",
-    "attention_for",
-    "collapse_streams",
-    "combine_experts",
-    "compress",
-    "compressed_attention",
-    "compressed_attention_workspace_numel",
-    "copy_overlap",
-    "expand_streams",
-    "expert_mlp",
-    "flash_mla_with_kvcache",
-    "gated_product",
-    "gather_pages",
-    "index_topk",
-    "index_topk_workspace_numel",
-    "merge_partials",
-    "mla_attention",
-    "norm_rope",
-    "page_bytes",
-    "paged_attention",
-    "residual_norm",
-    "route_tokens",
-    "sample_tokens",
-    "scatter_pages",
-    "sliding_window_attention",
-    "workspace_numel",
-    "write_kv",
-    "write_latent",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,11 @@ NOT_RUN = {
 }
 # Run by the tests of the adapters, where these are (`tests.support.models.page_blocks`).
 NOT_RUN.add('python title="needs transformers"')
+# Run by `tests/kernels/test_add_a_kernel.py`.
+NOT_RUN |= {
+    'python title="kernels/layers/mean_pool.py"',
+    'python title="tests/kernels/layers/test_mean_pool.py"',
+}
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"

@@ -268,7 +268,7 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch
     Returns:
         out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
 
-    Source: as ``quire.kernels.attention.reference``, with which a test compares it.
+    Source: as ``tests/kernels/oracles/attention.py``, with which a test compares it.
     """
     case, shape = problem.case, problem.case.shape
     lowest = problem.lowest_visible(seq)

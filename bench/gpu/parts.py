@@ -17,7 +17,7 @@ JOBS = 12  # processes that compile
 # device: random cases, which each would be compiled for, and refused arguments.
 ATTENTION_TESTS = """
     tests/kernels/attention/test_attention.py tests/kernels/attention/test_fp8.py
-    tests/kernels/cache_write/test_write_and_merge.py tests/gpu/test_gpu_attention.py
+    tests/kernels/attention/test_merge.py tests/gpu/test_gpu_attention.py
     tests/gpu/test_gpu_launch.py
 """
 V4_TESTS = """
@@ -42,32 +42,15 @@ V4_TESTS = """
 # What models have around attention.
 OPERATOR_TESTS = """
     tests/gpu/test_gpu_page_copy.py tests/gpu/test_gpu_sampling.py
-    tests/kernels/gating/test_gated_product.py::test_gated_product
-    tests/kernels/gating/test_gated_product.py::test_numbers_that_overflow_an_exponential
-    tests/kernels/gating/test_gated_product.py::test_only_the_result_is_written
     tests/kernels/hyper_connections/test_hyper_connections.py::test_collapse
     tests/kernels/hyper_connections/test_hyper_connections.py::test_expand
     tests/kernels/hyper_connections/test_hyper_connections.py::test_no_part_of_fn_is_lost
     tests/kernels/hyper_connections/test_hyper_connections.py::test_no_token_reads_the_rows_of_another
     tests/kernels/hyper_connections/test_hyper_connections.py::test_padding_rows
     tests/kernels/hyper_connections/test_hyper_connections.py::test_rows_are_added_in_their_order
-    tests/kernels/norms/test_residual_norm.py::test_residual_norm
-    tests/kernels/norms/test_residual_norm.py::test_only_the_rows_are_written
-    tests/kernels/norms/test_residual_norm.py::test_the_norm_is_that_of_the_rounded_residual
-    tests/kernels/norms/test_residual_norm.py::test_the_result_may_take_the_place_of_x
-    tests/kernels/overlap_copy/test_overlap_copy.py::test_copy_overlap
-    tests/kernels/overlap_copy/test_overlap_copy.py::test_nan_stays_where_it_is
-    tests/kernels/overlap_copy/test_overlap_copy.py::test_padding_rows
-    tests/kernels/page_copy/test_page_copy.py::test_copy
-    tests/kernels/page_copy/test_page_copy.py::test_pages_come_back_as_they_were
-    tests/kernels/rotary/test_norm_rope.py::test_a_head_without_frequencies_stays_where_it_is
-    tests/kernels/rotary/test_norm_rope.py::test_norm_rope
-    tests/kernels/rotary/test_norm_rope.py::test_only_the_heads_are_written
-    tests/kernels/routing/test_routing.py::test_combine
-    tests/kernels/routing/test_routing.py::test_equal_scores
-    tests/kernels/routing/test_routing.py::test_padding_rows
-    tests/kernels/routing/test_routing.py::test_route
-    tests/kernels/sampling/test_sampling.py
+    tests/kernels/layers/test_gating.py tests/kernels/layers/test_norm.py
+    tests/kernels/layers/test_rope.py tests/kernels/layers/test_routing.py
+    tests/kernels/layers/test_sampling.py tests/kernels/pages
 """
 # One asks transformers, of which a borrowed machine may have a version without these models.
 ENGINE_TESTS = """
@@ -76,7 +59,7 @@ ENGINE_TESTS = """
     tests/models/engine/test_replays.py
     tests/models/engine/test_tiering.py::test_conversations_in_a_pool_that_is_too_small
     tests/models/engine/test_tiering.py::test_pages_come_back_as_they_left
-    tests/models/layers/test_fp8_cache.py tests/kernels/experts/test_expert_mlp.py::test_order
+    tests/models/layers/test_fp8_cache.py tests/kernels/layers/test_experts.py::test_order
 """
 
 

@@ -10,9 +10,10 @@ page of block b of sequence s: a linear table has b < width, so the modulo chang
 table (window layers) reuses its entries. Without a window the table is taken for linear: where
 ``seq_lens`` reach past its last entry, that entry stands for all blocks behind. A sequence has fewer than 2**30 tokens.
 
-Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"``
-refuses it. Triton's own interpreter (TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as
-bit patterns (seen in 3.7 to 3.9): give it fp32 or fp16.
+Values in device memory are not looked at: a wrong page id reads what lies there. On a CPU, and with
+``impl="torch"``, wrong page ids, lengths and prefix sums are refused. Triton's own interpreter
+(TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns (seen in 3.7 to 3.9):
+give it fp32 or fp16.
 
 What a call writes (``out``, ``lse``, ``workspace``, pages) may share memory with nothing else that
 it is given. Nothing is differentiated: results have no gradient, whatever the arguments require.
@@ -28,7 +29,7 @@ import torch
 
 from ..common import checks
 from ..common.impls import implementation
-from .call import AttentionCall, check_attention, check_merge
+from .call import AttentionCall, check_attention, check_merge, check_values
 from .tiles import plan_decode
 
 
@@ -111,7 +112,8 @@ def paged_attention(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs *
-            max_seqlen_q < num_tokens on the decode path.
+            max_seqlen_q < num_tokens on the decode path; on a CPU and with torch, a page id, a
+            length or prefix sums that cannot be.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online
@@ -331,6 +333,9 @@ def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
     call = check_attention(call)
     if chosen == "triton":
         from .triton_impl import attention
+
+        if checks.is_readable(call.q):
+            check_values(call)
     else:
         from .torch_impl import attention
     return attention(call)

@@ -8,14 +8,18 @@ import torch
 
 from ..common.checks import (
     MAX_TILE,
+    MAX_TOKENS,
     MODEL_DTYPES,
     check_pages,
     check_scales,
     expect_apart,
     expect_head_dim,
+    expect_ids,
     expect_int,
+    expect_offsets,
     expect_positive,
     expect_tensor,
+    expect_values,
     scale_kind,
     softmax_factor,
     window_tokens,
@@ -122,6 +126,7 @@ def check_attention(call: AttentionCall) -> AttentionCall:
             f"q: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
         )
     expect_tensor("seq_lens", call.seq_lens, (None,), torch.int32, device=device)
+    expect_values("seq_lens", call.seq_lens, -MAX_TOKENS, MAX_TOKENS - 1)
     num_seqs = call.seq_lens.shape[0]
     expect_tensor("cu_seqlens_q", call.cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
     expect_tensor("block_table", call.block_table, (num_seqs, None), torch.int32, device=device)
@@ -184,3 +189,28 @@ def check_attention(call: AttentionCall) -> AttentionCall:
         k_scale=float(k_scale) if isinstance(k_scale, int) else k_scale,
         v_scale=float(v_scale) if isinstance(v_scale, int) else v_scale,
     )
+
+
+def check_values(call: AttentionCall) -> None:
+    """Check what the tensors of a checked call on a CPU hold: prefix sums, and the pages that
+    queries see.
+
+    Raises:
+        ValueError: as ``quire.kernels.paged_attention``.
+    """
+    expect_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.q.shape[0])
+    q_lens = call.cu_seqlens_q.diff()
+    context = call.seq_lens - q_lens
+    end = context if call.paged_context else call.seq_lens
+    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
+    lowest = torch.zeros_like(end)
+    if call.sliding_window is not None:
+        lowest = (context - call.sliding_window + 1).clamp(min=0)
+    first, last = lowest // block_size, (end + block_size - 1) // block_size
+    if call.sliding_window is None:
+        last = last.clamp(max=width)
+    last = torch.where((q_lens > 0) & (lowest < end), last, first)
+    span = torch.arange(max([0, *(last - first).tolist()]))
+    block = first[:, None] + span
+    pages = call.block_table.gather(1, block.long() % width)
+    expect_ids("block_table", pages[block < last[:, None]], call.k_pages.shape[0])

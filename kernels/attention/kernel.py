@@ -96,7 +96,8 @@ def _load_page(source, tile, more, ring, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.c
         else:
             block = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
         block = block % source.width if ring else tl.minimum(block, source.width - 1)
-        page = tl.load(source.table + block, mask=more, other=0)
+        # Not ``more`` itself: in Triton 3.9's interpreter a scalar is no mask of a vector.
+        page = tl.load(source.table + block, mask=block < tl.where(more, source.width, 0), other=0)
     return page
 
 

@@ -33,7 +33,6 @@ class Arch:
             for another format, e4m3fnuz.
         fp32_products: the ``input_precision`` by which products of fp32 lose 2^-22 of themselves at
             most: three products of tf32, or those of fp32.
-        grouped_products: whether torch has a kernel for the products of several experts at once.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Arch:
     lanes: int = 32
     widens_e4m3: bool = False
     fp32_products: Literal["tf32x3", "ieee"] = "ieee"
-    grouped_products: bool = False
 
     @property
     def target(self) -> tuple[str, int | str, int]:
@@ -66,7 +64,7 @@ _AMPERE = Arch("sm_80", "nvidia", "medium", "mma", 163 << 10, fp32_products="tf3
 _SMALL = replace(_AMPERE, name="sm_86", tiles="small", shared_memory=99 << 10)
 _HOPPER = replace(
     _AMPERE, name="sm_90", tiles="hopper", matrix="wgmma", shared_memory=227 << 10,
-    widens_e4m3=True, grouped_products=True,
+    widens_e4m3=True,
 )  # fmt: skip
 _BLACKWELL = replace(_HOPPER, name="sm_100", tiles="blackwell", matrix="tcgen05")
 _CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, lanes=64)
@@ -100,7 +98,7 @@ def _nvidia(name: str, major: int, minor: int) -> Arch:
     if major == 9:
         return replace(_HOPPER, name=name)
     if major in (10, 11):
-        return replace(_BLACKWELL, name=name, grouped_products=major == 10)
+        return replace(_BLACKWELL, name=name)
     if major == 8 and minor in (0, 7):
         return replace(_AMPERE, name=name)
     ada_or_later = major > 8 or (major == 8 and minor == 9)

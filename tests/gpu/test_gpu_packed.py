@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, bounding, rounded
-from quire.kernels.experts import reference
-from quire.kernels.gating.reference import gated_product
 from quire.models.layers.basic import linear_fp32
 from quire.models.layers.moe import PackedExperts
 from tests.gpu.conftest import DRY_RUN
+from tests.kernels.oracles import experts as reference
+from tests.kernels.oracles.gating import gated_product
 from tests.support.helpers import DEVICE, assert_within_budget
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from quire.bench.common.bounds import bounding
 from quire.bench.kernels import __main__ as kernels
 from quire.bench.peers.attention import quire_calls
 from quire.bench.peers.peer import Peer
-from quire.kernels.attention import reference
 from quire.kernels.attention.call import AttentionCall
+from tests.kernels.oracles import attention as reference
 from tests.support.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")

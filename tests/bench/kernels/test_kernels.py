@@ -19,9 +19,9 @@ from quire.bench.kernels import __main__ as kernels
 from quire.bench.peers.attention import find_peers
 from quire.bench.peers.folder import unpack
 from quire.bench.peers.peer import Peer, Unsupported
-from quire.kernels.attention import reference
 from quire.kernels.attention.call import AttentionCall
 from quire.models.config.named import get_config
+from tests.kernels.oracles import attention as reference
 from tests.support.forked import printed
 from tests.support.helpers import assert_equal_in_float64
 

@@ -9,10 +9,10 @@ import torch
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.tiles import select_config
-from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import e4m3
 from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
+from tests.kernels.oracles import write_kv as reference_write
 from tests.support.helpers import (
     DEVICE,
     NAN,

@@ -28,7 +28,6 @@ def test_names(name, tiles, matrix, kib):
     assert arch.register_limit(80) == ({"maxnreg": 80} if nvidia else {})
     assert arch.widens_e4m3 == (name in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121", "gfx950"))  # fmt: skip
     assert arch.fp32_products == ("tf32x3" if nvidia else "ieee")
-    assert arch.grouped_products == (name in ("sm_90", "sm_100", "sm_103"))
 
 
 def test_what_rocm_adds_to_a_name_is_left_out():

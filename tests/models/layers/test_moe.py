@@ -1,4 +1,4 @@
-"""The sum over a token's experts; what each gives is tested in `tests/kernels/experts`."""
+"""The sum over a token's experts; what each gives is tested in `tests/kernels/layers/test_experts.py`."""
 
 import pytest
 import torch

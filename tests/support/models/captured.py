@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from quire.kernels.attention import api
 from quire.kernels.common import checks, launching
 from quire.models.deepseek_v4 import attention as v4_attention
+from quire.models.deepseek_v4 import model as v4_model
 from quire.models.deepseek_v4 import mtp
 from quire.models.engine import distributions, graphs, sampler
 from quire.models.engine.engine import Engine
@@ -43,6 +44,7 @@ KERNELS = {
     distributions: ("sample_tokens",),
     mtp: ("sample_tokens",),
     moe: ("expert_mlp",),
+    v4_model: ("expert_mlp",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")

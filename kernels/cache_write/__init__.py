@@ -1,1 +1,0 @@
-"""The write of key and value rows to pages."""

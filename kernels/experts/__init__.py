@@ -1,1 +1,0 @@
-"""Mixture of experts: the gated MLPs that tokens go to, as grouped products."""

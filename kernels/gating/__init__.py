@@ -1,1 +1,0 @@
-"""The gated product of an MLP: activation(gate) * up."""

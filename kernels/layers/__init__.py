@@ -1,0 +1,1 @@
+"""Operators around attention, a file each: checks, plain torch, kernel and launch."""

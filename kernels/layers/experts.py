@@ -1,0 +1,464 @@
+"""The MLPs of experts in three kernels, none of which asks the host for anything.
+
+1. order: rows (a token once for each of its experts) sorted by expert, and the tiles of BLOCK_M of
+   an expert's rows. A program takes one expert: it counts the rows of lower experts and its own,
+   which says where its rows begin, and then writes them there, first token first. Where its tiles
+   are listed follows from the same two numbers. So the list has gaps, whose entries say 0 rows.
+2. gate_up: a tile's rows times rows of gate and up in turns, so that both sums of a pair end in one
+   thread; bias and gated product before anything is stored.
+3. down: the products times the second matrix, stored at the rows' places before they were sorted.
+
+Quantized weights are widened in registers, on their way to the product. Decode is bound by the
+weights of the experts, of which each is read once for up to BLOCK_M rows.
+
+Layout: order int32: [num_rows] rows sorted by expert, then [num_tiles, 3] of expert, first sorted
+row, and number of rows. gated [num_rows, width], sorted.
+
+Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``; OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launching, strided
+from ..common.checks import E4M3, MODEL_DTYPES, expect_int, expect_tensor, expect_values
+from ..common.dequantize import DEQUANTIZE
+from ..common.impls import implementation
+from ..common.tile_shapes import MAX_REGISTERS
+from ..common.tiles import halve_e4m3
+from .gating import check_options, gated_torch
+from .gating import gated as gated_values
+
+# Rows and columns of a block that shares a scale, in e4m3; columns that do, in e2m1.
+FP8_BLOCK = tl.constexpr(128)
+FP4_GROUP = tl.constexpr(32)
+# Rows that a program of the first kernel looks at together, and its warps.
+CHUNK, ORDER_WARPS = 1024, 8
+ENTRY = tl.constexpr(3)
+# Powers of two that fp16's bias of 15 has too little for e2m1 (1) and e4m3 (7).
+E2M1_FACTOR = tl.constexpr(2.0**14)
+E4M3_FACTOR = tl.constexpr(2.0**8)
+
+
+class Tile(NamedTuple):
+    """Launch choices of both products."""
+
+    block_m: int  # rows of an expert
+    block_n: int  # rows of its matrix; a multiple of 2, as gate and up come in pairs
+    block_k: int  # columns of its matrix; a power of two in 32..128
+    num_warps: int
+    num_stages: int
+
+
+# For up to 16 rows of an expert, and for more. Decode has many small programs, each with some tiles
+# of weights on their way. No matrix instruction multiplies fp32, but with 64 rows Triton 3.7.1
+# takes that of tf32 on sm_100 for dequantized weights, whatever input_precision says.
+TILES = {
+    "plain": (Tile(16, 32, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
+    "packed": (Tile(16, 64, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
+    "fp32": (Tile(16, 32, 32, 4, 3), Tile(32, 64, 32, 8, 2)),
+}
+
+
+def select_tile(num_rows: int, num_experts: int, dtype_bytes: int, packed: bool) -> Tile:
+    """Tile of both products.
+
+    Args:
+        num_rows: of all experts together, num_tokens * k.
+        num_experts: those that there are.
+        dtype_bytes: of a value of x, 2 or 4.
+        packed: whether the weights are quantized.
+    """
+    few, many = TILES["fp32" if dtype_bytes == 4 else "packed" if packed else "plain"]
+    return few if num_rows <= 16 * num_experts else many
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    activation: str,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """What each expert of each token gives, for ``combine_experts`` or ``expand_streams`` to add up::
+
+        gate, up = gate_up[e] x + gate_up_bias[e]
+        row      = down[e] gated_product(gate, up) + down_bias[e]
+
+    with fp32 sums; the gated product is rounded to the dtype of x, and so is the row.
+
+    Weights are in the dtype of x, or quantized: e4m3 with a scale for each block of 128 x 128, or
+    e2m1 (fp4, MXFP4), two values a byte, the earlier one in the low bits, with an E8M0 scale byte
+    for each 32 columns. A quantized weight times its scale is rounded to the dtype of x before it
+    is multiplied. Of a quantized weight no value and no scale may be NaN.
+
+    A row depends on its token, on its expert and on the tile shape, which goes by the number of
+    tokens; never on what other tokens hold or choose.
+
+    Args:
+        x: [num_tokens, hidden_size] bf16, fp16 or fp32, last stride 1.
+        ids: [num_tokens, k] int64 in 0..num_experts - 1, last stride 1.
+        gate_up: [num_experts, 2, width, hidden_size], the gate first, of any strides: gate and up
+            rows may lie in turns, and matrices transposed. e4m3: last stride 1. uint8 (e2m1):
+            [num_experts, 2, width, hidden_size / 2], last stride 1.
+        down: [num_experts, hidden_size, width], or as above.
+        activation, limit, alpha, up_offset: as in ``gated_product``.
+        gate_up_scale: of e4m3 [num_experts, 2, ceil(width / 128), ceil(hidden_size / 128)] fp32, of
+            e2m1 [num_experts, 2, width, hidden_size / 32] uint8; None for plain weights.
+        down_scale: the same of [hidden_size, width].
+        gate_up_bias: [num_experts, 2, width] bf16, fp16 or fp32, of any strides; None = 0.
+        down_bias: [num_experts, hidden_size] of these dtypes; None = 0.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors), a loop over
+            experts that reads the choices on the host.
+
+    Returns:
+        [num_tokens * k, hidden_size] in the dtype of x, the rows of a token one after another.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, an
+            expert that there is not.
+        NotImplementedError: Triton with a matrix of 2**31 elements or more.
+
+    Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP
+        Microscaling Formats 1.0.
+    """
+    chosen = implementation(impl, x)
+    _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
+    check_options(activation, limit, alpha, up_offset)
+    if chosen == "torch":
+        return _torch(
+            x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias,
+            (activation, limit, alpha, up_offset),
+        )  # fmt: skip
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if weight.stride(0) >= 2**31:  # rows of a matrix are addressed with 32 bits
+            raise NotImplementedError(
+                f"{name}: matrices of < 2**31 elements are supported, got {weight.stride()}"
+            )
+    hidden, top_k, (num_experts, _, width, _) = x.shape[1], ids.shape[1], gate_up.shape
+    num_rows, kind = ids.numel(), weight_format(gate_up)
+    tile = select_tile(num_rows, num_experts, x.element_size(), kind != "plain")
+    most_tiles = num_rows // tile.block_m + num_experts
+    num_tiles = min(num_rows, most_tiles)
+    order = ids.new_empty(num_rows + ENTRY.value * num_tiles, dtype=torch.int32)
+    gated = x.new_empty(num_rows, width)
+    out = x.new_empty(num_rows, hidden)
+    if kind == "fp8":  # Triton refuses the type where no instruction converts it
+        gate_up, down = gate_up.view(torch.uint8), down.view(torch.uint8)
+    options = dict(
+        HIDDEN=hidden,
+        WIDTH=width,
+        FORMAT=kind,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **launching.arch_and_sms(x)[0].register_limit(MAX_REGISTERS),
+    )
+    with torch.cuda.device_of(x):
+        launching.launch(
+            _order_kernel,
+            (num_experts if num_rows else 0,),
+            ids=strided.matrix(ids),
+            order=order,
+            num_rows=num_rows,
+            block_m=tile.block_m,
+            by_row=int(num_rows <= most_tiles),
+            TOP_K=top_k,
+            CHUNK=CHUNK,
+            num_warps=ORDER_WARPS,
+        )
+        launching.launch(
+            _gate_up_kernel,
+            (triton.cdiv(2 * width, tile.block_n), num_tiles),
+            x=strided.matrix(x),
+            order=order,
+            gate_up=strided.matrices(gate_up),
+            gate_up_scale=strided.matrices(gate_up_scale),
+            gate_up_bias=strided.matrices(gate_up_bias, columns=False),
+            gated=gated,
+            limit=None if limit is None else float(limit),
+            alpha=float(alpha),
+            up_offset=float(up_offset),
+            num_rows=num_rows,
+            TOP_K=top_k,
+            INTERLEAVED=gate_up.stride(2) == 2 * gate_up.stride(1),
+            GELU=activation == "gelu_tanh",
+            **options,
+        )
+        launching.launch(
+            _down_kernel,
+            (triton.cdiv(hidden, tile.block_n), num_tiles),
+            gated=gated,
+            order=order,
+            down=strided.matrices(down, parts=False),
+            down_scale=strided.matrices(down_scale, parts=False),
+            down_bias=None if down_bias is None else strided.cells(down_bias),
+            out=out,
+            num_rows=num_rows,
+            **options,
+        )
+    return out
+
+
+def weight_format(weight: torch.Tensor) -> str:
+    """How the values of a weight are stored: "plain", "fp8" or "fp4"."""
+    return {E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
+
+
+def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias) -> None:
+    expect_tensor("x", x, (None, None), MODEL_DTYPES)
+    num_tokens, hidden = x.shape
+    expect_int("x: hidden_size", hidden, 1)
+    expect_tensor("ids", ids, (num_tokens, None), torch.int64, device=x.device)
+    expect_int("ids: k", ids.shape[1], 1)
+    stored = (x.dtype, E4M3, torch.uint8)
+    expect_tensor("gate_up", gate_up, (None, 2, None, None), stored, any_stride=True)
+    num_experts, _, width, _ = gate_up.shape
+    expect_int("gate_up: num_experts", num_experts, 1)
+    expect_int("gate_up: width", width, 1)
+    _check_weight("gate_up", gate_up, gate_up_scale, (num_experts, 2), width, hidden, x)
+    expect_tensor("down", down, (None, None, None), gate_up.dtype, any_stride=True)
+    _check_weight("down", down, down_scale, (num_experts,), hidden, width, x)
+    for name, bias, shape in (
+        ("gate_up_bias", gate_up_bias, (num_experts, 2, width)),
+        ("down_bias", down_bias, (num_experts, hidden)),
+    ):
+        if bias is not None:
+            expect_tensor(name, bias, shape, MODEL_DTYPES, device=x.device, any_stride=True)
+    expect_values("ids", ids, 0, num_experts - 1)
+
+
+def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
+    """Check a stack of matrices [*lead, rows, columns] and its scale."""
+    kind, group, block = weight_format(weight), FP4_GROUP.value, FP8_BLOCK.value
+    if kind == "fp4" and columns % group:
+        raise ValueError(
+            f"{name}: expected rows of a multiple of {group} values in uint8, got {columns}"
+        )
+    shape = (*lead, rows, columns // 2 if kind == "fp4" else columns)
+    plain = kind == "plain"
+    expect_tensor(name, weight, shape, weight.dtype, device=x.device, any_stride=plain)
+    if kind == "plain":
+        if scale is not None:
+            raise ValueError(f"{name}_scale: expected None with plain weights, got a tensor")
+    elif kind == "fp8":
+        blocks = (*lead, -(-rows // block), -(-columns // block))
+        expect_tensor(f"{name}_scale", scale, blocks, torch.float32, device=x.device)
+    else:
+        groups = (*lead, rows, columns // group)
+        expect_tensor(f"{name}_scale", scale, groups, torch.uint8, device=x.device)
+
+
+@torch.no_grad()
+def _torch(
+    x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, options
+) -> torch.Tensor:
+    kind = weight_format(gate_up)
+
+    def product(rows, weight, scale, bias, *index):
+        matrix = weight[index]
+        if scale is not None:
+            matrix = DEQUANTIZE[kind](matrix, scale[index], x.dtype)
+        sums = rows @ matrix.T
+        return sums if bias is None else (sums + bias[index]).to(x.dtype)
+
+    flat = ids.flatten()
+    out = x.new_empty(len(flat), x.shape[1])
+    for expert in flat.unique().tolist():
+        rows = (flat == expert).nonzero()[:, 0]
+        of_expert = x[rows // ids.shape[1]]
+        gate = product(of_expert, gate_up, gate_up_scale, gate_up_bias, expert, 0)
+        up = product(of_expert, gate_up, gate_up_scale, gate_up_bias, expert, 1)
+        gated = gated_torch(gate, up, *options)
+        out[rows] = product(gated, down, down_scale, down_bias, expert)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "block_m", "by_row"])
+def _order_kernel(
+    ids, order, num_rows, block_m, by_row,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    below = tl.zeros([CHUNK], tl.int32)
+    own = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, num_rows, CHUNK):
+        row = first + lane
+        cells = ids.data + (row // TOP_K).to(tl.int64) * ids.stride_row + row % TOP_K
+        chosen = tl.load(cells, mask=row < num_rows, other=expert + 1)
+        below += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    start = tl.sum(below, 0)
+    count = tl.sum(own, 0)
+    if count > 0:
+        seen = start
+        for first in range(0, num_rows, CHUNK):
+            row = first + lane
+            cells = ids.data + (row // TOP_K).to(tl.int64) * ids.stride_row + row % TOP_K
+            mine = tl.load(cells, mask=row < num_rows, other=expert + 1) == expert
+            place = tl.cumsum(mine.to(tl.int32), 0)
+            tl.store(order + seen + place - 1, row, mask=mine)
+            seen += tl.sum(mine.to(tl.int32), 0)
+    # A tile is listed at its first sorted row, or where that is shorter at start // block_m +
+    # expert + its number: those of the next expert come behind, however many rows this one has.
+    if by_row == 1:
+        base, end, step = start, start + count, block_m
+    else:
+        base, end, step = start // block_m + expert, (start + count) // block_m + expert + 1, 1
+    for first in range(base, end, CHUNK):
+        entry = first + lane
+        done = (entry - base) // step * block_m
+        real = (done < count) & ((entry - base) % step == 0)
+        rows = tl.where(real, tl.minimum(count - done, block_m), 0)
+        cells = order + num_rows + ENTRY * entry
+        tl.store(cells, expert, mask=entry < end)
+        tl.store(cells + 1, start + done, mask=entry < end)
+        tl.store(cells + 2, rows, mask=entry < end)
+
+
+@triton.jit
+def _widen_e2m1(packed, exponents, dtype: tl.constexpr):
+    """Bytes of two e2m1 values [N, K / 2], scale bytes [N, K / 32]: their products [N, K]."""
+    bits = packed.to(tl.uint16)
+    bits = tl.join(bits & 15, bits >> 4)
+    half = ((bits & 8) << 12) | ((bits & 7) << 9)
+    values = half.to(tl.float16, bitcast=True).to(tl.float32) * E2M1_FACTOR
+    # Byte 0 stands for 2^-127, which is a subnormal number.
+    scale = tl.maximum(exponents.to(tl.uint32) << 23, 0x400000).to(tl.float32, bitcast=True)
+    N: tl.constexpr = packed.shape[0]
+    GROUPS: tl.constexpr = exponents.shape[1]
+    values = values.reshape(N, GROUPS, FP4_GROUP) * scale[:, :, None]
+    return values.reshape(N, GROUPS * FP4_GROUP).to(dtype)
+
+
+@triton.jit
+def _multiply(
+    rows, live, matrix, scale, real, stride_column, scale_stride,
+    SIZE: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N] fp32: rows times the rows of a matrix, over SIZE columns.
+
+    rows, matrix: pointers to rows [BLOCK_M] and [BLOCK_N], of which ``live`` and ``real`` say which
+        are there. scale: pointers [BLOCK_N] to the scales of the matrix' rows.
+    """
+    dtype = rows.dtype.element_ty
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, SIZE, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = (k < SIZE)[None, :]
+        a = tl.load(rows[:, None] + k[None, :], mask=live[:, None] & inside, other=0.0)
+        if FORMAT == "fp4":
+            byte = first // 2 + tl.arange(0, BLOCK_K // 2)
+            there = real[:, None] & (byte < SIZE // 2)[None, :]
+            packed = tl.load(matrix[:, None] + byte[None, :], mask=there, other=0)
+            group = first // FP4_GROUP + tl.arange(0, BLOCK_K // FP4_GROUP)
+            there = real[:, None] & (group < SIZE // FP4_GROUP)[None, :]
+            exponents = tl.load(scale[:, None] + group[None, :], mask=there, other=0)
+            b = tl.trans(_widen_e2m1(packed, exponents, dtype))
+        elif FORMAT == "fp8":
+            bits = tl.load(matrix[:, None] + k[None, :], mask=real[:, None] & inside, other=0)
+            half = halve_e4m3(bits, HARDWARE=False)
+            factor = tl.load(scale + first // FP8_BLOCK * scale_stride, mask=real, other=0.0)
+            b = tl.trans((half.to(tl.float32) * E4M3_FACTOR * factor[:, None]).to(dtype))
+        else:
+            # Loaded as it is multiplied: a transposed load would not be copied ahead.
+            cells = matrix[None, :] + k[:, None] * stride_column
+            b = tl.load(cells, mask=(k < SIZE)[:, None] & real[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_up_kernel(
+    x, order, gate_up, gate_up_scale, gate_up_bias, gated, limit, alpha, up_offset, num_rows,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part, tile = tl.program_id(0), tl.program_id(1)
+    entry = order + num_rows + ENTRY * tile
+    count = tl.load(entry + 2)
+    if count == 0:
+        return
+    expert, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    m = tl.arange(0, BLOCK_M)
+    live = m < count
+    token = tl.load(order + start + m, mask=live, other=0) // TOP_K
+    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < 2 * WIDTH
+    matrix = gate_up.data + expert * gate_up.stride_matrix
+    if INTERLEAVED:  # the compiler sees that rows in turns are adjacent
+        matrix += n * gate_up.stride_part
+    else:
+        matrix += n % 2 * gate_up.stride_part + n // 2 * gate_up.stride_row
+    scale, scale_stride = None, 0
+    if FORMAT != "plain":
+        block = n // 2 // FP8_BLOCK if FORMAT == "fp8" else n // 2
+        scale = gate_up_scale.data + expert * gate_up_scale.stride_matrix
+        scale += n % 2 * gate_up_scale.stride_part + block * gate_up_scale.stride_row
+        scale_stride = gate_up_scale.stride_column
+    acc = _multiply(
+        x.data + token.to(tl.int64) * x.stride_row, live, matrix, scale, real,
+        gate_up.stride_column, scale_stride, HIDDEN, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if gate_up_bias is not None:
+        cells = gate_up_bias.data + expert * gate_up_bias.stride_matrix
+        cells += n % 2 * gate_up_bias.stride_part + n // 2 * gate_up_bias.stride_row
+        acc += tl.load(cells, mask=real, other=0.0).to(tl.float32)[None, :]
+    gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
+    made = gated_values(gate, up, limit, alpha, up_offset, GELU)
+    n = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    cells = gated + (start + m).to(tl.int64)[:, None] * WIDTH + n[None, :]
+    tl.store(cells, made.to(gated.dtype.element_ty), mask=live[:, None] & (n < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _down_kernel(
+    gated, order, down, down_scale, down_bias, out, num_rows,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part, tile = tl.program_id(0), tl.program_id(1)
+    entry = order + num_rows + ENTRY * tile
+    count = tl.load(entry + 2)
+    if count == 0:
+        return
+    expert, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    m = tl.arange(0, BLOCK_M)
+    live = m < count
+    row = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
+    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    real = n < HIDDEN
+    matrix = down.data + expert * down.stride_matrix + n * down.stride_row
+    scale, scale_stride = None, 0
+    if FORMAT != "plain":
+        block = n // FP8_BLOCK if FORMAT == "fp8" else n
+        scale = down_scale.data + expert * down_scale.stride_matrix + block * down_scale.stride_row
+        scale_stride = down_scale.stride_column
+    acc = _multiply(
+        gated + (start + m).to(tl.int64) * WIDTH, live, matrix, scale, real,
+        down.stride_column, scale_stride, WIDTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if down_bias is not None:
+        cells = down_bias.data + expert * down_bias.stride_row + n * down_bias.stride_column
+        acc += tl.load(cells, mask=real, other=0.0).to(tl.float32)[None, :]
+    cells = out + row[:, None] * HIDDEN + n[None, :]
+    tl.store(cells, acc.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])

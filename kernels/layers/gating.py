@@ -1,0 +1,169 @@
+"""The gated product of an MLP in one pass, element by element.
+
+One program takes a piece of a row. Memory bounds it: each element is read once and written once.
+
+Source: GLU variants (arXiv 2002.05202).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ..common import launching, strided
+from ..common.checks import (
+    MODEL_DTYPES,
+    expect_apart,
+    expect_number,
+    expect_positive,
+    expect_tensor,
+)
+from ..common.impls import implementation
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+BLOCK = 1024
+# 2 * sqrt(2 / pi)
+GELU_FACTOR = tl.constexpr(1.5957691216057308)
+
+
+def gated_product(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    activation: str,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    up_offset: float = 0.0,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """What an MLP hands to its second matrix::
+
+        activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
+
+        silu(x)      = x / (1 + exp(-alpha x))
+        gelu_tanh(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+
+    in fp32, rounded once.
+
+    Args:
+        gate, up: [num_rows, width] bf16, fp16 or fp32, of any strides: the two halves of a merged
+            product's rows, or their even and odd columns.
+        activation: "silu" or "gelu_tanh".
+        limit: > 0, in 2**-30 .. 2**30; None = no clamp. gpt-oss has 7.
+        alpha: of silu, in 2**-30 .. 2**30. gpt-oss has 1.702.
+        up_offset: gpt-oss has 1.
+        out: [num_rows, width] of gate's dtype, last stride 1; None = new memory.
+        impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above.
+
+    Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
+    """
+    chosen = implementation(impl, gate)
+    expect_tensor("gate", gate, (None, None), MODEL_DTYPES, any_stride=True)
+    shape, dtype, device = tuple(gate.shape), gate.dtype, gate.device
+    expect_tensor("up", up, shape, dtype, device=device, any_stride=True)
+    check_options(activation, limit, alpha, up_offset)
+    if out is not None:
+        expect_tensor("out", out, shape, dtype, device=device)
+        expect_apart("out", out)
+    if chosen == "torch":
+        made = gated_torch(gate, up, activation, limit, alpha, up_offset)
+        return made if out is None else out.copy_(made)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    num_rows, width = shape
+    with torch.cuda.device_of(gate):
+        launching.launch(
+            _gated_product_kernel,
+            (num_rows, triton.cdiv(width, BLOCK)),
+            gate=strided.cells(gate),
+            up=strided.cells(up),
+            out=strided.matrix(out),
+            limit=None if limit is None else float(limit),
+            alpha=float(alpha),
+            up_offset=float(up_offset),
+            width=width,
+            GELU=activation == "gelu_tanh",
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return out
+
+
+def check_options(activation: str, limit: float | None, alpha: float, up_offset: float) -> None:
+    """Check the host values of a gated product; ValueError as in ``gated_product``."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {list(ACTIVATIONS)}, got {activation!r}")
+    if limit is not None:
+        expect_positive("limit", limit)
+    expect_positive("alpha", alpha)
+    if activation != "silu" and alpha != 1:
+        raise ValueError(f"alpha: expected 1 with {activation!r}, got {alpha!r}")
+    expect_number("up_offset", up_offset)
+
+
+@torch.no_grad()
+def gated_torch(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    limit: float | None,
+    alpha: float,
+    up_offset: float,
+) -> torch.Tensor:
+    """``gated_product`` of checked arguments in plain torch."""
+    dtype = gate.dtype
+    gate, up = gate.float(), up.float()
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "gelu_tanh":
+        active = F.gelu(gate, approximate="tanh")
+    elif alpha == 1:
+        active = F.silu(gate)
+    else:
+        active = torch.sigmoid(alpha * gate).mul_(gate)
+    return active.mul_(up + up_offset if up_offset else up).to(dtype)
+
+
+@triton.jit
+def gated(g, u, limit, alpha, up_offset, GELU: tl.constexpr):
+    """The product of a gate ``g`` and ``u``, both fp32; limit: None for no clamp.
+
+    gelu_tanh(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which has no cancellation as
+    1 + tanh has.
+    """
+    if limit is not None:
+        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+    if GELU:
+        inner = GELU_FACTOR * (g + 0.044715 * g * g * g)
+    else:
+        inner = g * alpha
+    return g / (1.0 + tl.exp(-inner)) * (u + up_offset)
+
+
+@triton.jit
+def _gated_product_kernel(
+    gate, up, out, limit, alpha, up_offset, width,
+    GELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < width
+    column = column.to(tl.int64)
+    gate_cells = gate.data + row * gate.stride_row + column * gate.stride_column
+    up_cells = up.data + row * up.stride_row + column * up.stride_column
+    g = tl.load(gate_cells, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(up_cells, mask=live, other=0.0).to(tl.float32)
+    cells = out.data + row * out.stride_row + column
+    made = gated(g, u, limit, alpha, up_offset, GELU)
+    tl.store(cells, made.to(out.data.dtype.element_ty), mask=live)

@@ -1,0 +1,194 @@
+"""Residual sum and RMS norm in one pass, a program a row.
+
+A row stays in registers from its load to its stores: memory bounds it, as each of the rows is read
+once and written once.
+
+Source: RMSNorm (arXiv 1910.07467).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from ..common import launching, strided
+from ..common.checks import (
+    MODEL_DTYPES,
+    expect_apart,
+    expect_int,
+    expect_number,
+    expect_positive,
+    expect_tensor,
+)
+from ..common.impls import implementation
+from ..common.tile_shapes import next_power_of_2
+
+MAX_SIZE = 16384
+# Channels of a row that one warp holds: 16 for each thread.
+CHANNELS_PER_WARP = 512
+MAX_WARPS = 16
+
+
+def residual_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    post_weight: torch.Tensor | None = None,
+    scalar: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Add a branch of a layer to the residual stream, and norm the sum for the next branch::
+
+        residual <- (residual + post(x)) * scalar      post(x) = norm(x, post_weight), or x
+        out       = norm(residual, weight)             norm(x, weight), where there is no residual
+
+        norm(x, w) = x / sqrt(mean(x^2) + eps) * (w + offset)
+
+    In fp32, rounded where it is stored: the second norm is that of the rounded residual.
+
+    Args:
+        x: [num_rows, size] bf16, fp16 or fp32, last stride 1.
+        weight: [size] bf16, fp16 or fp32; None = only the sum, with ``residual`` as the result.
+        eps: in 2**-100 .. 2**30.
+        offset: added to both weights in fp32; 1 where they are stored around 0 (Gemma-3).
+        residual: [num_rows, size] of x's dtype, last stride 1, updated in place; None = no sum.
+        post_weight: [size], the norm of x before it is added; None = none.
+        scalar: [1], a factor of the sum; None = none.
+        out: [num_rows, size] of x's dtype or fp32, last stride 1; it may be x. None = new memory, of
+            x's dtype.
+        impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``, or ``residual`` without a weight.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above.
+        NotImplementedError: with Triton, rows of more than 16384 channels.
+
+    Source: RMSNorm (arXiv 1910.07467); transformers ``modeling_llama``, ``modeling_gemma3``,
+        ``modeling_gemma4``.
+    """
+    chosen = implementation(impl, x)
+    _check(x, weight, eps, offset, residual, post_weight, scalar, out)
+    num_rows, size = x.shape
+    if chosen == "torch":
+        made = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
+    else:
+        if size > MAX_SIZE:
+            raise NotImplementedError(
+                f"x: rows of at most {MAX_SIZE} channels are supported, got {size}"
+            )
+        made = out
+        if weight is not None and out is None:
+            made = torch.empty_like(x, memory_format=torch.contiguous_format)
+        block = next_power_of_2(size)
+        with torch.cuda.device_of(x):
+            launching.launch(
+                _residual_norm_kernel,
+                (num_rows,),
+                x=strided.matrix(x),
+                weight=weight,
+                residual=strided.matrix(residual),
+                post_weight=post_weight,
+                scalar=scalar,
+                out=strided.matrix(made),
+                eps=float(eps),
+                offset=float(offset),
+                SIZE=size,
+                BLOCK=block,
+                num_warps=min(MAX_WARPS, max(1, block // CHANNELS_PER_WARP)),
+            )
+    return residual if made is None else made
+
+
+def _check(x, weight, eps, offset, residual, post_weight, scalar, out):
+    expect_tensor("x", x, (None, None), MODEL_DTYPES)
+    expect_int("x: size", x.shape[1], 1)
+    expect_positive("eps", eps, least=-100)
+    expect_number("offset", offset)
+    for name, vector, size in (
+        ("weight", weight, x.shape[1]),
+        ("post_weight", post_weight, x.shape[1]),
+        ("scalar", scalar, 1),
+    ):
+        if vector is not None:
+            expect_tensor(name, vector, (size,), MODEL_DTYPES, device=x.device)
+    for name, rows, dtypes in (
+        ("residual", residual, (x.dtype,)),
+        ("out", out, tuple(dict.fromkeys((x.dtype, torch.float32)))),
+    ):
+        if rows is not None:
+            expect_tensor(name, rows, tuple(x.shape), dtypes, device=x.device)
+            expect_apart(name, rows)
+    if residual is None:
+        for needs_it, why in (
+            (weight is None, "without a weight"),
+            (post_weight is not None, "with a post_weight"),
+            (scalar is not None, "with a scalar"),
+        ):
+            if needs_it:
+                raise ValueError(f"residual: expected a tensor {why}, got None")
+    if weight is None and out is not None:
+        raise ValueError("out: expected None without a weight, got a tensor")
+
+
+@torch.no_grad()
+def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
+    """The same in plain torch; None without a weight."""
+
+    def norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
+        weight = weight.float() + offset if offset else weight.float()
+        return F.rms_norm(rows, rows.shape[-1:], weight, eps)
+
+    rows = x.float()
+    if residual is not None:
+        if post_weight is not None:
+            rows = norm(rows, post_weight)
+        new = residual.float().add_(rows)  # of fp32, the residual itself
+        if scalar is not None:
+            new.mul_(scalar)
+        rows = residual.copy_(new).float()
+    if weight is None:
+        return None
+    rows = norm(rows, weight)
+    return rows.to(x.dtype) if out is None else out.copy_(rows)
+
+
+@triton.jit
+def _normed(row, weight, eps, offset, size, channel, live):
+    """RMS norm of a row [BLOCK] fp32, zero where not ``live``; weight [size] of any dtype."""
+    factor = tl.rsqrt(tl.sum(row * row, 0) / size + eps)
+    weights = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32) + offset
+    return row * factor * weights
+
+
+@triton.jit
+def _residual_norm_kernel(
+    x, weight, residual, post_weight, scalar, out, eps, offset,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    live = channel < SIZE
+    values = tl.load(x.data + row * x.stride_row + channel, mask=live, other=0.0).to(tl.float32)
+    if residual is not None:
+        if post_weight is not None:
+            values = _normed(values, post_weight, eps, offset, SIZE, channel, live)
+        cells = residual.data + row * residual.stride_row + channel
+        values += tl.load(cells, mask=live, other=0.0).to(tl.float32)
+        if scalar is not None:
+            values *= tl.load(scalar).to(tl.float32)
+        stored = values.to(residual.data.dtype.element_ty)
+        tl.store(cells, stored, mask=live)
+        values = stored.to(tl.float32)
+    if weight is not None:
+        values = _normed(values, weight, eps, offset, SIZE, channel, live)
+        cells = out.data + row * out.stride_row + channel
+        tl.store(cells, values.to(out.data.dtype.element_ty), mask=live)

@@ -1,0 +1,496 @@
+"""Tokens of rows of logits in one kernel, one program a row, without a sort.
+
+A row is read for its largest logit, with which a greedy row is done. The tokens that top_k and
+top_p keep are those above some x, and of those that equal it the ones with the lowest ids: a search
+for that x suffices. Its steps count how many tokens reach the middle of what may be x, as integers
+of the same order, and add up their weights. Where a row is longer than a block, the search begins
+at a bound that all kept tokens reach, and looks only at the tokens that reach it: their ids are
+written down once (the candidates), and a few thousand are left of any real row. Then the weights of
+what is kept are added up, and added up again as far as the draw goes.
+
+A weight is exp(x) as an integer, in units of 2**-42: sums are exact in any order.
+
+The latency of a row's passes bounds it, each from the L2 cache but the first.
+
+Source: transformers ``generation/logits_process`` for the filters and their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launching, strided
+from ..common.checks import (
+    MODEL_DTYPES,
+    expect_apart,
+    expect_int,
+    expect_tensor,
+    expect_values,
+)
+from ..common.impls import implementation
+from ..common.ordering import ordered, threshold
+from ..common.tile_shapes import next_power_of_2
+
+# Logits that a program looks at at a time, at most, and candidates that it writes down.
+BLOCK = 4096
+# Weights of 2**20 tokens add up to less than 2**63.
+UNITS = tl.constexpr(2.0**42)
+MAX_VOCAB = 1 << 20
+# Of each row: how it is drawn, and the values that are right.
+OF_ROWS = {
+    "temperature": (torch.float32, 0.0, float("inf")),
+    "top_k": (torch.int32, 0, 2**31 - 1),
+    "top_p": (torch.float32, 0.0, float("inf")),
+    "min_p": (torch.float32, 0.0, 1.0),
+    "u": (torch.float64, 0.0, 1.0),
+}
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    u: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """One token for each row: of temperature 0 that of the largest logit, else a draw::
+
+        x = (logit - largest logit) / temperature       in fp32
+        keep the top_k highest x                        of equal ones those with the lowest ids
+        of these the highest whose exp(x) first reach the share top_p of their sum
+        of these those with exp(x) >= min_p
+        the first id at which the sum of exp(x), in the order of ids, exceeds u times the whole sum
+
+    Of equal largest logits the lowest id is taken. Triton sums exp(x) in integers of 2**-42,
+    rounded down: a smaller one counts as 0, and no result depends on the order of summation. Torch
+    sums in fp32 for top_p and in fp64 for the draw. So the two may differ where a share, or u, is
+    within rounding of a border.
+
+    Args:
+        logits: [num_rows, vocab_size] bf16, fp16 or fp32, last stride 1; -inf for a token that is
+            not to come.
+        temperature: [num_rows] fp32, >= 0; None = 0 for all. The four others come with it.
+        top_k: [num_rows] int32; 0 = all.
+        top_p: [num_rows] fp32, > 0; 1 = all.
+        min_p: [num_rows] fp32 in [0, 1]; 0 = all.
+        u: [num_rows] fp64 in [0, 1), of which Triton takes 32 bits.
+        probs: [num_rows, vocab_size] fp32, last stride 1, filled in place with what rows are drawn
+            from; 1 at the token of a row of temperature 0. Only with temperature.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        [num_rows] int64; -1 for a row that gives no token: one with NaN or +inf in it, or with -inf
+        alone. Such a row's probs mean nothing.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above; on a CPU, a value of
+            temperature, top_k, top_p, min_p or u.
+        NotImplementedError: Triton with more than 2**20 tokens.
+
+    Source: transformers ``generation/logits_process`` for the filters and their order.
+    """
+    chosen = implementation(impl, logits)
+    expect_tensor("logits", logits, (None, None), MODEL_DTYPES)
+    num_rows, vocab_size = logits.shape
+    expect_int("logits: vocab_size", vocab_size, 1, 2**31 - 1)
+    _check_rows(logits, (temperature, top_k, top_p, min_p, u), probs)
+    if chosen == "torch":
+        return _torch(logits, temperature, top_k, top_p, min_p, u, probs)
+    if vocab_size > MAX_VOCAB:
+        raise NotImplementedError(
+            f"logits: up to {MAX_VOCAB} tokens are supported, got {vocab_size}"
+        )
+    block = min(BLOCK, max(128, next_power_of_2(vocab_size)))
+    out = logits.new_empty(num_rows, dtype=torch.int64)
+    candidates = None
+    if temperature is not None:
+        candidates = logits.new_empty(num_rows, block, dtype=torch.int32)
+    with torch.cuda.device_of(logits):
+        launching.launch(
+            sample_kernel,
+            (num_rows,),
+            logits=strided.matrix(logits),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            u=u,
+            out=out,
+            probs=strided.matrix(probs),
+            candidates=candidates,
+            vocab_size=vocab_size,
+            BLOCK=block,
+            num_warps=max(4, block // 256),
+        )
+    return out
+
+
+def _check_rows(logits, columns, probs) -> None:
+    """Check what says how rows are drawn, and ``probs``."""
+    given = dict(zip(OF_ROWS, columns, strict=True))
+    greedy = all(value is None for value in columns)
+    for name, value in given.items():
+        if greedy:
+            continue
+        if value is None:
+            raise ValueError(f"{name}: expected all of {', '.join(OF_ROWS)} or none, got None")
+        dtype, low, high = OF_ROWS[name]
+        expect_tensor(name, value, (logits.shape[0],), dtype, device=logits.device)
+        expect_values(name, value, low, high)
+    if probs is not None:
+        if greedy:
+            raise ValueError("probs: expected None without a temperature, got a tensor")
+        shape = tuple(logits.shape)
+        expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
+        expect_apart("probs", probs)
+
+
+@torch.no_grad()
+def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
+    """The same in plain torch, with a sort; reads on the host which rows are drawn."""
+    logits = logits.float()
+    top, ids = logits.max(dim=-1)
+    if temperature is not None:
+        if probs is not None:
+            probs.zero_().scatter_(1, ids[:, None], 1.0)
+        rows = (temperature > 0).nonzero().squeeze(1)
+        if len(rows):
+            columns = (logits, temperature, top_k, top_p, min_p, u)
+            if len(rows) < len(ids):  # else the logits would be copied for nothing
+                columns = (column[rows] for column in columns)
+            *columns, u = columns
+            mass = _probabilities(*columns)
+            ids[rows] = draw(mass, u)
+            if probs is not None:
+                probs.index_copy_(0, rows, mass)
+    # The largest is NaN where any logit is, +inf where any is, and -inf where all are.
+    return ids.masked_fill_(top - top != 0, -1)
+
+
+def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
+    """What rows are drawn from, [num_rows, vocab_size] fp32: each adds up to 1."""
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
+    # Largest logit 0 first: then no temperature overflows.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    if ((top_k > 0) | (top_p < 1)).any():
+        sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        behind = (top_k > 0) & (rank >= top_k)
+        sorted_logits = sorted_logits.masked_fill(behind, -torch.inf)
+        mass = sorted_logits.softmax(dim=-1)
+        before = mass.cumsum(dim=-1) - mass
+        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps
+        # all.
+        behind = (before >= top_p) & (rank > 0) & (top_p < 1)
+        sorted_logits = sorted_logits.masked_fill(behind, -torch.inf)
+        # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
+        logits = torch.empty_like(logits).scatter_(1, order, sorted_logits)
+    kept = logits.softmax(dim=-1)
+    if (min_p > 0).any():
+        kept = kept.masked_fill(kept < min_p * kept.amax(dim=-1, keepdim=True), 0.0)
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+    return kept
+
+
+def draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Draws one index a row by inversion.
+
+    Args:
+        mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
+        u: [num_rows] float64 in [0, 1).
+
+    Returns:
+        [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
+    """
+    total = mass.cumsum(dim=-1, dtype=torch.float64)
+    last = total[:, -1:]
+    # Rounding may make the product the whole sum, behind which there is nothing.
+    goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
+
+
+class Row(NamedTuple):
+    """A row of logits that is drawn."""
+
+    logits: Any  # pointer to its first logit
+    candidates: Any  # pointer to the ids of the tokens to look at, where they were written down
+    vocab_size: Any
+    largest: Any  # the largest logit
+    temperature: Any
+
+
+class Kept(NamedTuple):
+    """Tokens that the filters keep, by the integers of ``ordered``."""
+
+    low: Any
+    high: Any  # all above it are kept
+    num_equal: Any  # so many of those from low to high are, the lowest ids first
+    least: Any  # the smallest exp(x)
+
+
+@triton.jit
+def _weight(x):
+    """exp(x) as an integer, x <= 0."""
+    return (tl.exp(x) * UNITS).to(tl.int64)
+
+
+@triton.jit
+def _share(part, whole, ROUND_UP: tl.constexpr):
+    """part * whole / 2**32, rounded down or up; part < 2**32 - 1 if up, whole < 2**63."""
+    below = (whole & 0xFFFFFFFF).to(tl.uint64) * part.to(tl.uint64)
+    if ROUND_UP:
+        below += 0xFFFFFFFF
+    return (whole >> 32) * part + (below >> 32).to(tl.int64)
+
+
+@triton.jit
+def _tokens(row, count, start, BLOCK: tl.constexpr):
+    """Tokens of a row from a place on, which of them there are, and their x.
+
+    count: how many candidates there are to look at; -1: look at all tokens.
+    """
+    place = start + tl.arange(0, BLOCK)
+    token = place
+    if count >= 0:
+        live = place < count
+        token = tl.load(row.candidates + place, mask=live, other=0)
+    else:
+        live = place < row.vocab_size
+    logit = tl.load(row.logits + token, mask=live, other=float("-inf")).to(tl.float32)
+    return token, live, tl.div_rn(logit - row.largest, row.temperature)
+
+
+@triton.jit
+def _places(row, count):
+    """How many tokens there are to look at."""
+    return tl.where(count >= 0, count, row.vocab_size)
+
+
+@triton.jit
+def _reached(row, count, bound, BLOCK: tl.constexpr):
+    """How many tokens reach a bound, and what they weigh."""
+    counts = tl.zeros([BLOCK], tl.int32)
+    weights = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, _places(row, count), BLOCK):
+        _, live, x = _tokens(row, count, start, BLOCK)
+        reaches = live & (ordered(x) >= bound)
+        counts += reaches.to(tl.int32)
+        weights += tl.where(reaches, _weight(x), 0)
+    return tl.sum(counts, 0), tl.sum(weights, 0)
+
+
+@triton.jit
+def _search(row, count, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest x at which the tokens that reach it are ``goal`` many, or weigh that much.
+
+    Args:
+        low: a bound at which they are.
+
+    Returns:
+        (low, high, how many are above high, what they weigh, how many lie from low to high, what
+        they weigh). Those from low to high are equal, or one, or, of a count, all of them needed.
+    """
+    high = ordered(tl.zeros([], tl.float32))
+    found, weight = _reached(row, count, low, BLOCK)
+    above = tl.zeros([], tl.int32)
+    above_weight = tl.zeros([], tl.int64)
+    done = found <= 1
+    if not BY_WEIGHT:
+        done = done | (found == goal)
+    while (low < high) & (not done):
+        middle = high - (high - low) // 2
+        here, weighs = _reached(row, count, middle, BLOCK)
+        if BY_WEIGHT:
+            enough = weighs >= goal
+        else:
+            enough = here >= goal
+        low = tl.where(enough, middle, low)
+        found = tl.where(enough, here, found)
+        weight = tl.where(enough, weighs, weight)
+        high = tl.where(enough, high, middle - 1)
+        above = tl.where(enough, above, here)
+        above_weight = tl.where(enough, above_weight, weighs)
+        done = found - above <= 1
+        if not BY_WEIGHT:
+            done = done | (found == goal)
+    return low, high, above, above_weight, found - above, weight - above_weight
+
+
+@triton.jit
+def _list_candidates(row, bound, BLOCK: tl.constexpr):
+    """Write down the ids that reach a bound, in ascending order; how many there are, or -1 where
+    they are more than BLOCK."""
+    count = tl.zeros([], tl.int32)
+    for start in range(0, row.vocab_size, BLOCK):
+        token, live, x = _tokens(row, -1, start, BLOCK)
+        reaches = (live & (ordered(x) >= bound)).to(tl.int32)
+        place = count + tl.cumsum(reaches, 0) - 1
+        tl.store(row.candidates + place, token, mask=(reaches != 0) & (place < BLOCK))
+        count += tl.sum(reaches, 0)
+    # Other threads read them.
+    tl.debug_barrier()
+    return tl.where(count <= BLOCK, count, -1)
+
+
+@triton.jit
+def _bounds(row, best, k, p, BLOCK: tl.constexpr):
+    """What top_k and top_p keep: all above high, and num_equal of those from low to high.
+
+    best: of each lane the largest logit.
+
+    Returns:
+        (how many candidates there are, or -1, low, high, num_equal).
+    """
+    low = tl.zeros([], tl.uint32)
+    high = tl.zeros([], tl.uint32)
+    num_equal = tl.zeros([], tl.int32)
+    count = tl.full([], -1, tl.int32)
+    by_count = (k > 0) & (k < row.vocab_size)
+    by_weight = p < 1.0
+    part = tl.maximum((p.to(tl.float64) * 4294967296.0).to(tl.int64), 1)
+    weight = tl.zeros([], tl.int64)
+    if by_count | by_weight:
+        if not by_count:
+            _, weight = _reached(row, -1, low, BLOCK)
+        if row.vocab_size > BLOCK:
+            if by_count:
+                # k lanes have a token that reaches the k-th largest of theirs.
+                if k <= BLOCK:
+                    x = tl.div_rn(best - row.largest, row.temperature)
+                    low = threshold(ordered(x), k, BLOCK)
+            else:
+                # Tokens so light that all of them do not weigh what may be missing; 0.01 is more
+                # than roundings take.
+                spare = (weight - _share(part, weight, True)).to(tl.float32)
+                low = ordered(tl.log(spare / (UNITS * row.vocab_size)) - 0.01)
+            count = _list_candidates(row, low, BLOCK)
+        if by_count:
+            low, high, above, above_weight, equal, equal_weight = _search(
+                row, count, low, k, False, BLOCK
+            )
+            num_equal = k - above
+            # If not all of them, they are equal.
+            share_of = tl.where(num_equal < equal, equal_weight // equal * num_equal, equal_weight)
+            weight = above_weight + share_of
+        if by_weight:
+            goal = _share(part, weight, True)
+            low, high, _, above_weight, equal, equal_weight = _search(
+                row, count, low, goal, True, BLOCK
+            )
+            each = tl.maximum(equal_weight // equal, 1)
+            needed = ((goal - above_weight + each - 1) // each).to(tl.int32)
+            num_equal = tl.where(equal > 1, needed, 1)
+    return count, low, high, num_equal
+
+
+@triton.jit
+def _is_kept(x, live, kept, seen):
+    """Which tokens of a block are kept, and ``seen`` for the next block.
+
+    seen: how many of those from low to high the blocks before had.
+    """
+    value = ordered(x)
+    equal = live & (value >= kept.low) & (value <= kept.high)
+    rank = seen + tl.cumsum(equal.to(tl.int32), 0)
+    stays = (live & (value > kept.high)) | (equal & (rank <= kept.num_equal))
+    return stays & (tl.exp(x) >= kept.least), seen + tl.sum(equal.to(tl.int32), 0)
+
+
+@triton.jit
+def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
+    """What all kept tokens weigh."""
+    weights = tl.zeros([BLOCK], tl.int64)
+    seen = tl.zeros([], tl.int32)
+    for start in range(0, _places(row, count), BLOCK):
+        _, live, x = _tokens(row, count, start, BLOCK)
+        stays, seen = _is_kept(x, live, kept, seen)
+        weights += tl.where(stays, _weight(x), 0)
+    return tl.sum(weights, 0)
+
+
+@triton.jit
+def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
+    """The first kept token with which the weights exceed the goal, which is less than all weigh."""
+    found = tl.full([], -1, tl.int32)
+    before = tl.zeros([], tl.int64)
+    seen = tl.zeros([], tl.int32)
+    start = tl.zeros([], tl.int32)
+    while (found < 0) & (start < _places(row, count)):
+        token, live, x = _tokens(row, count, start, BLOCK)
+        stays, seen = _is_kept(x, live, kept, seen)
+        weights = tl.where(stays, _weight(x), 0)
+        after = before + tl.sum(weights, 0)
+        if after > goal:
+            running = before + tl.cumsum(weights, 0)
+            found = tl.min(tl.where(stays & (running > goal), token, 2147483647), 0)
+        before = after
+        start += BLOCK
+    return found
+
+
+@triton.jit
+def _lane_maxima(logits, vocab_size, BLOCK: tl.constexpr):
+    """Of each lane the largest logit and its lowest id; NaN where there is one."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab_size, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        live = token < vocab_size
+        logit = tl.load(logits + token, mask=live, other=float("-inf")).to(tl.float32)
+        best_id = tl.where(logit > best, token, best_id)
+        best = tl.maximum(best, logit, propagate_nan=tl.PropagateNan.ALL)
+    return best, best_id
+
+
+@triton.jit
+def sample_kernel(
+    logits, temperature, top_k, top_p, min_p, u, out, probs, candidates, vocab_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's token; candidates: [num_rows, BLOCK] int32, None where all rows are greedy."""
+    index = tl.program_id(0).to(tl.int64)
+    first = logits.data + index * logits.stride_row
+    best, best_id = _lane_maxima(first, vocab_size, BLOCK)
+    largest = tl.max(tl.where(best == best, best, float("inf")), 0)
+    finite = tl.abs(largest) < float("inf")
+    chosen = tl.min(tl.where(best == largest, best_id, vocab_size), 0)
+    chosen = tl.where(finite, chosen, -1)
+    if temperature is not None:
+        heat = tl.load(temperature + index)
+        draws = finite & (heat > 0.0)
+        row = Row(
+            first, candidates + index * BLOCK, vocab_size, largest, tl.where(draws, heat, 1.0)
+        )
+        # Of a greedy row the first token of the largest logit.
+        low = ordered(tl.zeros([], tl.float32))
+        high = low
+        num_equal = tl.full([], 1, tl.int32)
+        least = 0.0
+        total = _weight(tl.zeros([], tl.float32))
+        if draws:
+            k, p = tl.load(top_k + index), tl.load(top_p + index)
+            least = tl.load(min_p + index)
+            count, low, high, num_equal = _bounds(row, best, k, p, BLOCK)
+            kept = Kept(low, high, num_equal, least)
+            total = _kept_weight(row, count, kept, BLOCK)
+            part = (tl.load(u + index) * 4294967296.0).to(tl.int64)
+            goal = _share(tl.minimum(tl.maximum(part, 0), 0xFFFFFFFF), total, False)
+            chosen = _drawn(row, count, kept, goal, BLOCK)
+        if probs is not None:
+            kept = Kept(low, high, num_equal, least)
+            whole = total.to(tl.float32) / UNITS
+            seen = tl.zeros([], tl.int32)
+            for start in range(0, vocab_size, BLOCK):
+                token, live, x = _tokens(row, -1, start, BLOCK)
+                stays, seen = _is_kept(x, live, kept, seen)
+                cells = probs.data + index * probs.stride_row + token
+                tl.store(cells, tl.where(stays, tl.exp(x) / whole, 0.0), mask=live)
+    tl.store(out + index, chosen.to(tl.int64))

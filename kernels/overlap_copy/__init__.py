@@ -1,1 +1,0 @@
-"""Series a of a compressor's rows, copied between its ring and pages."""

@@ -1,1 +1,0 @@
-"""Copies of pages between the page tensors of a pool and rows of one buffer."""

@@ -1,0 +1,446 @@
+"""Pages of a pool: rows of keys and values written to their slots, and whole pages copied.
+
+Rows: one program moves or quantizes some heads of one row; a row with slot -1 moves nothing. What
+e4m3 pages get is what ``common.e4m3`` says, bit for bit (but for the sign of a NaN): the division
+is IEEE's, and the rounding to e4m3 is integer arithmetic, which is exact also where there is no
+such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
+
+Whole pages: a page of one tensor is divided into pieces of BLOCK words of 4 bytes, which the
+programs of one launch take in turn. Few programs saturate the link to host memory; the other
+multiprocessors stay free for the model.
+
+Memory bounds both: each row is read once and written once.
+
+Source: PagedAttention (arXiv 2309.06180) 4.3; vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel``
+    transfers for copies by a kernel and by copy engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import checks, e4m3, launching, strided
+from .common.checks import (
+    MODEL_DTYPES,
+    check_pages,
+    check_scales,
+    expect_apart,
+    expect_head_dim,
+    expect_ids,
+    expect_int,
+    expect_tensor,
+    scale_kind,
+)
+from .common.impls import implementation
+from .common.tile_shapes import next_power_of_2
+from .common.tiles import rounded_to_e4m3, row_scales
+
+# Elements of K that one program writes; V the same.
+ELEMENTS_PER_PROGRAM = 2048
+# Words of a piece of a page: each of 128 threads has four loads of 16 bytes under way.
+BLOCK = 2048
+# Largest numbers of programs that copy pages. A link of 64 GB/s with a latency of 2 us has 128 KiB
+# under way, and a program has 8 KiB; device memory has some MiB under way.
+HOST_PROGRAMS = 32
+DEVICE_PROGRAMS = 1024
+ALIGNMENT = 4  # bytes; required of addresses, strides and sizes of rows
+FASTEST = 16
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    impl: str | None = None,
+) -> None:
+    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantized,
+    as ``common.e4m3`` says.
+
+    Args:
+        k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype or
+            torch.float8_e4m3fn, any strides with last stride 1 (two views of one pool, head-major
+            pages). No two of the slots written may share memory.
+        slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
+        k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 []
+            (or [1]): the scale of all rows, read. fp32 [num_pages, block_size, num_kv_heads], any
+            strides: the scales of the rows, written beside them. (Host numbers in 2**-30 .. 2**30.)
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above; with torch and on
+            a CPU, a slot that there is not.
+        NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
+
+    Source: PagedAttention (arXiv 2309.06180) 4.3.
+    """
+    chosen = implementation(impl, k)
+    expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
+    expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
+    check_pages(k_pages, v_pages, k.dtype, k.device)
+    check_scales(k_scale, v_scale, k_pages)
+    num_rows, num_kv_heads, head_dim = k.shape
+    if k.shape[1:] != k_pages.shape[2:]:
+        raise ValueError(
+            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
+        )
+    expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=k.device)
+    if chosen == "torch" or checks.is_readable(k):
+        # Any negative slot is none.
+        num_slots = k_pages.shape[0] * k_pages.shape[1]
+        expect_ids("slot_mapping", slot_mapping[slot_mapping >= 0], num_slots)
+    if chosen == "torch":
+        return _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+    expect_head_dim("k_pages", head_dim)
+    block = min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
+    kind = scale_kind(k_scale)
+    if kind != "none":  # as bytes: not every architecture has the type
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    scales = (k_scale, v_scale)
+    if kind == "rows":
+        k_scale, v_scale = map(strided.pages, scales)
+    elif kind == "number":
+        k_scale, v_scale = map(float, scales)
+    with torch.cuda.device_of(k):
+        launching.launch(
+            _write_kv_kernel,
+            (num_rows, triton.cdiv(num_kv_heads, block)),
+            k=strided.rows(k),
+            v=strided.rows(v),
+            k_pages=strided.pages(k_pages),
+            v_pages=strided.pages(v_pages),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            slot_mapping=slot_mapping,
+            num_kv_heads=num_kv_heads,
+            BLOCK_SIZE=k_pages.shape[1],
+            HEAD_DIM=head_dim,
+            BLOCK_HEADS=block,
+            SCALES=kind,
+            num_warps=4,
+        )
+    return None
+
+
+@torch.no_grad()
+def _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
+    rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
+    slots, block_size = slot_mapping[rows], k_pages.shape[1]
+    page, row = slots // block_size, slots % block_size
+    for new, pages, scale in ((k[rows], k_pages, k_scale), (v[rows], v_pages, v_scale)):
+        if scale is None:
+            pages[page, row] = new
+            continue
+        of_rows = scale_kind(scale) == "rows"
+        values, scales = e4m3.quantize(new, None if of_rows else scale)
+        # Torch does not index e4m3 tensors everywhere; their bytes it does.
+        pages.view(torch.uint8)[page, row] = values.view(torch.uint8)
+        if of_rows:
+            scale[page, row] = scales
+
+
+@triton.jit
+def _write_rows(rows, pages, scale, page, row, head, live, SCALES: tl.constexpr):
+    """Store the heads [HEADS, HEAD_DIM] of one row, and scales of their own.
+
+    SCALES: "none", "number", "tensor" (of one number) or "rows".
+    """
+    dim = tl.arange(0, rows.shape[1])[None, :]
+    cells = pages.data + page * pages.stride_page + row * pages.stride_row
+    cells += head[:, None] * pages.stride_head + dim
+    if SCALES != "none":
+        rows = rows.to(tl.float32)
+        divisor = scale
+        if SCALES == "rows":
+            scales = row_scales(rows)
+            of_row = scale.data + page * scale.stride_page + row * scale.stride_row
+            tl.store(of_row + head * scale.stride_head, scales, mask=live)
+            divisor = scales[:, None]
+        elif SCALES == "tensor":
+            divisor = tl.load(scale)
+        # div_rn takes operands of one shape.
+        _, values = rounded_to_e4m3(tl.math.div_rn(rows, tl.zeros_like(rows) + divisor))
+        rows = values.to(tl.uint8)
+    tl.store(cells, rows, mask=live[:, None])
+
+
+@triton.jit
+def _write_kv_kernel(
+    k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping, num_kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    SCALES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    page, row = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    live = head < num_kv_heads
+    k_cells = k.data + token * k.stride_token + head[:, None] * k.stride_head + dim
+    v_cells = v.data + token * v.stride_token + head[:, None] * v.stride_head + dim
+    k_rows = tl.load(k_cells, mask=live[:, None], other=0.0)
+    v_rows = tl.load(v_cells, mask=live[:, None], other=0.0)
+    _write_rows(k_rows, k_pages, k_scale, page, row, head, live, SCALES)
+    _write_rows(v_rows, v_pages, v_scale, page, row, head, live, SCALES)
+
+
+@dataclass(frozen=True, eq=False)
+class PoolPages:
+    """Page tensors of one shape: page p is row p of each tensor. Make it once for a pool.
+
+    Args:
+        tensors: [num_pages, page_bytes] uint8 each, on one device, with equal strides, the last one
+            1. Addresses, page_bytes and the page stride are multiples of 4; copies are fastest if
+            they are multiples of 16. The tensors may be views of one memory.
+
+    Attributes:
+        addresses: [num_tensors] int64, addresses of the tensors, on their device.
+        is_aligned: True if addresses, page_bytes and the page stride are multiples of 16.
+
+    Raises:
+        ValueError: invalid ``tensors``.
+    """
+
+    tensors: Sequence[Tensor]
+    addresses: Tensor = field(init=False)
+    is_aligned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = self.tensors
+        if not isinstance(tensors, (list, tuple)) or not tensors:
+            raise ValueError(f"tensors: expected at least one tensor in a list, got {tensors!r}")
+        same: Any = None
+        device = tensors[0].device if isinstance(tensors[0], Tensor) else None
+        for i, tensor in enumerate(tensors):
+            name = f"tensors[{i}]"
+            expect_tensor(name, tensor, (None, None), torch.uint8, device=device)
+            expect_int(f"{name}: page_bytes", tensor.shape[1], 1)
+            expect_apart(name, tensor)
+            _expect_alignment(name, tensor)
+            same = same or (tuple(tensor.shape), tensor.stride())
+            if (tuple(tensor.shape), tensor.stride()) != same:
+                raise ValueError(
+                    f"{name}: expected {list(same[0])} with strides {same[1]} as tensors[0], got "
+                    f"{list(tensor.shape)} with strides {tensor.stride()}"
+                )
+        (_, page_bytes), (page_stride, _) = same
+        found = [tensor.data_ptr() for tensor in tensors]
+        addresses = torch.tensor(found, dtype=torch.int64, device=device)
+        object.__setattr__(self, "tensors", tuple(tensors))
+        object.__setattr__(self, "addresses", addresses)
+        object.__setattr__(self, "is_aligned", gcd(*found, page_bytes, page_stride) % FASTEST == 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.tensors[0].device
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in one tensor."""
+        return self.tensors[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a page in all tensors: a row of a buffer."""
+        return len(self.tensors) * self.page_bytes
+
+
+def gather_pages(
+    pages: PoolPages,
+    page_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Copy pages of a pool to rows of a buffer, byte by byte.
+
+    A row of the buffer holds one page of all tensors, one tensor after the other. ``scatter_pages``
+    copies it back.
+
+    Args:
+        pages: page tensors.
+        page_ids: [num_copies] int64 in [0, pages.num_pages).
+        buffer: [num_rows, pages.num_bytes] uint8; last stride 1, address and row stride multiples
+            of 4; on the device of the pages, or in pinned host memory.
+        rows: [num_copies] int64 in [0, num_rows), distinct; None = 0, 1, ...
+        impl: "triton" (default for CUDA tensors): one launch; ids on the device of the pages.
+            "torch" (default for CPU tensors): one copy per page and tensor. On a GPU its copy
+            engines run them; the host waits only for ids on the GPU.
+
+    Raises:
+        ValueError: invalid shape, dtype, stride, alignment or device; with torch and on a CPU, an
+            id or a row that there is not.
+
+    Source: vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel`` transfers for the two ways.
+    """
+    _copy(pages, page_ids, buffer, rows, impl, gather=True)
+
+
+def scatter_pages(
+    pages: PoolPages,
+    page_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Copy rows of a buffer to pages of a pool: the reverse of ``gather_pages``.
+
+    Args:
+        pages, buffer, impl: see ``gather_pages``.
+        page_ids: [num_copies] int64 in [0, pages.num_pages), distinct.
+        rows: [num_copies] int64 in [0, num_rows); None = 0, 1, ...
+
+    Raises:
+        ValueError: invalid shape, dtype, stride, alignment or device; with torch and on a CPU, an
+            id or a row that there is not.
+
+    Source: see ``gather_pages``.
+    """
+    _copy(pages, page_ids, buffer, rows, impl, gather=False)
+
+
+def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
+    # _check_copy refuses anything but PoolPages.
+    chosen = implementation(impl, pages.addresses if isinstance(pages, PoolPages) else None)
+    _check_copy(pages, page_ids, buffer, rows, gather)
+    if chosen == "torch":
+        return _copy_torch(pages, page_ids, buffer, rows, gather)
+    for name, ids in (("page_ids", page_ids), ("rows", rows)):
+        if ids is not None:
+            expect_tensor(name, ids, (None,), torch.int64, device=pages.device)
+            if checks.is_readable(ids):
+                expect_ids(name, ids, pages.num_pages if name == "page_ids" else len(buffer))
+    num_tensors, words = len(pages.tensors), pages.page_bytes // ALIGNMENT
+    block = min(BLOCK, next_power_of_2(words))
+    num_pieces = page_ids.shape[0] * num_tensors * triton.cdiv(words, block)
+    most = DEVICE_PROGRAMS if buffer.device == pages.device else HOST_PROGRAMS
+    aligned = pages.is_aligned and strided.rows_at_16_bytes(buffer)
+    with torch.cuda.device_of(pages.addresses):
+        launching.launch(
+            _copy_pages_kernel,
+            (min(num_pieces, most),),
+            addresses=pages.addresses,
+            page_ids=page_ids,
+            buffer=buffer,
+            rows=rows,
+            num_pieces=num_pieces,
+            NUM_TENSORS=num_tensors,
+            WORDS=words,
+            PAGE_STRIDE=pages.tensors[0].stride(0) // ALIGNMENT,
+            ROW_STRIDE=buffer.stride(0) // ALIGNMENT,
+            ALIGN=FASTEST if aligned else ALIGNMENT,
+            GATHER=gather,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return None
+
+
+def _check_copy(pages, page_ids, buffer, rows, gather: bool) -> None:
+    if not isinstance(pages, PoolPages):
+        raise ValueError(f"pages: expected PoolPages, got {type(pages).__name__}")
+    expect_tensor("buffer", buffer, (None, pages.num_bytes), torch.uint8)
+    _expect_alignment("buffer", buffer)
+    if gather:
+        expect_apart("buffer", buffer)
+    if buffer.device != pages.device and not (buffer.is_cpu and buffer.is_pinned()):
+        raise ValueError(
+            f"buffer: expected a tensor on {pages.device} or in pinned host memory, got one on "
+            f"{buffer.device}"
+        )
+    expect_tensor("page_ids", page_ids, (None,), torch.int64)
+    num_copies = page_ids.shape[0]
+    if rows is not None:
+        expect_tensor("rows", rows, (num_copies,), torch.int64)
+    elif num_copies > buffer.shape[0]:
+        raise ValueError(
+            f"buffer: expected uint8 [>= {num_copies}, {pages.num_bytes}], got uint8 "
+            f"{list(buffer.shape)}"
+        )
+
+
+def _expect_alignment(name: str, tensor: Tensor) -> None:
+    """Require rows that begin and end at multiples of `ALIGNMENT` bytes; ValueError otherwise."""
+    for what, number in (("size", tensor.shape[1]), ("stride", tensor.stride(0))):
+        if number % ALIGNMENT:
+            raise ValueError(
+                f"{name}: expected rows whose {what} is a multiple of {ALIGNMENT} bytes, got "
+                f"{number}"
+            )
+    if tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
+            f"{tensor.data_ptr():#x}"
+        )
+
+
+@torch.no_grad()
+def _copy_torch(pages, page_ids, buffer, rows, gather: bool) -> None:
+    """One copy per page and tensor.
+
+    On a CPU each is a memcpy (``index_copy_`` would move single bytes). Between a GPU and pinned
+    memory a copy engine runs it, and no multiprocessor is needed; each copy takes some microseconds
+    to begin.
+    """
+    expect_ids("page_ids", page_ids, pages.num_pages)
+    if rows is not None:
+        expect_ids("rows", rows, len(buffer))
+    ids = page_ids.tolist()
+    places = range(len(ids)) if rows is None else rows.tolist()
+    for tensor, cells in zip(pages.tensors, buffer.split(pages.page_bytes, 1), strict=True):
+        for page, row in zip(ids, places, strict=True):
+            source, target = tensor[page], cells[row]
+            if not gather:
+                source, target = target, source
+            target.copy_(source, non_blocking=True)
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _copy_pages_kernel(
+    addresses, page_ids, buffer, rows, num_pieces,
+    NUM_TENSORS: tl.constexpr, WORDS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    ALIGN: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    PIECES: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK  # per page and tensor
+    cells = tl.multiple_of(buffer.to(tl.pointer_type(tl.int32)), ALIGN)
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        tensor = piece // PIECES % NUM_TENSORS
+        copy = tl.cast(piece // PIECES // NUM_TENSORS, tl.int64)
+        word = piece % PIECES * BLOCK + tl.arange(0, BLOCK)
+        page = tl.load(page_ids + copy)
+        row = copy
+        if rows is not None:
+            row = tl.load(rows + copy)
+        base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
+        of_page = tl.multiple_of(base, ALIGN) + page * PAGE_STRIDE + word
+        of_row = cells + row * ROW_STRIDE + (tensor * WORDS + word)
+        if GATHER:
+            values = tl.load(of_page, mask=word < WORDS, other=0)
+            tl.store(of_row, values, mask=word < WORDS)
+        else:
+            values = tl.load(of_row, mask=word < WORDS, other=0)
+            tl.store(of_page, values, mask=word < WORDS)

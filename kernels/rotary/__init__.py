@@ -1,1 +1,0 @@
-"""Norms of queries, keys and values by head, and RoPE."""

@@ -1,0 +1,181 @@
+"""route_tokens and combine_experts, both implementations, against the oracle."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quire.bench.common.bounds import UNIT, allowed, bounded, bounding, rounded
+from quire.kernels import combine_experts, route_tokens
+from tests.kernels.oracles import routing as reference
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call; spread: factor of the logits; table: experts by token id; factor, logits_bias, expert_scale: of a softmax."""
+
+    num_tokens: int = 3
+    num_experts: int = 8
+    top_k: int = 2
+    scale: float = 1.5
+    bias: bool = True
+    table: bool = False
+    spread: float = 2.0
+    score: str = "sqrt_softplus"
+    factor: float = 1.0
+    logits_bias: bool = False
+    expert_scale: bool = False
+
+
+CASES = {
+    "small": Case(),
+    "no-tokens": Case(num_tokens=0),
+    "no-bias": Case(bias=False, scale=1.0),
+    "one-expert": Case(num_experts=1, top_k=1),
+    "all-experts": Case(num_experts=5, top_k=5),
+    "experts-of-no-power-of-two": Case(num_experts=11, top_k=3),
+    "released": Case(num_tokens=2, num_experts=384, top_k=6, scale=2.5),
+    "many-experts": Case(num_tokens=1, num_experts=600, top_k=3),
+    "large-logits": Case(spread=60.0),
+    "table": Case(table=True, bias=False),
+    "softmax": Case(score="softmax", bias=False, scale=1.0),
+    "softmax-factor-and-scales": Case(
+        4, 11, 3, score="softmax", bias=False, factor=0.25, expert_scale=True
+    ),
+    "softmax-bias": Case(4, 11, 3, score="softmax", bias=False, logits_bias=True, scale=1.0),
+    "softmax-large-logits": Case(score="softmax", bias=False, logits_bias=True, spread=60.0),
+    "table-large-logits": Case(table=True, bias=False, num_experts=11, top_k=3, spread=60.0),
+}
+
+
+def make_call(case):
+    """Keyword arguments of ``route_tokens``; logits are columns of a wider product."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    n = case.num_experts
+    logits = (normal(case.num_tokens, n + 8) * case.spread)[:, 8:]
+    table = torch.stack([torch.randperm(n, generator=generator)[: case.top_k] for _ in range(20)])
+    token_ids = torch.randint(20, (case.num_tokens,), generator=generator)
+    return {
+        "logits": logits,
+        "top_k": case.top_k,
+        "scale": case.scale,
+        "score": case.score,
+        "logits_factor": case.factor,
+        "logits_bias": normal(n).bfloat16() if case.logits_bias else None,
+        "expert_scale": normal(n).exp().bfloat16() if case.expert_scale else None,
+        "bias": 0.2 * normal(n) if case.bias else None,
+        "table": table.to(DEVICE) if case.table else None,
+        "token_ids": token_ids.to(DEVICE) if case.table else None,
+    }
+
+
+def exact_scores(logits):
+    """Scores in float64 with bounds: the exponent is rounded, and an exponential, a logarithm of three roundings and their sum err by
+    less than 16 units, of which the root halves all. An exponential below fp32's normal numbers may be 0."""
+    scores = reference.scores(logits)
+    lost = torch.where(logits < -80, torch.finfo(torch.float32).tiny ** 0.5, 0.0)
+    return bounded(scores, scores * (logits.abs() + 16) * UNIT + lost)
+
+
+@IMPLS
+@pytest.mark.parametrize("name", CASES)
+def test_route(impl, name):
+    case = CASES[name]
+    call = make_call(case)
+    ids, weights = route_tokens(**call, impl=impl)
+    shape = (case.num_tokens, case.top_k)
+    assert ids.shape == weights.shape == shape and ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    for t in range(case.num_tokens):
+        softmax = case.score == "softmax"
+        if softmax:
+            bias = None if call["logits_bias"] is None else call["logits_bias"].double()
+            with bounding():
+                scores = reference.logits_that_count(call["logits"][t].double(), case.factor, bias)
+        else:
+            scores = exact_scores(call["logits"][t].double())
+        if case.table:
+            want = call["table"][call["token_ids"][t]].tolist()
+        else:
+            want = reference.best(scores.value, call["bias"], case.top_k)
+            order = scores.value if call["bias"] is None else scores.value + call["bias"]
+            ranks = order.sort(descending=True).values
+            margin = 2 * float(allowed(scores, torch.float32).max()) + 1e-6
+            gaps = ranks.diff()[: case.top_k].abs()
+            assert not len(gaps) or gaps.min() > margin  # else any order of the two would be right
+        assert ids[t].tolist() == want
+        with bounding():
+            if softmax:
+                factors = None if call["expert_scale"] is None else call["expert_scale"].double()
+                exact = reference.softmax_weights(scores, want, case.scale, factors)
+            else:
+                exact = reference.weights(scores, want, case.scale)
+        assert_within_budget(f"weights of {t}", weights[t], exact)
+
+
+def test_equal_scores():
+    """The lowest expert of equals goes first, and none is taken twice, also among -inf and NaN."""
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]], device=DEVICE)
+    ids, _ = route_tokens(logits, top_k=5, impl="triton")
+    assert ids.tolist() == [[1, 2, 4, 0, 3]]
+    bias = torch.tensor([-torch.inf, 0.0, NAN, -torch.inf, 0.0], device=DEVICE)
+    ids, weights = route_tokens(logits, top_k=5, bias=bias, impl="triton")
+    assert ids.tolist() == [[1, 4, 0, 2, 3]]
+    assert weights.isfinite().all()
+
+
+@IMPLS
+@pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum
+@pytest.mark.parametrize("score", ["sqrt_softplus", "softmax"])
+def test_padding_rows(impl, score):
+    """A row of NaN gives valid experts, and reaches no other row."""
+    call = make_call(Case(num_tokens=5, score=score, bias=score != "softmax"))
+    expected = route_tokens(**call, impl=impl)
+    call["logits"] = call["logits"].clone()
+    call["logits"][::2] = NAN
+    ids, weights = route_tokens(**call, impl=impl)
+    assert ids[1::2].equal(expected[0][1::2]) and weights[1::2].equal(expected[1][1::2])
+    assert ((ids >= 0) & (ids < 8)).all() and weights[::2].isnan().all()
+
+
+@IMPLS
+@pytest.mark.parametrize("addend", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "k", "size", "dtype"),
+    [
+        (3, 2, 16, torch.float32),
+        (1, 1, 40, torch.float32),
+        (0, 2, 16, torch.float32),
+        (2, 6, 1100, torch.bfloat16),
+        (2, 3, 24, torch.float16),
+    ],
+)
+def test_combine(impl, addend, num_tokens, k, size, dtype):
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    rows = normal(num_tokens * k, size + 8).to(dtype)[:, 8:]
+    weights = normal(num_tokens, k)
+    more = normal(num_tokens, size + 8).to(dtype)[:, 8:] if addend else None
+    out = combine_experts(rows, weights, addend=more, impl=impl)
+    assert out.shape == (num_tokens, size) and out.dtype == dtype
+    for t in range(num_tokens):
+        with bounding():
+            exact = reference.combined(rows[t * k : (t + 1) * k].double(), weights[t].double())
+            if more is not None:
+                exact = rounded(exact, dtype) + more[t].double()
+        assert_within_budget(f"token {t}", out[t], exact)
+
+
+def test_more_than_triton_supports():
+    with pytest.raises(NotImplementedError, match=r"^logits: up to 4096 experts are supported"):
+        route_tokens(torch.zeros(1, 5000, device=DEVICE), top_k=2, impl="triton")

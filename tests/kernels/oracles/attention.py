@@ -1,0 +1,148 @@
+"""Oracles of the public functions: plain torch, one token and one key at a time.
+
+    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j that query i sees,
+
+where cap(x) = softcap * tanh(x / softcap), and a sink is one more logit of the denominator. Every
+index is visible to a reviewer, and nothing is shared with the implementations but the list of
+arguments, so no index error can hide in both. ``dtype`` chooses the arithmetic: float64 for the
+truth, the model's dtype for what a plain low-precision program would give (the error budget of the
+tests compares the two).
+
+Source: Attention Is All You Need 3.2.1; PagedAttention (arXiv 2309.06180) 4.1 for the pages;
+gpt-oss model card for sinks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from quire.kernels.attention.call import AttentionCall
+
+
+def _kept(
+    pages: torch.Tensor,
+    scale: float | torch.Tensor | None,
+    page: int,
+    row: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One row of a page [num_kv_heads, head_dim], as it is or as quantized values times scale.
+
+    They are multiplied in float64 for float64 and else in fp32.
+    """
+    if scale is None:
+        return pages[page, row]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = torch.as_tensor(scale, dtype=torch.float32)
+    if factor.dim() == 3:
+        factor = factor[page, row, :, None]
+    return (pages[page, row].float().to(wide) * factor.to(wide)).to(dtype)
+
+
+def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Attend token by token, to the last ``sliding_window`` keys if the call has a window.
+
+    Args:
+        call: as given, unchecked; ``lse`` may be of any floating dtype here. The launch hints of
+            the kernels do not count: max_seqlen_q, max_seq_len, num_decodes, workspace.
+        dtype: arithmetic and result dtype; None takes q's.
+
+    Returns:
+        [num_tokens, num_heads, head_dim] in ``dtype`` (``out`` if given).
+    """
+    dtype = call.q.dtype if dtype is None else dtype
+    num_heads, head_dim = call.q.shape[1:]
+    group = num_heads // call.k_pages.shape[2]
+    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
+    scale = head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale
+    out, lse, k, v = call.out, call.lse, call.k, call.v
+    if out is None:
+        out = torch.empty(call.q.shape, dtype=dtype, device=call.q.device)
+    for s, seq_len in enumerate(call.seq_lens.tolist()):
+        first, last = call.cu_seqlens_q[s].item(), call.cu_seqlens_q[s + 1].item()
+        context = seq_len - (last - first)
+
+        def lowest(position: int) -> int:
+            return 0 if call.sliding_window is None else max(0, position - call.sliding_window + 1)
+
+        oldest, keys, values = lowest(context), [], []
+        end = context if call.context_only else seq_len
+        for j in range(oldest, end if last > first else oldest):
+            if k is not None and v is not None and j >= context:
+                keys.append(k[first + j - context].to(dtype))
+                values.append(v[first + j - context].to(dtype))
+            else:
+                block = j // block_size
+                entry = min(block, width - 1) if call.sliding_window is None else block % width
+                page = call.block_table[s, entry].item()
+                keys.append(
+                    _kept(call.k_pages, call.k_scale, page, j % block_size, dtype).to(dtype)
+                )
+                values.append(
+                    _kept(call.v_pages, call.v_scale, page, j % block_size, dtype).to(dtype)
+                )
+        all_keys = torch.stack(keys) if keys else None
+        all_values = torch.stack(values) if keys else None
+        for token in range(first, last):
+            position = context + token - first
+            seen = slice(lowest(position) - oldest, min(position + 1, end) - oldest)
+            for h in range(num_heads):
+                if seen.start >= seen.stop or all_keys is None or all_values is None:
+                    out[token, h] = 0
+                    if lse is not None:
+                        lse[h, token] = -math.inf
+                    continue
+                key_rows, value_rows = all_keys[seen, h // group], all_values[seen, h // group]
+                logits = key_rows @ call.q[token, h].to(dtype) * scale
+                if call.softcap is not None:
+                    logits = call.softcap * torch.tanh(logits / call.softcap)
+                if lse is not None:
+                    lse[h, token] = torch.logsumexp(logits, 0)
+                if call.sinks is not None and call.sinks[h] == math.inf:
+                    out[token, h] = 0
+                    continue
+                if call.sinks is not None:
+                    logits = torch.cat([logits, call.sinks[h : h + 1].to(dtype)])
+                weights = torch.softmax(logits, 0)[: len(key_rows)]
+                out[token, h] = weights @ value_rows
+    return out
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Merge token by token.
+
+    Shapes as in ``quire.kernels.merge_partials``, ``dtype`` as in ``attention`` of this
+    module.
+    """
+    dtype = partial_out.dtype if dtype is None else dtype
+    num_parts, num_tokens, num_heads, _ = partial_out.shape
+    if out is None:
+        out = torch.empty(partial_out.shape[1:], dtype=dtype, device=partial_out.device)
+    for token in range(num_tokens):
+        for h in range(num_heads):
+            live = [p for p in range(num_parts) if partial_lse[p, h, token] != -math.inf]
+            logits = partial_lse[live, h, token].to(dtype)
+            total = torch.logsumexp(logits, 0) if live else torch.tensor(-math.inf)
+            if lse is not None:
+                lse[h, token] = total
+            out[token, h] = 0
+            if sinks is not None and sinks[h] == math.inf:
+                continue
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
+            weights = torch.softmax(logits, 0)
+            for weight, p in zip(weights, live, strict=False):
+                out[token, h] += (weight * partial_out[p, token, h].to(dtype)).to(out.dtype)
+    return out

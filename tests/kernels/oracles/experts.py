@@ -1,0 +1,48 @@
+"""Oracle of ``expert_mlp``: its pieces, for one expert and the tokens that go to it.
+
+Between them is ``gating.gated_product``.
+
+Source: transformers ``modeling_gpt_oss``; OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# What the 8 patterns of e2m1 without its sign stand for.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def values(
+    weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """What one stored matrix [rows, columns] stands for, not rounded."""
+    if scale is None:
+        return weight.to(dtype)
+    if weight.dtype != torch.uint8:
+        by_row = scale.to(dtype).repeat_interleave(128, 0)[: weight.shape[0]]
+        return weight.to(dtype) * by_row.repeat_interleave(128, 1)[:, : weight.shape[1]]
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=weight.device)
+    found = torch.stack((table[(weight & 15).long()], table[(weight >> 4).long()]), -1).flatten(1)
+    powers = torch.tensor([2.0 ** (e - 127) for e in range(256)], dtype=dtype, device=scale.device)
+    return found * powers[scale.long()].repeat_interleave(32, 1)
+
+
+def product(
+    matrix: torch.Tensor,
+    columns: torch.Tensor,
+    bias: torch.Tensor | None,
+    kept: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:
+    """[rows, n] of one expert's matrix [rows, columns] times n tokens, in the dtype of the
+    arithmetic.
+
+    Args:
+        columns: [columns, n].
+        bias: [rows].
+        kept: what becomes of a sum that an implementation stores.
+    """
+    out = kept(matrix @ columns)
+    return out if bias is None else kept(out + bias[:, None])
