@@ -13,11 +13,8 @@ subclass `Ranked` and say how entries compare:
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
-
-from ..spec import as_int
 
 T = TypeVar("T", bound=tuple[Any, ...])
 SHORT = 64  # items of a heap
@@ -101,6 +98,10 @@ class Ranked:
         self._tickets: dict[Entry, int] = {}
         self._next = 0
 
+    def __len__(self) -> int:
+        """Entries that are filed."""
+        return len(self._tickets)
+
     def rank(self, entry: Entry) -> float:
         """Place in the order of eviction."""
         raise NotImplementedError
@@ -140,8 +141,7 @@ class Ranked:
         return entry
 
     def coming(self, n: int) -> list[Entry]:
-        """The entries that `pop` would take out next, at most `n`; they stay. (A policy may lack
-        this: then those used least recently are taken for it.)"""
+        """The entries that `pop` would take out next, at most `n`; they stay."""
         found: list[Entry] = []
         self.peek()  # what is filed no more leaves the top of the heap
         for _, _, ticket, entry in in_order(self._heap):
@@ -169,26 +169,3 @@ def in_order(heap: list[T]) -> Iterator[T]:
         yield item
         for j in range(2 * i + 1, min(2 * i + 3, len(heap))):
             heapq.heappush(fringe, (heap[j], j))
-
-
-class Ghosts:
-    """Keys of the entries evicted last, each with a note; a bounded memory of what was regretted.
-
-    Args:
-        capacity: keys remembered.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = as_int("num_ghosts", capacity, 0)
-        self._notes: OrderedDict[bytes, float] = OrderedDict()
-
-    def add(self, key: bytes, note: float) -> None:
-        """Remember an eviction."""
-        self._notes[key] = note
-        self._notes.move_to_end(key)
-        if len(self._notes) > self._capacity:
-            self._notes.popitem(last=False)
-
-    def pop(self, key: bytes) -> float | None:
-        """The note of an entry that comes back, once."""
-        return self._notes.pop(key, None)

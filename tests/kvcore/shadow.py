@@ -23,9 +23,7 @@ from tqdm import tqdm
 
 from quire.kvcore import (
     LRU,
-    S3FIFO,
     Adaptive,
-    CostAware,
     EventLog,
     GroupSpec,
     KVCache,
@@ -87,7 +85,7 @@ class MoodyLog(EventLog):
         super().append(event)
 
 
-POLICIES = (Adaptive, LRU, CostAware, S3FIFO, Moody)
+POLICIES = (Adaptive, LRU, Moody)
 
 
 def random_groups(rng: random.Random) -> list[GroupSpec]:

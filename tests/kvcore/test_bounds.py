@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from quire.kvcore import Adaptive, CostAware, EventLog, GroupSpec, KVCache, linear_table
+from quire.kvcore import Adaptive, EventLog, GroupSpec, KVCache, linear_table
 from tests.support.kvcore.engine import Engine, groups
 
 NAN, INF = math.nan, math.inf
@@ -219,7 +219,6 @@ def test_a_pin_for_ever():
     ("make", "name"),
     [
         (lambda: Adaptive(patience=NAN), "patience"), (lambda: Adaptive(patience=INF), "patience"), (lambda: Adaptive(memory=INF), "memory"),
-        (lambda: CostAware(weight=NAN), "weight"), (lambda: CostAware(step=NAN), "step"), (lambda: CostAware(num_ghosts=-1), "num_ghosts"),
         (lambda: EventLog(0), "capacity"), (lambda: EventLog(10**30), "capacity"), (lambda: EventLog(NAN), "capacity"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from collections import Counter
 
 from tqdm import tqdm
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, GroupSpec, OutOfPages
+from quire.kvcore import LRU, Adaptive, GroupSpec, OutOfPages
 from tests.support.kvcore.engine import Engine, groups
 
 MAX_LEN = 160
@@ -156,7 +156,7 @@ class Traffic:
         retention = draw.one(["auto", "latest", "dense", 2, 3])
         if isinstance(retention, int):
             retention *= a
-        policy = draw.one([Adaptive, LRU, CostAware, S3FIFO])
+        policy = draw.one([Adaptive, LRU])
         self.e = Engine(
             specs, num_pages=draw.one([60, 120, 700]), max_requests=MAX_REQUESTS, max_model_len=MAX_LEN,
             retention=retention, max_draft_tokens=draw.one([0, 3]), policy=policy(), max_pinned_pages=MAX_PINNED,

@@ -16,7 +16,7 @@ from collections import Counter
 
 import numpy as np
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EventLog
+from quire.kvcore import LRU, Adaptive, EventLog
 from quire.kvcore.tier import Job, TierMatch, Tiers
 from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
 from tests.support.kvcore.tiers import Contents, EventReader, Memory
@@ -37,7 +37,7 @@ class TieredTraffic(Traffic):
         kv = self.e.kv
         self.reader = None if log is None else EventReader(log)
         self.checked = Counter()
-        policy = draw.one([None, LRU, Adaptive, CostAware, S3FIFO])
+        policy = draw.one([None, LRU, Adaptive])
         self.tiers = Tiers(
             kv,
             num_pages=draw.one([30, 80, 400]),
