@@ -68,7 +68,7 @@ class Announcer:
         self._tails: list[tuple[GroupClass, tuple[int, ...], tuple[str, ...]]] = []
         for c in layout.classes:
             if c.spec.kind != "dense":
-                groups = tuple(dict.fromkeys(layout.tables[t][0] for t in c.tables.tolist()))
+                groups = tuple(c.tables.tolist())
                 self._tails.append((c, groups, tuple(layout.groups[i].name for i in groups)))
         # Segments that the longest tail reaches into.
         self._reach = max([1, *(-(-c.tail // c.per_segment) for c, _, _ in self._tails)])

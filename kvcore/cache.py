@@ -214,7 +214,7 @@ class KVCache:
         )  # fmt: skip
         self._pins = Pins(self.index, self.max_pinned_pages)
         self.tiers: Tiers | None = None
-        self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
+        self._no_replays = NO_ROWS, np.empty((len(layout.groups), 0), dtype=np.int64)
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
@@ -263,23 +263,18 @@ class KVCache:
         self._expect_tables("tables")
         return self._tables.array
 
-    def table(self, group: int, part: int = 0) -> Int32:
+    def table(self, group: int) -> Int32:
         """Block table of `group`: [max_requests, width] int32 view; column = block % width.
 
-        A group with pages_per_block > 1 has a table for each part of its blocks. A state group's
-        table names the live page of each request in column 0.
+        A state group's table names the live page of each request in column 0.
 
         Between `plan` and `commit` it describes the context before the step. Entries at or past a
         request's length, and of a window group those behind its window, are not to be read. A view,
         not to be written to.
         """
         self._expect_tables("table")
-        offset, width = self.layout.columns(group, part)
+        offset, width = self.layout.columns(group)
         return self.tables[:, offset : offset + width]
-
-    def table_index(self, group: int, part: int = 0) -> int:
-        """Row of `StepPlan.slot_mapping` that belongs to `table(group, part)`."""
-        return self.layout.table(group, part)
 
     def slot_of(self, request_id: Hashable) -> int:
         """Slot of an admitted request.

@@ -35,7 +35,7 @@ class Checks:
 
     def __init__(self, layout: Layout) -> None:
         self.prompts: dict[int, Int32] = {}
-        groups = [layout.groups[g] for g, _ in layout.tables]
+        groups = layout.groups
         self._names = [group.name for group in groups]
         self._block_sizes = np.array([[group.block_size] for group in groups])
         self._states = [t for t, group in enumerate(groups) if group.kind == "state"]

@@ -105,15 +105,14 @@ def describe(cache: KVCache) -> str:
                 f"apart also hold what the boundaries between them need"
             )
     for g in layout.groups:
-        pages = f", {g.pages_per_block} pages a block" if g.pages_per_block > 1 else ""
         ahead = f", keys cover {g.lookahead} tokens ahead" if g.lookahead else ""
         if g.kind == "dense":
-            lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{pages}{ahead}")
+            lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{ahead}")
         elif g.kind == "state":
-            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}{pages}")
+            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}")
         else:
             lines.append(
-                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block{pages}, "
+                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block, "
                 f"{g.tail_blocks} blocks to resume{ahead}"
             )
     return "\n".join(lines)

@@ -113,9 +113,9 @@ class WorkerTables:
         self.tables.reshape(-1)[indices] = step.table_pages
         self._changed.append(indices)
 
-    def table(self, group: int, part: int = 0) -> Int32:
+    def table(self, group: int) -> Int32:
         """`KVCache.table`; of state groups read `StepArrays.state_pages` instead."""
-        offset, width = self.layout.columns(group, part)
+        offset, width = self.layout.columns(group)
         return self.tables[:, offset : offset + width]
 
     def take_deltas(self) -> tuple[Int64, Int32]:

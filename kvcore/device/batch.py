@@ -93,7 +93,7 @@ class BatchBuilder:
         sampled: [max_placeholders] int64 on the device, what placeholders stand for.
 
     Raises:
-        NotImplementedError: a group with states, or with several pages in a block.
+        NotImplementedError: a state group.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class BatchBuilder:
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
         for g in self._groups:
-            if g.kind == "state" or g.pages_per_block > 1:
+            if g.kind == "state":
                 raise NotImplementedError(
-                    f"kv: supported are dense and window groups with one page in a block, got {g}"
+                    f"kv: supported are dense and window groups, got {g}"
                 )
         self._decode_tokens = 1 + kv.max_draft_tokens
         self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]

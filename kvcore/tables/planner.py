@@ -229,8 +229,7 @@ class StepPlanner:
         needed = {g.name: 0 for g in self._layout.groups}
         counts = np.bincount(keys >> BLOCK_BITS, minlength=len(self.table_rows)).tolist()
         for row, n in zip(self.table_rows, counts, strict=True):
-            group, _ = self._layout.tables[row]
-            needed[self._layout.groups[group].name] += n
+            needed[self._layout.groups[row].name] += n
         return needed
 
     # Pages and slots.
@@ -272,7 +271,7 @@ class StepPlanner:
     def mapping(self, step: StepChanges, cu: Int32, total: int) -> Int64:
         """The slot mapping [num_tables, total] of a step that has its pages."""
         own = step.pages
-        mapping: Int64 = np.full((len(self._layout.tables), total), -1, dtype=np.int64)
+        mapping: Int64 = np.full((len(self._layout.groups), total), -1, dtype=np.int64)
         if step.inside is not None:
             mapping[self._table_row] = own.reshape(step.inside.shape) * self._size_column
             mapping[self._table_row] += step.inside
@@ -296,7 +295,7 @@ class StepPlanner:
         if not self._states:
             return
         n, copies = len(step.slots), []
-        step.state_pages = np.zeros((len(self._layout.tables), n), dtype=np.int32)
+        step.state_pages = np.zeros((len(self._layout.groups), n), dtype=np.int32)
         for state, snapping in zip(self._states, step.snapping, strict=True):
             k = state.spec.num_tables
             num_live, num_snapshots = len(step.starting) * k, len(snapping) * k
@@ -321,7 +320,7 @@ class StepPlanner:
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
         rows = cu[which] + positions - step.start[which]
-        where = np.full((len(self._layout.tables), len(rows)), -1, dtype=np.int64)
+        where = np.full((len(self._layout.groups), len(rows)), -1, dtype=np.int64)
         for block in self._dense:
             size = block.spec.block_size
             indices = block.indices(step.slots[which], positions[:, None] // size)[:, :, 0]

@@ -135,7 +135,7 @@ class MemoryPlan:
     def bytes_per_token(self) -> float:
         """Bytes that each further token of a long request costs: those of dense groups."""
         return sum(
-            g.pages_per_block * self.page_bytes / g.block_size
+            self.page_bytes / g.block_size
             for g in self.groups
             if g.kind == "dense"
         )

@@ -103,7 +103,7 @@ def random_groups(rng: random.Random) -> list[GroupSpec]:
         ahead = rng.choice((1, 1, 2, 3)) if kind != "state" and rng.random() < 0.25 else 0
         specs.append(
             GroupSpec(
-                f"g{i}", kind, size, 4096, window, rng.choice((1, 1, 1, 2, 3)), min(ahead, base)
+                f"g{i}", kind, size, 4096, window, min(ahead, base)
             )
         )
     return specs
@@ -116,7 +116,7 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
     need = 0  # pages of the longest request
     for g in specs:
         blocks = {"dense": max_len, "window": (g.sliding_window or 0) + drafts + 64, "state": 0}
-        need += g.pages_per_block * (blocks[g.kind] // g.block_size + 2)
+        need += blocks[g.kind] // g.block_size + 2
     replays = None
     if not any(g.kind == "state" for g in specs) and rng.random() < 0.4:
         reach = sum((g.sliding_window or 1) - 1 for g in specs)

@@ -30,7 +30,7 @@ MIXES = [
     ((4, 9),),
     (STATE,),
     ((4, None), (8, None), STATE, (2, 5)),
-    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    (GroupSpec("wide", "dense", 8, 4096), (4, 6)),
     (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
 ]
 

@@ -38,4 +38,4 @@ def test_lives():
         "room",
     ):
         assert calls[name] > LIVES // 8, name
-    assert calls["commit"] > 25 * LIVES and calls["with drafts"] > 2 * LIVES
+    assert calls["commit"] > 20 * LIVES and calls["with drafts"] > 2 * LIVES

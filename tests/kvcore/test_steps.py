@@ -29,7 +29,7 @@ MIXES = [
     ((4, 9),),
     ((4, None), STATE),
     (STATE, (4, 9), (8, None)),
-    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    (GroupSpec("wide", "dense", 8, 4096), (4, 6)),
     ((2, 70), (32, None)),
     ((8, None), (4, 10), GroupSpec("draft", "window", 4, 4096, 10, lookahead=1)),
 ]
@@ -71,7 +71,7 @@ class Unguarded(Host):
 
     def during(self, plan: StepPlan, t: int) -> np.ndarray:
         size = self.specs[t].block_size
-        table = self.kv.table(*self.kv.layout.tables[t])
+        table = self.kv.table(t)
         linear = np.zeros((len(plan.slots), 200), dtype=np.int64)
         for i, slot in enumerate(plan.slots.tolist()):
             start, end = int(plan.seq_lens[i] - plan.num_new_tokens[i]), int(plan.seq_lens[i])
@@ -204,7 +204,7 @@ def test_a_step_gives_what_a_plan_of_the_whole_batch_gives(seed):
                 for name in ("slots", "num_new_tokens", "cu_seqlens_q", "seq_lens", "positions"):
                     assert np.array_equal(getattr(plan, name), getattr(mine, name)), name
                 assert ((plan.slot_mapping < 0) == (mine.slot_mapping < 0)).all()
-                sizes = [[whole.layout.groups[g].block_size] for g, _ in whole.layout.tables]
+                sizes = [[g.block_size] for g in whole.layout.groups]
                 assert (plan.slot_mapping % sizes == mine.slot_mapping % sizes).all()
                 assert plan.changes.num_new == mine.changes.num_new
                 ids = rng.choices((0, 1), k=sum(counts))

@@ -38,12 +38,12 @@ MIXES = [
     ((6, None), (4, 7)),
     ((4, None), (4, 5)),
     ((4, None), STATE),
-    (GroupSpec("state", "state", 8, 4096, pages_per_block=2), (4, 9), (8, None)),
+    (GroupSpec("state", "state", 8, 4096), (4, 9), (8, None)),
     (STATE,),
-    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    (GroupSpec("wide", "dense", 8, 4096), (4, 6)),
     ((8, None), (4, 10), GroupSpec("draft", "window", 4, 4096, 10, lookahead=1)),
     (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
-    (GroupSpec("draft", "window", 4, 4096, 7, 2, lookahead=2),),
+    (GroupSpec("draft", "window", 4, 4096, 7, lookahead=2),),
 ]
 
 

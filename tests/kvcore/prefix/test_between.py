@@ -15,7 +15,7 @@ MIXES = {
     "two-windows": ((4, None), (4, 9), (2, 14)),
     "window-of-one": ((4, None), (8, 20), (4, 1)),
     "no-dense": ((4, 13),),
-    "wide": (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 24)),
+    "wide": (GroupSpec("wide", "dense", 8, 4096), (4, 24)),
     "drafter": ((4, None), GroupSpec("draft", "window", 4, 4096, 14, lookahead=1)),
     "state": ((4, None), (4, 17), STATE),
 }

@@ -60,11 +60,10 @@ def test_a_snapshot_behind_the_tokens_taken_back_stays():
     assert e.kv.match([1, 2, 3, 4, 5]).num_tokens == 4
 
 
-@pytest.mark.parametrize("pages", [1, 2])
 @pytest.mark.parametrize("chunk", [4, 8, 16, 3])
-def test_without_caching_nothing_is_copied_and_page_0_stays(pages, chunk):
+def test_without_caching_nothing_is_copied_and_page_0_stays(chunk):
     """Page 0 is the initial state of every request: no step may write it."""
-    state = GroupSpec("state", "state", 4, 4096, pages_per_block=pages)
+    state = GroupSpec("state", "state", 4, 4096)
     e = engine((8, None), (4, 10), state, enable_caching=False)
     for rid in ("a", "b"):
         e.admit(rid, list(range(16)))

@@ -8,7 +8,7 @@ import pytest
 from quire.kvcore import GroupSpec, KVCache
 
 DRAFTS = 3
-DENSE = GroupSpec("dense", "dense", 8, 1, pages_per_block=2)
+DENSE = GroupSpec("dense", "dense", 8, 1)
 MIXES = {
     "dense": [DENSE],
     "windows": [DENSE, GroupSpec("near", "window", 4, 1, 6), GroupSpec("far", "window", 4, 1, 40)],

@@ -16,7 +16,7 @@ DIM = 3
 # (block size, W or None, drafts)
 CASES = {
     "128-16": (16, 128, 0), "128-16-drafts": (16, 128, 3), "dense": (16, None, 0), "17-8": (8, 17, 0), "10-4": (4, 10, 0), "16-16": (16, 16, 0),
-    "9-8": (8, 9, 0), "one": (4, 1, 0), "rows": (1, 5, 0), "longer": (8, 500, 0), "two-parts": (4, 10, 0),
+    "9-8": (8, 9, 0), "one": (4, 1, 0), "rows": (1, 5, 0), "longer": (8, 500, 0),
 }  # fmt: skip
 
 
@@ -39,15 +39,14 @@ class Paged:
 
     def __init__(self, case: str, **options) -> None:
         size, self.window, drafts = CASES[case]
-        parts = 2 if case == "two-parts" else 1
         kind = "dense" if self.window is None else "window"
         groups = [
             GroupSpec("dense", "dense", 16, 1),
-            GroupSpec("g", kind, size, 1, self.window, pages_per_block=parts),
+            GroupSpec("g", kind, size, 1, self.window),
         ]
         base = {"num_pages": 600, "max_requests": 3, "max_model_len": 512}
         self.kv = KVCache(groups, max_draft_tokens=drafts, **(base | options))
-        self.part, self.size = parts - 1, size
+        self.size = size
         self.rng = np.random.default_rng(0)
         self.pages = np.full((2, self.kv.num_pages, size, DIM), np.nan)
         self._read: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -73,7 +72,7 @@ class Paged:
         plan = self.kv.plan([slot], [len(tokens)])
         more = np.array([[self._row(t, i) for t in tokens] for i in range(2)])
         self.rows[rid] = np.concatenate([self.rows[rid][:, :start], more], axis=1)
-        where = plan.slot_mapping[self.kv.table_index(1, self.part)]
+        where = plan.slot_mapping[1]
         for i, at in enumerate(where.tolist()):
             if at >= 0:
                 self.pages[:, at // self.size, at % self.size] = more[:, i]
@@ -98,12 +97,12 @@ class Paged:
         slot, within = self.kv.slot_of(rid), np.arange(self.size)
         n = int(self.kv.num_computed[slot])
         if form == "linear":
-            table = linear_table(self.kv, 1, [slot], self.part)[0]
+            table = linear_table(self.kv, 1, [slot])[0]
             blocks = np.flatnonzero(table)
             pages, positions = table[blocks], blocks[:, None] * self.size + within
             named = positions < n
         else:
-            rows = paged_rows(self.kv, 1, [slot], self.part)
+            rows = paged_rows(self.kv, 1, [slot])
             assert rows.indptr.tolist() == [0, len(rows.indices)]
             last = int(rows.last_page_len[0])
             assert (last == 0) == (not len(rows.indices)) and rows.indices.all()

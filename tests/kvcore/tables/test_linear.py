@@ -321,7 +321,6 @@ def test_who_computes_the_same_keeps_its_own_pages_until_it_ends():
     ("spec", "named"),
     [
         (GroupSpec("s", "state", 8, 1), "state"),
-        (GroupSpec("s", "dense", 8, 1, pages_per_block=2), "pages_per_block=2"),
         (GroupSpec("s", "dense", 8, 1, lookahead=1), "lookahead=1"),
     ],
 )

@@ -99,7 +99,7 @@ class Device:
 
     def __init__(self, kv: KVCache, calls: Counter, memory: np.ndarray | None = None) -> None:
         self.kv, self.calls = kv, calls
-        self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
+        self.specs = kv.layout.groups
         self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
         assert max(g.block_size for g in self.specs) <= STATE_ROWS
         self.memory = np.full((kv.num_pages, STATE_ROWS), POISON) if memory is None else memory
@@ -108,7 +108,7 @@ class Device:
         self.rows_checked = self.rows_written = 0
 
     def table(self, t: int) -> np.ndarray:
-        return self.kv.table(*self.kv.layout.tables[t])
+        return self.kv.table(t)
 
     def wipe_free_pages(self) -> None:
         """What is free may be lost."""
@@ -248,7 +248,7 @@ class Device:
         for place, page in zip(places.tolist(), pages.tolist(), strict=True):  # later ones last
             self.mirror.reshape(-1)[place] = page
         for t, spec in enumerate(self.specs):
-            offset, width = self.kv.layout.columns(*self.kv.layout.tables[t])
+            offset, width = self.kv.layout.columns(t)
             for request in requests:
                 if spec.kind == "state":  # before the first step there is no live page
                     columns = np.arange(self.table(t)[request.slot, 0] > 0)
@@ -264,13 +264,12 @@ class Device:
             reach: tokens before the next one whose queries are asked for: 1 for the token just computed.
         """
         slots = [r.slot for r in requests]
-        for t, (group, part) in enumerate(self.kv.layout.tables):
-            spec = self.specs[t]
+        for t, spec in enumerate(self.specs):
             if spec.kind == "state":
                 continue
             self.calls["linear_table, paged_rows"] += 2
-            linear = linear_table(self.kv, group, slots, part)
-            rows = paged_rows(self.kv, group, slots, part)
+            linear = linear_table(self.kv, t, slots)
+            rows = paged_rows(self.kv, t, slots)
             for i, request in enumerate(requests):
                 positions, expected = self.visible(t, request)
                 n = request.computed

@@ -74,10 +74,10 @@ class Engine:
 
     def __init__(self, specs: list[GroupSpec], **options) -> None:
         self.kv = kv = KVCache(specs, **({"debug": True} | options))
-        self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
+        self.specs = kv.layout.groups
         sizes = [STATE_ROWS if g.kind == "state" else g.block_size for g in self.specs]
         self.rows = [np.full((kv.num_pages, size), POISON) for size in sizes]
-        self.tables = [kv.table(*t) for t in kv.layout.tables]
+        self.tables = [kv.table(g) for g in range(len(self.specs))]
         self.tokens: dict[object, list[int]] = {}
         self.salts: dict[object, bytes] = {}
         self.slots: dict[object, int] = {}

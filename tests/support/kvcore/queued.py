@@ -91,7 +91,7 @@ class Host:
             keeps_tables,
         )
         self.kv = kv = KVCache(specs, **options)
-        self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
+        self.specs = kv.layout.groups
         self.tags = [tag_of(t) for t in range(len(self.specs))]
         self.memory = np.zeros(
             (kv.num_pages, max(STATE_ROWS, *(g.block_size for g in specs))), dtype=np.int64
@@ -136,7 +136,7 @@ class Host:
 
     def _started(self, t: int, s: Sequence) -> dict[int, int]:
         """Entries of a worker's own table as a request comes: block -> page."""
-        spec, row = self.specs[t], self.kv.table(*self.kv.layout.tables[t])[s.slot]
+        spec, row = self.specs[t], self.kv.table(t)[s.slot]
         known = s.done if spec.kind == "window" else max(s.done, s.exact)
         stop = -(-known // spec.block_size)
         first = max(0, stop - len(row)) if spec.kind == "window" else 0
@@ -252,7 +252,7 @@ class Host:
             ]
         else:
             tables = [
-                kv.table(*kv.layout.tables[t])[plan.slots].copy() for t in range(len(self.specs))
+                kv.table(t)[plan.slots].copy() for t in range(len(self.specs))
             ]
         rows = [s.rows(end) for s, end in zip(sequences, ends, strict=True)]
         work = Work(plan, reserved, None, tables, sequences, rows, starts, ends)
@@ -264,8 +264,7 @@ class Host:
 
     def during(self, plan: StepPlan, t: int) -> np.ndarray:
         """Linear tables of a step that writes before it reads; the same as compressed rows."""
-        group, part = self.kv.layout.tables[t]
-        linear, rows = (f(self.kv, group, plan, part) for f in (linear_table, paged_rows))
+        linear, rows = (f(self.kv, t, plan) for f in (linear_table, paged_rows))
         for i, length in enumerate(plan.seq_lens.tolist()):
             first, size = int(rows.first_tokens[i]), self.specs[t].block_size
             pages = rows.indices[rows.indptr[i] : rows.indptr[i + 1]]

@@ -12,7 +12,7 @@ from tests.support.kvcore.engine import groups
 
 IMAGE, END = 8, 9  # placeholder of an image; the token behind one
 STATE = GroupSpec("state", "state", 4, 4096)
-DENSE = [((4, None),), ((8, None), (4, None)), ((4, None), GroupSpec("wide", "dense", 8, 4096, pages_per_block=2))]  # fmt: skip
+DENSE = [((4, None),), ((8, None), (4, None)), ((4, None), GroupSpec("wide", "dense", 8, 4096))]  # fmt: skip
 HYBRID = [((4, None), (4, 10)), ((8, None), (4, 6), (4, 20)), ((4, None), STATE), ((4, None), (2, 5), STATE)]  # fmt: skip
 
 
