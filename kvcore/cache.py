@@ -45,7 +45,7 @@ order of the reservations.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -192,6 +192,7 @@ class KVCache:
         self.max_requests, self.max_model_len, self.reads = max_requests, max_model_len, reads
         self.max_draft_tokens, self.replay_tokens = max_draft_tokens, replay_tokens
         self.enable_caching, self.hash_seed = enable_caching, hash_seed
+        self.append_only = append_only
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex(
             self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between
@@ -357,7 +358,7 @@ class KVCache:
 
     def admit(
         self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
-    ) -> Any:
+    ) -> int | OutOfPages:
         """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
 
         Args:
@@ -701,6 +702,14 @@ class KVCache:
         if self._linear is None:
             raise ValueError("pages_of: expected a cache with append_only=True; see `table`")
         return self._linear.pages[slot]
+
+    @overload
+    def reserve(self, slots: int, ends: int, least: int = 0) -> list[list[int]] | OutOfPages: ...
+
+    @overload
+    def reserve(
+        self, slots: Sequence[int] | Int64, ends: Sequence[int] | Int64, least: int = 0
+    ) -> list[list[list[int]]] | OutOfPages: ...
 
     def reserve(self, slots: Any, ends: Any, least: int = 0) -> Any:
         """Take pages for the tokens of requests up to `ends`, which are theirs until they advance

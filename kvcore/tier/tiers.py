@@ -66,8 +66,8 @@ class Tiers:
     plan that is not committed.
 
     Raises:
-        ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching and without
-            tiers.
+        ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching, with tables
+            (``append_only=False``), and without tiers.
     """
 
     def __init__(
@@ -85,6 +85,8 @@ class Tiers:
             raise ValueError(f"kv: expected a KVCache, got {kv!r}")
         if not kv.enable_caching:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
+        if kv.append_only:
+            raise ValueError("kv: expected a cache with tables, got one with append_only=True")
         if kv.tiers is not None:
             raise ValueError("kv: expected a cache without tiers, got one that has some")
         if not hasattr(kv.index.policy, "coming"):
