@@ -66,8 +66,8 @@ class Tiers:
     plan that is not committed.
 
     Raises:
-        ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching, with tables
-            (``append_only=False``), and without tiers.
+        ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching and without
+            tiers.
     """
 
     def __init__(
@@ -85,8 +85,6 @@ class Tiers:
             raise ValueError(f"kv: expected a KVCache, got {kv!r}")
         if not kv.enable_caching:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
-        if kv.append_only:
-            raise ValueError("kv: expected a cache with tables, got one with append_only=True")
         if kv.tiers is not None:
             raise ValueError("kv: expected a cache without tiers, got one that has some")
         if not hasattr(kv.index.policy, "coming"):
@@ -166,10 +164,10 @@ class Tiers:
         without = TierMatch(
             device, device.num_saved_tokens, 0, 0.0, why, dense * a, self._pending(prompt)
         )
-        if hit * a <= device.num_saved_tokens:
-            return without
         num_pages = max(0, hit - device.dense_tokens // a) * index.pages_per_segment
         num_pages += kv.layout.pages_per_point
+        if hit * a <= device.num_saved_tokens or not num_pages:
+            return without
         queued = sum(len(job.sources) for job in self.jobs if job.kind == "load")
         seconds = self._load_seconds(queued + num_pages)
         if seconds >= (hit * a - device.num_saved_tokens) / self.prefill_tokens_per_second:

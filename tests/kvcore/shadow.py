@@ -166,7 +166,7 @@ class Life(Misuse, TakenAway, Ahead, Hosted):
         self.history: list[Text] = []
         self.requests: list[Request] = []
         self.intact = True  # nothing was evicted
-        self.has_host = self.rng.random() < 0.4 and not self.options.get("append_only")
+        self.has_host = self.rng.random() < 0.4
         self.identities = self.rng.random() < 0.5
         self.start(self.new_cache())
 

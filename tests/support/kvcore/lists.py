@@ -14,7 +14,7 @@ class Lists:
     has_lists = True
     weights = {
         "admit": 3, "look": 2, "step": 14, "release": 2, "preempt": 1, "abort": 0.7, "pin": 1, "pin_request": 0.5,
-        "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "reset": 0.05,
+        "expire_pins": 0.5, "evict": 0.7, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4, "clear": 0.05, "reset": 0.05,
     }  # fmt: skip
 
     def draw(self, rng: random.Random) -> tuple[list[GroupSpec], dict]:
