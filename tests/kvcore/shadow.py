@@ -17,6 +17,7 @@ import random
 import time
 import traceback
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -148,7 +149,7 @@ class Life(Misuse, TakenAway, Ahead, Hosted):
         trace: source lines of the calls; None keeps none.
     """
 
-    weights = {
+    weights: ClassVar = {
         "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
         "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "stale_plan": 0.7, "foreign_plan": 0.2,
         "wrong_arguments": 0.7, "ahead": 2, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4,

@@ -124,7 +124,7 @@ class Hosted:
         if way == "cancel":
             self.tiers.cancel(job)
         elif way == "failed":
-            self._copy(job, self.rng.randrange(len(job.sources)))
+            self._copy(job, self.rng.randrange(len(job.sources) or 1))
             assert not self.tiers.done(job, failed=True)
         else:
             self._copy(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
 from quire.kvcore import GroupSpec
 from tests.support.kvcore.device import Request, Text
@@ -11,8 +12,7 @@ from tests.support.kvcore.device import Request, Text
 class Lists:
     """What `shadow.ListLife` does in another way than `shadow.Life`."""
 
-    has_lists = True
-    weights = {
+    weights: ClassVar = {
         "admit": 3, "look": 2, "step": 14, "release": 2, "preempt": 1, "abort": 0.7, "pin": 1, "pin_request": 0.5,
         "expire_pins": 0.5, "evict": 0.7, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4, "clear": 0.05, "reset": 0.05,
     }  # fmt: skip
