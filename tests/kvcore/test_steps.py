@@ -487,37 +487,3 @@ def test_tokens_that_are_not_those_of_the_prompt_are_refused_when_debugging():
     assert kv.match([1] * 9).num_tokens == 8
 
 
-@pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_two_steps_ahead_the_same_is_cached_in_the_end(mix):
-    """One cache commits each step before the next begins, the other publishes two steps late."""
-    caches = [
-        KVCache(groups(*mix), num_pages=400, max_requests=3, max_model_len=160, retention="dense")
-        for _ in range(2)
-    ]
-    rng = random.Random(5)
-    prompts = [rng.choices((0, 1), k=n) for n in (9, 30, 41)]
-    texts = [p + rng.choices((0, 1), k=90) for p in prompts]
-    for kv, ahead in zip(caches, (0, 2), strict=True):
-        slots, flying = admitted(kv, *prompts), []
-        done = [0, 0, 0]
-        for turn in range(75):
-            counts = [max(1, min(16, len(p) - d)) for p, d in zip(prompts, done, strict=True)]
-            if kv._tables.states and turn < 4:
-                counts = kv.cut(slots, counts).tolist()
-            launched(kv, slots, counts)
-            ids = [t for x, d, n in zip(texts, done, counts, strict=True) for t in x[d : d + n]]
-            done = [d + n for d, n in zip(done, counts, strict=True)]
-            kv.advance(slots, done)
-            flying.append((done, ids))
-            if len(flying) > ahead:
-                kv.publish(slots, *flying.pop(0))
-        for ends, ids in flying:
-            kv.publish(slots, ends, ids)
-        kv.check_invariants()
-    now, late = caches
-    for name in ("resume_points", "cached_segments", "resume_points_kept", "free_pages"):
-        assert now.stats()[name] == late.stats()[name], name
-    for text in texts:
-        found = [kv.match([*text, 1]) for kv in caches]
-        assert found[0].num_tokens == found[1].num_tokens >= 64
-        assert found[0].dense_tokens == found[1].dense_tokens

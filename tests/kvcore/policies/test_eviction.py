@@ -222,24 +222,6 @@ def test_adaptive_is_lru_while_nothing_comes_back():
             assert adaptive.pop() is lru.pop()
 
 
-def test_adaptive_keeps_conversations_that_come_back():
-    """Half of the prompts are never repeated; chats return every 40 prompts, and more surely than new ones do."""
-    policy, kept = Adaptive(), {}
-    tick = 0
-    for round_ in range(30):
-        for who in range(20):
-            for name in (f"chat{who}", f"once{round_}-{who}"):
-                tick += 1
-                policy.asked(key(name), int(name in kept))
-                entry = kept.setdefault(name, Fake(key(name)))
-                entry.last_used = tick
-                policy.add(entry)
-                while len(kept) > 30:  # LRU needs 40 for any hit
-                    gone = policy.pop().key.decode().strip()
-                    del kept[gone]
-    assert sum(name.startswith("chat") for name in kept) == 20
-
-
 @pytest.mark.parametrize("chats", [True, False])
 def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
     """Each turn leaves an entry at the end of its prompt and one after the answer; only one kind is returned to."""
