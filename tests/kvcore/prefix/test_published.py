@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from quire.kvcore import KVCache, StepPlan
-from tests.support.kvcore.engine import Engine, groups, row_ids
+from tests.support.kvcore.device import Text
+from tests.support.kvcore.engine import Engine, groups
 
 
 def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, list[int]]:
     """Window blocks that the resume points of `prompt` hold, by boundary in tokens."""
-    rows = e.rows[group]
-    size = rows.shape[1]
-    identity = row_ids(prompt, b"")
+    rows, size = e.device.memory, e.specs[group].block_size
+    identity = Text(prompt, b"").rows(e.device.tags[group], 0)
     block_of = {int(identity[b * size]): b for b in range(len(prompt) // size)}
     found = {}
     for run in e.kv.index.runs():

@@ -67,6 +67,8 @@ class Text:
     def cut(self, n: int) -> None:
         """Forget the tokens from position `n` on; never those of the prompt."""
         n = max(n, self.num_given)
+        if n >= len(self.tokens):
+            return
         self._array = None
         del self.tokens[n:], self._hashes[n:], self._hashers[n + 1 :]
 
@@ -102,8 +104,8 @@ class Device:
         self.kv, self.calls = kv, calls
         self.specs = kv.layout.groups
         self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
-        assert max(g.block_size for g in self.specs) <= STATE_ROWS
-        self.memory = np.full((kv.num_pages, STATE_ROWS), POISON) if memory is None else memory
+        width = max(STATE_ROWS, *(g.block_size for g in self.specs))
+        self.memory = np.full((kv.num_pages, width), POISON) if memory is None else memory
         self.memory[0] = INITIAL
         self.mirror = None if kv.append_only else np.zeros_like(kv.tables)
         self.rows_checked = self.rows_written = 0

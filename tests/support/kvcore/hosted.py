@@ -10,7 +10,7 @@ from quire.kvcore import LRU, Adaptive
 from quire.kvcore.events import split_keys
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import Job, TierMatch, Tiers
-from tests.support.kvcore.device import POISON, STATE_ROWS
+from tests.support.kvcore.device import POISON
 
 
 class Hosted:
@@ -18,7 +18,7 @@ class Hosted:
 
     Attributes:
         tiers: None for a life without a host.
-        host: [num_pages, STATE_ROWS] memory of the host.
+        host: memory of the host, as the device has it.
         copied: whether the pages of each open job were copied.
         promised: what the match of each open load said.
     """
@@ -37,7 +37,8 @@ class Hosted:
             policy=policy and policy(),
             watermark=rng.choice((None, kv.num_pages // 2, *[kv.num_pages] * 4)),
         )
-        self.host = np.full((self.tiers.index.pool.num_pages, STATE_ROWS), POISON)
+        shape = self.tiers.index.pool.num_pages, self.device.memory.shape[1]
+        self.host = np.full(shape, POISON)
 
     def store(self) -> None:
         """Entries that eviction would take next begin to go to the host."""
