@@ -61,11 +61,12 @@ from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
 from .prefix.chains import NONE_ENDING, NONE_KEPT, Chains, Publication
+from .prefix.evict_pages import evict_pages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.index import PrefixIndex
 from .prefix.keys import KEY_BYTES, Prompt, root_key
 from .prefix.lookup import Lookup, Match
-from .prefix.pins import Pins, expiry_of
+from .prefix.pins import expiry_of
 from .prefix.requests import Sequences
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
 from .stats import count_admission, describe, new_counters, stats
@@ -195,8 +196,9 @@ class KVCache:
         self.append_only = append_only
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex(
-            self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between
-        )
+            self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between,
+            self.max_pinned_pages,
+        )  # fmt: skip
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._linear = LinearTables(layout, max_requests, self.pool) if append_only else None
         rows = 1 if append_only else max_requests  # of which an append-only cache uses none
@@ -213,7 +215,6 @@ class KVCache:
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
             debug or events is not None,
         )  # fmt: skip
-        self._pins = Pins(self.index, self.max_pinned_pages)
         self.tiers: Tiers | None = None
         self._no_replays = NO_ROWS, np.empty((len(layout.groups), 0), dtype=np.int64)
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
@@ -1179,8 +1180,8 @@ class KVCache:
         computed = int(self.sequences.lengths[slot]) if self._linear is None else MOST_TOKENS
         run, depth = self._chains.end(slot, computed, not discard)
         if discard:
-            self._pins.at_release.pop(slot, None)
-        self._pins.released(slot, run, depth)
+            self.index.pins.at_release.pop(slot, None)
+        self.index.pins.released(slot, run, depth)
         self.sequences.remove(request_id)
         if self._announcer is not None:
             self._announcer.released(slot)
@@ -1243,7 +1244,7 @@ class KVCache:
         match, run = self._lookup.again(match)
         self.index.tick += 1
         depth = match.num_tokens // self.alignment
-        return self._pins.pin(run, depth, expiry) * self.alignment
+        return self.index.pins.pin(run, depth, expiry) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
         """Pin what is cached of a running request when it is released.
@@ -1251,7 +1252,7 @@ class KVCache:
         Raises:
             ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
         """
-        self._pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
+        self.index.pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
 
     def unpin(self, match: Match) -> bool:
         """End the pin of the prefix that `match` finds; False if it is not pinned."""
@@ -1259,7 +1260,7 @@ class KVCache:
         if not match.num_tokens:
             return False
         self.index.tick += 1
-        return self._pins.unpin(run, match.num_tokens // self.alignment)
+        return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
         """End the pins whose time has passed; returns how many.
@@ -1267,7 +1268,7 @@ class KVCache:
         Raises:
             ValueError: `now` is not a finite number.
         """
-        return self._pins.expire(as_seconds("now", now))
+        return self.index.pins.expire(as_seconds("now", now))
 
     # Eviction.
 
@@ -1310,7 +1311,7 @@ class KVCache:
         is_wanted[ids] = True
         if self.tiers is not None:
             self.tiers.forget_copies(is_wanted)
-        self.index.drop_pages(is_wanted)
+        evict_pages(self.index, is_wanted)
         is_wanted[self.pool.free_pages()] = False
         needed: Int64 = is_wanted.nonzero()[0]
         return needed

@@ -18,6 +18,7 @@ from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import Entry, EvictionPolicy
 from ..policies.lru import LRU
+from ..prefix.evict_pages import evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
@@ -361,7 +362,7 @@ class Tiers:
         is_wanted = np.zeros(self.index.pool.num_pages, dtype=np.bool_)
         is_wanted[pages] = True
         is_wanted[0] = False
-        self.index.drop_pages(is_wanted)
+        evict_pages(self.index, is_wanted)
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
         """Events of all host entries; for `KVCache.announce`."""

@@ -105,11 +105,7 @@ def random_groups(rng: random.Random) -> list[GroupSpec]:
             rng.choice((1, 2, size, size + 1, rng.randint(1, 40))) if kind == "window" else None
         )
         ahead = rng.choice((1, 1, 2, 3)) if kind != "state" and rng.random() < 0.25 else 0
-        specs.append(
-            GroupSpec(
-                f"g{i}", kind, size, 4096, window, min(ahead, base)
-            )
-        )
+        specs.append(GroupSpec(f"g{i}", kind, size, 4096, window, min(ahead, base)))
     return specs
 
 

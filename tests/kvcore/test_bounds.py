@@ -203,7 +203,7 @@ def test_a_time_to_live_that_is_none_is_refused(ttl):
     ):
         with pytest.raises(ValueError, match="ttl: expected"):
             call()
-    assert kv.stats()["pins"] == 0 and not kv._pins.at_release
+    assert kv.stats()["pins"] == 0 and not kv.index.pins.at_release
 
 
 def test_a_pin_for_ever():

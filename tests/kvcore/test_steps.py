@@ -485,5 +485,3 @@ def test_tokens_that_are_not_those_of_the_prompt_are_refused_when_debugging():
         kv.publish(a, 9, [1] * 8 + [2])
     kv.publish(a, 9, [1] * 9)
     assert kv.match([1] * 9).num_tokens == 8
-
-

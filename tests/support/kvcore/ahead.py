@@ -79,7 +79,9 @@ class Ahead:
         device.copy(plan.copies)
         for i, r in enumerate(launch.requests):
             r.computed = launch.starts[i]
-            device.check(r, plan.state_pages[:, i] if len(plan.state_pages) else None, launch.tables[i])
+            device.check(
+                r, plan.state_pages[:, i] if len(plan.state_pages) else None, launch.tables[i]
+            )
         device.write(plan, launch.requests, launch.rows)
         for i, r in enumerate(launch.requests):
             device.write_waiting(r, launch.ends[i], launch.tables[i])

@@ -247,7 +247,9 @@ class Device:
             known, rows[np.minimum(positions, len(rows) - 1)] if len(rows) else POISON, POISON
         )
         held = self.kv.pool.holds[where[0]] > 0 if is_now else []
-        assert not is_now or (self.memory[where] == values)[held].all(), "a row of a resume point is written over"
+        assert not is_now or (self.memory[where] == values)[held].all(), (
+            "a row of a resume point is written over"
+        )
         self.memory[where] = values
         self.rows_written += len(values)
 

@@ -198,7 +198,6 @@ class Reader:
             assert event.start == end - count * event.block_size
             assert list(event.token_ids) == text.tokens[event.start : end]
 
-
     def _check_identity(self, event: BlockStored, at: int, text: Text, start: int) -> None:
         """An event of block `at`, whose first token is `start`, names the salt and the extra keys over it."""
         end = start + self.a
