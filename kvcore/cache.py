@@ -49,12 +49,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from .announcer import Announcer
 from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids, ragged_arange
-from .attachments import attach, check_log, check_policy
 from .debug import CALLS, Checks
+from .event_writer import EventWriter
 from .events import EventLog
 from .invariants import check_invariants
+from .ownership import check_log, check_policy, take_ownership
 from .pages import PagePool
 from .plan import OutOfPages, PagesNeeded, StepPlan, without_last
 from .policies.adaptive import Adaptive
@@ -204,12 +204,12 @@ class KVCache:
         rows = 1 if append_only else max_requests  # of which an append-only cache uses none
         self._tables = Tables(layout, rows, self.pool, track_deltas)
         self._planner = StepPlanner(self._tables)
-        self._announcer = None if events is None else Announcer(events, layout, self.sequences)
-        self.index.announcer = self._announcer
+        self._event_writer = None if events is None else EventWriter(events, layout, self.sequences)
+        self.index.event_writer = self._event_writer
         self.counters = new_counters(layout)
         self._chains = Chains(
             self.interval, self.sequences, self._linear or self._tables, self.index,
-            self._announcer, self.counters, adopt,
+            self._event_writer, self.counters, adopt,
         )  # fmt: skip
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
@@ -227,7 +227,7 @@ class KVCache:
         # Tokens of a request that start at most one block a table, all of which survives the step.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
         self._few = min([max_draft_tokens + 1, layout.alignment, *sizes])
-        attach(policy, events)
+        take_ownership(policy, events)
         self._checks = Checks(layout) if debug else None
         if self._checks is not None:
             self._checks.expect_one_thread(self, CALLS)
@@ -348,7 +348,7 @@ class KVCache:
         if keys is None:
             prompt = self._lookup.prompt(token_ids, salt, extra_keys)
         elif any(
-            x is not None for x in (token_ids, salt, extra_keys, self._announcer, self._checks)
+            x is not None for x in (token_ids, salt, extra_keys, self._event_writer, self._checks)
         ):
             raise ValueError("keys: expected None beside tokens, or with events or debug, got keys")
         else:
@@ -398,8 +398,8 @@ class KVCache:
         if self._linear is not None and self.enable_caching and not match.prompt.is_keyed:
             self._known[slot] = hit
         self._floor[slot] = hit
-        if self._announcer is not None:
-            self._announcer.admitted(slot, match.prompt, request_id)
+        if self._event_writer is not None:
+            self._event_writer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
         if self._checks is not None:
             assert match.prompt.tokens is not None
@@ -610,8 +610,10 @@ class KVCache:
         self._changed()
         if self.enable_caching:
             self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
-            if self._announcer is not None:
-                self._announcer.computed(plan.slots, plan.num_new_tokens, plan.positions, ids, end)
+            if self._event_writer is not None:
+                self._event_writer.computed(
+                    plan.slots, plan.num_new_tokens, plan.positions, ids, end
+                )
         copies, publication = self._advance(plan.changes, end)
         if publication is not None:
             self._chains.publish(publication)
@@ -1006,10 +1008,10 @@ class KVCache:
         else:
             begin, first = np.array(start), np.array([0, *counts[:-1]]).cumsum()
             self.sequences.feed(slots, begin, upto, ids, first.astype(np.int32))
-        if self._announcer is not None:
+        if self._event_writer is not None:
             each = np.array(counts)
             _, positions = ragged_arange(np.array(start), each)
-            self._announcer.computed(
+            self._event_writer.computed(
                 np.array(listed), each, positions, ids, np.array(ends, dtype=np.int64)
             )
         for slot, end in zip(listed, ends, strict=True):
@@ -1183,8 +1185,8 @@ class KVCache:
             self.index.pins.at_release.pop(slot, None)
         self.index.pins.released(slot, run, depth)
         self.sequences.remove(request_id)
-        if self._announcer is not None:
-            self._announcer.released(slot)
+        if self._event_writer is not None:
+            self._event_writer.released(slot)
 
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
         """Forget everything cached, pinned or not, in tiers too: for new weights, or lost rows.
@@ -1334,12 +1336,12 @@ class KVCache:
         Raises:
             ValueError: the cache was made without events.
         """
-        if self._announcer is None:
+        if self._event_writer is None:
             raise ValueError(
                 "events: expected an EventLog at construction to announce to, got None"
             )
-        others = [] if self.tiers is None else self.tiers.noted()
-        self._announcer.everything(self.index.runs(), others)
+        others = [] if self.tiers is None else self.tiers.snapshot_events()
+        self._event_writer.everything(self.index.runs(), others)
 
     def describe(self) -> str:
         """What this cache can reuse, in words: print it at start-up."""

@@ -80,8 +80,8 @@ def check_invariants(cache: KVCache) -> None:
     waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
     users += waiting
     check_index(index, owners, users, waiting, locks)
-    if cache._announcer is not None:
-        told = cache._announcer
+    if cache._event_writer is not None:
+        told = cache._event_writer
         assert len(told.tokens) == index.num_segments, "tokens of what is not cached"
         assert told.identities.keys() <= told.tokens.keys(), "identities of what is not cached"
 

@@ -108,9 +108,7 @@ class BatchBuilder:
         self.num_groups = len(self._groups)
         for g in self._groups:
             if g.kind == "state":
-                raise NotImplementedError(
-                    f"kv: supported are dense and window groups, got {g}"
-                )
+                raise NotImplementedError(f"kv: supported are dense and window groups, got {g}")
         self._decode_tokens = 1 + kv.max_draft_tokens
         self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._staging = Staging(device)

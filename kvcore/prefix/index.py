@@ -41,7 +41,7 @@ from .pins import Pins
 from .tree import ResumePoint, Run, Source, merge, path_to, point_after, point_before, run_of, split
 
 if TYPE_CHECKING:
-    from ..announcer import Announcer
+    from ..event_writer import EventWriter
     from ..tier.ends import TransferEnd
 
 
@@ -64,7 +64,7 @@ class PrefixIndex:
         num_evicted_points, num_evicted_segments: evictions so far. num_useless_evicted: evicted
             segments that could serve no hit.
         pins: entries that are evicted last.
-        announcer: writes events; None without.
+        event_writer: writes events; None without.
         transfers: ends of open copies from or to another index.
     """
 
@@ -86,7 +86,7 @@ class PrefixIndex:
         self.num_segments = self.num_locked_segments = self.num_points = 0
         self.num_evicted_points = self.num_evicted_segments = self.num_useless_evicted = 0
         self.pins = Pins(self, max_pinned_pages)
-        self.announcer: Announcer | None = None
+        self.event_writer: EventWriter | None = None
         self.transfers: dict[TransferEnd, None] = {}
         self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
         # Calls of the policy that raised, to be repeated: `add` (True) or `discard`.
@@ -329,8 +329,8 @@ class PrefixIndex:
                 return None
             self.add_point(run, depth, pages)
             self.pool.hold(pages)
-            if self.announcer is not None:
-                self.announcer.point(run, depth)
+            if self.event_writer is not None:
+                self.event_writer.point(run, depth)
         return run.points[depth]
 
     def _pages_at(self, run: Run, depth: int) -> Int32 | None:
@@ -461,11 +461,14 @@ class PrefixIndex:
         """Drop all resume points, and all segments but those on the path of a running request.
 
         Args:
-            tell_each: the announcer hears of each, and not that nothing is cached any more.
+            tell_each: the event_writer hears of each, and not that nothing is cached any more.
         """
-        announcer, evicted = self.announcer, (self.num_evicted_points, self.num_evicted_segments)
+        event_writer, evicted = (
+            self.event_writer,
+            (self.num_evicted_points, self.num_evicted_segments),
+        )
         if self.num_locked_segments == 0 and not tell_each:
-            self.announcer = None  # one record for all of them, below
+            self.event_writer = None  # one record for all of them, below
         runs = list(self.runs())
         points = [run.points[depth] for run in runs for depth in reversed(run.depths)]
         self._unhold([self._forget(point) for point in points])
@@ -476,10 +479,10 @@ class PrefixIndex:
                 self.withdraw(run)
                 self._trim(run, run.length)
         self._useless.clear()
-        self.announcer = announcer
+        self.event_writer = event_writer
         self.num_evicted_points, self.num_evicted_segments = evicted
-        if announcer is not None and self.num_locked_segments == 0 and not tell_each:
-            announcer.cleared()
+        if event_writer is not None and self.num_locked_segments == 0 and not tell_each:
+            event_writer.cleared()
 
     def remove(self, run: Run) -> None:
         """Evict `run` and all runs below it, none of which has a lock, a pin or a resume point.
@@ -492,8 +495,8 @@ class PrefixIndex:
         for node in reversed(runs):
             self.withdraw(node)
             self.pool.put(node.pages.ravel())
-            if self.announcer is not None:
-                self.announcer.segments_removed(bytes(node.keys))
+            if self.event_writer is not None:
+                self.event_writer.segments_removed(bytes(node.keys))
             self.num_segments -= node.length
             self.num_evicted_segments += node.length
             node.parent, node.length, node.children = None, 0, {}
@@ -509,8 +512,8 @@ class PrefixIndex:
         run = point.run
         assert run is not None
         self.withdraw(point)
-        if self.announcer is not None:
-            self.announcer.point_removed(point.key, point.depth)
+        if self.event_writer is not None:
+            self.event_writer.point_removed(point.key, point.depth)
         del run.points[point.depth]
         del run.depths[bisect_left(run.depths, point.depth)]
         point.run = None
@@ -533,8 +536,8 @@ class PrefixIndex:
         keep = run.length - n
         assert not run.depths or run.depths[-1] <= run.start + keep
         self.pool.put(run.pages[keep:].ravel())
-        if self.announcer is not None:
-            self.announcer.segments_removed(bytes(run.keys[keep * KEY_BYTES :]))
+        if self.event_writer is not None:
+            self.event_writer.segments_removed(bytes(run.keys[keep * KEY_BYTES :]))
         self.num_segments -= n
         self.num_evicted_segments += n
         parent = run.parent

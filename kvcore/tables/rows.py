@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Int32, Int64
-from ..pages import UNSHARED, PagePool
+from ..pages import PagePool
 from ..spec import NULL_BLOCK, GroupClass, Layout
 
 LIVE, SNAPSHOT = 0, 1  # columns of a state table
@@ -89,23 +89,6 @@ class Tables:
         """Whether the states of a request have live pages (there may be none)."""
         states = self.states  # which get them in the same step
         return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
-
-    def needed_by_few(self, slot: int, start: int, num: int, snapshots: bool) -> int:
-        """Pages that a request takes for `num` tokens from `start` on, none of them cached.
-
-        Args:
-            num: at most the rows of the smallest block, so that all blocks survive the step.
-            snapshots: whether states are kept at boundaries.
-        """
-        need = 0
-        for block in self.blocks:
-            if -start % block.spec.block_size < num:
-                need += block.spec.num_tables
-        if snapshots and (start + num) % self.layout.alignment < num:
-            for state in self.states:
-                old = state.table[slot, :, SNAPSHOT]
-                need += int(np.count_nonzero(self.pool.counts[old] != UNSHARED))
-        return need
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
         """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..announcer import Noted
 from ..arrays import NO_VALUES, Int32
+from ..event_writer import SegmentContent
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import Run, run_of
@@ -72,7 +72,7 @@ class TransferEnd:
         pages: Int32,
         depths: Sequence[int] = (),
         points: Int32 = NO_VALUES,
-        noted: Sequence[Noted] | None = None,
+        contents: Sequence[SegmentContent] | None = None,
     ) -> tuple[int, list[int]]:
         """Make entries of taken pages.
 
@@ -84,7 +84,7 @@ class TransferEnd:
             pages: [n, pages_per_segment] taken pages of segments [first, first + n).
             depths: boundaries of resume points, at most first + n.
             points: [len(depths), pages_per_point] their taken pages; points may share some.
-            noted: [n] of the segments, for events; needed where the index has an announcer.
+            contents: [n] of the segments, for events; needed where the index has an event_writer.
 
         Returns:
             (segments that were not there, boundaries of the resume points that were not).
@@ -100,18 +100,20 @@ class TransferEnd:
         end, known = index.insert(self.run, new, source)
         if known:
             index.pool.put(pages[:known].ravel())
-        if index.announcer is not None and known < len(pages):
+        if index.event_writer is not None and known < len(pages):
             before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
-            told = None if noted is None else noted[known:]
-            index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
+            new_contents = None if contents is None else contents[known:]
+            index.event_writer.adopted(
+                new[known * KEY_BYTES :], new_contents, before or None, first + known
+            )
         are_new = [index.add_point(end, d, point) for d, point in zip(depths, points, strict=True)]
         added = [d for d, is_new in zip(depths, are_new, strict=True) if is_new]
         if are_new:
             index.pool.hold(points.ravel())
             if len(added) < len(depths):
                 index.pool.unhold(points[~np.array(are_new)].ravel())
-        if index.announcer is not None:
+        if index.event_writer is not None:
             for d in added:
-                index.announcer.point(run_of(end, d), d)
+                index.event_writer.point(run_of(end, d), d)
         index.unlock(end)
         return len(pages) - known, added

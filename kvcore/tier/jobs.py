@@ -17,8 +17,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..announcer import Noted
 from ..arrays import NO_VALUES, Int32
+from ..event_writer import SegmentContent
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
@@ -57,7 +57,7 @@ class Transfer:
         point_pages: [m, pages_per_point] int32 target pages of these points.
         target: end in the target index.
         source: end in the source index; None once the transfer is void.
-        noted: tokens of the segments, for events.
+        contents: tokens of the segments, for events.
     """
 
     keys: bytes
@@ -68,7 +68,7 @@ class Transfer:
     point_pages: Int32
     target: TransferEnd
     source: TransferEnd | None
-    noted: list[Noted] | None = None
+    contents: list[SegmentContent] | None = None
 
     @classmethod
     def begin(
@@ -139,7 +139,7 @@ class Transfer:
         """Make entries of the target pages; return the numbers of new segments and points."""
         self.target.taken = NO_VALUES
         segments, added = self.target.adopt(
-            self.keys, self.first, self.segments, self.depths, self.point_pages, self.noted
+            self.keys, self.first, self.segments, self.depths, self.point_pages, self.contents
         )
         return segments, len(added)
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..announcer import Announcer
 from ..arrays import Flags, Int32
-from ..attachments import attach, check_policy
 from ..cache import KVCache
+from ..event_writer import EventWriter
 from ..events import Event, split_keys
+from ..ownership import check_policy, take_ownership
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import Entry, EvictionPolicy
@@ -113,12 +113,12 @@ class Tiers:
             kv.index.span,
             layout.tail_between,
         )
-        if kv._announcer is not None:
-            self.index.announcer = Announcer(kv._announcer.log, layout, kv.sequences, "CPU")
+        if kv._event_writer is not None:
+            self.index.event_writer = EventWriter(kv._event_writer.log, layout, kv.sequences, "CPU")
         self.jobs: dict[Job, None] = {}
         self.counters = dict.fromkeys(COUNTERS, 0)
         kv.tiers = self
-        attach(policy)
+        take_ownership(policy)
 
     def _load_seconds(self, num_pages: int) -> float:
         return num_pages * self.page_bytes / self.bytes_per_second
@@ -243,9 +243,9 @@ class Tiers:
         transfer = found[0]
         for point in points:
             self._device.withdraw(point)  # its eviction would free no page now
-        if self._kv._announcer is not None:
+        if self._kv._event_writer is not None:
             new = split_keys(keys[transfer.first * KEY_BYTES :])
-            transfer.noted = self._kv._announcer.of_segments(new)
+            transfer.contents = self._kv._event_writer.of_segments(new)
         return self._job("store", *found)
 
     def load(self, match: TierMatch) -> Job | None:
@@ -277,9 +277,9 @@ class Tiers:
         index.tick += 1
         index.use(run)
         transfer = found[0]
-        if self._kv._announcer is not None:
-            announcer = self._kv._announcer
-            transfer.noted = announcer.of_prompt(match.prompt, transfer.first, depth)
+        if self._kv._event_writer is not None:
+            event_writer = self._kv._event_writer
+            transfer.contents = event_writer.of_prompt(match.prompt, transfer.first, depth)
         return self._job("load", *found)
 
     def _job(
@@ -364,10 +364,10 @@ class Tiers:
         is_wanted[0] = False
         evict_pages(self.index, is_wanted)
 
-    def noted(self) -> list[tuple[Iterator[Event], int]]:
+    def snapshot_events(self) -> list[tuple[Iterator[Event], int]]:
         """Events of all host entries; for `KVCache.announce`."""
-        announcer = self.index.announcer
-        return [] if announcer is None else [announcer.noted(self.index.runs())]
+        event_writer = self.index.event_writer
+        return [] if event_writer is None else [event_writer.snapshot(self.index.runs())]
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the current content; for `KVCache.stats`."""
