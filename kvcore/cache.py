@@ -104,9 +104,8 @@ class KVCache:
         reads: where a step's queries find the rows of the step: ``"step"``, in its tensors ``k``
             and ``v``, so that window groups keep only rows that outlive it; or ``"pages"``, for
             engines that write rows to pages before attention reads them (see `linear_table`).
-        adopt: a request that computes a segment which somebody else has cached meanwhile takes the
-            cached pages into its table and gives its own back. False: its tables are append-only,
-            and it keeps its own until it is released.
+        adopt: a request that computes a segment cached meanwhile by another takes the cached pages
+            into its table and gives its own back. False: it keeps its own until it is released.
         append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
             append what `reserve` returns, count requests back without a call, and let one request
             hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
@@ -232,7 +231,7 @@ class KVCache:
         if self._checks is not None:
             self._checks.expect_one_thread(self, CALLS)
 
-    # What can be read.
+    # Properties and tables.
 
     @property
     def num_pages(self) -> int:
@@ -360,7 +359,7 @@ class KVCache:
     def admit(
         self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
     ) -> int | OutOfPages:
-        """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
+        """Give a request a slot and the pages of its hit (looked up again). Allocate nothing.
 
         Args:
             request_id: any hashable that is not admitted now.
@@ -1265,7 +1264,7 @@ class KVCache:
         return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; returns how many.
+        """End the pins whose time has passed; return their number.
 
         Raises:
             ValueError: `now` is not a finite number.
@@ -1330,8 +1329,8 @@ class KVCache:
     def announce(self) -> None:
         """Write events that tell everything cached now to a reader that is late or lost track.
 
-        They replace those that nobody took yet, and may be more than the log holds: each is made
-        when it is taken (`EventLog.take(most=)` takes some).
+        They replace the events in the log, and may exceed its capacity: each is made when it is
+        taken (`EventLog.take(most=)` takes some).
 
         Raises:
             ValueError: the cache was made without events.
@@ -1344,7 +1343,7 @@ class KVCache:
         self._event_writer.everything(self.index.runs(), others)
 
     def describe(self) -> str:
-        """What this cache can reuse, in words: print it at start-up."""
+        """Describe this cache in words: print it at start-up."""
         return describe(self)
 
     def stats(self) -> dict[str, int]:

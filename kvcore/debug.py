@@ -44,7 +44,7 @@ class Checks:
         self._call = ""
 
     def expect_one_thread(self, owner: object, names: tuple[str, ...]) -> None:
-        """Make the methods `names` of `owner` raise RuntimeError if another thread is in a call."""
+        """Wrap the methods `names` of `owner`: RuntimeError if another thread is in a call."""
         for name in names:
             setattr(owner, name, self._alone(name, getattr(owner, name)))
 

@@ -77,7 +77,7 @@ class OutOfPages:
 
 @dataclass(frozen=True)
 class PagesNeeded:
-    """What a step would need; nothing was changed.
+    """Pages that a step would need; nothing was changed.
 
     Attributes:
         needed, free, evictable: pages that the step needs, that are free, that eviction could free.
@@ -91,7 +91,7 @@ class PagesNeeded:
 
     @property
     def fits(self) -> bool:
-        """Whether `KVCache.plan` would plan it."""
+        """True if `KVCache.plan` would plan it."""
         return self.needed <= self.free + self.evictable
 
 

@@ -228,8 +228,8 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """How far apart, in segments, two resume points of a chain may be so that they hold all
-        tails in between; 0: no two do.
+        """Largest distance in segments of two resume points of a chain that hold all tails in
+        between; 0: none do.
 
         Args:
             exact: count only rows that a point's own boundary sees: others in the first block of
@@ -245,7 +245,7 @@ class Layout:
 
     @property
     def reach(self) -> int:
-        """Segments before a boundary of which its resume point has rows; a state has all."""
+        """Segments before a boundary with rows in its resume point; all for a state."""
         tails = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in tails):
             return 1 << 62

@@ -1,9 +1,9 @@
-"""What an eviction policy sees and does: `Entry`, `EvictionPolicy`, and what policies are made of.
+"""Interface of eviction policies: `Entry`, `EvictionPolicy`, and the base class `Ranked`.
 
-An entry is what can serve a hit by itself: a resume point, or the end of a chain in models with
-only dense groups. Dense blocks that serve no entry go before any entry, pinned entries after all
-others; no policy is asked about either. A policy is a container with four methods. To write one,
-subclass `Ranked` and say how entries compare:
+An entry can serve a hit by itself: a resume point, or the end of a chain in models with only dense
+groups. Dense blocks that serve no entry are evicted before any entry, pinned entries after all
+others, without the policy. A policy is a container with four methods. The shortest is a subclass of
+`Ranked` that says how entries compare:
 
     class LFU(Ranked):
         def rank(self, entry):
@@ -21,12 +21,11 @@ SHORT = 64  # items of a heap
 
 
 class Entry(Protocol):
-    """What a policy may look at. Entries are compared and hashed by identity."""
+    """Cached entry as a policy sees it. Entries are compared and hashed by identity."""
 
     @property
     def key(self) -> bytes:
-        """Key of the prefix that ends here; the same when the entry is made anew after an
-        eviction."""
+        """Key of the prefix that ends here; the same if the entry is cached again."""
 
     @property
     def last_used(self) -> int:
@@ -69,20 +68,22 @@ class EvictionPolicy(Protocol):
     """
 
     def add(self, entry: Entry) -> None:
-        """`entry` was made, or was used again: file it (anew)."""
+        """Rank `entry`: it was cached, or used again."""
 
     def discard(self, entry: Entry) -> None:
-        """`entry` is gone or may not be evicted any more; it may not have been filed."""
+        """Forget `entry`: it is gone or may not be evicted. It may be unknown."""
 
     def pop(self) -> Entry | None:
         """Take out the entry to evict next; None when there is none."""
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """A prompt was admitted: 32 bytes for each of its segments, how many of them were reused,
-        and where it will leave entries.
+        """Learn from an admitted prompt.
 
-        kept: up to four depths: for a resend, its end, its end if edited, and a junction; 0 for
-            none.
+        Args:
+            keys: 32 bytes for each of its segments.
+            hit: segments reused.
+            kept: up to four depths at which it will leave entries: for a resend, its end, its end
+                if edited, and a junction; 0 for none.
         """
 
 

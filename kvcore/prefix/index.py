@@ -245,8 +245,7 @@ class PrefixIndex:
         return run, known
 
     def _extensible(self, run: Run) -> bool:
-        """Whether segments may be put at the end of `run`: it is a leaf that only one request, and
-        no pin, ends in."""
+        """True if `run` may grow: a leaf in which one request and no pin ends."""
         return run.locks == 1 and not run.children and not run.pins and run is not self.root
 
     def append(
@@ -256,7 +255,7 @@ class PrefixIndex:
         one request.
 
         Args:
-            runs: by slot: where the request's segments end; set anew.
+            runs: by slot, end of the request's segments; updated.
             keys: [n] of the new segments.
             sources: by slot.
 
@@ -301,15 +300,14 @@ class PrefixIndex:
         return True
 
     def renew(self, run: Run) -> bool:
-        """Whether there is a resume point at the end of `run`, which counts as used now."""
+        """Count the resume point at the end of `run` as used now; False if there is none."""
         point = run.points.get(run.depth)
         if point is not None:
             self._used(point)
         return point is not None
 
     def use(self, run: Run) -> ResumePoint | None:
-        """A hit ends at the end of `run`, which is locked: count the use; returns the resume point
-        there, if any."""
+        """Count a hit at the end of `run`, which is locked; return the resume point there, if any."""
         if not self.hybrid:
             run.num_uses += 1
             return None
@@ -320,8 +318,8 @@ class PrefixIndex:
         return point
 
     def point_at(self, run: Run) -> ResumePoint | None:
-        """The resume point at the end of `run`, made out of its neighbours where there is none yet;
-        None where they are too far."""
+        """Resume point at the end of `run`, made from its neighbours if there is none; None where
+        these are too far apart."""
         depth = run.depth
         if depth not in run.points:
             pages = self._pages_at(run, depth)
@@ -365,21 +363,21 @@ class PrefixIndex:
         if point not in self.pins:
             self.offer(point)
 
-    # What the policy ranks.
+    # Entries that the policy ranks.
 
     def offer(self, entry: Run | ResumePoint) -> None:
-        """`entry` may be evicted, or was used again: have the policy add it."""
+        """Let the policy rank `entry`: it may be evicted, or was used again."""
         self._tell_policy(entry, True)
 
     def withdraw(self, entry: Run | ResumePoint) -> None:
-        """`entry` may not be evicted any more: have the policy discard it."""
+        """Let the policy forget `entry`: it may not be evicted."""
         self._tell_policy(entry, False)
 
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
         """Call the policy's `add` or `discard`.
 
-        Its code may be anybody's, and this is in the middle of a change, which must not stop
-        half-way: a call that raises is repeated by `evict`, which may raise.
+        A change of the index is half done here, so an error must not leave this: `evict` repeats
+        the call, and raises.
         """
         try:
             (self.policy.add if add else self.policy.discard)(entry)
@@ -402,8 +400,7 @@ class PrefixIndex:
             self._useless[run] = None
 
     def _is_entry(self, run: Run) -> bool:
-        """Whether the end of `run` itself is what the policy ranks: an unlocked leaf, where hits
-        need no resume point."""
+        """True if the policy ranks `run`: an unlocked leaf, where hits need no resume point."""
         return not (self.hybrid or run.locks or run.children or run.parent is None)
 
     # Eviction.
@@ -416,7 +413,7 @@ class PrefixIndex:
                 errors: those of the policy.
         """
         target = self.pool.num_free + num_pages
-        dropped: list[Int32] = []  # of points; the pool is told of many in one go
+        dropped: list[Int32] = []  # pages of points, returned to the pool together
         try:
             while True:
                 most = self.pool.num_free + len(dropped) * (len(dropped[0]) if dropped else 0)
@@ -429,7 +426,7 @@ class PrefixIndex:
             self._unhold(dropped)
 
     def _unhold(self, dropped: list[Int32]) -> None:
-        """Let go of the pages of points, which are none any more."""
+        """Return the pages of evicted points to the pool."""
         if dropped:
             self.pool.unhold(np.concatenate(dropped))
             dropped.clear()
