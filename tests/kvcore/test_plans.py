@@ -100,6 +100,19 @@ def test_a_call_that_changes_no_page_and_no_request_voids_no_plan(call):
     e.kv.check_invariants()
 
 
+def test_keys_that_are_published_void_a_plan_of_another_request():
+    kv = KVCache(groups((4, None)), num_pages=60, max_requests=2, max_model_len=100)
+    keyed = kv.admit("keyed", kv.match(keys=b"", num_tokens=9))
+    other = kv.admit("other", kv.match([1] * 9))
+    kv.reserve(keyed, 8)
+    kv.arrays(keyed, 0, 8)
+    kv.advance(keyed, 8)
+    plan = kv.plan([other], [9])
+    kv.publish(keyed, 8, keys=b"k" * 64)
+    with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+        kv.commit(plan, [1] * 9)
+
+
 def test_a_plan_is_committed_once():
     e, plan = planned()
     e.kv.commit(plan, [3] * 20)
