@@ -95,5 +95,3 @@ def test_free_pages_are_reused_before_cached_ones_last_freed_first():
     assert len(used[0]) == 1 + 2 and used[0] == used[1], "pages freed last are used first"
     assert (e.kv.num_evictable_pages, e.kv.num_free_pages) == (kept, free)
     assert e.kv.match(prompt).num_tokens == 224, "nothing cached went"
-
-

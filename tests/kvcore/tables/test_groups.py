@@ -181,5 +181,3 @@ def test_a_state_without_caching_needs_no_snapshots():
         e.step({"a": 1, "b": 1})
     # 33 and 31 tokens in blocks of 4, and a live state each.
     assert e.kv.stats()["pages_in_use"] == 9 + 8 + 2
-
-
