@@ -6,9 +6,7 @@ from .layers import LayerPlacement, LayerShape, cache_groups
 from .plan import OutOfPages, PagesNeeded, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
-from .policies.cost_aware import CostAware
 from .policies.lru import LRU
-from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
 from .spec import NULL_BLOCK, GroupSpec
@@ -18,12 +16,10 @@ from .worker import StepArrays, WorkerTables, step_arrays
 __all__ = [
     "LRU",
     "NULL_BLOCK",
-    "S3FIFO",
     "Adaptive",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
-    "CostAware",
     "Entry",
     "EventLog",
     "EvictionPolicy",

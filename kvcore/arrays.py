@@ -1,5 +1,4 @@
-"""Arrays of ints: their types, constants that cost little, operations that numpy lacks, and what
-callers give as ints or tokens."""
+"""Arrays of ints: types, constants, operations that numpy lacks, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
 
 
 def count_true(flags: Flags) -> int:
-    """How many of `flags` are True: `np.count_nonzero`, in a third of its time where they are
-    few."""
+    """Number of True `flags`: `np.count_nonzero`, faster for few."""
     return flags.tobytes().count(1)
 
 

@@ -45,27 +45,28 @@ order of the reservations.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from .announcer import Announcer
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64, as_ints, as_token_ids, ragged_arange
-from .attachments import attach, check_log, check_policy
 from .debug import CALLS, Checks
+from .event_writer import EventWriter
 from .events import EventLog
 from .invariants import check_invariants
+from .ownership import check_log, check_policy, take_ownership
 from .pages import PagePool
 from .plan import OutOfPages, PagesNeeded, StepPlan, without_last
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
 from .prefix.chains import NONE_ENDING, NONE_KEPT, Chains, Publication
+from .prefix.evict_pages import evict_pages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.index import PrefixIndex
 from .prefix.keys import KEY_BYTES, Prompt, root_key
 from .prefix.lookup import Lookup, Match
-from .prefix.pins import Pins, expiry_of
+from .prefix.pins import expiry_of
 from .prefix.requests import Sequences
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
 from .stats import count_admission, describe, new_counters, stats
@@ -103,9 +104,8 @@ class KVCache:
         reads: where a step's queries find the rows of the step: ``"step"``, in its tensors ``k``
             and ``v``, so that window groups keep only rows that outlive it; or ``"pages"``, for
             engines that write rows to pages before attention reads them (see `linear_table`).
-        adopt: a request that computes a segment which somebody else has cached meanwhile takes the
-            cached pages into its table and gives its own back. False: its tables are append-only,
-            and it keeps its own until it is released.
+        adopt: a request that computes a segment cached meanwhile by another takes the cached pages
+            into its table and gives its own back. False: it keeps its own until it is released.
         append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
             append what `reserve` returns, count requests back without a call, and let one request
             hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
@@ -192,29 +192,30 @@ class KVCache:
         self.max_requests, self.max_model_len, self.reads = max_requests, max_model_len, reads
         self.max_draft_tokens, self.replay_tokens = max_draft_tokens, replay_tokens
         self.enable_caching, self.hash_seed = enable_caching, hash_seed
+        self.append_only = append_only
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex(
-            self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between
-        )
+            self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between,
+            self.max_pinned_pages,
+        )  # fmt: skip
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._linear = LinearTables(layout, max_requests, self.pool) if append_only else None
         rows = 1 if append_only else max_requests  # of which an append-only cache uses none
         self._tables = Tables(layout, rows, self.pool, track_deltas)
         self._planner = StepPlanner(self._tables)
-        self._announcer = None if events is None else Announcer(events, layout, self.sequences)
-        self.index.announcer = self._announcer
+        self._event_writer = None if events is None else EventWriter(events, layout, self.sequences)
+        self.index.event_writer = self._event_writer
         self.counters = new_counters(layout)
         self._chains = Chains(
             self.interval, self.sequences, self._linear or self._tables, self.index,
-            self._announcer, self.counters, adopt,
+            self._event_writer, self.counters, adopt,
         )  # fmt: skip
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
             debug or events is not None,
         )  # fmt: skip
-        self._pins = Pins(self.index, self.max_pinned_pages)
         self.tiers: Tiers | None = None
-        self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
+        self._no_replays = NO_ROWS, np.empty((len(layout.groups), 0), dtype=np.int64)
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
@@ -225,12 +226,12 @@ class KVCache:
         # Tokens of a request that start at most one block a table, all of which survives the step.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
         self._few = min([max_draft_tokens + 1, layout.alignment, *sizes])
-        attach(policy, events)
+        take_ownership(policy, events)
         self._checks = Checks(layout) if debug else None
         if self._checks is not None:
             self._checks.expect_one_thread(self, CALLS)
 
-    # What can be read.
+    # Properties and tables.
 
     @property
     def num_pages(self) -> int:
@@ -263,23 +264,18 @@ class KVCache:
         self._expect_tables("tables")
         return self._tables.array
 
-    def table(self, group: int, part: int = 0) -> Int32:
+    def table(self, group: int) -> Int32:
         """Block table of `group`: [max_requests, width] int32 view; column = block % width.
 
-        A group with pages_per_block > 1 has a table for each part of its blocks. A state group's
-        table names the live page of each request in column 0.
+        A state group's table names the live page of each request in column 0.
 
         Between `plan` and `commit` it describes the context before the step. Entries at or past a
         request's length, and of a window group those behind its window, are not to be read. A view,
         not to be written to.
         """
         self._expect_tables("table")
-        offset, width = self.layout.columns(group, part)
+        offset, width = self.layout.columns(group)
         return self.tables[:, offset : offset + width]
-
-    def table_index(self, group: int, part: int = 0) -> int:
-        """Row of `StepPlan.slot_mapping` that belongs to `table(group, part)`."""
-        return self.layout.table(group, part)
 
     def slot_of(self, request_id: Hashable) -> int:
         """Slot of an admitted request.
@@ -351,7 +347,7 @@ class KVCache:
         if keys is None:
             prompt = self._lookup.prompt(token_ids, salt, extra_keys)
         elif any(
-            x is not None for x in (token_ids, salt, extra_keys, self._announcer, self._checks)
+            x is not None for x in (token_ids, salt, extra_keys, self._event_writer, self._checks)
         ):
             raise ValueError("keys: expected None beside tokens, or with events or debug, got keys")
         else:
@@ -362,8 +358,8 @@ class KVCache:
 
     def admit(
         self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
-    ) -> Any:
-        """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
+    ) -> int | OutOfPages:
+        """Give a request a slot and the pages of its hit (looked up again). Allocate nothing.
 
         Args:
             request_id: any hashable that is not admitted now.
@@ -401,8 +397,8 @@ class KVCache:
         if self._linear is not None and self.enable_caching and not match.prompt.is_keyed:
             self._known[slot] = hit
         self._floor[slot] = hit
-        if self._announcer is not None:
-            self._announcer.admitted(slot, match.prompt, request_id)
+        if self._event_writer is not None:
+            self._event_writer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
         if self._checks is not None:
             assert match.prompt.tokens is not None
@@ -614,8 +610,10 @@ class KVCache:
         self._changed()
         if self.enable_caching:
             self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
-            if self._announcer is not None:
-                self._announcer.computed(plan.slots, plan.num_new_tokens, plan.positions, ids, end)
+            if self._event_writer is not None:
+                self._event_writer.computed(
+                    plan.slots, plan.num_new_tokens, plan.positions, ids, end
+                )
         copies, publication = self._advance(plan.changes, end)
         if publication is not None:
             self._chains.publish(publication)
@@ -707,6 +705,14 @@ class KVCache:
         if self._linear is None:
             raise ValueError("pages_of: expected a cache with append_only=True; see `table`")
         return self._linear.pages[slot]
+
+    @overload
+    def reserve(self, slots: int, ends: int, least: int = 0) -> list[list[int]] | OutOfPages: ...
+
+    @overload
+    def reserve(
+        self, slots: Sequence[int] | Int64, ends: Sequence[int] | Int64, least: int = 0
+    ) -> list[list[list[int]]] | OutOfPages: ...
 
     def reserve(self, slots: Any, ends: Any, least: int = 0) -> Any:
         """Take pages for the tokens of requests up to `ends`, which are theirs until they advance
@@ -1002,10 +1008,10 @@ class KVCache:
         else:
             begin, first = np.array(start), np.array([0, *counts[:-1]]).cumsum()
             self.sequences.feed(slots, begin, upto, ids, first.astype(np.int32))
-        if self._announcer is not None:
+        if self._event_writer is not None:
             each = np.array(counts)
             _, positions = ragged_arange(np.array(start), each)
-            self._announcer.computed(
+            self._event_writer.computed(
                 np.array(listed), each, positions, ids, np.array(ends, dtype=np.int64)
             )
         for slot, end in zip(listed, ends, strict=True):
@@ -1176,11 +1182,11 @@ class KVCache:
         computed = int(self.sequences.lengths[slot]) if self._linear is None else MOST_TOKENS
         run, depth = self._chains.end(slot, computed, not discard)
         if discard:
-            self._pins.at_release.pop(slot, None)
-        self._pins.released(slot, run, depth)
+            self.index.pins.at_release.pop(slot, None)
+        self.index.pins.released(slot, run, depth)
         self.sequences.remove(request_id)
-        if self._announcer is not None:
-            self._announcer.released(slot)
+        if self._event_writer is not None:
+            self._event_writer.released(slot)
 
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
         """Forget everything cached, pinned or not, in tiers too: for new weights, or lost rows.
@@ -1240,7 +1246,7 @@ class KVCache:
         match, run = self._lookup.again(match)
         self.index.tick += 1
         depth = match.num_tokens // self.alignment
-        return self._pins.pin(run, depth, expiry) * self.alignment
+        return self.index.pins.pin(run, depth, expiry) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
         """Pin what is cached of a running request when it is released.
@@ -1248,7 +1254,7 @@ class KVCache:
         Raises:
             ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
         """
-        self._pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
+        self.index.pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
 
     def unpin(self, match: Match) -> bool:
         """End the pin of the prefix that `match` finds; False if it is not pinned."""
@@ -1256,15 +1262,15 @@ class KVCache:
         if not match.num_tokens:
             return False
         self.index.tick += 1
-        return self._pins.unpin(run, match.num_tokens // self.alignment)
+        return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; returns how many.
+        """End the pins whose time has passed; return their number.
 
         Raises:
             ValueError: `now` is not a finite number.
         """
-        return self._pins.expire(as_seconds("now", now))
+        return self.index.pins.expire(as_seconds("now", now))
 
     # Eviction.
 
@@ -1307,7 +1313,7 @@ class KVCache:
         is_wanted[ids] = True
         if self.tiers is not None:
             self.tiers.forget_copies(is_wanted)
-        self.index.drop_pages(is_wanted)
+        evict_pages(self.index, is_wanted)
         is_wanted[self.pool.free_pages()] = False
         needed: Int64 = is_wanted.nonzero()[0]
         return needed
@@ -1324,21 +1330,21 @@ class KVCache:
     def announce(self) -> None:
         """Write events that tell everything cached now to a reader that is late or lost track.
 
-        They replace those that nobody took yet, and may be more than the log holds: each is made
-        when it is taken (`EventLog.take(most=)` takes some).
+        They replace the events in the log, and may exceed its capacity: each is made when it is
+        taken (`EventLog.take(most=)` takes some).
 
         Raises:
             ValueError: the cache was made without events.
         """
-        if self._announcer is None:
+        if self._event_writer is None:
             raise ValueError(
                 "events: expected an EventLog at construction to announce to, got None"
             )
-        others = [] if self.tiers is None else self.tiers.noted()
-        self._announcer.everything(self.index.runs(), others)
+        others = [] if self.tiers is None else self.tiers.snapshot_events()
+        self._event_writer.everything(self.index.runs(), others)
 
     def describe(self) -> str:
-        """What this cache can reuse, in words: print it at start-up."""
+        """Describe this cache in words: print it at start-up."""
         return describe(self)
 
     def stats(self) -> dict[str, int]:

@@ -35,7 +35,7 @@ class Checks:
 
     def __init__(self, layout: Layout) -> None:
         self.prompts: dict[int, Int32] = {}
-        groups = [layout.groups[g] for g, _ in layout.tables]
+        groups = layout.groups
         self._names = [group.name for group in groups]
         self._block_sizes = np.array([[group.block_size] for group in groups])
         self._states = [t for t, group in enumerate(groups) if group.kind == "state"]
@@ -44,7 +44,7 @@ class Checks:
         self._call = ""
 
     def expect_one_thread(self, owner: object, names: tuple[str, ...]) -> None:
-        """Make the methods `names` of `owner` raise RuntimeError if another thread is in a call."""
+        """Wrap the methods `names` of `owner`: RuntimeError if another thread is in a call."""
         for name in names:
             setattr(owner, name, self._alone(name, getattr(owner, name)))
 

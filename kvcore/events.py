@@ -1,24 +1,20 @@
-"""Events: records of what became findable and what did not stay so, for routers and other readers
-outside.
+"""Events: records of blocks stored and removed, for routers and other readers.
 
-What is cached has two kinds of entries, and so have the events:
+The two kinds of cached entries have events:
 
-* a *segment*: the dense blocks of `alignment` tokens. Its record is of kind ``"dense"``, with the
-    segment key as the
-  hash of one block of `alignment` tokens;
+* a *segment*: the dense blocks of `alignment` tokens. One event of kind ``"dense"``; the segment
+  key is the hash of one block of `alignment` tokens;
 * a *resume point*: at one boundary, the last blocks of each window group and the snapshot of each
-    state group. It has a
-  record for each kind, block size and window; the last hash is the key of the segment before the
-  boundary, and the blocks before it have hashes made from that key, since a tail is stored and
-  removed whole.
+  state group. One event for each kind, block size and window. The last hash is the key of the
+  segment before the boundary; the other hashes are made from it, as a tail is stored and removed
+  whole.
 
-A reader that keeps these hashes knows each hit: the longest boundary whose segments are all stored,
-and whose key is stored in every group that is not dense, or which lies between two such boundaries
-of a chain (or the start and one) that are at most a tail apart in each window group (`Layout.span`;
-with replays, at most sliding_window - 1 tokens). Where no group is dense, which keys lead to a
-boundary is not told, and a hit between two of them may be longer than a reader expects. Keys are
-hashes of all tokens before, of the salt and of extra keys. A reader that has other hashes of its
-own needs these besides the tokens: a log with `identities` tells them, any other never does.
+A reader that keeps these hashes can predict hits: the longest boundary with all segments stored and
+its key stored in every group that is not dense. A boundary between two such boundaries of a chain
+(or the start and one) is a hit, too, if these are at most `Layout.span` apart. Without dense groups
+the chain is unknown, and a hit may be longer than predicted. Keys are hashes of all tokens before,
+of the salt and of extra keys. A log with `identities` names salts and extra keys, for readers with
+hashes of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from .spec import as_int
 
 @dataclass(frozen=True)
 class BlockStored:
-    """Blocks became findable.
+    """Blocks were stored.
 
     Attributes:
         kind: ``"dense"``, ``"window"`` or ``"state"``.
@@ -47,15 +43,14 @@ class BlockStored:
             sequence.
         start: position of the first token, in tokens.
         token_ids: tokens of exactly these blocks, ``block_size`` for each. (A window of one token
-            keeps no
-            blocks: then the boundary's key stands alone.)
+            keeps no blocks: then the boundary's key stands alone.)
         block_size: tokens of one of these blocks; the alignment for dense groups.
         sliding_window: tokens, window groups only.
         medium: where the blocks are.
         salt: of the prompt, where the log has identities.
         extra_keys: where it does, of each block the extra keys (start, stop, key) that lie over
             some of its tokens, a stop behind the block its end; () if no block has any.
-        request_id: whose request stored them, as of `KVCache.admit`; None where that is not known.
+        request_id: request that stored them, see `KVCache.admit`; None if unknown.
     """
 
     kind: Literal["dense", "window", "state"]
@@ -75,7 +70,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks are not findable any more; fields as of `BlockStored`."""
+    """Blocks were removed; fields as of `BlockStored`."""
 
     kind: Literal["dense", "window", "state"]
     groups: tuple[int, ...]
@@ -86,7 +81,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """Nothing is findable any more."""
+    """All blocks were removed."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -132,8 +127,7 @@ class EventLog:
         self.num_dropped = 0
         self.num_bytes = 0
         self._events: deque[Event] = deque()
-        # What comes before these: events that are made when they are taken, and how many are left
-        # of them.
+        # Events of `announce` before these, and their number.
         self._announced: Iterator[Event] = iter(())
         self._num_announced = 0
 
@@ -151,11 +145,10 @@ class EventLog:
             self.num_dropped += 1
 
     def announce(self, events: Iterator[Event], number: int) -> None:
-        """Put `number` events, which are made when they are taken, in place of all that nobody took
-        yet.
+        """Replace the events in the log by `number` others, which are made when they are taken.
 
-        They do not count against capacity and max_bytes, and go as a whole when events after them
-        are dropped.
+        They do not count against capacity and max_bytes, and are dropped together when events
+        after them are.
         """
         self.next_number += number - len(self)
         self._events.clear()

@@ -1,7 +1,7 @@
-"""What parts prompts besides their tokens, as events name it: salts and extra keys.
+"""Salts and extra keys of prompts, as events name them.
 
-A segment's key covers all tokens, and marks of extra keys, before its end. So what lies over its
-own tokens follows from its key, whichever prompt cached it.
+A segment's key covers all tokens and extra keys before its end. So the extra keys over its tokens
+follow from its key, whichever prompt cached it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ Ranges = tuple[tuple[int, int | None, bytes], ...]
 
 
 class Identity(NamedTuple):
-    """Of a prompt, or of some of its tokens.
+    """Salt and extra keys of a prompt, or of some of its tokens.
 
     Attributes:
         salt: of the prompt.
-        ranges: (start, stop, key) of the extra keys, sorted; stop None: to the end.
+        ranges: (start, stop, key) of the extra keys, sorted; a stop of None is the end.
     """
 
     salt: bytes = b""
     ranges: Ranges = ()
 
     def over(self, first: int, last: int) -> Identity:
-        """Of the tokens [first, last): the extra keys that lie over some of them; a stop behind
-        them becomes `last`."""
+        """Identity of the tokens [first, last): extra keys over some of them, stops cut to `last`."""
         found = [
             (start, last if stop is None else min(stop, last), key)
             for start, stop, key in self.ranges

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arrays import NO_ROWS, Int32, Int64
-from .prefix.eviction import EvictableTree
+from .prefix.index import PrefixIndex
 from .prefix.tree import Run, path_to
 from .tables.rows import SNAPSHOT
 
@@ -86,14 +86,14 @@ def check_invariants(cache: KVCache) -> None:
     waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
     users += waiting
     check_index(index, owners, users, waiting, locks)
-    if cache._announcer is not None:
-        told = cache._announcer
+    if cache._event_writer is not None:
+        told = cache._event_writer
         assert len(told.tokens) == index.num_segments, "tokens of what is not cached"
         assert told.identities.keys() <= told.tokens.keys(), "identities of what is not cached"
 
 
 def check_index(
-    index: EvictableTree,
+    index: PrefixIndex,
     owners: list[Int32 | Int64],
     users: list[Int32 | Int64],
     holds: list[Int32 | Int64],
@@ -112,10 +112,10 @@ def check_index(
     pool = index.pool
     owners = [pool.free_pages(), *owners]
     users, holds, locks = users[:], holds[:], locks.copy()
-    for holding in index.holdings:
-        owners.append(holding.taken)
-        users.append(holding.used)
-        for node in path_to(holding.run):
+    for end in index.transfers:
+        owners.append(end.taken)
+        users.append(end.used)
+        for node in path_to(end.run):
             locks[id(node)] += 1
     pins: Counter[int] = Counter()
     segments = locked = points = pinned = 0
@@ -150,7 +150,7 @@ def check_index(
     assert (owned[1:] > 0).all(), f"{np.count_nonzero(owned[1:] == 0)} pages leaked"
     assert (owned[1:] == 1).all(), "a page has two owners"
     assert segments == index.num_segments and locked == index.num_locked_segments
-    assert points == index.num_points and pinned == index.num_pinned_segments
+    assert points == index.num_points and pinned == index.pins.num_segments
     assert np.count_nonzero((held > 0) & (used == 0)) == pool.num_held_only
     assert (used[1:] == pool.users[1:]).all() and (held[1:] == pool.holds[1:]).all()
 

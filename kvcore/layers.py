@@ -22,7 +22,7 @@ PAGE_ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer caches.
+    """Cached bytes and window of one attention layer.
 
     Args:
         token_bytes: bytes of a token: keys and values of all heads, or a latent.
@@ -56,7 +56,7 @@ class LayerPlacement:
 def cache_groups(
     layers: Sequence[LayerShape], *, base_block_size: int = 16
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deals layers of one shape into groups of equal size, with pages of equal bytes.
+    """Deal layers of one shape into groups of equal size, with pages of equal bytes.
 
     A group has as many layers as the rarest shape (or the commonest one, when that has less than
     half as many again). The largest page is everybody's page: lighter layers put more tokens in

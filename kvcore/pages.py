@@ -1,4 +1,4 @@
-"""The page pool: which pages are free, and who holds the pages of window groups.
+"""The page pool: free pages, and reference counts of window pages.
 
 Dense pages have exactly one owner (a request, or the prefix index) and need no counters. Window
 pages can be held by several requests (`users`) and several resume points (`holds`) at once; such a
@@ -36,8 +36,7 @@ class PagePool:
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
-        # The two counts of a page lie side by side, so that one look tells both: ``users + (holds
-        # << 32)``.
+        # Both counts of a page in one int: ``users + (holds << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
         self.users: Int32
         self.holds: Int32
@@ -63,13 +62,12 @@ class PagePool:
         self.num_free += n
 
     def use(self, pages: Int32) -> None:
-        """A request starts to read `pages` (distinct, already in use or held)."""
+        """Begin to use `pages` (distinct, already in use or held)."""
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
     def use_held(self, pages: Int32) -> None:
-        """Somebody needs `pages` that resume points hold, or will (repeats and the null page
-        allowed)."""
+        """Begin to use `pages` of resume points (repeats and the null page allowed)."""
         if not len(pages):
             return
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
@@ -77,14 +75,12 @@ class PagePool:
         np.add.at(self.counts, pages, 1)
 
     def num_unused(self, pages: Int32) -> int:
-        """How many different of `pages`, which resume points hold, nobody reads (repeats and the
-        null page allowed)."""
+        """Number of different `pages` that no request uses (repeats and the null page allowed)."""
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
         return self._num_different(pages[self.users[pages] == 0])
 
     def use_new(self, pages: Int32) -> int:
-        """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns
-        how many these are."""
+        """Begin to use newly taken `pages` (distinct; null pages allowed); return their number."""
         named = pages[pages.nonzero()]
         self.counts[named] = UNSHARED
         return len(named)
@@ -95,17 +91,16 @@ class PagePool:
             self.counts[page] = 1
 
     def unuse(self, pages: Int32 | Int64) -> None:
-        """Requests stop reading `pages` (repeats and the null page allowed: requests may share
-        pages)."""
+        """Stop using `pages` (repeats and the null page allowed: requests may share pages)."""
         if not len(pages):
             return
         pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages] - UNSHARED
-        if not np.count_nonzero(counts):  # nobody else has them
+        if not np.count_nonzero(counts):  # no other user and no hold
             self.counts[pages] = NULL
             return self.put(pages)
         users = counts.astype(np.int32)  # the low half
-        if not np.count_nonzero(users):  # nobody else reads them, so none repeats
+        if not np.count_nonzero(users):  # no other user, so none repeats
             self.counts[pages] = counts
         else:
             named = pages[pages.nonzero()]
@@ -119,7 +114,7 @@ class PagePool:
             self.put(pages[counts == 0] if num_held else pages)
 
     def _unuse_shared(self, pages: Int64) -> Int64:
-        """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""
+        """Count `pages` down (repeats allowed); return those without users now, each once."""
         np.add.at(self.counts, pages, -1)
         return self._once(pages[self.users[pages] == 0])
 
@@ -131,11 +126,11 @@ class PagePool:
         return once
 
     def _num_different(self, pages: Int64) -> int:
-        """How many different `pages` there are."""
+        """Number of different `pages`."""
         return len({*pages.tolist()} if len(pages) < FEW else self._once(pages))
 
     def hold(self, pages: Int32) -> None:
-        """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
+        """Hold `pages` for resume points (repeats allowed: points of one chain overlap)."""
         if len(pages) > MANY:
             low, high = int(pages.min()), int(pages.max()) + 1
             if high - low <= len(pages):  # of one chain: close together, named again and again
@@ -149,7 +144,7 @@ class PagePool:
         np.add.at(self.counts, pages, ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:
-        """Resume points let go of `pages` (repeats allowed)."""
+        """Undo `hold` (repeats allowed)."""
         pages = pages.astype(np.int64, copy=False)
         np.add.at(self.counts, pages, -ONE_HOLD)
         idle = self._once(pages[self.counts[pages] == 0])

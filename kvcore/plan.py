@@ -24,18 +24,17 @@ class StepPlan:
         cu_seqlens_q: [n + 1] int32 prefix sums of num_new_tokens.
         seq_lens: [n] int32 tokens after the step.
         positions: [total] int64.
-        slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row
-            a group, or one for each of a group's pages_per_block (`KVCache.table_index`); rows of
-            state groups are all -1. Of a window group only the tokens have a slot that queries
+        slot_mapping: [num_groups, total] int64, page * block_size + row; -1 = do not write. Rows
+            of state groups are all -1. Of a window group only the tokens have a slot that queries
             after this step can see, or a kept boundary needs: attention must take the step's own
             keys and values from the step (``k``, ``v``), not from the pages. With
             `KVCache(reads="pages")` all have.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
-            [num_tables, m] int64 where dense groups hold them already: their attention must take
+            [num_groups, m] int64 where dense groups hold them already: their attention must take
             these rows from the pages, not from the step.
         copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots
             that requests start from. Source 0 is the null page: the initial state.
-        state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other
+        state_pages: [num_groups, n] int32 live page of each request in the step, 0 in rows of other
             groups; [0, n] without state groups.
         changes: what the commit will do to the tables.
     """
@@ -78,7 +77,7 @@ class OutOfPages:
 
 @dataclass(frozen=True)
 class PagesNeeded:
-    """What a step would need; nothing was changed.
+    """Pages that a step would need; nothing was changed.
 
     Attributes:
         needed, free, evictable: pages that the step needs, that are free, that eviction could free.
@@ -92,7 +91,7 @@ class PagesNeeded:
 
     @property
     def fits(self) -> bool:
-        """Whether `KVCache.plan` would plan it."""
+        """True if `KVCache.plan` would plan it."""
         return self.needed <= self.free + self.evictable
 
 

@@ -24,7 +24,6 @@ from .arrays import Int32, Int64, slice_of
 
 NULL_BLOCK = 0
 MOST_TOKENS = 2**31 - 1  # of a sequence, or a segment: lengths are int32
-MOST_PARTS = 1 << 16  # tables of one group
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class GroupSpec:
         block_size: tokens that a block covers; of a state group, tokens between possible snapshots.
         page_bytes: bytes of one page (all groups of a pool must agree, see `Layout`).
         sliding_window: W tokens including the query itself; window groups only.
-        pages_per_block: pages that a block (or a state) takes; each has a table of its own.
         lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a
             drafter's do). The engine writes rows that wait for a step's tokens before it commits
             that step; a request that ends right at a boundary never computes that boundary's
@@ -53,13 +51,12 @@ class GroupSpec:
     block_size: int
     page_bytes: int
     sliding_window: int | None = None
-    pages_per_block: int = 1
     lookahead: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in ("dense", "window", "state"):
             raise ValueError(f"kind: expected 'dense', 'window' or 'state', got {self.kind!r}")
-        least = {"block_size": 1, "page_bytes": 1, "pages_per_block": 1, "lookahead": 0}
+        least = {"block_size": 1, "page_bytes": 1, "lookahead": 0}
         if self.kind == "window":
             least["sliding_window"] = 1
         elif self.sliding_window is not None:
@@ -68,9 +65,7 @@ class GroupSpec:
                 f"got {self.sliding_window!r}"
             )
         for field, low in least.items():
-            high = MOST_PARTS if field == "pages_per_block" else MOST_TOKENS
-            if field in ("page_bytes", "sliding_window"):
-                high = 2**63 - 1
+            high = 2**63 - 1 if field in ("page_bytes", "sliding_window") else MOST_TOKENS
             object.__setattr__(self, field, as_int(field, getattr(self, field), low, high))
         if self.kind == "state" and self.lookahead:
             # Its snapshot is copied when the boundary is reached, before the tokens are known that
@@ -104,8 +99,8 @@ class GroupClass:
     boundary until the next one is reached.
 
     Attributes:
-        tables: [k] rows of these tables in a slot mapping. rows: the same as a slice, if they are
-            neighbours.
+        tables: [k] groups of this spec: rows of a slot mapping. rows: the same as a slice, if
+            they are neighbours.
         per_segment: blocks in one aligned segment.
         tail: blocks that a resume point holds.
         live: blocks behind the open one that a request may still read, drafts included.
@@ -208,22 +203,19 @@ class Layout:
                 f"lookahead: expected at most one segment of {self.alignment} tokens, "
                 f"got {self.lookahead}"
             )
-        # Table t serves part `part` of a block of group `group`.
-        self.tables = [(i, j) for i, g in enumerate(self.groups) for j in range(g.pages_per_block)]
         members: dict[tuple[str, int, int | None], list[int]] = {}
-        for t, (i, _) in enumerate(self.tables):
-            g = self.groups[i]
+        for t, g in enumerate(self.groups):
             members.setdefault((g.kind, g.block_size, g.sliding_window), []).append(t)
         self.classes = [
             GroupClass(
-                self.groups[self.tables[ids[0]][0]],
+                self.groups[ids[0]],
                 ids, self.alignment, self.lookahead, max_draft_tokens, max_model_len, reads_pages,
             )
             for ids in members.values()
         ]  # fmt: skip
         self.hybrid = any(g.kind != "dense" for g in self.groups)
         self.num_columns = self.pages_per_segment = self.pages_per_point = 0
-        self._columns = [(0, 0)] * len(self.tables)  # first column and width of each
+        self._columns = [(0, 0)] * len(self.groups)  # first column and width of each
         for c in self.classes:
             c.offset = self.num_columns
             self.num_columns += c.num_columns
@@ -236,8 +228,8 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """How far apart, in segments, two resume points of a chain may be so that they hold all
-        tails in between; 0: no two do.
+        """Largest distance in segments of two resume points of a chain that hold all tails in
+        between; 0: none do.
 
         Args:
             exact: count only rows that a point's own boundary sees: others in the first block of
@@ -253,7 +245,7 @@ class Layout:
 
     @property
     def reach(self) -> int:
-        """Segments before a boundary of which its resume point has rows; a state has all."""
+        """Segments before a boundary with rows in its resume point; all for a state."""
         tails = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in tails):
             return 1 << 62
@@ -282,22 +274,18 @@ class Layout:
                 tail[:, :cut] = before[columns].reshape(shape)[:, c.tail - cut :]
         return pages
 
-    def table(self, group: int, part: int = 0) -> int:
-        """Row of a slot mapping, and number of the table, of part `part` of `group`'s blocks.
+    def columns(self, group: int) -> tuple[int, int]:
+        """First column and width, in the fused table, of the table of `group`.
 
         Raises:
-            ValueError: there is no such group or part.
+            ValueError: there is no such group.
         """
         try:
-            return self.tables.index((index(group), index(part)))
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"group, part: expected one of {self.tables}, got {(group, part)}"
-            ) from None
-
-    def columns(self, group: int, part: int = 0) -> tuple[int, int]:
-        """First column and width, in the fused table, of the table of part `part` of `group`."""
-        return self._columns[self.table(group, part)]
+            if 0 <= index(group) < len(self.groups):
+                return self._columns[group]
+        except TypeError:  # not an int
+            pass
+        raise ValueError(f"group: expected 0..{len(self.groups) - 1}, got {group!r}")
 
 
 def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:

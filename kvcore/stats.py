@@ -1,7 +1,5 @@
-"""What a cache reports: counters, a flat dict of ints, where "name/value" counts one value of a
-label,
-and what it can reuse, in words.
-"""
+"""Reports of a cache: counters, as a flat dict of ints ("name/value" counts one value of a label),
+and a description of its configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ if TYPE_CHECKING:
 def new_counters(layout: Layout) -> dict[str, int]:
     """All counters, at zero.
 
-    ``resumed_...`` count requests that came back after a preemption, which no other counter of
-    requests, prompts and hits does. ``misses/...`` counts requests without a hit,
+    ``resumed_...`` count requests after a preemption; the other counters of requests, prompts and
+    hits leave these out. ``misses/...`` counts requests without a hit,
     ``limited_by/...`` all requests, by `Match.limited_by`; ``group_tokens/...`` sums
     `Match.per_group`.
     """
@@ -35,7 +33,7 @@ def new_counters(layout: Layout) -> dict[str, int]:
 
 
 def count_admission(counters: dict[str, int], match: Match, resumed: bool) -> None:
-    """A request was admitted with the hit `match`, or came back (`resumed`)."""
+    """Count an admission with the hit `match`; `resumed`: after a preemption."""
     if match.replay_from is not None and match.replay_to is not None:
         counters["replays"] += 1
         counters["replayed_tokens"] += match.replay_to - match.replay_from
@@ -70,8 +68,8 @@ def stats(cache: KVCache) -> dict[str, int]:
         "evicted_segments/useless": useless,
         "evicted_segments/policy": index.num_evicted_segments - useless,
         "pins": len(index.pins),
-        "pinned_pages": index.num_pinned_pages,
-        "demoted_pins": index.num_demoted_pins,
+        "pinned_pages": index.pins.num_pages,
+        "demoted_pins": index.pins.num_demoted,
         "free_pages": cache.num_free_pages,
         "evictable_pages": cache.num_evictable_pages,
         "pages_in_use": cache.num_pages - 1 - cache.num_free_pages - cache.num_evictable_pages,
@@ -80,7 +78,7 @@ def stats(cache: KVCache) -> dict[str, int]:
 
 
 def describe(cache: KVCache) -> str:
-    """What `cache` can reuse: alignment, smallest prefix, retention, cost of a resume point."""
+    """Describe `cache`: alignment, smallest prefix, retention, cost of a resume point."""
     layout, a = cache.layout, cache.alignment
     mib = layout.page_bytes / 2**20
     retention = f"every {cache.interval} tokens" if cache.interval else "none besides"
@@ -105,15 +103,14 @@ def describe(cache: KVCache) -> str:
                 f"apart also hold what the boundaries between them need"
             )
     for g in layout.groups:
-        pages = f", {g.pages_per_block} pages a block" if g.pages_per_block > 1 else ""
         ahead = f", keys cover {g.lookahead} tokens ahead" if g.lookahead else ""
         if g.kind == "dense":
-            lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{pages}{ahead}")
+            lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{ahead}")
         elif g.kind == "state":
-            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}{pages}")
+            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}")
         else:
             lines.append(
-                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block{pages}, "
+                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block, "
                 f"{g.tail_blocks} blocks to resume{ahead}"
             )
     return "\n".join(lines)

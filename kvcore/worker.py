@@ -1,4 +1,4 @@
-"""What a worker in another process needs of a step: plain arrays, and its own copy of the tables.
+"""Steps for workers in other processes: plain arrays, and a copy of the block tables.
 
     scheduler                                      worker
     plan = kv.plan(slots, counts)                  tables = WorkerTables(groups, ...)
@@ -54,8 +54,8 @@ def step_arrays(kv: KVCache, plan: StepPlan) -> StepArrays:
     """The arrays of a plan, to be called between the plan and its commit.
 
     Args:
-        kv: made with ``track_deltas=True``. This takes its deltas, so nobody else may, and each
-            planned step that is to be run must be sent to all workers.
+        kv: made with ``track_deltas=True``. This takes its deltas: make no other call of
+            `take_deltas`, and send each step that runs to all workers.
         plan: its newest plan.
 
     Raises:
@@ -113,9 +113,9 @@ class WorkerTables:
         self.tables.reshape(-1)[indices] = step.table_pages
         self._changed.append(indices)
 
-    def table(self, group: int, part: int = 0) -> Int32:
+    def table(self, group: int) -> Int32:
         """`KVCache.table`; of state groups read `StepArrays.state_pages` instead."""
-        offset, width = self.layout.columns(group, part)
+        offset, width = self.layout.columns(group)
         return self.tables[:, offset : offset + width]
 
     def take_deltas(self) -> tuple[Int64, Int32]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EvictionPolicy, GroupSpec, KVCache
+from quire.kvcore import LRU, Adaptive, EvictionPolicy, GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
 from quire.models.progress import tqdm
 
@@ -21,8 +21,6 @@ from .tiers import TierMemory
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LRU,
-    "cost-aware": CostAware,
-    "s3fifo": S3FIFO,
     "adaptive": Adaptive,
 }
 Row = dict[str, Any]

@@ -1,9 +1,8 @@
-"""From the integers of `quire.kvcore` to the tensors of `quire.kernels`, once per step.
+"""Tensors of a step for `quire.kernels`, from the integers of `quire.kvcore`.
 
-The block tables live on the device, one row for each slot of a request, and a step gathers the rows
-of its requests. They are brought up to date before a step with the entries that changed since the
-one before: so they say where the context is, and a page that the step starts is in its slot mapping
-only.
+The block tables live on the device, one row per request slot; a step gathers the rows of its
+requests. Before it, the entries that changed since the last step are copied: so the tables describe
+the context, and a page that the step starts is in its slot mapping only.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ if TYPE_CHECKING:
     from ..plan import StepPlan
     from ..worker import StepArrays, WorkerTables
 
-STRIDE = 16  # Triton compiles another kernel for a stride that is no multiple of that
+STRIDE = 16  # Triton compiles separate kernels for other strides
 
 
 @dataclass(frozen=True)
 class AttnMetadata:
-    """What attention must know about one ragged step; sequences with one new token come first.
+    """Metadata of one ragged step for attention; sequences with one new token come first.
 
     Attributes:
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of new tokens.
         seq_lens: [num_seqs] int32, KV tokens including this step's.
         block_tables: per group [num_seqs, width] int32, page ids of the context before this step:
             block b is in column b % width of a window group's ring, and b of a linear table.
-        slot_mappings: per group [num_tokens] int64, where a row is written, page * block_size +
-            row; -1 = nowhere.
+        slot_mappings: per group [num_tokens] int64, page * block_size + row of each new row; -1: do
+            not write.
         max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
         num_decodes: host int, leading sequences with few new tokens: one, or, where no sequence has
             more than that, one and its drafts.
-        request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep
-            what is not in pages.
-        replay_rows: [num_replayed] int64, rows of the step that are computed once more although
-            full attention has their keys and values.
-        replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None
-            where there are none.
+        request_slots: [num_seqs] int32 slots of the requests, for model state outside of pages.
+        replay_rows: [num_replayed] int64 rows of the step that are computed again; full attention
+            has their keys and values.
+        replay_slots: per group [num_replayed] int64 slots of these (-1 in other groups); None
+            without replays.
     """
 
     cu_seqlens_q: Tensor
@@ -61,7 +59,7 @@ class AttnMetadata:
 
 @dataclass(frozen=True)
 class Batch:
-    """Everything that one forward pass reads.
+    """Inputs of one forward pass.
 
     Attributes:
         input_ids, positions: [num_tokens] int64.
@@ -75,25 +73,24 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes the tensors of a step from its plan, and keeps the block tables on the device.
+    """Make the tensors of a step from its plan, and keep the block tables on the device.
 
     Only table entries that changed since the last step travel to the device. Input ids below 0 are
     placeholders for ids that the host does not know: -1 - i stands for ``sampled[i]``.
 
     Args:
-        kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Or the
-            `quire.kvcore.WorkerTables` of one in another process, which are updated with each step
-            before it is built. Each of the groups has one table, so that tables and groups have the
-            same numbers, and none has states, so that plans have no pages to copy.
-        max_placeholders: ids of a step that the host may not know.
+        kv: a cache made with ``track_deltas=True``, without state groups; this takes its deltas. Or
+            the `quire.kvcore.WorkerTables` of a cache in another process, updated with each step
+            before it is built.
+        max_placeholders: input ids of a step that the host may not know.
 
     Attributes:
         num_groups: cache groups.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
-        sampled: [max_placeholders] int64 on the device, what placeholders stand for.
+        sampled: [max_placeholders] int64 on the device, the ids that placeholders stand for.
 
     Raises:
-        NotImplementedError: a group with states, or with several pages in a block.
+        NotImplementedError: a state group.
     """
 
     def __init__(
@@ -107,10 +104,8 @@ class BatchBuilder:
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
         for g in self._groups:
-            if g.kind == "state" or g.pages_per_block > 1:
-                raise NotImplementedError(
-                    f"kv: supported are dense and window groups with one page in a block, got {g}"
-                )
+            if g.kind == "state":
+                raise NotImplementedError(f"kv: supported are dense and window groups, got {g}")
         self._decode_tokens = 1 + kv.max_draft_tokens
         self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._staging = Staging(device)
@@ -187,17 +182,16 @@ class BatchBuilder:
         return tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len))
 
     def update_tables(self) -> None:
-        """Brings `tables` up to date where no `build` does."""
+        """Bring `tables` up to date outside of `build`."""
         index, value = self._changes()
         if len(index):
             self._apply(*self._staging.send([index, value]))
 
     def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
-        """Of each group the columns of `tables` that sequences of this length have.
+        """Columns of `tables` of each group for sequences of at most this length.
 
-        Of a window group all, since blocks are found by the width of its ring. Of a dense group a
-        multiple of 16, which is a stride that kernels are compiled for: the entries behind the last
-        block, or those of the next table, are never read.
+        Window groups have all columns of their ring. Dense groups have a multiple of `STRIDE`; the
+        entries after the last block are not read.
         """
         for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
             if spec.kind == "dense":
@@ -212,8 +206,7 @@ class BatchBuilder:
         if len(self._stale):
             index = np.concatenate((self._stale, index))
         self._stale = index
-        # An entry may have changed twice; its present value for both makes their order irrelevant
-        # on the device.
+        # Repeated entries all get the present value, so their order does not matter.
         return index, self._kv.tables.reshape(-1)[index]
 
     def _apply(self, index: Tensor, value: Tensor) -> None:
@@ -234,6 +227,5 @@ def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
 
 
 def _even(rows: np.ndarray) -> np.ndarray:
-    """Rows of int64 with one more column if need be, so that each starts at 16 bytes: kernels are
-    compiled for that."""
+    """Pad int64 rows to an even length, so that each starts at a multiple of 16 bytes."""
     return rows if rows.shape[1] % 2 == 0 else np.pad(rows, ((0, 0), (0, 1)))

@@ -1,1 +1,1 @@
-"""What is kept and what goes first: retention of resume points, and eviction."""
+"""Retention of resume points, and order of eviction."""

@@ -1,4 +1,4 @@
-"""The default eviction policy: which entry saves least, learned from what prompts return to."""
+"""The default eviction policy: evict first what is expected to save least, by past returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def segments_per_page(entry: Entry) -> float:
 
 
 class Adaptive:
-    """The entry goes first that is expected to save least per page and time, as this traffic shows.
+    """Evict first the entry that is expected to save least per page and time.
 
     Saved per page is what can be seen: the segments that a hit on the entry saves over the next
     shorter one, for the pages that its eviction frees. How soon a hit comes is learned for each
@@ -150,11 +150,11 @@ class Adaptive:
         return found
 
     def _saved(self, queue: Queue, filed: Filed) -> float:
-        """What an entry that is filed in a queue is expected to save."""
+        """Expected saving of an entry of a queue."""
         return 2.0 ** queue[0] * self._returns.chance(self._filed[filed[3]][1])
 
     def _after_head(self, heap: list[Filed]) -> Iterator[Filed]:
-        """What is filed in a queue, in order, without its head."""
+        """Entries of a queue after its head, in order."""
         for filed in islice(in_order(heap), 1, None):
             if self._filed.get(filed[3], GONE)[0] == filed[2]:
                 yield filed
@@ -174,7 +174,7 @@ class Adaptive:
             self._new[shorter] = None
 
     def again(self, entry: Entry) -> None:
-        """What is known of `entry` changed: file it anew when something depends on it."""
+        """Rank `entry` again before the next eviction: its statistics changed."""
         self._new[entry] = None
 
     def _tidy(self) -> None:
@@ -186,7 +186,7 @@ class Adaptive:
                 del self._queues[queue]
 
     def _least(self) -> Queue:
-        """The queue whose head is expected to save least."""
+        """Queue with the head of least expected saving."""
         best: tuple[float, Filed] | None = None
         least: Queue | None = None
         self._tidy()

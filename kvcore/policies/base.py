@@ -1,9 +1,9 @@
-"""What an eviction policy sees and does: `Entry`, `EvictionPolicy`, and what policies are made of.
+"""Interface of eviction policies: `Entry`, `EvictionPolicy`, and the base class `Ranked`.
 
-An entry is what can serve a hit by itself: a resume point, or the end of a chain in models with
-only dense groups. Dense blocks that serve no entry go before any entry, pinned entries after all
-others; no policy is asked about either. A policy is a container with four methods. To write one,
-subclass `Ranked` and say how entries compare:
+An entry can serve a hit by itself: a resume point, or the end of a chain in models with only dense
+groups. Dense blocks that serve no entry are evicted before any entry, pinned entries after all
+others, without the policy. A policy is a container with four methods. The shortest is a subclass of
+`Ranked` that says how entries compare:
 
     class LFU(Ranked):
         def rank(self, entry):
@@ -13,23 +13,19 @@ subclass `Ranked` and say how entries compare:
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
-
-from ..spec import as_int
 
 T = TypeVar("T", bound=tuple[Any, ...])
 SHORT = 64  # items of a heap
 
 
 class Entry(Protocol):
-    """What a policy may look at. Entries are compared and hashed by identity."""
+    """Cached entry as a policy sees it. Entries are compared and hashed by identity."""
 
     @property
     def key(self) -> bytes:
-        """Key of the prefix that ends here; the same when the entry is made anew after an
-        eviction."""
+        """Key of the prefix that ends here; the same if the entry is cached again."""
 
     @property
     def last_used(self) -> int:
@@ -72,20 +68,22 @@ class EvictionPolicy(Protocol):
     """
 
     def add(self, entry: Entry) -> None:
-        """`entry` was made, or was used again: file it (anew)."""
+        """Rank `entry`: it was cached, or used again."""
 
     def discard(self, entry: Entry) -> None:
-        """`entry` is gone or may not be evicted any more; it may not have been filed."""
+        """Forget `entry`: it is gone or may not be evicted. It may be unknown."""
 
     def pop(self) -> Entry | None:
         """Take out the entry to evict next; None when there is none."""
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """A prompt was admitted: 32 bytes for each of its segments, how many of them were reused,
-        and where it will leave entries.
+        """Learn from an admitted prompt.
 
-        kept: up to four depths: for a resend, its end, its end if edited, and a junction; 0 for
-            none.
+        Args:
+            keys: 32 bytes for each of its segments.
+            hit: segments reused.
+            kept: up to four depths at which it will leave entries: for a resend, its end, its end
+                if edited, and a junction; 0 for none.
         """
 
 
@@ -100,6 +98,10 @@ class Ranked:
         self._heap: list[tuple[float, int, int, Entry]] = []
         self._tickets: dict[Entry, int] = {}
         self._next = 0
+
+    def __len__(self) -> int:
+        """Entries that are filed."""
+        return len(self._tickets)
 
     def rank(self, entry: Entry) -> float:
         """Place in the order of eviction."""
@@ -140,8 +142,7 @@ class Ranked:
         return entry
 
     def coming(self, n: int) -> list[Entry]:
-        """The entries that `pop` would take out next, at most `n`; they stay. (A policy may lack
-        this: then those used least recently are taken for it.)"""
+        """The entries that `pop` would take out next, at most `n`; they stay."""
         found: list[Entry] = []
         self.peek()  # what is filed no more leaves the top of the heap
         for _, _, ticket, entry in in_order(self._heap):
@@ -169,26 +170,3 @@ def in_order(heap: list[T]) -> Iterator[T]:
         yield item
         for j in range(2 * i + 1, min(2 * i + 3, len(heap))):
             heapq.heappush(fringe, (heap[j], j))
-
-
-class Ghosts:
-    """Keys of the entries evicted last, each with a note; a bounded memory of what was regretted.
-
-    Args:
-        capacity: keys remembered.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = as_int("num_ghosts", capacity, 0)
-        self._notes: OrderedDict[bytes, float] = OrderedDict()
-
-    def add(self, key: bytes, note: float) -> None:
-        """Remember an eviction."""
-        self._notes[key] = note
-        self._notes.move_to_end(key)
-        if len(self._notes) > self._capacity:
-            self._notes.popitem(last=False)
-
-    def pop(self, key: bytes) -> float | None:
-        """The note of an entry that comes back, once."""
-        return self._notes.pop(key, None)

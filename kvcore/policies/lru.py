@@ -6,7 +6,7 @@ from .base import Entry, Ranked
 
 
 class LRU(Ranked):
-    """The entry goes first whose last use is longest ago. Nothing is learned."""
+    """Evict the least recently used entry first."""
 
     def rank(self, entry: Entry) -> float:
         """The tick of the last use."""

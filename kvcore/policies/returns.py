@@ -1,4 +1,4 @@
-"""What `Adaptive` remembers: entries, the prompts that left them, and who returned."""
+"""Statistics of `Adaptive`: entries, the prompts that left them, and the prompts that return."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Files(Protocol):
         """Entries that are there."""
 
     def again(self, entry: Entry) -> None:
-        """What is known of `entry` changed: file it anew."""
+        """Rank `entry` again: its statistics changed."""
 
 
 class Kind:
-    """How many entries of one kind were made and returned to; late ones count more.
+    """Entries of one kind, and returns to them; recent ones count more.
 
     Attributes:
-        made, returned: how many.
+        made, returned: decayed counts.
         waited: prompts until these returns, in all.
     """
 
@@ -50,11 +50,11 @@ class Kind:
             self.waited /= 2
 
     def share(self, prior: float) -> float:
-        """How many were returned to; `prior` while there is little to tell."""
+        """Share that was returned to; near `prior` with few entries."""
         return (self.returned + DOUBT * prior) / (self.made + DOUBT)
 
     def wait(self, prior: float) -> float:
-        """Mean time to a return; `prior` while there is little to tell."""
+        """Mean prompts until a return; near `prior` with few returns."""
         return (self.waited + DOUBT * prior) / (self.returned + DOUBT)
 
 
@@ -72,7 +72,7 @@ class Visit:
 
 
 class Record:
-    """What `Adaptive` remembers of an entry, cached or evicted."""
+    """Statistics of an entry, cached or evicted."""
 
     __slots__ = ("filed", "kind", "last_used", "open", "since", "stand", "visit")
 
@@ -106,7 +106,7 @@ NOTHING = Kind()
 
 
 class Returns:
-    """What prompts returned to, of one cache and all places that keep its entries.
+    """Returns of prompts to the entries of one cache and its tiers.
 
     Args:
         patience, memory: as of `Adaptive`.
@@ -154,8 +154,8 @@ class Returns:
             self._left.popitem(last=False)
 
     def _return_to(self, record: Record, most: bool) -> bool:
-        """A prompt starts with the prefix of `record`, `most` of it is that; returns whether it
-        goes on with another prompt."""
+        """Count a prompt that starts with the prefix of `record`, `most` of it that prefix; return
+        True if it continues an earlier prompt."""
         self._credit(record)
         visit = record.visit if most else None
         if visit is not None and not visit.moved_on:
@@ -189,8 +189,8 @@ class Returns:
         )
 
     def _rate(self, kind: str, later: bool) -> tuple[float, float]:
-        """Share that is returned to, and mean wait; what is little known is taken from the kind as
-        a whole, and from all."""
+        """Share that is returned to, and mean wait. Small counts are mixed with those of the kind
+        as a whole, and of all kinds."""
         rate = self._rates.get((kind, later))
         if rate is None:
             every = self._all
@@ -205,8 +205,7 @@ class Returns:
         return rate
 
     def chance(self, record: Record) -> float:
-        """How likely a hit at the next prompt is; the same until then for all of one kind and
-        age."""
+        """Probability of a hit by the next prompt; equal for all entries of one kind and age."""
         record = record.stand or record
         like = record.kind, record.later, record.since
         chance = self._chances.get(like)
@@ -219,11 +218,11 @@ class Returns:
     # Entries.
 
     def knows(self, key: bytes) -> bool:
-        """Whether there is a record of `key`."""
+        """True if `key` has a record."""
         return key in self._records
 
     def is_left(self, key: bytes) -> bool:
-        """Whether a prompt was to leave an entry of `key`, and none came yet."""
+        """True if a prompt will leave an entry of `key` that is not cached yet."""
         return key in self._left
 
     def find(self, key: bytes) -> Record | None:
@@ -231,7 +230,7 @@ class Returns:
         return self._records.get(key)
 
     def remember(self, key: bytes, record: Record) -> None:
-        """`record` is that of `key` from now on; the oldest ones are forgotten."""
+        """Set the record of `key`; forget the oldest ones."""
         records = self._records
         records[key] = record
         while len(records) > 1024 + self._memory * sum(map(len, self.places)):

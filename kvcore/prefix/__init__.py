@@ -1,1 +1,1 @@
-"""What is cached: the tree of segments and resume points, and what running requests add to it."""
+"""Prefix cache: the index of segments and resume points, and the requests that add to it."""

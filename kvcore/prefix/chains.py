@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..announcer import Announcer
 from ..arrays import NO_ROWS, Int32, Int64
+from ..event_writer import EventWriter
 from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
 from ..tables.linear import LinearTables
 from ..tables.planner import StepChanges
@@ -67,7 +67,7 @@ class Chains:
     Args:
         interval: tokens between kept boundaries, from `policies.retention`.
         sequences, tables, index: the requests, their pages, and the cached segments.
-        announcer: writes events of new entries; None without events.
+        event_writer: writes events of new entries; None without events.
         counters: resume points kept and used, counted up here.
         adopt: replace a request's pages by the index's where the segment was cached before.
 
@@ -87,12 +87,12 @@ class Chains:
         sequences: Sequences,
         tables: Tables | LinearTables,
         index: PrefixIndex,
-        announcer: Announcer | None,
+        event_writer: EventWriter | None,
         counters: dict[str, int],
         adopt: bool,
     ) -> None:
         self.interval, self.sequences, self.index = interval, sequences, index
-        self._tables, self._announcer, self._counters = tables, announcer, counters
+        self._tables, self._event_writer, self._counters = tables, event_writer, counters
         self.adopt = adopt
         self.layout = layout = tables.layout
         self.alignment, self._drafts = layout.alignment, layout.drafts
@@ -371,8 +371,8 @@ class Chains:
             end = self.runs[slot].depth
             if i in known:
                 self._adopt(slot, end - 1, 1)
-            elif self._announcer is not None:
-                self._announcer.segments(slot, end - 1, end)
+            elif self._event_writer is not None:
+                self._event_writer.segments(slot, end - 1, end)
 
     def _cache_several(self, slot: int, begin: int, end: int) -> None:
         """Cache the segments [begin, end) of one request."""
@@ -380,8 +380,8 @@ class Chains:
         self.runs[slot], known = self.index.insert(self.runs[slot], keys, self._sources[slot])
         if known:
             self._adopt(slot, begin, known)
-        if self._announcer is not None and begin + known < end:
-            self._announcer.segments(slot, begin + known, end)
+        if self._event_writer is not None and begin + known < end:
+            self._event_writer.segments(slot, begin + known, end)
 
     def _adopt(self, slot: int, first: int, n: int) -> None:
         """Keep one copy of `n` segments from `first` on, which another request cached before:
@@ -400,8 +400,8 @@ class Chains:
         for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
             if not self.index.add_point(self.runs[slot], boundary // a, pages):
                 known.append(pages)
-            elif self._announcer is not None:
-                self._announcer.point(self.runs[slot], boundary // a, slot)
+            elif self._event_writer is not None:
+                self._event_writer.point(self.runs[slot], boundary // a, slot)
         self._counters["resume_points_kept"] += len(slots) - len(known)
         if known:
             self.index.pool.unhold(np.concatenate(known))

@@ -1,4 +1,4 @@
-"""Extra keys: what tokens of a prompt stand for besides their ids, such as an image or an adapter.
+"""Extra keys: content of prompt tokens besides their ids, such as an image or an adapter.
 
 An extra key of the tokens [start, stop) parts prompts from token `start` on, and from `stop` on it
 parts those that go on with it from those that do not; all before stays shared. So what enters the
@@ -29,7 +29,7 @@ ExtraKeys = Sequence[tuple[int, int | None, bytes]]
 
 
 class Mark(NamedTuple):
-    """Where an extra key begins or ends.
+    """Start or end of an extra key.
 
     Attributes:
         position: of the token. ends: whether it ends there. start: where it began.
@@ -41,7 +41,7 @@ class Mark(NamedTuple):
     key: bytes
 
     def packed(self) -> bytes:
-        """As bytes that no other mark has, nor several."""
+        """Unambiguous bytes, also when concatenated."""
         size = len(self.key)
         return struct.pack("<QBQQ", self.position, self.ends, self.start, size) + self.key
 
@@ -89,7 +89,7 @@ def by_segment(marks: tuple[Mark, ...], alignment: int, lookahead: int) -> dict[
 
 
 def marked_key(previous: bytes, marks: bytes) -> bytes:
-    """What stands for the key `previous` in a segment with `marks`.
+    """Key that replaces `previous` in a segment with `marks`.
 
     No tokens make the same key: what is hashed has an odd number of bytes after `previous`.
     """

@@ -1,4 +1,4 @@
-"""The prefix index: what is cached, how a prompt finds it, and how requests lock and add to it.
+"""The prefix index: cached segments and resume points, how prompts find them, and their eviction.
 
 Keys are chained, so a prompt that matches segment i matches all before it: a look-up is a binary
 search in each run (see `tree`) on the prompt's path. A hit needs every dense segment before it and,
@@ -12,29 +12,60 @@ A prompt that starts with these 320 tokens hits 192 of them: segments 3 and 4 ar
 window blocks that a query at 256 or 320 reads are not. A second point at 320 holds blocks 3 and 4.
 As its span is not longer than the tail (2 segments), the two hold between them blocks 2 and 3,
 which the boundary 256 needs; a hit there makes a resume point of its own out of them.
+
+Order of eviction: first dense segments past the last resume point of their chain, which can serve
+no hit; then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a
+resume point or, in models without window and state groups, the end of a chain. A parent is never
+evicted before its children, and segments on the path of a running request are locked:
+
+    segments        0   1   2   3   4   5   6        goes first: segments 5 and 6 (after the last
+    resume points           2           5            point, no request there); then the point at 5
+                    +---+---+---+---+---+---+---     or at 2, as the policy says; without the point
+                    locked by a  |  in no request    at 5 segments 2, 3 and 4 can serve no hit
+                    request                          either; 0 and 1 stay while the request runs
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..arrays import Int32
 from ..pages import PagePool
 from ..policies.base import EvictionPolicy
-from .eviction import EvictableTree
 from .keys import KEY_BYTES
+from .pins import Pins
 from .tree import ResumePoint, Run, Source, merge, path_to, point_after, point_before, run_of, split
 
+if TYPE_CHECKING:
+    from ..event_writer import EventWriter
+    from ..tier.ends import TransferEnd
 
-class PrefixIndex(EvictableTree):
+
+class PrefixIndex:
     """Cached segments and resume points of one pool.
 
     Args:
-        pool, pages_per_segment, hybrid, policy: as of `EvictableTree`.
+        pool: the pages; evicted ones return to it.
+        pages_per_segment: dense pages of one segment, all groups.
+        hybrid: there are window or state groups, so a hit needs a resume point.
+        policy: ranks entries for eviction.
         span, tail_between: see `Layout.span`, `Layout.tail_between`.
+        max_pinned_pages: budget of `pins`.
+
+    Attributes:
+        root: the run without segments at the start of every chain.
+        tick: time of uses, counted in admissions, commits and releases.
+        num_segments, num_locked_segments, num_points: cached content, and the part that running
+            requests lock.
+        num_evicted_points, num_evicted_segments: evictions so far. num_useless_evicted: evicted
+            segments that could serve no hit.
+        pins: entries that are evicted last.
+        event_writer: writes events; None without.
+        transfers: ends of open copies from or to another index.
     """
 
     def __init__(
@@ -45,10 +76,35 @@ class PrefixIndex(EvictableTree):
         policy: EvictionPolicy,
         span: int,
         tail_between: Callable[[int, int, Int32 | None, int, Int32], Int32],
+        max_pinned_pages: int = 0,
     ) -> None:
-        super().__init__(pool, pages_per_segment, hybrid, policy)
-        self.span = span
-        self._tail_between = tail_between
+        self.pool, self.pages_per_segment, self.hybrid = pool, pages_per_segment, hybrid
+        self.policy, self.span, self._tail_between = policy, span, tail_between
+        self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
+        self.root.locks = 1
+        self.tick = 0
+        self.num_segments = self.num_locked_segments = self.num_points = 0
+        self.num_evicted_points = self.num_evicted_segments = self.num_useless_evicted = 0
+        self.pins = Pins(self, max_pinned_pages)
+        self.event_writer: EventWriter | None = None
+        self.transfers: dict[TransferEnd, None] = {}
+        self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
+        # Calls of the policy that raised, to be repeated: `add` (True) or `discard`.
+        self._failed: dict[Run | ResumePoint, bool] = {}
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that eviction could free now."""
+        unlocked = self.num_segments - self.num_locked_segments
+        return unlocked * self.pages_per_segment + self.pool.num_held_only
+
+    def runs(self) -> Iterator[Run]:
+        """Every run but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            run = stack.pop()
+            yield run
+            stack.extend(run.children.values())
 
     # Look-up: changes nothing.
 
@@ -189,8 +245,7 @@ class PrefixIndex(EvictableTree):
         return run, known
 
     def _extensible(self, run: Run) -> bool:
-        """Whether segments may be put at the end of `run`: it is a leaf that only one request, and
-        no pin, ends in."""
+        """True if `run` may grow: a leaf in which one request and no pin ends."""
         return run.locks == 1 and not run.children and not run.pins and run is not self.root
 
     def append(
@@ -200,7 +255,7 @@ class PrefixIndex(EvictableTree):
         one request.
 
         Args:
-            runs: by slot: where the request's segments end; set anew.
+            runs: by slot, end of the request's segments; updated.
             keys: [n] of the new segments.
             sources: by slot.
 
@@ -245,15 +300,14 @@ class PrefixIndex(EvictableTree):
         return True
 
     def renew(self, run: Run) -> bool:
-        """Whether there is a resume point at the end of `run`, which counts as used now."""
+        """Count the resume point at the end of `run` as used now; False if there is none."""
         point = run.points.get(run.depth)
         if point is not None:
             self._used(point)
         return point is not None
 
     def use(self, run: Run) -> ResumePoint | None:
-        """A hit ends at the end of `run`, which is locked: count the use; returns the resume point
-        there, if any."""
+        """Count a hit at the end of `run`, which is locked; return the resume point there, if any."""
         if not self.hybrid:
             run.num_uses += 1
             return None
@@ -264,8 +318,8 @@ class PrefixIndex(EvictableTree):
         return point
 
     def point_at(self, run: Run) -> ResumePoint | None:
-        """The resume point at the end of `run`, made out of its neighbours where there is none yet;
-        None where they are too far."""
+        """Resume point at the end of `run`, made from its neighbours if there is none; None where
+        these are too far apart."""
         depth = run.depth
         if depth not in run.points:
             pages = self._pages_at(run, depth)
@@ -273,8 +327,8 @@ class PrefixIndex(EvictableTree):
                 return None
             self.add_point(run, depth, pages)
             self.pool.hold(pages)
-            if self.announcer is not None:
-                self.announcer.point(run, depth)
+            if self.event_writer is not None:
+                self.event_writer.point(run, depth)
         return run.points[depth]
 
     def _pages_at(self, run: Run, depth: int) -> Int32 | None:
@@ -308,3 +362,188 @@ class PrefixIndex(EvictableTree):
         point.last_used = self.tick
         if point not in self.pins:
             self.offer(point)
+
+    # Entries that the policy ranks.
+
+    def offer(self, entry: Run | ResumePoint) -> None:
+        """Let the policy rank `entry`: it may be evicted, or was used again."""
+        self._tell_policy(entry, True)
+
+    def withdraw(self, entry: Run | ResumePoint) -> None:
+        """Let the policy forget `entry`: it may not be evicted."""
+        self._tell_policy(entry, False)
+
+    def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
+        """Call the policy's `add` or `discard`.
+
+        A change of the index is half done here, so an error must not leave this: `evict` repeats
+        the call, and raises.
+        """
+        try:
+            (self.policy.add if add else self.policy.discard)(entry)
+            self._failed.pop(entry, None)
+        except Exception:
+            self._failed[entry] = add
+
+    def repeat_failed(self) -> None:
+        """Repeat the calls of the policy that raised; raises what they do."""
+        for entry, add in list(self._failed.items()):
+            (self.policy.add if add else self.policy.discard)(entry)
+            del self._failed[entry]
+
+    def became_leaf(self, run: Run) -> None:
+        """File `run` for eviction if it is an unlocked leaf now."""
+        if self._is_entry(run):
+            if run not in self.pins:
+                self.offer(run)
+        elif self.hybrid and not (run.locks or run.children or run.parent is None) and run.useless:
+            self._useless[run] = None
+
+    def _is_entry(self, run: Run) -> bool:
+        """True if the policy ranks `run`: an unlocked leaf, where hits need no resume point."""
+        return not (self.hybrid or run.locks or run.children or run.parent is None)
+
+    # Eviction.
+
+    def evict(self, num_pages: int) -> None:
+        """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
+
+        Raises:
+            RuntimeError: the policy chose what it may not. What was evicted before stays so. Other
+                errors: those of the policy.
+        """
+        target = self.pool.num_free + num_pages
+        dropped: list[Int32] = []  # pages of points, returned to the pool together
+        try:
+            while True:
+                most = self.pool.num_free + len(dropped) * (len(dropped[0]) if dropped else 0)
+                if dropped and (self._useless or most >= target):
+                    self._unhold(dropped)
+                if self.pool.num_free >= target:
+                    return
+                self._evict_one(target - self.pool.num_free, dropped)
+        finally:
+            self._unhold(dropped)
+
+    def _unhold(self, dropped: list[Int32]) -> None:
+        """Return the pages of evicted points to the pool."""
+        if dropped:
+            self.pool.unhold(np.concatenate(dropped))
+            dropped.clear()
+
+    def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
+        """Evict an entry, or up to `num_pages` pages of segments; adds to `dropped` the pages of a
+        point."""
+        if self._failed:
+            self.repeat_failed()
+        if self._useless:
+            return self._trim_useless(self._useless.popitem()[0], num_pages)
+        entry = self.policy.pop()
+        if entry is None and self.pins:
+            self.pins.demote_oldest()
+        elif isinstance(entry, ResumePoint) and entry.run is not None and entry not in self.pins:
+            dropped.append(self._forget(entry))
+        elif isinstance(entry, Run) and self._is_entry(entry) and entry not in self.pins:
+            self._trim(entry, min(entry.length, self._segments(num_pages)))
+        else:
+            raise RuntimeError(
+                f"policy: expected pop to return an entry that was added and not discarded since, "
+                f"got {entry!r}"
+            )
+
+    def _segments(self, num_pages: int) -> int:
+        return -(-num_pages // max(1, self.pages_per_segment))
+
+    def clear(self, *, tell_each: bool = False) -> None:
+        """Drop all resume points, and all segments but those on the path of a running request.
+
+        Args:
+            tell_each: the event_writer hears of each, and not that nothing is cached any more.
+        """
+        event_writer, evicted = (
+            self.event_writer,
+            (self.num_evicted_points, self.num_evicted_segments),
+        )
+        if self.num_locked_segments == 0 and not tell_each:
+            self.event_writer = None  # one record for all of them, below
+        runs = list(self.runs())
+        points = [run.points[depth] for run in runs for depth in reversed(run.depths)]
+        self._unhold([self._forget(point) for point in points])
+        for run in reversed(runs):  # children first
+            if not run.locks and run.parent is not None:  # not merged meanwhile
+                if run in self.pins:
+                    self.pins.remove(run)
+                self.withdraw(run)
+                self._trim(run, run.length)
+        self._useless.clear()
+        self.event_writer = event_writer
+        self.num_evicted_points, self.num_evicted_segments = evicted
+        if event_writer is not None and self.num_locked_segments == 0 and not tell_each:
+            event_writer.cleared()
+
+    def remove(self, run: Run) -> None:
+        """Evict `run` and all runs below it, none of which has a lock, a pin or a resume point.
+        The caller treats the parent."""
+        assert run.parent is not None
+        del run.parent.children[run.segment_key(0)]
+        runs = [run]
+        for node in runs:  # which grows
+            runs.extend(node.children.values())
+        for node in reversed(runs):
+            self.withdraw(node)
+            self.pool.put(node.pages.ravel())
+            if self.event_writer is not None:
+                self.event_writer.segments_removed(bytes(node.keys))
+            self.num_segments -= node.length
+            self.num_evicted_segments += node.length
+            node.parent, node.length, node.children = None, 0, {}
+
+    def drop_point(self, point: ResumePoint) -> None:
+        """Evict one resume point."""
+        self.pool.unhold(self._forget(point))
+
+    def _forget(self, point: ResumePoint) -> Int32:
+        """Take a point out; the caller calls `pool.unhold` of the pages, which this returns."""
+        if point in self.pins:
+            self.pins.remove(point)
+        run = point.run
+        assert run is not None
+        self.withdraw(point)
+        if self.event_writer is not None:
+            self.event_writer.point_removed(point.key, point.depth)
+        del run.points[point.depth]
+        del run.depths[bisect_left(run.depths, point.depth)]
+        point.run = None
+        self.num_points -= 1
+        self.num_evicted_points += 1
+        self.became_leaf(run)
+        return point.pages
+
+    def _trim_useless(self, run: Run, num_pages: int) -> None:
+        if run.parent is None or run.locks or run.children:
+            return  # used again, or gone, since it was listed
+        n = run.useless
+        if n:
+            n = min(n, self._segments(num_pages)) if self.pages_per_segment else n
+            self.num_useless_evicted += n
+            self._trim(run, n)
+
+    def _trim(self, run: Run, n: int) -> None:
+        """Evict the last n segments of an unlocked leaf; no resume point is on them."""
+        keep = run.length - n
+        assert not run.depths or run.depths[-1] <= run.start + keep
+        self.pool.put(run.pages[keep:].ravel())
+        if self.event_writer is not None:
+            self.event_writer.segments_removed(bytes(run.keys[keep * KEY_BYTES :]))
+        self.num_segments -= n
+        self.num_evicted_segments += n
+        parent = run.parent
+        assert parent is not None
+        if keep == 0:
+            del parent.children[run.segment_key(0)]
+            run.parent, run.length = None, 0
+            self.became_leaf(parent)
+            merge(parent, self.hybrid)
+            return
+        run.cut(keep)
+        self.became_leaf(run)

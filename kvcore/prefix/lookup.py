@@ -1,4 +1,4 @@
-"""Looking up prompts: what a `Match` says, why it is not longer, and how it is found."""
+"""Look-up of prompts: `Match`, and the reason why it is not longer."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def limited_by(enabled: bool, usable: int, most: int, dense: int, hit: int) -> R
 
 
 class Lookup:
-    """Look-ups in the index of one cache; none of them changes anything.
+    """Look up prompts in one cache. Change nothing.
 
     Args:
-        index: what is cached.
+        index: the cached entries.
         layout: the groups.
         hash_seed, enable_caching, replay_tokens: as of `KVCache`.
         max_model_len: longest prompt, tokens.
@@ -154,7 +154,7 @@ class Lookup:
         return self.find(match.prompt, match.max_tokens)
 
     def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
-        """What is cached of `prompt`, and the run in which that ends.
+        """Find the cached prefix of `prompt`, and the run in which it ends.
 
         Args:
             max_tokens: no hit is longer.

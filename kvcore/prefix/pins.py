@@ -1,78 +1,132 @@
-"""Pins: cached prefixes that stay until everything unpinned is gone, or their time has passed."""
+"""Pins: cached prefixes that are evicted after all others, until their time has passed."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ..spec import as_seconds
-from .index import PrefixIndex
-from .tree import ResumePoint, Run, merge
+from .tree import ResumePoint, Run, merge, path_to
+
+if TYPE_CHECKING:
+    from .index import PrefixIndex
 
 
 class Pins:
-    """Pinned prefixes of one cache, within a budget of pages.
+    """Pinned entries of one index, within a budget of pages.
 
     Args:
-        index: what is cached.
-        max_pages: pages of pinned entries; past it the oldest pins are demoted at once. What does
-            not fit even alone is not pinned.
+        index: the cached entries.
+        max_pages: pages of pinned entries; beyond it the oldest pins are demoted. An entry that
+            alone exceeds it is not pinned.
 
     Attributes:
-        at_release: expiry of the pin that each slot's request gets when it is released.
+        at_release: slot -> expiry of the pin that its request gets when it is released.
+        num_segments: segments on the paths to pinned entries.
+        num_point_pages: window and state pages of pinned resume points.
+        num_demoted: pins that ended early, for room.
     """
 
     def __init__(self, index: PrefixIndex, max_pages: int) -> None:
         self._index, self._max_pages = index, max_pages
+        self._expiry: OrderedDict[Run | ResumePoint, float] = OrderedDict()  # the oldest pin first
         self.at_release: dict[int, float] = {}
+        self.num_segments = self.num_point_pages = self.num_demoted = 0
+
+    def __contains__(self, entry: Run | ResumePoint) -> bool:
+        return entry in self._expiry
+
+    def __iter__(self) -> Iterator[Run | ResumePoint]:
+        """Entries, the oldest pin first."""
+        return iter(self._expiry)
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of pinned entries, and dense pages of the prefixes that end in them."""
+        return self.num_segments * self._index.pages_per_segment + self.num_point_pages
 
     def pin(self, run: Run, depth: int, expiry: float) -> int:
-        """Pin the boundary `depth` on the path to `run`; returns the segments pinned: 0, and all
-        other pins as they were, where it does not fit."""
-        index = self._index
-        if not self._fits(run, depth):
-            return 0
-        index.pin(index.end_at(run, depth), expiry)
-        while index.num_pinned_pages > self._max_pages:
-            index.demote_oldest()
-        return depth
+        """Pin the boundary `depth` on the path to `run`, or renew its pin as the newest.
 
-    def _fits(self, run: Run, depth: int) -> bool:
-        """Whether there is an entry at the boundary `depth` on the path to `run`, made now if its
-        neighbours allow it, and it alone is within the budget."""
+        Returns:
+            Segments pinned; 0 if there is no entry at this boundary, or if it exceeds the budget:
+            the other pins are as they were.
+        """
         index = self._index
         if not depth:
-            return False
+            return 0
         end = index.end_at(run, depth)
         entry = index.point_at(end) if index.hybrid else end
         own = len(entry.pages) if isinstance(entry, ResumePoint) else 0
-        fits = entry is not None and (
-            entry in index.pins or depth * index.pages_per_segment + own <= self._max_pages
-        )
-        if not fits:
+        fits = depth * index.pages_per_segment + own <= self._max_pages
+        if entry is None or not (fits or entry in self):
             merge(end, index.hybrid)
-        return fits
+            return 0
+        if entry not in self:
+            self._add(entry, end)
+        self._expiry[entry] = expiry
+        self._expiry.move_to_end(entry)
+        while self.num_pages > self._max_pages:
+            self.demote_oldest()
+        return depth
+
+    def _add(self, entry: Run | ResumePoint, run: Run) -> None:
+        for node in path_to(run):
+            if node.pins == 0:
+                self.num_segments += node.length
+            node.pins += 1
+        if isinstance(entry, ResumePoint):
+            self.num_point_pages += len(entry.pages)
+        self._index.withdraw(entry)
+
+    def remove(self, entry: Run | ResumePoint) -> None:
+        """Make a pinned entry an ordinary one."""
+        index = self._index
+        del self._expiry[entry]
+        run = entry.run if isinstance(entry, ResumePoint) else entry
+        assert run is not None
+        for node in path_to(run):
+            node.pins -= 1
+            if node.pins == 0:
+                self.num_segments -= node.length
+        if isinstance(entry, ResumePoint):
+            self.num_point_pages -= len(entry.pages)
+            index.offer(entry)
+        else:
+            index.became_leaf(entry)
+        merge(run, index.hybrid)
+
+    def demote_oldest(self) -> None:
+        """End the oldest pin, for room."""
+        self.remove(next(iter(self)))
+        self.num_demoted += 1
 
     def unpin(self, run: Run, depth: int) -> bool:
         """End the pin of the boundary `depth` on the path to `run`; False if it is not pinned."""
         index = self._index
         run = index.end_at(run, depth)
         entry = run.points.get(run.depth) if index.hybrid else run
-        if entry is None or entry not in index.pins:
+        if entry is None or entry not in self:
             return False
-        index.unpin(entry)
+        self.remove(entry)
         return True
 
     def released(self, slot: int, run: Run, depth: int) -> None:
-        """The request of `slot` ended; its prefix of `depth` segments is on the path to `run`."""
+        """Pin the prefix of a request that ended: `depth` segments on the path to `run`."""
         expiry = self.at_release.pop(slot, None)
         if expiry is not None:
             self.pin(run, depth, expiry)
 
     def expire(self, now: float) -> int:
-        """End the pins whose time has passed; returns how many."""
-        expired = [entry for entry, expiry in self._index.pins.items() if expiry <= now]
+        """End the pins whose time has passed; return their number."""
+        expired = [entry for entry, expiry in self._expiry.items() if expiry <= now]
         for entry in expired:
-            self._index.unpin(entry)
+            self.remove(entry)
         return len(expired)
 
 

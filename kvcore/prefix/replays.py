@@ -52,7 +52,7 @@ def replay_range(
 
 
 class Replays:
-    """Which tokens the running requests compute again.
+    """Token ranges that running requests compute again.
 
     Attributes:
         start, stop: [max_requests] int64 `replay_from` and `replay_to`; 0 where there is no replay.

@@ -80,7 +80,7 @@ class Run:
     Attributes:
         keys: length * 32 bytes.
         source: gives the pages of segments [first, end) from the table of the running request that
-            prolongs the run: the run copies them when somebody asks, or the request ends. None
+            prolongs the run: the run copies them when they are read, or the request ends. None
             where the run has all its pages.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted boundaries (in segments, absolute) that have a resume point here.
@@ -171,8 +171,7 @@ class Run:
         return bytes(self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
 
     def common(self, keys: bytes, offset: int, limit: int) -> int:
-        """How many segments of this run equal `keys` from segment `offset` on; the first one
-        does."""
+        """Number of segments of this run that equal `keys` from segment `offset` on; at least 1."""
         low, high = 1, min(self.length, limit - offset)
         mid = high  # most often all of them do
         while low < high:
@@ -262,8 +261,8 @@ def split(run: Run, depth: int) -> Run:
 
 
 def merge(run: Run, hybrid: bool) -> Run:
-    """Undo a split at the end of `run` that serves nobody any more: the run below, its only child,
-    takes its segments.
+    """Undo a split at the end of `run` that is not needed any more: its only child takes its
+    segments.
 
     No request and no pin may end there, and where the ends of runs are entries, the lower part must
     have been used as lately.

@@ -48,7 +48,7 @@ class PagedRows:
     first_tokens: Int64
 
 
-def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRows:
+def paged_rows(cache: KVCache, group: int, slots: Any) -> PagedRows:
     """Pages that a query at the newest token of each request, or at the next, may read, in
     compressed rows.
 
@@ -57,17 +57,17 @@ def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRo
 
     Args:
         cache: the allocator.
-        group, part: a dense or window group, and which of its pages_per_block pages.
+        group: a dense or window group.
         slots: [n] ints, from `KVCache.admit`; or the newest `StepPlan`, or one of `KVCache.arrays`
             whose requests have not advanced.
 
     Raises:
-        ValueError: an unknown slot, group or part, or a state group; or a plan of which not all
+        ValueError: an unknown slot or group, or a state group; or a plan of which not all
             rows of the group have pages.
 
     Source: FlashInfer's paged KV layout (``indptr``, ``indices``, ``last_page_len``).
     """
-    linear, lengths, first, size = _linear(cache, group, slots, part)
+    linear, lengths, first, size = _linear(cache, group, slots)
     stop = -(-lengths // size)
     rows, blocks = ragged_arange(first, stop - first)
     indptr = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -76,11 +76,11 @@ def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRo
     return PagedRows(indptr, linear[rows, blocks], last, first * size)
 
 
-def linear_table(cache: KVCache, group: int, slots: Any, part: int = 0) -> Int32:
+def linear_table(cache: KVCache, group: int, slots: Any) -> Int32:
     """Pages by block number, the null page where a block is out of the window.
 
     Args:
-        cache, group, slots, part: as in `paged_rows`.
+        cache, group, slots: as in `paged_rows`.
 
     Returns:
         [n, blocks of the longest request] int32.
@@ -88,15 +88,15 @@ def linear_table(cache: KVCache, group: int, slots: Any, part: int = 0) -> Int32
     Raises:
         ValueError: as `paged_rows`.
     """
-    return _linear(cache, group, slots, part)[0]
+    return _linear(cache, group, slots)[0]
 
 
-def _linear(cache: KVCache, group: int, slots: Any, part: int) -> tuple[Int32, Int64, Int64, int]:
+def _linear(cache: KVCache, group: int, slots: Any) -> tuple[Int32, Int64, Int64, int]:
     """The linear table, tokens, first visible block [n] each, and the block size."""
     plan = slots if isinstance(slots, StepPlan) else None
     start = None if plan is None else plan.seq_lens - plan.num_new_tokens
     slots, lengths, first, table, size = _visible(
-        cache, group, slots if plan is None else plan.slots, part, start
+        cache, group, slots if plan is None else plan.slots, start
     )
     stop = -(-lengths // size)
     rows, blocks = ragged_arange(first, stop - first)
@@ -108,10 +108,9 @@ def _linear(cache: KVCache, group: int, slots: Any, part: int) -> tuple[Int32, I
     linear[rows, blocks] = table[slots[rows], blocks % table.shape[1]]
     if plan is not None:
         of_token = np.arange(len(slots)).repeat(plan.num_new_tokens)
-        t = cache.table_index(group, part)
-        where = plan.slot_mapping[t]
+        where = plan.slot_mapping[group]
         if plan.replay_rows.size:  # dense groups hold these rows already
-            again = plan.replay_slots[t]
+            again = plan.replay_slots[group]
             where = where.copy()
             where[plan.replay_rows] = np.maximum(where[plan.replay_rows], again)
         missing = np.count_nonzero(where < 0)
@@ -126,11 +125,11 @@ def _linear(cache: KVCache, group: int, slots: Any, part: int) -> tuple[Int32, I
 
 
 def _visible(
-    cache: KVCache, group: int, slots: Any, part: int, start: Int64 | None = None
+    cache: KVCache, group: int, slots: Any, start: Int64 | None = None
 ) -> tuple[Int64, Int64, Int64, Int32, int]:
     """Checked slots, their computed tokens, the first block that the newest token or the next sees
     (with `start` [n]: the query there), the table and its block size."""
-    table = cache.table(group, part)
+    table = cache.table(group)
     spec = cache.layout.groups[group]
     if spec.kind == "state":
         raise ValueError(f"group: expected a dense or window group, got state group {spec.name!r}")

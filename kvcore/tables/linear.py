@@ -41,10 +41,10 @@ class LinearTables:
 
     def __init__(self, layout: Layout, max_requests: int, pool: PagePool) -> None:
         for g in layout.groups:
-            if g.kind == "state" or g.pages_per_block > 1 or g.lookahead:
+            if g.kind == "state" or g.lookahead:
                 raise ValueError(
-                    "groups: expected dense and window groups with a page a block and no "
-                    f"lookahead where append_only=True, got {g}"
+                    "groups: expected dense and window groups with no lookahead "
+                    f"where append_only=True, got {g}"
                 )
         self.layout, self.pool = layout, pool
         self.states: list[ClassTables] = []

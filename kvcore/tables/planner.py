@@ -178,7 +178,7 @@ class StepPlanner:
     def _plan_states(self, step: StepChanges) -> None:
         """Look up the live pages of states, and count the pages that they take."""
         slots, snapshot = step.slots, step.snapshot
-        shape = len(self._layout.tables), len(slots)
+        shape = len(self._layout.groups), len(slots)
         step.state_pages = np.zeros(shape, dtype=np.int32)
         for row, live in self._live:
             step.state_pages[row] = live[slots]
@@ -248,8 +248,7 @@ class StepPlanner:
         needed = {g.name: 0 for g in self._layout.groups}
         counts = np.bincount(keys >> BLOCK_BITS, minlength=len(self.table_rows)).tolist()
         for row, n in zip(self.table_rows, counts, strict=True):
-            group, _ = self._layout.tables[row]
-            needed[self._layout.groups[group].name] += n
+            needed[self._layout.groups[row].name] += n
         return needed
 
     # Pages and slots.
@@ -343,7 +342,7 @@ class StepPlanner:
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
         rows = cu[which] + positions - step.start[which]
-        where = np.full((len(self._layout.tables), len(rows)), -1, dtype=np.int64)
+        where = np.full((len(self._layout.groups), len(rows)), -1, dtype=np.int64)
         for block in self._dense:
             entries = block.entries(step.slots[which], positions // block.size)
             where[block.spec.tables] = self._flat[entries] * block.size + positions % block.size

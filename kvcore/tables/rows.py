@@ -92,7 +92,7 @@ class Tables:
     ) -> None:
         self.layout, self.pool = layout, pool
         self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
-        self.offset: Int64 = np.zeros((len(layout.tables), max_requests), dtype=np.int64)
+        self.offset: Int64 = np.zeros((len(layout.groups), max_requests), dtype=np.int64)
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
         by_kind: dict[str, list[ClassTables]] = {"dense": [], "window": [], "state": []}
         for c in layout.classes:

@@ -1,6 +1,6 @@
 """Jobs: part of a chain to copy from one pool to the other.
 
-A store and a load differ only in direction. Source and target index each keep a `Holding` until the
+A store and a load differ only in direction. Source and target index each have a `TransferEnd` until the
 job ends:
 
     segments        0   1   2   3   4   5        the target has segments 0 to 2, so the job copies
@@ -17,12 +17,12 @@ from typing import Literal
 
 import numpy as np
 
-from ..announcer import Noted
 from ..arrays import NO_VALUES, Int32
-from ..prefix.holdings import Holding
+from ..event_writer import SegmentContent
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES
 from ..prefix.tree import ResumePoint, Run
+from .ends import TransferEnd
 
 
 @dataclass(eq=False, slots=True)
@@ -55,9 +55,9 @@ class Transfer:
         points: resume points of the source.
         depths: boundaries of these points, in segments.
         point_pages: [m, pages_per_point] int32 target pages of these points.
-        target: holding of the target index.
-        source: holding of the source index; None once the transfer is void.
-        noted: tokens of the segments, for events.
+        target: end in the target index.
+        source: end in the source index; None once the transfer is void.
+        contents: tokens of the segments, for events.
     """
 
     keys: bytes
@@ -66,9 +66,9 @@ class Transfer:
     points: list[ResumePoint]
     depths: list[int]
     point_pages: Int32
-    target: Holding
-    source: Holding | None
-    noted: list[Noted] | None = None
+    target: TransferEnd
+    source: TransferEnd | None
+    contents: list[SegmentContent] | None = None
 
     @classmethod
     def begin(
@@ -96,8 +96,8 @@ class Transfer:
         tails = np.array([point.pages for point in points], dtype=np.int32)
         pages, where = np.unique(tails, return_inverse=True)  # points may share window blocks
         sources = np.concatenate([dense.ravel(), pages[pages != 0]])
-        source_holding = Holding(source, source.end_at(run, depth), tails.ravel())
-        target_holding = Holding(target, target.end_at(there, first))
+        source_end = TransferEnd(source, source.end_at(run, depth), tails.ravel())
+        target_end = TransferEnd(target, target.end_at(there, first))
         has_room = False
         try:
             lacks = max(0, len(sources) - target.pool.num_free)
@@ -106,17 +106,17 @@ class Transfer:
                 has_room = True
         finally:
             if not has_room:
-                target_holding.end()
-                source_holding.end()
+                target_end.end()
+                source_end.end()
         if not has_room:
             return None
-        targets = target_holding.take(len(sources))
+        targets = target_end.take(len(sources))
         segments = targets[: dense.size].reshape(dense.shape)
         pages[pages != 0] = targets[dense.size :]
         point_pages = pages[where].reshape(tails.shape)
         transfer = cls(
             keys, first, segments, [*points], [point.depth for point in points], point_pages,
-            target_holding, source_holding,
+            target_end, source_end,
         )  # fmt: skip
         return transfer, sources, targets
 
@@ -139,7 +139,7 @@ class Transfer:
         """Make entries of the target pages; return the numbers of new segments and points."""
         self.target.taken = NO_VALUES
         segments, added = self.target.adopt(
-            self.keys, self.first, self.segments, self.depths, self.point_pages, self.noted
+            self.keys, self.first, self.segments, self.depths, self.point_pages, self.contents
         )
         return segments, len(added)
 

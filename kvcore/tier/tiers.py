@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..announcer import Announcer
 from ..arrays import Flags, Int32
-from ..attachments import attach, check_policy
 from ..cache import KVCache
+from ..event_writer import EventWriter
 from ..events import Event, split_keys
+from ..ownership import check_policy, take_ownership
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import Entry, EvictionPolicy
 from ..policies.lru import LRU
+from ..prefix.evict_pages import evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
@@ -112,12 +113,12 @@ class Tiers:
             kv.index.span,
             layout.tail_between,
         )
-        if kv._announcer is not None:
-            self.index.announcer = Announcer(kv._announcer.log, layout, kv.sequences, "CPU")
+        if kv._event_writer is not None:
+            self.index.event_writer = EventWriter(kv._event_writer.log, layout, kv.sequences, "CPU")
         self.jobs: dict[Job, None] = {}
         self.counters = dict.fromkeys(COUNTERS, 0)
         kv.tiers = self
-        attach(policy)
+        take_ownership(policy)
 
     def _load_seconds(self, num_pages: int) -> float:
         return num_pages * self.page_bytes / self.bytes_per_second
@@ -164,10 +165,10 @@ class Tiers:
         without = TierMatch(
             device, device.num_saved_tokens, 0, 0.0, why, dense * a, self._pending(prompt)
         )
-        if hit * a <= device.num_saved_tokens:
-            return without
         num_pages = max(0, hit - device.dense_tokens // a) * index.pages_per_segment
         num_pages += kv.layout.pages_per_point
+        if hit * a <= device.num_saved_tokens or not num_pages:
+            return without
         queued = sum(len(job.sources) for job in self.jobs if job.kind == "load")
         seconds = self._load_seconds(queued + num_pages)
         if seconds >= (hit * a - device.num_saved_tokens) / self.prefill_tokens_per_second:
@@ -242,9 +243,9 @@ class Tiers:
         transfer = found[0]
         for point in points:
             self._device.withdraw(point)  # its eviction would free no page now
-        if self._kv._announcer is not None:
+        if self._kv._event_writer is not None:
             new = split_keys(keys[transfer.first * KEY_BYTES :])
-            transfer.noted = self._kv._announcer.of_segments(new)
+            transfer.contents = self._kv._event_writer.of_segments(new)
         return self._job("store", *found)
 
     def load(self, match: TierMatch) -> Job | None:
@@ -276,9 +277,9 @@ class Tiers:
         index.tick += 1
         index.use(run)
         transfer = found[0]
-        if self._kv._announcer is not None:
-            announcer = self._kv._announcer
-            transfer.noted = announcer.of_prompt(match.prompt, transfer.first, depth)
+        if self._kv._event_writer is not None:
+            event_writer = self._kv._event_writer
+            transfer.contents = event_writer.of_prompt(match.prompt, transfer.first, depth)
         return self._job("load", *found)
 
     def _job(
@@ -361,12 +362,12 @@ class Tiers:
         is_wanted = np.zeros(self.index.pool.num_pages, dtype=np.bool_)
         is_wanted[pages] = True
         is_wanted[0] = False
-        self.index.drop_pages(is_wanted)
+        evict_pages(self.index, is_wanted)
 
-    def noted(self) -> list[tuple[Iterator[Event], int]]:
+    def snapshot_events(self) -> list[tuple[Iterator[Event], int]]:
         """Events of all host entries; for `KVCache.announce`."""
-        announcer = self.index.announcer
-        return [] if announcer is None else [announcer.noted(self.index.runs())]
+        event_writer = self.index.event_writer
+        return [] if event_writer is None else [event_writer.snapshot(self.index.runs())]
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and the current content; for `KVCache.stats`."""

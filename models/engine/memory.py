@@ -134,11 +134,7 @@ class MemoryPlan:
     @property
     def bytes_per_token(self) -> float:
         """Bytes that each further token of a long request costs: those of dense groups."""
-        return sum(
-            g.pages_per_block * self.page_bytes / g.block_size
-            for g in self.groups
-            if g.kind == "dense"
-        )
+        return sum(self.page_bytes / g.block_size for g in self.groups if g.kind == "dense")
 
     @property
     def bytes_per_request(self) -> int:

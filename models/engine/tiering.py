@@ -166,8 +166,7 @@ def make_tiers(
     num_pages = max(2, memory.host_bytes // size)
     link, prefill = RATES[device.type]
     # The pages of a whole step should be free or have a copy.
-    blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
-    step = sum(g.pages_per_block * count for g, count in blocks)
+    step = sum(-(-config.max_num_batched_tokens // g.block_size) for g in memory.groups)
     tiers = Tiers(
         kv,
         num_pages=num_pages,

@@ -17,23 +17,25 @@ import random
 import time
 import traceback
 from collections import Counter
+from typing import ClassVar
 
 import numpy as np
 from tqdm import tqdm
 
 from quire.kvcore import (
     LRU,
-    S3FIFO,
     Adaptive,
-    CostAware,
     EventLog,
     GroupSpec,
     KVCache,
     OutOfPages,
     Ranked,
 )
+from tests.support.kvcore.ahead import Ahead
 from tests.support.kvcore.device import Device, Request, Text
 from tests.support.kvcore.digest import digest
+from tests.support.kvcore.hosted import Hosted
+from tests.support.kvcore.lists import Lists
 from tests.support.kvcore.misuse import Misuse
 from tests.support.kvcore.promises import Promises, Reader, interval_of, possible
 from tests.support.kvcore.taken_away import TakenAway
@@ -87,7 +89,7 @@ class MoodyLog(EventLog):
         super().append(event)
 
 
-POLICIES = (Adaptive, LRU, CostAware, S3FIFO, Moody)
+POLICIES = (Adaptive, LRU, Moody)
 
 
 def random_groups(rng: random.Random) -> list[GroupSpec]:
@@ -103,11 +105,7 @@ def random_groups(rng: random.Random) -> list[GroupSpec]:
             rng.choice((1, 2, size, size + 1, rng.randint(1, 40))) if kind == "window" else None
         )
         ahead = rng.choice((1, 1, 2, 3)) if kind != "state" and rng.random() < 0.25 else 0
-        specs.append(
-            GroupSpec(
-                f"g{i}", kind, size, 4096, window, rng.choice((1, 1, 1, 2, 3)), min(ahead, base)
-            )
-        )
+        specs.append(GroupSpec(f"g{i}", kind, size, 4096, window, min(ahead, base)))
     return specs
 
 
@@ -118,7 +116,7 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
     need = 0  # pages of the longest request
     for g in specs:
         blocks = {"dense": max_len, "window": (g.sliding_window or 0) + drafts + 64, "state": 0}
-        need += g.pages_per_block * (blocks[g.kind] // g.block_size + 2)
+        need += blocks[g.kind] // g.block_size + 2
     replays = None
     if not any(g.kind == "state" for g in specs) and rng.random() < 0.4:
         reach = sum((g.sliding_window or 1) - 1 for g in specs)
@@ -138,8 +136,8 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
     }
 
 
-class Life(Misuse, TakenAway):
-    """A cache, its engine, and what it owes; each method named in `WEIGHTS` is one step.
+class Life(Misuse, TakenAway, Ahead, Hosted):
+    """A cache, its engine, and what it owes; each method named in `weights` is one step.
 
     Args:
         seed: of everything.
@@ -147,12 +145,17 @@ class Life(Misuse, TakenAway):
         trace: source lines of the calls; None keeps none.
     """
 
+    weights: ClassVar = {
+        "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
+        "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "stale_plan": 0.7, "foreign_plan": 0.2,
+        "wrong_arguments": 0.7, "ahead": 2, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4,
+    }  # fmt: skip
+
     def __init__(self, seed: int, calls: Counter, trace: list[str] | None = None) -> None:
         self.rng, self.calls, self.trace = random.Random(f"{seed}"), calls, trace
-        self.specs = random_groups(self.rng)
-        self.options = options_of(self.rng, self.specs)
-        self.make_policy = self.rng.choice(POLICIES)
         self.capacity = self.rng.choice((None, None, 40, 100_000))  # of events
+        self.make_policy = self.rng.choice(POLICIES)
+        self.specs, self.options = self.draw(self.rng)
         self.results: list[
             tuple[str, object]
         ] = []  # of calls, with the names that they have in `trace`
@@ -160,13 +163,20 @@ class Life(Misuse, TakenAway):
         self.history: list[Text] = []
         self.requests: list[Request] = []
         self.intact = True  # nothing was evicted
+        self.has_host = self.rng.random() < 0.4
+        self.identities = self.rng.random() < 0.5
         self.start(self.new_cache())
 
+    def draw(self, rng: random.Random) -> tuple[list[GroupSpec], dict]:
+        """Groups and arguments of the cache."""
+        specs = random_groups(rng)
+        return specs, options_of(rng, specs)
+
     def new_cache(self) -> KVCache:
-        log = None if self.capacity is None else MoodyLog(self.capacity)
+        log = None if self.capacity is None else MoodyLog(self.capacity, identities=self.identities)
         options = {
-            **self.options,
             "track_deltas": True,
+            **self.options,
             "events": log,
             "policy": self.make_policy(),
         }
@@ -181,7 +191,8 @@ class Life(Misuse, TakenAway):
         self.kv, self.policy = kv, kv.index.policy
         self.device = Device(kv, self.calls, memory)
         self.promises = Promises(kv)
-        self.reader = Reader(kv)
+        self.reader = Reader(kv, self.identities)
+        self.add_host()
 
     # How calls are made.
 
@@ -200,6 +211,11 @@ class Life(Misuse, TakenAway):
             for array in self.lent:  # the caller's arrays are the caller's
                 array[:] = self.rng.randrange(MAX_REQUESTS)
             self.lent.clear()
+
+    @property
+    def fails_now(self) -> bool:
+        """Whether the user's policy may raise."""
+        return bool(getattr(self.policy, "fails", ()))
 
     def try_call(self, name: str, *args, **kwargs):
         """`call`; None if the user's policy raised."""
@@ -259,9 +275,7 @@ class Life(Misuse, TakenAway):
     def match(self, text: Text, max_tokens: int | None = None):
         """Look a prompt up: hits are at least what is promised, and what a reader of the events would say."""
         kwargs = {} if max_tokens is None else {"max_tokens": max_tokens}
-        if text.extra_keys:
-            kwargs["extra_keys"] = self.order(text.extra_keys)
-        match = self.call("match", self.lend(text.tokens), salt=text.salt, **kwargs)
+        match = self.look_up(text, kwargs)
         kv, promises = self.kv, self.promises
         most = promises.most(text, max_tokens)
         assert match.num_tokens % kv.alignment == 0 and match.num_saved_tokens <= most
@@ -286,6 +300,11 @@ class Life(Misuse, TakenAway):
                 assert told == match.num_tokens or between, "events tell a shorter hit"
         self._check_replay(match, most)
         return match
+
+    def look_up(self, text: Text, kwargs: dict):
+        if text.extra_keys:
+            kwargs["extra_keys"] = self.order(text.extra_keys)
+        return self.call("match", self.lend(text.tokens), salt=text.salt, **kwargs)
 
     def _check_replay(self, match, most: int) -> None:
         kv = self.kv
@@ -324,7 +343,11 @@ class Life(Misuse, TakenAway):
         slot = self.call("admit", rid, match, resumed=self.rng.random() < 0.2)
         assert self.kv.slot_of(rid) == slot
         self.requests.append(request := Request(rid, slot, text, match))
-        self.promises.admit(request, match)
+        self.begin(request)
+
+    def begin(self, request: Request) -> None:
+        """The first query of a request that was admitted finds its rows."""
+        self.promises.admit(request, request.match)
         self.device.wipe_free_pages()
         self.device.check(request)
 
@@ -336,18 +359,14 @@ class Life(Misuse, TakenAway):
         """Plan a step, run it on the device, commit it; False if it does not fit."""
         rng, order = self.rng, list(counts)
         slots, is_open = [r.slot for r in order], rng.random() < 0.5
-        try:
-            if is_open:
-                plan = self._reserved(counts)
-            else:
-                asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
-                plan = self._fits("plan", self.lend(slots), self.lend(counts.values()))
-                assert asked.fits == (plan is not None)
-                assert asked.needed == sum(asked.per_group.values())
-                assert plan is None or asked.needed == plan.changes.num_new
-        except Fault:
-            assert self.policy.fails
-            plan = None
+        if is_open:
+            plan = self._reserved(counts)
+        else:
+            asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
+            plan = self._fits("plan", self.lend(slots), self.lend(counts.values()))
+            assert asked.fits == (plan is not None) or self.fails_now
+            assert asked.needed == sum(asked.per_group.values())
+            assert plan is None or asked.needed == plan.changes.num_new
         if plan is None or rng.random() < 0.05:  # the engine changed its mind
             if is_open:
                 free, taken = self.kv.num_free_pages, self.held_back()
@@ -363,10 +382,10 @@ class Life(Misuse, TakenAway):
         return sum(len(held.pages) for held in self.kv._reserved.by_slot.values())
 
     def _fits(self, *args, **kwargs):
-        """What a call gives that plans something; None where pages do not suffice."""
+        """What a call gives that plans something; None where pages do not suffice, or the policy raises."""
         stock = self.kv.num_free_pages + self.kv.num_evictable_pages
-        plan = self.call(*args, **kwargs)
-        if not isinstance(plan, OutOfPages):
+        plan = self.try_call(*args, **kwargs)
+        if plan is None or not isinstance(plan, OutOfPages):
             return plan
         self.calls["out of pages"] += 1
         assert plan.needed > plan.free + plan.evictable == stock
@@ -476,6 +495,12 @@ class Life(Misuse, TakenAway):
 
     def step(self) -> None:
         """Some requests compute a chunk, a token, or drafts, of which some are rejected."""
+        counts, accepted = self.choose()
+        rejects = counts != accepted or self.rng.random() < 0.3
+        self._settle(counts, accepted if rejects else None)
+
+    def choose(self) -> tuple[dict[Request, int], dict[Request, int]]:
+        """Tokens that requests compute in a step, and those of them that stay."""
         rng, counts, accepted = self.rng, {}, {}
         drafts = self.kv.max_draft_tokens
         for r in self.order(self.requests):
@@ -495,7 +520,7 @@ class Life(Misuse, TakenAway):
         for r, n in counts.items():
             given = r.computed + n <= r.text.num_given and rng.random() < 0.8
             accepted[r] = n if given else self.number(max(1, n - drafts), n, r.computed)
-        self._settle(counts, accepted if counts != accepted or rng.random() < 0.3 else None)
+        return counts, accepted
 
     def _settle(self, counts, accepted=None) -> bool:
         """`advance`; a step that was not taken leaves texts as they were."""
@@ -618,16 +643,18 @@ class Life(Misuse, TakenAway):
         """
         kv = self.kv
         self.look_for_evictions()
-        for r in self.requests:
+        for r in self.requests if not kv.append_only else ():
             assert kv.num_computed[r.slot] == r.computed
         if self.rng.random() < share:
             kv.check_invariants()
             self.device.wipe_free_pages()
             for r in self.requests:
                 self.device.check(r)
-            if self.requests:
-                self.device.check_formats(self.requests, reach=0)
-            self.device.check_deltas(self.requests)
+            if not kv.append_only:
+                if self.requests:
+                    self.device.check_formats(self.requests, reach=0)
+                self.device.check_deltas(self.requests)
+            self.check_host()
 
     def take(self, name: str) -> None:
         """One step. In some, the user's policy and log fail."""
@@ -648,6 +675,7 @@ class Life(Misuse, TakenAway):
 
     def finish(self) -> None:
         """Release and clear everything: all pages come back."""
+        self.end_jobs()
         while self.requests:
             self.release()
         self.call("clear")
@@ -655,17 +683,18 @@ class Life(Misuse, TakenAway):
         assert self.kv.num_free_pages == self.kv.num_pages - 1
 
 
-WEIGHTS = {
-    "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
-    "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "stale_plan": 0.7, "foreign_plan": 0.2,
-    "wrong_arguments": 0.7,
-}  # fmt: skip
+class ListLife(Lists, Life):
+    """A life of an append-only cache."""
+
+
+def kind_of(seed: int) -> type[Life]:
+    return ListLife if seed % 5 == 3 else Life
 
 
 def names_of(seed: int, num_steps: int) -> list[tuple[int, str]]:
     """Numbered steps of a life."""
-    rng = random.Random(f"{seed} steps")
-    return list(enumerate(rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=num_steps)))
+    rng, weights = random.Random(f"{seed} steps"), kind_of(seed).weights
+    return list(enumerate(rng.choices(list(weights), list(weights.values()), k=num_steps)))
 
 
 class Broken(Exception):
@@ -682,7 +711,7 @@ def run(
     """
     number, name = -1, "build"
     try:
-        life = Life(seed, calls, trace)
+        life = kind_of(seed)(seed, calls, trace)
         for number, name in steps:
             life.rng = random.Random(f"{seed}/{number}")
             if trace is not None:

@@ -67,22 +67,6 @@ def test_a_one_token_chunk_inside_the_prompt_does_not_disturb_its_open_segment()
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_long_speculative_chunk_keeps_the_window_of_whatever_is_accepted(mix):
-    e = engine(MIXES[mix], max_draft_tokens=5)
-    for rid, rejected in enumerate(range(6)):
-        e.admit(rid, tokens(10, rid))
-        e.finish_prompt(rid)
-        for i in range(40):
-            n = 97 + i
-            if e.computed(rid) + n > 4000:
-                break
-            e.tokens[rid] += tokens(n, i)
-            e.step({rid: n}, {rid: n - rejected})
-            e.check()
-        e.release(rid)
-
-
-@pytest.mark.parametrize("mix", MIXES)
 def test_both_replay_boundaries_of_an_aligned_prompt(mix):
     e = engine(MIXES[mix])
     a = e.kv.alignment
@@ -135,7 +119,7 @@ def test_interval_retention(retention):
         (((32, None), *[(16, 1024)] * 5), 65536),
         (((64, None), (64, 128)), 1024),
         (((16, None), (16, 2)), 128),
-        ((GroupSpec("d", "dense", 16, 4096, pages_per_block=16), (16, 17)), 16),
+        ((*[(16, None)] * 16, (16, 17)), 16),
         (((16, None), (32, None)), 0),
         (((16, 64),), 0),
     ],
@@ -185,15 +169,6 @@ def test_dense_models_need_no_resume_points():
     e.run("a", prompt)
     assert e.kv.match([*prompt[:200], 5]).num_tokens == 192
     assert e.kv.stats()["resume_points"] == 0
-
-
-def test_salts_never_share():
-    e = engine()
-    prompt = tokens(200)
-    e.run("a", prompt, salt=b"tenant-1")
-    assert e.kv.match(prompt, salt=b"tenant-2").num_tokens == 0
-    assert e.kv.match(prompt).limited_by == "not-cached"
-    assert e.kv.match(prompt, salt=b"tenant-1").num_tokens == 192
 
 
 def test_salt_and_seed_cannot_imitate_each_other():
@@ -408,33 +383,6 @@ def test_dense_past_the_last_resume_point_goes_first():
     e.check()
 
 
-def test_pages_of_a_running_request_are_never_evicted():
-    e = engine(num_pages=45)
-    shared = tokens(256)
-    e.run("first", shared)
-    assert e.admit("a", shared + tokens(20, 1)).num_tokens == 256
-    e.admit("b", tokens(1000, 2))
-    while isinstance(e.step({"b": 32}), StepPlan):
-        e.check()
-    e.check()  # every row of "a" is still there
-    e.release("b")
-    e.finish_prompt("a", 1)
-    e.check()
-
-
-def test_speculative_commit_keeps_what_was_accepted():
-    e = engine(max_draft_tokens=4)
-    e.admit("a", tokens(100))
-    e.finish_prompt("a")
-    for i in range(60):
-        n = 1 + i % 5
-        e.tokens["a"] += tokens(n, i)
-        assert e.step({"a": n}, {"a": max(1, n - i % 4)})
-        e.check()
-    done = e.release("a")
-    assert e.kv.match(done).num_tokens == (len(done) - 1) // 32 * 32
-
-
 def test_rejected_tokens_are_not_findable():
     e = engine(max_draft_tokens=4)
     e.admit("a", tokens(60))
@@ -445,27 +393,6 @@ def test_rejected_tokens_are_not_findable():
     e.decode("a", [7, 8])
     assert e.kv.match([*tokens(60), 1, 2, 7, 8, 9]).dense_tokens == 64
     assert e.kv.match([*tokens(60), 1, 2, 3, 4, 9]).dense_tokens == 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mix", MIXES)
-def test_rollback(mix):
-    e = engine(MIXES[mix], max_draft_tokens=6)
-    a = e.kv.alignment
-    e.admit("a", tokens(2 * a + 1))
-    e.finish_prompt("a")
-    taken_back = 0
-    for i in range(3 * a):
-        e.decode("a", tokens(5, i))
-        room = e.computed("a") % a
-        if room:
-            e.kv.rollback(e.slots["a"], min(4, room))
-            del e.tokens["a"][e.computed("a") :]
-            taken_back += 1
-            e.check()
-    assert taken_back > a
-    history = e.release("a")
-    assert e.kv.match([*history, 1]).num_tokens == len(history) // a * a
 
 
 def test_rollback_without_caching_stops_where_windows_do():
@@ -493,35 +420,6 @@ def test_rollback_refuses_what_it_cannot_restore():
         e.kv.rollback(slot, 1.0)
     with pytest.raises(ValueError, match="slot"):
         e.kv.rollback(slot + 1, 1)
-
-
-def test_deltas_rebuild_the_tables():
-    e = engine(track_deltas=True)
-    copy = np.zeros_like(e.kv.tables)
-
-    def sync():
-        index, value = e.kv.take_deltas()
-        copy.reshape(-1)[index] = value
-        for slot in e.slots.values():
-            for g, spec in enumerate(e.kv.layout.groups):
-                offset, width = e.kv.layout.columns(g)
-                computed = int(e.kv.num_computed[slot])
-                low = max(0, computed - (spec.sliding_window or computed + 1) + 1)
-                blocks = np.arange(low // spec.block_size, -(-computed // spec.block_size)) % width
-                theirs, ours = e.kv.table(g)[slot, blocks], copy[slot, offset + blocks]
-                assert (theirs == ours).all()
-
-    e.run("a", tokens(200), tokens(90, 1))
-    e.kv.take_deltas()
-    copy[:] = e.kv.tables
-    e.admit("b", tokens(200) + tokens(90, 1) + tokens(50, 2))
-    sync()
-    for n in (30, 1, 1, 5, 300):
-        e.tokens["b"] += tokens(n, 3)
-        e.step({"b": n})
-        sync()
-    with pytest.raises(ValueError, match="track_deltas"):
-        engine().kv.take_deltas()
 
 
 def test_describe_tells_what_can_hit():
@@ -572,22 +470,6 @@ def make(**change):
 def test_bad_settings_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         make(**change)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("x", "dense", 0, 1), "block_size: expected an int >= 1, got 0"),
-        (("x", "dense", True, 1), "block_size: expected an int >= 1, got True"),
-        (("x", "dense", 16, -4), "page_bytes"),
-        (("x", "dense", 16, 1, 64), "sliding_window: expected None for a dense group, got 64"),
-        (("x", "window", 16, 1), "sliding_window: expected an int >= 1, got None"),
-        (("x", "mamba", 16, 1), "kind: expected 'dense', 'window' or 'state', got 'mamba'"),
-    ],
-)
-def test_bad_groups_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GroupSpec(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_second_thread_during_a_call_is_named(name):
 
 def test_every_method_is_watched_that_may_meet_a_change():
     public = {n for n in dir(KVCache) if n[0] != "_" and callable(getattr(KVCache, n))}
-    assert public - {"table", "table_index", "slot_of", "stats", "describe"} == set(CALLS)
+    assert public - {"table", "slot_of", "stats", "describe"} == set(CALLS)
 
 
 def test_threads_one_after_another_and_calls_inside_of_calls_are_none_of_its_business():

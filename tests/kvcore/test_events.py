@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from quire.kvcore import (
     AllBlocksCleared,
@@ -15,7 +13,6 @@ from quire.kvcore import (
     BlockStored,
     EventLog,
     GroupSpec,
-    OutOfPages,
     tail_hashes,
 )
 from tests.support.kvcore.engine import Engine, groups
@@ -30,7 +27,7 @@ MIXES = [
     ((4, 9),),
     (STATE,),
     ((4, None), (8, None), STATE, (2, 5)),
-    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    (GroupSpec("wide", "dense", 8, 4096), (4, 6)),
     (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
 ]
 
@@ -121,62 +118,6 @@ def same_hits(e: Engine, reader: Reader, prompts, salts=(b"",)) -> None:
             assert told == match.num_tokens or (not reader.dense and told < match.num_tokens)
 
 
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_a_reader_answers_the_same_hits(data):
-    mix = data.draw(st.sampled_from(MIXES))
-    log = EventLog()
-    e = engine(
-        mix, log,
-        num_pages=data.draw(st.sampled_from([60, 120, 400])),
-        retention=data.draw(st.sampled_from(["latest", "dense"])),
-        max_draft_tokens=3,
-    )  # fmt: skip
-    reader = Reader(e.kv.layout.groups)
-    history: list[list[int]] = [[1]]
-    salts = (b"", b"t")
-    for rid in range(data.draw(st.integers(3, 12))):
-        base = data.draw(st.sampled_from(history))
-        cut = data.draw(st.integers(0, len(base)))
-        prompt = base[:cut] + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=60))
-        e.admit(rid, prompt[:150], data.draw(st.sampled_from(salts)))
-        if len(e.slots) == 4 or data.draw(st.booleans()):
-            turn(e, data, history)
-        if data.draw(st.integers(0, 9)) == 0:
-            e.kv.clear()
-        reader.read(log)
-        same_hits(e, reader, history, salts)
-        e.check()
-    for rid in list(e.slots):
-        e.release(rid)
-    reader.read(log)
-    same_hits(e, reader, history, salts)
-    assert not reader.lost
-    e.kv.clear()
-    reader.read(log)
-    assert not any(reader.stored) and e.kv.num_free_pages == e.kv.num_pages - 1
-
-
-def turn(e: Engine, data, history: list[list[int]]) -> None:
-    """Every running request computes its prompt, and a few tokens more, some of them rejected; one ends."""
-    for rid in list(e.slots):
-        while (left := len(e.tokens[rid]) - e.computed(rid)) > 0:
-            (n,) = e.kv.cut([e.slots[rid]], [min(left, 37)]).tolist()
-            if isinstance(e.step({rid: n}), OutOfPages):
-                break
-        else:
-            for n in data.draw(st.lists(st.integers(1, 4), max_size=6)):
-                known = len(e.tokens[rid])
-                e.tokens[rid] += data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
-                accepted = data.draw(st.integers(max(1, n - 3), n))
-                if isinstance(e.step({rid: n}, {rid: accepted}), OutOfPages):
-                    del e.tokens[rid][known:]
-                    break
-    rid = data.draw(st.sampled_from(sorted(e.slots)))
-    history.append(e.release(rid) or [0])
-
-
 def test_the_records_of_a_request_name_exactly_its_blocks():
     log = EventLog(medium="HBM")
     specs = ((8, None), (4, 10), (4, 10), GroupSpec("state", "state", 4, 4096))
@@ -212,21 +153,6 @@ def test_a_tail_at_the_start_names_only_blocks_that_exist():
     (stored,) = [r for r in log.take()[1] if r.kind == "window"]
     assert stored.token_ids == (1, 2, 3, 4) and stored.start == 0 and stored.parent is None
     assert len(stored.block_hashes) == 1
-
-
-def test_every_record_has_block_size_tokens_for_each_hash():
-    log = EventLog()
-    e = engine(((8, None), (4, 10), STATE), log, num_pages=60)
-    rng = np.random.default_rng(0)
-    for i in range(30):
-        e.run(i, rng.integers(0, 2, int(rng.integers(9, 90))).tolist(), chunk=16)
-    events = log.take()[1]
-    kinds = {type(r) for r in events}
-    assert kinds == {BlockStored, BlockRemoved}
-    for r in events:
-        if isinstance(r, BlockStored):
-            assert len(r.token_ids) == len(r.block_hashes) * r.block_size
-            assert r.start % r.block_size == 0
 
 
 def test_a_prompt_cached_by_another_request_is_announced_once():
@@ -334,15 +260,6 @@ def test_clear_spares_what_running_requests_use():
     same_hits(e, reader, [[*range(16), 99]])
 
 
-def test_clear_refuses_the_plan_made_before_it():
-    e = engine(((8, None),))
-    e.admit("a", [1, 2, 3])
-    plan = e.kv.plan([0], [3])
-    e.kv.clear()
-    with pytest.raises(ValueError, match="plan: expected the newest plan"):
-        e.kv.commit(plan, [1, 2, 3])
-
-
 def test_without_a_log_no_tokens_are_kept():
     quiet = engine(((4, None),), debug=False)  # debug keeps them too
     loud = engine(((4, None),), EventLog(), debug=False)
@@ -350,19 +267,6 @@ def test_without_a_log_no_tokens_are_kept():
     assert loud.kv.match([1, 2, 3]).prompt.tokens.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="a prompt made by a cache with events"):
         loud.kv.match(quiet.kv.match([1, 2, 3]).prompt)
-
-
-def test_a_salt_does_not_show():
-    log = EventLog()
-    e = engine(((4, None), (4, 6)), log)
-    e.run("a", [1, 2, 3, 4, 5], salt=b"tenant-secret")
-    assert "secret" not in repr(log.take())
-
-
-@pytest.mark.parametrize("capacity", [0, -1, 1.5, True])
-def test_a_bad_capacity_is_named(capacity):
-    with pytest.raises(ValueError, match=r"capacity: expected an int >= 1, got"):
-        EventLog(capacity)
 
 
 def ledger(events) -> dict:

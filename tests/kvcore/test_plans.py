@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
-from tests.kvcore.test_faults import CASES, Fault, free_and_cached, picture, under_pressure
+from tests.kvcore.test_faults import free_and_cached, picture
 from tests.support.kvcore.engine import Engine, groups
 
 SPECS = ((8, None), (4, 10), GroupSpec("state", "state", 4, 4096))
@@ -24,52 +24,6 @@ def refused(e: Engine, plan: StepPlan) -> None:
         e.kv.commit(plan, [0] * len(plan.positions))
     assert (e.kv.index.tick, picture(e), free_and_cached(e)) == before
     e.kv.check_invariants()
-
-
-@pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
-def test_a_plan_before_one_that_evicted_is_refused(specs):
-    """The pages that it names are not those that a commit would take."""
-    e, counts = under_pressure(specs)
-    old = e.kv.plan([e.slots["a"]], [1])
-    evicted = e.kv.stats()["evicted_segments"] + e.kv.stats()["evicted_resume_points"]
-    new = e.kv.plan([e.slots[r] for r in counts], list(counts.values()))
-    stats = e.kv.stats()
-    assert stats["evicted_segments"] + stats["evicted_resume_points"] > evicted
-    refused(e, old)
-    ids = [t for r, n in counts.items() for t in e.tokens[r][e.computed(r) :][:n]]
-    e.kv.commit(new, ids)
-    e.kv.check_invariants()
-
-
-@pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
-def test_a_plan_before_one_that_failed_after_it_evicted_is_refused(specs, monkeypatch):
-    e, counts = under_pressure(specs)
-    old = e.kv.plan([e.slots["a"]], [1])
-
-    def fail(*args):
-        raise Fault
-
-    with monkeypatch.context() as patch:
-        patch.setattr(e.kv.pool, "peek", fail)
-        with pytest.raises(Fault):
-            e.kv.plan([e.slots[r] for r in counts], list(counts.values()))
-    refused(e, old)
-    assert isinstance(e.step(counts), StepPlan)
-    e.check()
-
-
-def test_a_plan_of_another_cache_is_refused():
-    one, two = engine(), engine()
-    for e in (one, two):
-        e.admit("a", [1] * 20)
-    theirs = two.kv.plan([two.slots["a"]], [20])
-    refused(one, theirs)
-    ours = one.kv.plan([one.slots["a"]], [20])
-    refused(one, theirs)
-    one.kv.commit(ours, [1] * 20)
-    two.kv.commit(theirs, [1] * 20)
-    for e in (one, two):
-        e.kv.check_invariants()
 
 
 def fails(call, *args) -> None:
@@ -146,6 +100,19 @@ def test_a_call_that_changes_no_page_and_no_request_voids_no_plan(call):
     e.kv.check_invariants()
 
 
+def test_keys_that_are_published_void_a_plan_of_another_request():
+    kv = KVCache(groups((4, None)), num_pages=60, max_requests=2, max_model_len=100)
+    keyed = kv.admit("keyed", kv.match(keys=b"", num_tokens=9))
+    other = kv.admit("other", kv.match([1] * 9))
+    kv.reserve(keyed, 8)
+    kv.arrays(keyed, 0, 8)
+    kv.advance(keyed, 8)
+    plan = kv.plan([other], [9])
+    kv.publish(keyed, 8, keys=b"k" * 64)
+    with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+        kv.commit(plan, [1] * 9)
+
+
 def test_a_plan_is_committed_once():
     e, plan = planned()
     e.kv.commit(plan, [3] * 20)
@@ -158,36 +125,6 @@ def test_a_plan_is_committed_once():
 def plain(**options) -> KVCache:
     base = {"num_pages": 60, "max_requests": 3, "max_model_len": 100, "max_draft_tokens": 4}
     return KVCache(groups((4, None), (4, 10)), **(base | options))
-
-
-@pytest.mark.parametrize("steps", [1, 40], ids=["first", "batch-that-lasts"])
-def test_an_engine_may_reuse_its_buffers_between_plan_and_commit(steps):
-    kv = plain()
-    slots, counts = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    one, two = kv.admit("one", kv.match([1] * 9)), kv.admit("two", kv.match([2] * 9))
-    done = 0
-    for n in [8] + [1] * steps:
-        slots[:], counts[:], ids = one, n, np.full(n, 1, np.int32)
-        plan = kv.plan(slots, counts)
-        slots[:], counts[:] = two, 77
-        copies = kv.commit(plan, ids)
-        slots[:], counts[:], ids[:], copies[:] = -5, -5, -5, -5
-        done += n
-        assert kv.num_computed[[one, two]].tolist() == [done, 0]
-        kv.check_invariants()
-    kv.release("one")
-    kv.release("two")
-    assert kv.match([1] * 30).num_tokens >= 8
-
-
-def test_counts_that_change_after_the_plan_do_not_move_the_bounds_of_accepted():
-    kv = plain()
-    slot, counts = kv.admit("a", kv.match([1] * 4)), np.array([4])
-    plan = kv.plan([slot], counts)
-    counts[:] = 50
-    with pytest.raises(ValueError, match=r"accepted: expected between \[1\] and \[4\], got \[50\]"):
-        kv.commit(plan, [1] * 4, [50])
-    kv.commit(plan, [1] * 4, [4])
 
 
 def test_cut_returns_an_array_of_its_own():

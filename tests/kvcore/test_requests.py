@@ -30,8 +30,7 @@ def test_a_hit_is_no_longer_than_asked_for(most, hit):
     match = e.kv.match(PROMPT, max_tokens=most)
     assert (match.num_tokens, match.dense_tokens) == (hit, 288)
     assert match.limited_by == ("prompt-end" if hit == 288 else "max-tokens")
-    e.slots["b"] = e.kv.admit("b", match)  # which keeps to it
-    e.tokens["b"], e.salts["b"], e.replays["b"] = PROMPT[:], b"", (0, 0)
+    e.start("b", PROMPT, match)  # which keeps to it
     assert e.computed("b") == hit
     e.finish_prompt("b")  # rows that are cached are computed again, and adopted
     e.check()
@@ -206,8 +205,7 @@ def test_a_short_replay_leaves_a_whole_resume_point():
     e = engine((4, None), (4, 9), replay_tokens=8, retention="latest", max_draft_tokens=1)
     e.run("a", PROMPT[:100])
     match = e.kv.match(PROMPT[:90], max_tokens=50)
-    e.slots["b"] = e.kv.admit("b", match)
-    e.tokens["b"], e.salts["b"], e.replays["b"] = PROMPT[:90], b"", (40, 48)
+    e.start("b", PROMPT[:90], match)
     e.step({"b": 40})  # past the end of the replay, in one chunk
     e.check()
     (point,) = [p for run in e.kv.index.runs() for d, p in run.points.items() if d == 12]

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from itertools import permutations
 
-import numpy as np
 import pytest
 
 from quire.kvcore import (
@@ -18,7 +17,6 @@ from quire.kvcore import (
     paged_rows,
 )
 from tests.support.kvcore.engine import groups
-from tests.support.kvcore.queued import Host
 
 STATE = GroupSpec("state", "state", 4, 4096)
 MIXES = [
@@ -29,70 +27,10 @@ MIXES = [
     ((4, 9),),
     ((4, None), STATE),
     (STATE, (4, 9), (8, None)),
-    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    (GroupSpec("wide", "dense", 8, 4096), (4, 6)),
     ((2, 70), (32, None)),
     ((8, None), (4, 10), GroupSpec("draft", "window", 4, 4096, 10, lookahead=1)),
 ]
-
-
-def host(seed: int, kind: type[Host] = Host, **options) -> Host:
-    mix = MIXES[seed % len(MIXES)]
-    base = {
-        "num_pages": (60, 90, 200)[seed % 3], "max_requests": 5, "max_model_len": 160,
-        "max_draft_tokens": (0, 3)[seed // 2 % 2], "debug": seed % 5 == 0, "track_deltas": True,
-    }  # fmt: skip
-    if not any(isinstance(g, GroupSpec) and g.kind == "state" for g in mix) and seed % 4 == 1:
-        base["replay_tokens"] = 20
-    return kind(seed, groups(*mix), **(base | options))
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_no_row_is_wrong_however_far_ahead_steps_are_planned(ahead):
-    total = Counter()
-    for seed in range(len(MIXES)):
-        total += host(seed).go(45, ahead)
-    assert total["wrong"] == 0 and total["rows"] > 10_000
-    for name in ("hits", "added", "out of pages", "dropped", "preempted", "committed", "rejected"):
-        assert total[name] > 2, name
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_an_engine_that_writes_before_it_reads_finds_every_row_in_pages(ahead):
-    total = Counter()
-    for seed in range(len(MIXES)):
-        total += host(seed, writes_first=True, reads="pages").go(35, ahead)
-    assert total["wrong"] == 0 and total["rows"] > 10_000
-    for name in ("hits", "added", "out of pages", "preempted", "committed", "rejected"):
-        assert total[name] > 2, name
-
-
-class Unguarded(Host):
-    """Tables of a step from its context and its slot mapping, whatever the cache says of them."""
-
-    def during(self, plan: StepPlan, t: int) -> np.ndarray:
-        size = self.specs[t].block_size
-        table = self.kv.table(*self.kv.layout.tables[t])
-        linear = np.zeros((len(plan.slots), 200), dtype=np.int64)
-        for i, slot in enumerate(plan.slots.tolist()):
-            start, end = int(plan.seq_lens[i] - plan.num_new_tokens[i]), int(plan.seq_lens[i])
-            first = max(0, -(-start // size) - table.shape[1])
-            for block in range(first, -(-start // size)):
-                linear[i, block] = table[slot, block % table.shape[1]]
-            a = plan.cu_seqlens_q[i]
-            for p, where in zip(range(start, end), plan.slot_mapping[t, a:].tolist(), strict=False):
-                if where >= 0:
-                    linear[i, p // size] = where // size
-        return linear
-
-
-def test_rows_that_do_not_outlive_a_step_are_in_pages_only_if_these_are_read():
-    """The same traffic with and without."""
-    for reads, fails in (("step", True), ("pages", False)):
-        wrong = sum(
-            host(seed, Unguarded, writes_first=True, reads=reads).go(30, 0)["wrong"]
-            for seed in (1, 2, 3, 4)
-        )
-        assert (wrong > 500) == fails, wrong
 
 
 def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
@@ -118,17 +56,6 @@ def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
         small(reads="tokens")
 
 
-def test_a_device_may_append_to_tables_of_its_own_where_nothing_is_adopted():
-    """An engine that tells its workers only which blocks start; adoption rewrites entries, which it does not tell."""
-    for adopt in (True, False):
-        total = Counter()
-        for seed in range(len(MIXES)):
-            first = {"writes_first": True, "reads": "pages"} if seed % 2 else {}  # as vLLM does
-            total += host(seed, keeps_tables=True, adopt=adopt, **first).go(60, seed % 3)
-        assert (total["wrong"] > 100) == adopt, total
-    assert total["hits"] > 3 and total["rows"] > 10_000
-
-
 def test_pages_that_are_not_adopted_come_back():
     left = []
     for adopt in (True, False):
@@ -149,86 +76,6 @@ def test_pages_that_are_not_adopted_come_back():
     assert left[0] - left[1] == 5
     with pytest.raises(ValueError, match="adopt: expected True or False"):
         small(adopt=None)
-
-
-def evictions(kv: KVCache) -> int:
-    return kv.index.num_evicted_points + kv.index.num_evicted_segments
-
-
-def twins(seed: int):
-    specs = groups(*MIXES[seed % len(MIXES)])
-    options = {"num_pages": 90, "max_requests": 4, "max_model_len": 160, "max_draft_tokens": 3}
-    return [KVCache(specs, **options) for _ in range(2)]
-
-
-@pytest.mark.parametrize("seed", range(len(MIXES)))
-def test_a_step_gives_what_a_plan_of_the_whole_batch_gives(seed):
-    """Two caches see the same requests; one plans batches, the other adds request by request, and drops some."""
-    rng, (whole, single) = random.Random(seed), twins(seed)
-    running, failed = {}, 0
-    for turn in range(120):
-        if len(running) < 4 and rng.random() < 0.5:
-            prompt = [rng.randint(0, 1)] * 5 + rng.choices((0, 1), k=rng.choice((1, 10, 40)))
-            slots = [kv.admit(turn, kv.match(prompt)) for kv in (whole, single)]
-            assert slots[0] == slots[1]
-            running[turn] = slots[0]
-        some = [r for r in rng.sample(list(running), len(running)) if rng.random() < 0.8]
-        some = [r for r in some if whole.num_computed[running[r]] < 150]
-        if some:
-            slots = [running[r] for r in some]
-            counts = [rng.choice((1, 1, 1, rng.randint(1, 9))) for _ in some]
-            if rng.random() < 0.3:
-                counts = [counts[0]] * len(some)
-            plan, starts = whole.plan(slots, counts), single.num_computed[slots]
-            ends = (starts + counts).tolist()
-            before, free = evictions(single), single.num_free_pages
-            got = [single.reserve(slot, end) for slot, end in zip(slots, ends, strict=True)]
-            if isinstance(plan, OutOfPages):
-                failed += 1
-                assert any(isinstance(p, OutOfPages) for p in got)
-                assert not len(single.advance(slots, starts))
-                victim = rng.choice(list(running))
-                for kv in (whole, single):
-                    kv.release(victim)
-                    kv.clear()
-                del running[victim]
-            else:
-                if rng.random() < 0.3:
-                    single.advance(slots, starts)
-                    got = single.reserve(slots, ends)
-                assert (
-                    before < evictions(single)
-                    or plan.changes.num_new == free - single.num_free_pages
-                )
-                mine = single.arrays(slots, starts, ends)
-                for name in ("slots", "num_new_tokens", "cu_seqlens_q", "seq_lens", "positions"):
-                    assert np.array_equal(getattr(plan, name), getattr(mine, name)), name
-                assert ((plan.slot_mapping < 0) == (mine.slot_mapping < 0)).all()
-                sizes = [[whole.layout.groups[g].block_size] for g, _ in whole.layout.tables]
-                assert (plan.slot_mapping % sizes == mine.slot_mapping % sizes).all()
-                assert plan.changes.num_new == mine.changes.num_new
-                ids = rng.choices((0, 1), k=sum(counts))
-                assert whole.commit(plan, ids).shape == single.advance(slots, ends).shape
-                if rng.random() < 0.5:
-                    single.publish(slots, ends, ids)
-                else:
-                    cut = np.cumsum(counts)
-                    for slot, end, n, last in zip(slots, ends, counts, cut.tolist(), strict=True):
-                        single.publish(slot, end, ids[last - n : last])
-                assert ((whole.tables > 0) == (single.tables > 0)).all()
-                assert (whole.num_computed == single.num_computed).all()
-                if evictions(whole) or evictions(single):
-                    for kv in (whole, single):  # of how much at once is not the same
-                        kv.clear()
-                for name in ("resume_points", "cached_segments", "free_pages"):
-                    assert whole.stats()[name] == single.stats()[name], name
-        if running and rng.random() < 0.1:
-            rid = rng.choice(list(running))
-            for kv in (whole, single):
-                kv.release(rid)
-            del running[rid]
-        assert whole.num_free_pages == single.num_free_pages
-        single.check_invariants()
 
 
 def small(**options) -> KVCache:
@@ -638,39 +485,3 @@ def test_tokens_that_are_not_those_of_the_prompt_are_refused_when_debugging():
         kv.publish(a, 9, [1] * 8 + [2])
     kv.publish(a, 9, [1] * 9)
     assert kv.match([1] * 9).num_tokens == 8
-
-
-@pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_two_steps_ahead_the_same_is_cached_in_the_end(mix):
-    """One cache commits each step before the next begins, the other publishes two steps late."""
-    caches = [
-        KVCache(groups(*mix), num_pages=400, max_requests=3, max_model_len=160, retention="dense")
-        for _ in range(2)
-    ]
-    rng = random.Random(5)
-    prompts = [rng.choices((0, 1), k=n) for n in (9, 30, 41)]
-    texts = [p + rng.choices((0, 1), k=90) for p in prompts]
-    for kv, ahead in zip(caches, (0, 2), strict=True):
-        slots, flying = admitted(kv, *prompts), []
-        done = [0, 0, 0]
-        for turn in range(75):
-            counts = [max(1, min(16, len(p) - d)) for p, d in zip(prompts, done, strict=True)]
-            if kv._tables.states and turn < 4:
-                counts = kv.cut(slots, counts).tolist()
-            launched(kv, slots, counts)
-            ids = [t for x, d, n in zip(texts, done, counts, strict=True) for t in x[d : d + n]]
-            done = [d + n for d, n in zip(done, counts, strict=True)]
-            kv.advance(slots, done)
-            flying.append((done, ids))
-            if len(flying) > ahead:
-                kv.publish(slots, *flying.pop(0))
-        for ends, ids in flying:
-            kv.publish(slots, ends, ids)
-        kv.check_invariants()
-    now, late = caches
-    for name in ("resume_points", "cached_segments", "resume_points_kept", "free_pages"):
-        assert now.stats()[name] == late.stats()[name], name
-    for text in texts:
-        found = [kv.match([*text, 1]) for kv in caches]
-        assert found[0].num_tokens == found[1].num_tokens >= 64
-        assert found[0].dense_tokens == found[1].dense_tokens

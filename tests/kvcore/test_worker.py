@@ -14,7 +14,7 @@ from tests.support.kvcore.engine import groups
 GROUPS = [
     *groups((16, None), (8, 40)),
     GroupSpec("s", "state", 16, 4096),
-    GroupSpec("wide", "dense", 8, 4096, pages_per_block=2),
+    GroupSpec("wide", "dense", 8, 4096),
 ]
 SHAPE = {"max_requests": 6, "max_model_len": 300, "max_draft_tokens": 2}
 
@@ -46,9 +46,8 @@ def test_a_worker_reads_what_the_cache_reads():
         worker.update(arrays)
         for name in arrays._fields[:-2]:
             assert (getattr(arrays, name) == getattr(plan, name)).all(), name
-        for t, (group, part) in enumerate(kv.layout.tables):
-            spec = kv.layout.groups[group]
-            mine, theirs = worker.table(group, part), kv.table(group, part)
+        for t, spec in enumerate(kv.layout.groups):
+            mine, theirs = worker.table(t), kv.table(t)
             for slot in slots:
                 n = int(kv.num_computed[slot])
                 first = max(0, n - (spec.sliding_window or n + 1) + 1)

@@ -166,7 +166,7 @@ def test_bounds_by_hand():
 def test_everything_is_deterministic():
     def rows():
         workload = make_workload("agent-tree:trees=3,depth=2,root=1024,step=128,answer=32", None, 7)
-        return run_grid(workload, "gpt-oss-like", ["40%"], ["latest"], ["adaptive", "s3fifo"], Timing(), progress=False)  # fmt: skip
+        return run_grid(workload, "gpt-oss-like", ["40%"], ["latest"], ["adaptive", "lru"], Timing(), progress=False)  # fmt: skip
 
     assert rows() == rows()
     other = make_workload("agent-tree:trees=3,depth=2,root=1024,step=128,answer=32", None, 8)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, StepPlan
-from tests.support.kvcore.engine import Engine, groups, row_ids
+from tests.support.kvcore.device import Text
+from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
 MIXES = {
@@ -15,7 +16,7 @@ MIXES = {
     "two-windows": ((4, None), (4, 9), (2, 14)),
     "window-of-one": ((4, None), (8, 20), (4, 1)),
     "no-dense": ((4, 13),),
-    "wide": (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 24)),
+    "wide": (GroupSpec("wide", "dense", 8, 4096), (4, 24)),
     "drafter": ((4, None), GroupSpec("draft", "window", 4, 4096, 14, lookahead=1)),
     "state": ((4, None), (4, 17), STATE),
 }
@@ -31,13 +32,14 @@ def held(e: Engine, prompt: list[int]) -> int:
     match = e.kv.match(prompt)
     a, pages = e.kv.alignment, np.flatnonzero(e.kv.pool.holds)
     most = min(match.dense_tokens, (len(prompt) - 1) // a * a)
-    found = [set(rows[pages].ravel().tolist()) for rows in e.rows]
+    found = set(e.device.memory[pages].ravel().tolist())
+    text = Text(prompt, b"")
     for boundary in range(most, 0, -a):
-        for spec, rows in zip(e.specs, found, strict=True):
+        for spec, tag in zip(e.specs, e.device.tags, strict=True):
             if spec.kind == "window":
                 low = max(0, boundary - spec.sliding_window + 1)
-                needed = row_ids(prompt, b"", spec.lookahead)[low:boundary]
-                if not rows.issuperset(needed.tolist()):
+                needed = text.rows(tag, spec.lookahead)[low:boundary]
+                if not found.issuperset(needed.tolist()):
                     break
         else:
             return boundary

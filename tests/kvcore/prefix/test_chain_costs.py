@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache, Prompt, StepPlan
+from quire.kvcore import LRU, Adaptive, KVCache, Prompt, StepPlan
 from quire.kvcore.prefix.requests import Sequences
 from tests.support.kvcore.engine import groups
 
-POLICIES = [Adaptive, LRU, CostAware, S3FIFO]
+POLICIES = [Adaptive, LRU]
 
 
 class Point:

@@ -87,7 +87,7 @@ def life(specs, policy, segments: int, branches: bool) -> dict[str, int]:
     kv.pin(kv.match(prompt), now=0, ttl=9)
     count("expire", kv.expire_pins, 10)
     count("announce", kv.announce)
-    count("take", kv._announcer.log.take)
+    count("take", kv._event_writer.log.take)
     kv.admit("b", kv.match(prompt))
     kv.release("b")
     count("evict", kv.evict, kv.num_evictable_pages)

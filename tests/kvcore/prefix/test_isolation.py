@@ -10,8 +10,6 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from quire.kvcore import GroupSpec, KVCache
 from tests.support.kvcore.engine import Engine, groups
@@ -67,36 +65,6 @@ def test_a_lookahead_moves_no_token_between_segments(lookahead):
 def test_lengths_and_alignments_do_not_collide_at_the_second_segment():
     short, long = keys([1] * 16), keys([1] * 16, block_size=8)
     assert not set(short) & set(long)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    tokens=st.lists(st.integers(0, 1), min_size=9, max_size=60),
-    other=st.lists(st.integers(0, 1), min_size=1, max_size=60),
-    salts=st.lists(st.binary(max_size=40), min_size=2, max_size=2, unique=True),
-)
-def test_a_request_never_hits_another_salt(tokens, other, salts):
-    e = Engine(groups((8, None), (4, 10)), num_pages=99, max_requests=2, max_model_len=200)
-    e.run("a", tokens, other, salt=salts[0])
-    for prompt in (tokens, [*tokens, *other], [*tokens, *other, 1]):
-        match = e.kv.match(prompt, salt=salts[1])
-        assert match.num_tokens == match.dense_tokens == 0
-        assert e.kv.match(prompt, salt=salts[0]).dense_tokens >= 8
-    # Interleaved with the other tenant, each reads its own rows: the stand-in engine checks them.
-    assert e.run("b", [*tokens, *other], salt=salts[1]).num_tokens == 0
-    e.run("c", [*tokens, *other], salt=salts[0])
-    e.check()
-
-
-def test_two_tenants_at_once_keep_their_own_pages():
-    e = Engine(groups((8, None), (4, 10)), num_pages=99, max_requests=2, max_model_len=200)
-    prompt = list(range(30))
-    e.admit("a", prompt, salt=b"a")
-    e.admit("b", prompt, salt=b"b")
-    e.finish_prompt("a")
-    e.finish_prompt("b")
-    assert not set(e.kv.table(0)[0, :4].tolist()) & set(e.kv.table(0)[1, :4].tolist())
-    e.check()
 
 
 def test_a_reused_prompt_keeps_its_tenant():

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from quire.kvcore import KVCache, StepPlan
-from tests.support.kvcore.engine import Engine, groups, row_ids
+from tests.support.kvcore.device import Text
+from tests.support.kvcore.engine import Engine, groups
 
 
 def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, list[int]]:
     """Window blocks that the resume points of `prompt` hold, by boundary in tokens."""
-    rows = e.rows[group]
-    size = rows.shape[1]
-    identity = row_ids(prompt, b"")
+    rows, size = e.device.memory, e.specs[group].block_size
+    identity = Text(prompt, b"").rows(e.device.tags[group], 0)
     block_of = {int(identity[b * size]): b for b in range(len(prompt) // size)}
     found = {}
     for run in e.kv.index.runs():
@@ -95,27 +95,3 @@ def test_free_pages_are_reused_before_cached_ones_last_freed_first():
     assert len(used[0]) == 1 + 2 and used[0] == used[1], "pages freed last are used first"
     assert (e.kv.num_evictable_pages, e.kv.num_free_pages) == (kept, free)
     assert e.kv.match(prompt).num_tokens == 224, "nothing cached went"
-
-
-def test_round_robin_sessions_do_not_collapse():
-    """A window tail is one unit: under pressure some sessions keep all of theirs, none a useless part."""
-    e = Engine(groups((32, None), (16, 128), (16, 128)), num_pages=240, max_requests=2,
-               max_model_len=2048)  # fmt: skip
-    rng = np.random.default_rng(1)
-    history = {s: rng.integers(0, 1000, 200).tolist() for s in range(6)}
-    hit = total = 0
-    for _turn in range(5):
-        for s in history:
-            match = e.admit(s, history[s])
-            hit, total = hit + match.num_tokens, total + len(history[s])
-            e.finish_prompt(s)
-            answer = rng.integers(0, 1000, 20).tolist()
-            e.decode(s, answer)
-            e.release(s)
-            history[s] += answer + rng.integers(0, 1000, 10).tolist()
-            for run in e.kv.index.runs():
-                for point in run.points.values():
-                    assert (e.kv.pool.holds[point.pages] > 0).all()
-        e.check()
-    assert e.kv.stats()["evicted_resume_points"] > 0, "there was pressure"
-    assert hit / total > 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, StepPlan
-from tests.support.kvcore.engine import POISON, Engine, groups
+from quire.kvcore import GroupSpec
+from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
 DRAFT = GroupSpec("draft", "dense", 4, 4096, lookahead=1)
@@ -58,29 +58,6 @@ def test_a_snapshot_behind_the_tokens_taken_back_stays():
     e.check()
     e.release("a")
     assert e.kv.match([1, 2, 3, 4, 5]).num_tokens == 4
-
-
-@pytest.mark.parametrize("pages", [1, 2])
-@pytest.mark.parametrize("chunk", [4, 8, 16, 3])
-def test_without_caching_nothing_is_copied_and_page_0_stays(pages, chunk):
-    """Page 0 is the initial state of every request: no step may write it."""
-    state = GroupSpec("state", "state", 4, 4096, pages_per_block=pages)
-    e = engine((8, None), (4, 10), state, enable_caching=False)
-    for rid in ("a", "b"):
-        e.admit(rid, list(range(16)))
-        e.finish_prompt(rid, chunk=chunk)
-    for _ in range(20):  # through boundaries, alone and with the other, as a batch that lasts
-        e.decode("a", [7])
-    for _ in range(20):
-        for rid in ("a", "b"):
-            e.tokens[rid].append(3)
-        assert isinstance(e.step({"a": 1, "b": 1}), StepPlan)
-    e.check()
-    assert all((rows[0] == POISON).all() for rows in e.rows)
-    for rid in ("a", "b"):
-        e.release(rid)
-    e.check()
-    assert e.kv.num_free_pages == e.kv.num_pages - 1
 
 
 def test_a_commit_without_caching_returns_no_copies():

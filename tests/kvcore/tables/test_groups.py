@@ -8,7 +8,7 @@ import pytest
 from quire.kvcore import GroupSpec, KVCache
 from tests.support.kvcore.engine import Engine, groups
 
-STATE = GroupSpec("state", "state", 32, 4096, pages_per_block=2)
+STATE = GroupSpec("state", "state", 32, 4096)
 DENSE = GroupSpec("dense", "dense", 32, 4096)
 MAMBA = (DENSE, STATE)
 V4 = (  # compressed entries, two window groups, compressor state: the shape of a DeepSeek-V4 model
@@ -74,7 +74,7 @@ def test_copies_name_what_to_move_and_when():
     prompt = tokens(64)
     e.admit("a", prompt)
     plan = e.kv.plan([e.slots["a"]], [32])
-    assert plan.copies[:, 0].tolist() == [0, 0], "a new state starts from the null page"
+    assert plan.copies[:, 0].tolist() == [0], "a new state starts from the null page"
     live = plan.copies[:, 1]
     assert plan.state_pages[1:, 0].tolist() == live.tolist()
     after = e.kv.commit(plan, prompt[:32])
@@ -93,21 +93,6 @@ def test_a_running_request_has_one_live_page_set_and_one_snapshot():
         e.decode("a", [t])
         assert e.kv.stats()["pages_in_use"] <= -(-e.computed("a") // 32) + 2
     e.check()
-
-
-def test_blocks_of_several_pages_have_a_table_for_each():
-    e = engine((GroupSpec("wide", "dense", 32, 4096, pages_per_block=3), (16, 40)))
-    e.run("a", tokens(100), tokens(40, 1))
-    e.check()
-    e.admit("b", tokens(100) + tokens(40, 1) + [3])
-    slot = e.slots["b"]
-    assert e.computed("b") == 128
-    pages = [e.kv.table(0, part)[slot, :4].tolist() for part in range(3)]
-    assert len({p for row in pages for p in row}) == 12
-    assert [e.kv.table_index(0, part) for part in range(3)] == [0, 1, 2]
-    assert e.kv.table_index(1) == 3
-    with pytest.raises(ValueError, match=r"group, part: expected one of .*got \(0, 3\)"):
-        e.kv.table(0, 3)
 
 
 @pytest.mark.parametrize("others", [(), ((16, 64),), ((16, 64), (8, 40))], ids=["2", "3", "4"])
@@ -171,7 +156,6 @@ def test_rollback_stops_at_the_lookahead_of_cached_segments():
     ("arguments", "message"),
     [
         ({"lookahead": -1}, "lookahead: expected an int >= 0, got -1"),
-        ({"pages_per_block": 0}, "pages_per_block: expected an int >= 1, got 0"),
         ({"sliding_window": 9}, "sliding_window: expected None for a state group, got 9"),
     ],
 )
@@ -197,68 +181,3 @@ def test_a_state_without_caching_needs_no_snapshots():
         e.step({"a": 1, "b": 1})
     # 33 and 31 tokens in blocks of 4, and a live state each.
     assert e.kv.stats()["pages_in_use"] == 9 + 8 + 2
-
-
-def test_decodes_after_a_mixed_step_keep_their_states():
-    e = Engine(
-        groups((8, None), GroupSpec("state", "state", 8, 4096)),
-        num_pages=60, max_requests=3, max_model_len=64,
-    )  # fmt: skip
-    for rid, n in (("a", 3), ("b", 4), ("c", 20)):
-        e.admit(rid, [n] * n)
-    e.step({"a": 3, "b": 4})
-    for t in range(12):
-        e.tokens["b"].append(t)
-        e.tokens["a"].append(t)
-        counts = {"c": 2, "b": 1, "a": 1} if t in (2, 3, 7) else {"b": 1, "a": 1}
-        e.step(counts)
-        e.check()
-
-
-ALONE = {
-    "windows": groups((8, None), (4, 10), (4, 10), (4, 5)),
-    "states": groups((8, None), (4, 10), GroupSpec("state", "state", 8, 4096, pages_per_block=2)),
-    "drafter": groups((8, None), (4, 10), GroupSpec("draft", "window", 2, 4096, 6, lookahead=3)),
-}
-
-
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("retention", ["latest", 32, "dense"])
-@pytest.mark.parametrize("specs", ALONE.values(), ids=ALONE.keys())
-def test_chunks_of_one_step_end_like_chunks_of_steps_of_their_own(specs, retention, drafts):
-    together, alone = (
-        KVCache(
-            specs, num_pages=900, max_requests=2, max_model_len=640,
-            retention=retention, max_draft_tokens=drafts, track_deltas=True,
-        )
-        for _ in range(2)
-    )  # fmt: skip
-    texts = [np.array(tokens(640, seed), dtype=np.int32) for seed in range(2)]
-    for i, text in enumerate(texts):
-        for cache in (together, alone):
-            assert cache.admit(i, cache.match(text[:90])) == i
-    rng, mirror = np.random.default_rng(0), np.zeros_like(alone.tables)
-    for most in [3, 9, 60] * 6:
-        counts = rng.integers(1, most, 2)
-        rejected = np.minimum(rng.integers(0, drafts + 1, 2), counts - 1)
-        accepted = counts - rejected if drafts else None
-        starts = together.num_computed.tolist()
-        ids = [t[s : s + n] for t, s, n in zip(texts, starts, counts, strict=True)]
-        plan = together.plan([0, 1], counts)
-        written = np.split(plan.slot_mapping >= 0, plan.cu_seqlens_q[1:-1], axis=1)
-        copies = len(together.commit(plan, np.concatenate(ids), accepted))
-        for i in range(2):
-            one = alone.plan([i], counts[i : i + 1])
-            assert (written[i] == (one.slot_mapping >= 0)).all()
-            kept = None if accepted is None else accepted[i : i + 1]
-            copies -= len(alone.commit(one, ids[i], kept))
-        assert copies == 0 and together.stats() == alone.stats()
-        assert ((together.tables != 0) == (alone.tables != 0)).all()
-        alone.check_invariants()
-        where, pages = alone.take_deltas()
-        mirror.reshape(-1)[where] = pages
-        for group, part in alone.layout.tables:
-            at, width = alone.layout.columns(group, part)
-            told = slice(at, at + (1 if specs[group].kind == "state" else width))
-            assert (mirror[:, told] == alone.tables[:, told]).all()
-    assert together.num_computed.min() > 100

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from hashlib import sha256
 
-import numpy as np
 import pytest
 
 from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, OutOfPages
@@ -35,169 +32,9 @@ def keys_of(tokens: list[int], alignment: int) -> bytes:
     return keys
 
 
-def row_of(tokens: list[int], position: int, group: int) -> int:
-    data = repr((tokens[: position + 1], group)).encode()
-    return int.from_bytes(sha256(data).digest()[:7], "little") | 1
-
-
 def linear(mix, **options) -> KVCache:
     modes = {"reads": "pages", "adopt": False, "append_only": True, "max_requests": 12}
     return KVCache(groups(mix), max_model_len=LONGEST, **(modes | options))
-
-
-class Request:
-    def __init__(self, cache, slot, tokens, keyed):
-        self.slot, self.tokens, self.done = slot, tokens, int(cache.num_computed[slot])
-        self.keyed, self.published = keyed, self.done
-        # A worker's: appended to, never rewritten.
-        self.own = [list(pages) for pages in cache.pages_of(slot)]
-
-
-class Engine:
-    def __init__(self, mix, seed, num_pages, **options):
-        self.rng, self.specs = random.Random(seed), groups(mix)
-        self.cache = linear(mix, num_pages=num_pages, **options)
-        self.keyed = seed % 2 == 0  # else it gives tokens
-        self.memory = np.zeros((num_pages, 16), dtype=np.int64)
-        self.running: list[Request] = []
-        self.texts: list[list[int]] = [[]]
-        self.counts: Counter[str] = Counter()
-        self.next_id = 0
-
-    def admit(self, batch):
-        rng, cache = self.rng, self.cache
-        known = rng.choice([*self.texts[-6:], *(r.tokens for r in self.running)])
-        tokens = known[: rng.choice((0, len(known), rng.randint(0, len(known))))]
-        tokens = (tokens + rng.choices((0, 1), k=rng.choice((1, 9, 40))))[: LONGEST - 20]
-        keys = keys_of(tokens, cache.alignment)
-        match = (
-            cache.match(keys=keys, num_tokens=len(tokens)) if self.keyed else cache.match(tokens)
-        )
-        hit = match.num_tokens
-        n = min(len(tokens) - hit, rng.choice((5, 30, 200)))
-        free = available(cache)
-        lacking = sum(-(-(hit + n) // g.block_size) - hit // g.block_size for g in self.specs)
-        slot = cache.admit(self.next_id, match, least=max(lacking, rng.choice((0, 0, 4))))
-        if isinstance(slot, OutOfPages):
-            assert slot.needed > slot.free + slot.evictable
-            assert available(cache) == free
-            self.counts["refused"] += 1
-            return
-        assert cache.num_published(slot) == hit
-        self.counts["hits"] += hit > 0
-        request = Request(cache, slot, tokens, self.keyed)
-        request.rid, self.next_id = self.next_id, self.next_id + 1
-        assert self.give(request, hit + n) is not None  # as `least` said
-        self.running.append(request)
-        batch.append((request, n, 0))
-        self.publish(request, request.done + n)  # others of this step may hit it
-
-    def publish(self, request, until):
-        cache, slot = self.cache, request.slot
-        if not request.keyed:
-            cache.publish(slot, until, request.tokens[request.published : until])
-            request.published = until
-            return
-        keys = keys_of(request.tokens[:until], cache.alignment)
-        cache.publish(slot, until, keys=keys[32 * (cache.num_published(slot) // cache.alignment) :])
-
-    def step(self):
-        rng, batch = self.rng, []
-        for request in self.running[:]:
-            if request not in self.running:
-                continue
-            left = len(request.tokens) - request.done
-            drafts = 0 if left > 1 else rng.choice((0, 0, 1, 5))
-            n = min(left + drafts, rng.choice((1, 7, 64)) if left > 1 else 9)
-            drafts = min(drafts, n - 1) if left == 1 else 0
-            behind = rng.choice((0, 0, 5))  # of a step in flight
-            oldest = max(0, request.done - behind)
-            cache, slot = self.cache, request.slot
-            cache.advance(slot, request.done, oldest, keep_tails=rng.random() < 0.9)
-            while (given := self.give(request, request.done + n)) is None:
-                self.counts["preempted"] += 1
-                victim = self.running[-1]
-                batch = [part for part in batch if part[0] is not victim]
-                self.end(victim)
-                if victim is request:
-                    break
-            if given is not None:
-                batch.append((request, n, drafts))
-        scheduled = [part for part in batch if part[0] in self.running]
-        for request, n, drafts in scheduled:
-            self.publish(request, request.done + n - drafts)
-        for _ in range(rng.choice((0, 1, 3)) if len(self.running) < 8 else 0):
-            self.admit(scheduled)
-        self.device(scheduled)
-        for request, n, drafts in scheduled:
-            accepted = rng.randint(0, drafts)
-            request.done += n - drafts + accepted
-            request.tokens += [7] * accepted
-            if request.done == len(request.tokens):
-                request.tokens.append(rng.randrange(2))
-            if len(request.tokens) > LONGEST - 10 or rng.random() < 0.06:
-                self.texts.append(request.tokens)
-                self.end(request, rng.random() < 0.8)
-
-    def give(self, request, end):
-        quiet = end <= self.cache.room(request.slot)
-        given = self.cache.reserve(request.slot, end)
-        if isinstance(given, OutOfPages):
-            return None
-        assert not (quiet and any(given))
-        for own, new in zip(request.own, given, strict=True):
-            own += new
-        return given
-
-    def end(self, request, keep=True):
-        self.cache.release(request.rid, discard=not keep)
-        self.running.remove(request)
-
-    def device(self, batch):
-        """All writes of a step, then all reads; drafts are tokens like others, and are gone after it."""
-        texts, written = [], {}
-        for request, n, drafts in batch:
-            text = request.tokens[: request.done + n - drafts] + [7] * drafts
-            texts.append(text)
-            for g, spec in enumerate(self.specs):
-                for p in range(request.done, request.done + n):
-                    page, row = request.own[g][p // spec.block_size], p % spec.block_size
-                    content = row_of(text, p, g)
-                    assert page and written.setdefault((page, row), content) == content
-                    self.memory[page, row] = content
-        for (request, n, _), text in zip(batch, texts, strict=True):
-            for g, spec in enumerate(self.specs):
-                low = (
-                    0
-                    if spec.sliding_window is None
-                    else max(0, request.done - spec.sliding_window + 1)
-                )
-                for p in range(low, request.done + n):
-                    page = request.own[g][p // spec.block_size]
-                    assert self.memory[page, p % spec.block_size] == row_of(text, p, g)
-                    self.counts["rows"] += 1
-
-
-@pytest.mark.parametrize(
-    ("mix", "retention"), [("hybrid", "latest"), ("block sizes", "dense"), ("windows", "latest")]
-)
-def test_every_row_that_a_query_sees_is_right(mix, retention):
-    counts: Counter[str] = Counter()
-    for seed, num_pages in enumerate((32 * len(MIXES[mix]), 150, 400, 24 * len(MIXES[mix]))):
-        e = Engine(mix, seed, num_pages, retention=retention)
-        for i in range(40):
-            e.step()
-            if i % 8 == 0:
-                e.cache.check_invariants()
-        for request in e.running[:]:
-            e.end(request)
-        e.cache.check_invariants()
-        assert available(e.cache) == num_pages - 1  # nothing is held any more
-        e.cache.clear()
-        assert e.cache.num_free_pages == num_pages - 1
-        counts += e.counts
-    assert counts["rows"] > 5_000 and counts["hits"] > 10
-    assert counts["preempted"] > 0 and counts["refused"] > 0
 
 
 def available(cache: KVCache) -> int:
@@ -321,7 +158,6 @@ def test_who_computes_the_same_keeps_its_own_pages_until_it_ends():
     ("spec", "named"),
     [
         (GroupSpec("s", "state", 8, 1), "state"),
-        (GroupSpec("s", "dense", 8, 1, pages_per_block=2), "pages_per_block=2"),
         (GroupSpec("s", "dense", 8, 1, lookahead=1), "lookahead=1"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcore import GroupSpec, Ranked
-from quire.kvcore.prefix.holdings import Holding
+from quire.kvcore.tier.ends import TransferEnd
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, STATE, WINDOWS, Setup
 from tests.support.kvcore.engine import groups
 
@@ -36,7 +36,7 @@ def test_a_point_whose_segments_are_there_comes_alone():
     s.store()
     index = s.e.kv.index
     run, _ = index.find(s.e.kv.match(LONGER).prompt.keys, 12)
-    there = Holding(index, run)  # as a request has it that goes on from here
+    there = TransferEnd(index, run)  # as a request has it that goes on from here
     s.forget()
     match = s.tiers.match(LONGER)
     assert match.device.num_tokens == 0 < match.device.dense_tokens

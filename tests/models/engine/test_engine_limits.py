@@ -236,14 +236,9 @@ def test_a_policy_that_says_nonsense_is_named_and_loses_nothing():
     assert [o.request_id for o in found] == [request_id] and len(found[0].token_ids) == 3
 
 
-@pytest.mark.parametrize("refused", [("state", 1), ("dense", 2)], ids=["states", "parts"])
-def test_groups_whose_tables_or_copies_no_batch_has(refused):
+def test_a_batch_refuses_state_groups():
     """A model that makes its own groups learns it at once, not from wrong logits."""
-    kind, pages_per_block = refused
-    groups = [
-        GroupSpec("a", "dense", 16, 4096),
-        GroupSpec("b", kind, 16, 4096, pages_per_block=pages_per_block),
-    ]
+    groups = [GroupSpec("a", "dense", 16, 4096), GroupSpec("b", "state", 16, 4096)]
     kv = KVCache(groups, num_pages=9, max_requests=1, max_model_len=64, track_deltas=True)
-    with pytest.raises(NotImplementedError, match="one page in a block"):
+    with pytest.raises(NotImplementedError, match="supported are dense and window groups"):
         BatchBuilder(kv, "cpu")

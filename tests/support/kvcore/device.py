@@ -67,6 +67,8 @@ class Text:
     def cut(self, n: int) -> None:
         """Forget the tokens from position `n` on; never those of the prompt."""
         n = max(n, self.num_given)
+        if n >= len(self.tokens):
+            return
         self._array = None
         del self.tokens[n:], self._hashes[n:], self._hashers[n + 1 :]
 
@@ -85,8 +87,9 @@ class Request:
     """A running request as the engine knows it: its text, slot, and how many tokens are computed."""
 
     def __init__(self, rid, slot: int, text: Text, match) -> None:
-        self.rid, self.slot, self.text = rid, slot, text
+        self.rid, self.slot, self.text, self.match = rid, slot, text, match
         self.computed: int = match.num_saved_tokens
+        self.told = match.num_saved_tokens  # tokens that are published
         self.replay_from, self.replay_to = match.replay_from or 0, match.replay_to or 0
 
 
@@ -99,16 +102,26 @@ class Device:
 
     def __init__(self, kv: KVCache, calls: Counter, memory: np.ndarray | None = None) -> None:
         self.kv, self.calls = kv, calls
-        self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
+        self.specs = kv.layout.groups
         self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
-        assert max(g.block_size for g in self.specs) <= STATE_ROWS
-        self.memory = np.full((kv.num_pages, STATE_ROWS), POISON) if memory is None else memory
+        width = max(STATE_ROWS, *(g.block_size for g in self.specs))
+        self.memory = np.full((kv.num_pages, width), POISON) if memory is None else memory
         self.memory[0] = INITIAL
-        self.mirror = np.zeros_like(kv.tables)
+        self.mirror = None if kv.append_only else np.zeros_like(kv.tables)
         self.rows_checked = self.rows_written = 0
 
+    @property
+    def groups(self) -> range:
+        return range(len(self.specs))
+
     def table(self, t: int) -> np.ndarray:
-        return self.kv.table(*self.kv.layout.tables[t])
+        return self.kv.table(t)
+
+    def row(self, t: int, request: Request) -> np.ndarray:
+        """Pages of a request in table `t`; of an append-only cache, as its worker was told them."""
+        if self.kv.append_only:
+            return np.array(request.own[t] or [0])
+        return self.table(t)[request.slot]
 
     def wipe_free_pages(self) -> None:
         """What is free may be lost."""
@@ -139,15 +152,16 @@ class Device:
         positions = np.arange(first, max(first, last))
         return positions, text.rows(self.tags[t], spec.lookahead)[positions]
 
-    def check(self, request: Request, states: np.ndarray | None = None) -> None:
+    def check(self, request: Request, states: np.ndarray | None = None, tables=None) -> None:
         """The next token finds each row that it sees, the right one.
 
         Args:
-            states: [num_tables] live pages of a planned step; those of the tables otherwise.
+            states: [num_groups] live pages of a planned step; those of the tables otherwise.
+            tables: the request's row of each table as a launch took it along; those of now otherwise.
         """
         for t, spec in enumerate(self.specs):
             positions, expected = self.visible(t, request)
-            row = self.table(t)[request.slot]
+            row = self.row(t, request) if tables is None else tables[t]
             if spec.kind == "state":
                 page = int(row[0] if states is None else states[t])
                 page = page or int(row[1])  # not started: the snapshot, or the initial state
@@ -167,14 +181,18 @@ class Device:
 
     # What steps write.
 
-    def write(self, plan: StepPlan, requests: list[Request]) -> None:
-        """Write the rows of a planned step by its slot mapping, and check where they go."""
+    def write(self, plan: StepPlan, requests: list[Request], late=None) -> None:
+        """Write the rows of a planned step by its slot mapping, and check where they go.
+
+        Args:
+            late: of each request, what it writes to each table, of a step that runs after later ones were planned.
+        """
         used = np.zeros(self.memory.shape, dtype=bool)
         for i, request in enumerate(requests):
             start, (a, b) = request.computed, plan.cu_seqlens_q[i : i + 2].tolist()
             end = start + b - a
             for t, spec in enumerate(self.specs):
-                rows = self._written(t, request)
+                rows = self.written(t, request) if late is None else late[i][t]
                 if spec.kind == "state":
                     page = int(plan.state_pages[t, i])
                     assert page > 0 and (plan.slot_mapping[t, a:b] == -1).all()
@@ -193,9 +211,29 @@ class Device:
                     used[where] = True
                     if spec.kind == "dense":
                         self._check_replay(plan, t, request, a, on, end)
-                self._put(where, positions, rows)
+                self._put(where, positions, rows, late is None)
 
-    def _written(self, t: int, request: Request) -> np.ndarray:
+    def write_span(self, request: Request, end: int) -> None:
+        """Write the rows of a step to `end`, of an append-only cache."""
+        positions = np.arange(request.computed, end)
+        for t, spec in enumerate(self.specs):
+            pages = self.row(t, request)[positions // spec.block_size]
+            assert (pages > 0).all(), f"{spec.name}: a row in the null page"
+            where = pages, positions % spec.block_size
+            self._put(where, positions, self.written(t, request), False)
+
+    def check_span(self, request: Request, end: int) -> None:
+        """The queries of a step to `end` find each row that they see, their own included."""
+        for t, spec in enumerate(self.specs):
+            first = max(0, request.computed - (spec.sliding_window or end + 1) + 1)
+            positions = np.arange(first, end)
+            expected = self.written(t, request)[positions]
+            found = self.memory[
+                self.row(t, request)[positions // spec.block_size], positions % spec.block_size
+            ]
+            self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
+
+    def written(self, t: int, request: Request) -> np.ndarray:
         """What the model writes to table `t`, by position: of a replay, windows are exact only at its end."""
         spec = self.specs[t]
         rows = request.text.rows(self.tags[t], spec.lookahead)
@@ -203,13 +241,15 @@ class Device:
             rows[request.replay_from : request.replay_to - spec.sliding_window + 1] = INEXACT
         return rows
 
-    def _put(self, where, positions: np.ndarray, rows: np.ndarray) -> None:
+    def _put(self, where, positions: np.ndarray, rows: np.ndarray, is_now=True) -> None:
         known = positions < len(rows)
         values = np.where(
             known, rows[np.minimum(positions, len(rows) - 1)] if len(rows) else POISON, POISON
         )
-        held = self.kv.pool.holds[where[0]] > 0
-        assert (self.memory[where] == values)[held].all(), "a row of a resume point is written over"
+        held = self.kv.pool.holds[where[0]] > 0 if is_now else []
+        assert not is_now or (self.memory[where] == values)[held].all(), (
+            "a row of a resume point is written over"
+        )
         self.memory[where] = values
         self.rows_written += len(values)
 
@@ -226,18 +266,20 @@ class Device:
         expected = request.text.rows(self.tags[t], self.specs[t].lookahead)[again]
         self._equal(self.memory[where], expected, "a replayed row", again)
 
-    def write_waiting(self, request: Request, end: int) -> None:
+    def write_waiting(self, request: Request, end: int, tables=None) -> None:
         """Rows before the step that waited for its tokens, of which those up to `end` stay; before the commit."""
         start, known = request.computed, max(end, request.text.num_given)
         for t, spec in enumerate(self.specs):
             if spec.lookahead and spec.kind != "state":
-                row, rows = self.table(t)[request.slot], self._written(t, request)
+                row = self.table(t)[request.slot] if tables is None else tables[t]
+                rows = self.written(t, request)
                 positions = np.arange(
                     max(0, start - spec.lookahead), max(0, min(start, known - spec.lookahead))
                 )
                 pages = row[positions // spec.block_size % len(row)]
                 positions, pages = positions[pages > 0], pages[pages > 0]
-                self._put((pages, positions % spec.block_size), positions, rows)
+                where = pages, positions % spec.block_size
+                self._put(where, positions, rows, tables is None)
 
     # Table formats.
 
@@ -248,7 +290,7 @@ class Device:
         for place, page in zip(places.tolist(), pages.tolist(), strict=True):  # later ones last
             self.mirror.reshape(-1)[place] = page
         for t, spec in enumerate(self.specs):
-            offset, width = self.kv.layout.columns(*self.kv.layout.tables[t])
+            offset, width = self.kv.layout.columns(t)
             for request in requests:
                 if spec.kind == "state":  # before the first step there is no live page
                     columns = np.arange(self.table(t)[request.slot, 0] > 0)
@@ -264,13 +306,12 @@ class Device:
             reach: tokens before the next one whose queries are asked for: 1 for the token just computed.
         """
         slots = [r.slot for r in requests]
-        for t, (group, part) in enumerate(self.kv.layout.tables):
-            spec = self.specs[t]
+        for t, spec in enumerate(self.specs):
             if spec.kind == "state":
                 continue
             self.calls["linear_table, paged_rows"] += 2
-            linear = linear_table(self.kv, group, slots, part)
-            rows = paged_rows(self.kv, group, slots, part)
+            linear = linear_table(self.kv, t, slots)
+            rows = paged_rows(self.kv, t, slots)
             for i, request in enumerate(requests):
                 positions, expected = self.visible(t, request)
                 n = request.computed
@@ -279,7 +320,7 @@ class Device:
                     low = max(0, low)
                     last = positions[-1] + 1 if len(positions) else low
                     positions = np.arange(low, max(low, last))
-                    expected = self._written(t, request)[positions]
+                    expected = self.written(t, request)[positions]
                 blocks, within = np.divmod(positions, spec.block_size)
                 what = f"{spec.name}: {request.rid!r} of {n} tokens"
                 self._equal(

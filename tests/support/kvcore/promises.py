@@ -114,12 +114,13 @@ def possible(device: Device, text: Text, max_tokens: int | None) -> int:
 class Reader:
     """A router: it learns from events alone which keys are stored, and makes the keys of a prompt itself."""
 
-    def __init__(self, kv: KVCache) -> None:
-        groups = kv.layout.groups
+    def __init__(self, kv: KVCache, identities: bool) -> None:
+        groups, self.identities = kv.layout.groups, identities
         self.a, self.ahead, self.seed = kv.alignment, kv.layout.lookahead, kv.hash_seed
         self.dense = [i for i, g in enumerate(groups) if g.kind == "dense"]
         self.others = [i for i, g in enumerate(groups) if g.kind != "dense"]
         self.stored: list[dict[bytes, BlockStored]] = [{} for _ in groups]
+        self.host: list[dict[bytes, BlockStored]] = [{} for _ in groups]
         self.next_number = 0
         self.lost = False
 
@@ -153,17 +154,18 @@ class Reader:
         self.next_number = first + len(events)
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                for stored in self.stored:
+                for stored in (*self.stored, *self.host):
                     stored.clear()
                 self.lost = gap
                 continue
+            place = self.stored if event.medium == log.medium else self.host
             for group in event.groups:
                 for block in event.block_hashes:
                     if isinstance(event, BlockStored):
-                        assert self.lost or block not in self.stored[group], "stored twice"
-                        self.stored[group][block] = event
+                        assert self.lost or block not in place[group], "stored twice"
+                        place[group][block] = event
                     else:
-                        known = self.stored[group].pop(block, None)
+                        known = place[group].pop(block, None)
                         assert self.lost or known, "removed what was not stored"
         return len(events)
 
@@ -188,12 +190,27 @@ class Reader:
                 at = event.block_hashes.index(key)
                 mine = event.token_ids[at * self.a : (at + 1) * self.a]
                 assert list(mine) == text.tokens[i * self.a : (i + 1) * self.a]
+                self._check_identity(event, at, text, i * self.a)
         for group in self.others if keys else []:
             event = self.stored[group][keys[-1]]
             count = 0 if event.sliding_window == 1 else len(event.block_hashes)
             end = len(keys) * self.a
             assert event.start == end - count * event.block_size
             assert list(event.token_ids) == text.tokens[event.start : end]
+
+    def _check_identity(self, event: BlockStored, at: int, text: Text, start: int) -> None:
+        """An event of block `at`, whose first token is `start`, names the salt and the extra keys over it."""
+        end = start + self.a
+        over = sorted(
+            (first, end if stop is None else min(stop, end), key)
+            for first, stop, key in text.extra_keys
+            if first < end and (stop is None or stop > start)
+        )
+        if self.identities:
+            assert event.salt == text.salt or not event.salt
+            assert sorted(event.extra_keys[at] if event.extra_keys else ()) == over
+        else:
+            assert not event.salt and not event.extra_keys
 
 
 def interval_of(specs, choice):

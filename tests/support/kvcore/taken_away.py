@@ -53,6 +53,7 @@ class TakenAway:
         used = set(used.tolist()).union(
             *(run.look().ravel().tolist() for run in kv.index.runs() if run.locks)
         )
+        used |= self.job_pages()
         assert set(stayed.tolist()) <= set(pages) & used
         free = set(kv.pool.free_pages().tolist())
         assert kv.num_free_pages >= before
@@ -70,6 +71,9 @@ class TakenAway:
     def reset(self) -> None:
         """Everything is forgotten; running requests are in the way until they are ended."""
         kv = self.kv
+        if self.copied:
+            self.fails("reset", end_requests=True)
+            self.end_jobs()
         if self.requests:
             before = digest(kv)
             self.fails("reset")

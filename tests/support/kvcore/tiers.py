@@ -9,58 +9,32 @@ import numpy as np
 from quire.kvcore import AllBlocksCleared, BlockStored, EventLog
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import Job, Tiers
-from tests.support.kvcore.engine import POISON, Engine
+from tests.support.kvcore.device import POISON
+from tests.support.kvcore.engine import Engine
 
 
 class Memory:
-    """Rows of the host of one engine: of each table as many as the device has in a page."""
+    """Memory of the host of one engine, page by page as the device has it."""
 
     def __init__(self, engine: Engine, tiers: Tiers) -> None:
         self.engine, self.tiers = engine, tiers
-        n = tiers.index.pool.num_pages
-        self.rows = [np.full((n, rows.shape[1]), POISON) for rows in engine.rows]
+        shape = tiers.index.pool.num_pages, engine.device.memory.shape[1]
+        self.rows = np.full(shape, POISON)
 
     def copy(self, job: Job, num_pages: int | None = None) -> None:
         """Run the copies of a job, or the first `num_pages` of them."""
         sources, targets = job.sources[:num_pages], job.targets[:num_pages]
-        assert (sources > 0).all() and (targets > 0).all()
-        assert len({*targets.tolist()}) == len(targets)
-        for device, host in zip(self.engine.rows, self.rows, strict=True):
-            if job.kind == "store":
-                host[targets] = device[sources]
-            else:
-                device[targets] = host[sources]
-        if job.kind == "load":
-            self.engine._poisoned[targets] = False
+        if job.kind == "store":
+            self.rows[targets] = self.engine.device.memory[sources]
+        else:
+            self.engine.device.memory[targets] = self.rows[sources]
 
     def poison_free_pages(self) -> None:
-        free = self.tiers.index.pool.free_pages()
-        for rows in self.rows:
-            rows[free] = POISON
-
-    def pages_with(self, wrong: list[int]) -> int:
-        """Pages that the host's entries have with the rows that pages `wrong` of the device hold: of states, and of blocks
-        that are a whole segment (others, of who parts later in that segment, may be equal)."""
-        runs = list(self.tiers.index.runs())
-        held = {p for run in runs for p in run.look().ravel().tolist()}
-        held |= {p for run in runs for q in run.points.values() for p in q.pages.tolist()} - {0}
-        count = 0
-        wrong, held = _sure(self.engine.rows, wrong), _sure(self.rows, held)
-        for t, spec in enumerate(self.engine.specs):
-            if spec.kind == "state" or spec.block_size == self.engine.kv.alignment:
-                found = (self.engine.rows[t][p] for p in wrong)
-                contents = {rows.tobytes() for rows in found if (rows >= 0).any()}
-                count += sum(self.rows[t][p].tobytes() in contents for p in held)
-        return count
+        self.rows[self.tiers.index.pool.free_pages()] = POISON
 
     def check(self) -> None:
         """Recount the host."""
         check_index(self.tiers.index, [], [], [], Counter())
-
-
-def _sure(tables, pages) -> list[int]:
-    """Pages that have rows of one table: what a page has of several is of those that had it before, too."""
-    return [p for p in pages if sum((rows[p] >= 0).any() for rows in tables) == 1]
 
 
 class Contents:
@@ -77,21 +51,6 @@ class Contents:
             self.segments.update(keys)
             for depth in run.points:
                 self.points[chain[depth - 1]] = chain[:depth]
-
-    def longest(self, keys: list[bytes], most: int, span: int, hybrid: bool) -> int:
-        """The longest boundary, in segments, that a prompt with these keys could resume at."""
-        n = 0
-        while n < min(most, len(keys)) and keys[n] in self.segments:
-            n += 1
-        if not hybrid:
-            return n
-        while n and keys[n - 1] not in self.points:
-            before = max((b for b in range(1, n) if keys[b - 1] in self.points), default=0)
-            chains = self.points.values()
-            if any(n < len(c) <= before + span and list(c[:n]) == keys[:n] for c in chains):
-                break
-            n -= 1
-        return n
 
 
 class EventReader:

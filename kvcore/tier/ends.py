@@ -1,9 +1,8 @@
-"""What jobs keep of an index while they copy pages, and how the pages that they filled become
-entries.
+"""The two ends of a transfer: the entries and pages that an open job keeps in each index.
 
-A job is no request: it has no slot and no tables. It locks a path, so that nothing on it is
-evicted; it reads pages of resume points; and it has pages of its own, which it fills. When these
-are filled, `Holding.adopt` makes entries of them:
+A job is not a request: it has no slot and no tables. In an index it locks a path, so that nothing
+on it is evicted; it reads pages of resume points; and it takes free pages, which the copies fill.
+`TransferEnd.adopt` then makes entries of these:
 
     segments        0   1   2 | 3   4   5        a job that brings segments 3 to 5 and the resume
     resume points           2             5      point at 6 locks the path to the end of segment 2
@@ -17,23 +16,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..announcer import Noted
 from ..arrays import NO_VALUES, Int32
-from .index import PrefixIndex
-from .keys import KEY_BYTES
-from .tree import Run, run_of
+from ..event_writer import SegmentContent
+from ..prefix.index import PrefixIndex
+from ..prefix.keys import KEY_BYTES
+from ..prefix.tree import Run, run_of
 
 
-class Holding:
-    """What a job keeps of an index and its pool, as a running request does.
+class TransferEnd:
+    """Locked path, pages in use and pages taken of one index, for one transfer.
 
     Args:
-        index: whose path is locked up to the end of `run`.
+        index: source or target of the transfer.
+        run: the path to its end is locked.
         used: pages of resume points that are read (repeats and the null page allowed).
 
     Attributes:
         run: where the locked path ends.
-        taken: [n] int32 pages that are nobody else's, see `take`.
+        taken: [n] int32 pages that are in no entry, see `take`.
     """
 
     def __init__(self, index: PrefixIndex, run: Run, used: Int32 = NO_VALUES) -> None:
@@ -41,7 +41,7 @@ class Holding:
         self.taken: Int32 = NO_VALUES
         index.lock(run)
         index.pool.use_held(used)
-        index.holdings[self] = None
+        index.transfers[self] = None
 
     def take(self, num_pages: int) -> Int32:
         """Take free pages; returns them."""
@@ -58,9 +58,9 @@ class Holding:
         index.unlock(run, used=False)
 
     def end(self, *, used: bool = False) -> None:
-        """Let go of everything; `used`: the path counts as used now."""
+        """Release everything; `used`: the path counts as used now."""
         pool = self.index.pool
-        del self.index.holdings[self]
+        del self.index.transfers[self]
         pool.unuse(self.used)
         pool.put(self.taken)
         self.index.unlock(self.run, used=used)
@@ -72,19 +72,19 @@ class Holding:
         pages: Int32,
         depths: Sequence[int] = (),
         points: Int32 = NO_VALUES,
-        noted: Sequence[Noted] | None = None,
+        contents: Sequence[SegmentContent] | None = None,
     ) -> tuple[int, list[int]]:
-        """Make entries of pages that nobody has: the caller's from now on, or free again.
+        """Make entries of taken pages.
 
-        Segments [0, first) of the chain are there: the locked path. Of segments that are there
-        already, and of resume points that are, the old pages stay, and the new ones are free again.
+        Segments [0, first) of the chain are cached: the locked path. Segments and resume points
+        that were cached meanwhile keep their pages, and the new pages are free again.
 
         Args:
             keys: of segments [0, first + n), 32 bytes each.
             pages: [n, pages_per_segment] taken pages of segments [first, first + n).
             depths: boundaries of resume points, at most first + n.
             points: [len(depths), pages_per_point] their taken pages; points may share some.
-            noted: [n] of the segments, for events; needed where the index has an announcer.
+            contents: [n] of the segments, for events; needed where the index has an event_writer.
 
         Returns:
             (segments that were not there, boundaries of the resume points that were not).
@@ -100,18 +100,20 @@ class Holding:
         end, known = index.insert(self.run, new, source)
         if known:
             index.pool.put(pages[:known].ravel())
-        if index.announcer is not None and known < len(pages):
+        if index.event_writer is not None and known < len(pages):
             before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
-            told = None if noted is None else noted[known:]
-            index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
+            new_contents = None if contents is None else contents[known:]
+            index.event_writer.adopted(
+                new[known * KEY_BYTES :], new_contents, before or None, first + known
+            )
         are_new = [index.add_point(end, d, point) for d, point in zip(depths, points, strict=True)]
         added = [d for d, is_new in zip(depths, are_new, strict=True) if is_new]
         if are_new:
             index.pool.hold(points.ravel())
             if len(added) < len(depths):
                 index.pool.unhold(points[~np.array(are_new)].ravel())
-        if index.announcer is not None:
+        if index.event_writer is not None:
             for d in added:
-                index.announcer.point(run_of(end, d), d)
+                index.event_writer.point(run_of(end, d), d)
         index.unlock(end)
         return len(pages) - known, added

@@ -1,4 +1,4 @@
-"""The eviction policy and the event log of a cache: what they remember is of that cache alone."""
+"""Check that an eviction policy or an event log serves one cache: each remembers its content."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ METHODS = ("add", "discard", "pop", "asked")  # of an eviction policy
 
 
 def check_policy(policy: Any) -> None:
-    """Raise ValueError unless `policy` is an eviction policy that no cache has yet."""
+    """Raise ValueError unless `policy` is an eviction policy that no cache uses."""
     methods = [getattr(policy, name, None) for name in METHODS]
     if isinstance(policy, type) or not all(map(callable, methods)):
         raise ValueError(f"policy: expected an eviction policy, such as LRU(), got {policy!r}")
@@ -18,7 +18,7 @@ def check_policy(policy: Any) -> None:
 
 
 def check_log(log: Any) -> None:
-    """Raise ValueError unless `log` is an event log that no cache has yet, or None."""
+    """Raise ValueError unless `log` is None or an event log that no cache uses."""
     if log is None:
         return
     if not isinstance(log, EventLog):
@@ -27,15 +27,15 @@ def check_log(log: Any) -> None:
 
 
 def _check_unattached(name: str, thing: Any) -> None:
-    # Where to note that it is attached; to ask for its `__dict__` would make its attributes slow.
+    # Reading its `__dict__` would make its attributes slow.
     if not type(thing).__dictoffset__:
         raise ValueError(f"{name}: expected a class without __slots__, got {thing!r}")
     if getattr(thing, "_has_cache", False):
         raise ValueError(f"{name}: expected one that no cache was made with, got {thing!r}")
 
 
-def attach(*things: Any) -> None:
-    """Note that `things` (those that are not None) are of a cache now."""
+def take_ownership(*things: Any) -> None:
+    """Mark `things` (those that are not None) as used by a cache."""
     for thing in things:
         if thing is not None:
             thing._has_cache = True

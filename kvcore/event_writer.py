@@ -1,4 +1,4 @@
-"""What writes the events of one cache: it turns changes of the index into records."""
+"""Write the events of one cache: changes of the index as records of `events`."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ if TYPE_CHECKING:
     from .prefix.tree import Run
 
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
-Noted = tuple[Int32, Identity]  # of a segment: its tokens, and what else parts prompts there
+SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and extra keys
 
 
-class Announcer:
-    """Writes the events of one cache; keeps the tokens of running requests and cached segments,
-    which events must name.
+class EventWriter:
+    """Write the events of one index.
+
+    Events name token ids, so this keeps the tokens of running requests and of cached segments.
 
     Args:
-        log: where events go.
+        log: receives the events.
         layout: the groups.
         sequences: the running requests and their keys.
-        medium: named in the events; that of the log by default.
+        medium: place named in the events; default: that of the log.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
-        identities: of the cached segments that have one, if the log names them.
+        identities: salts and extra keys of cached segments, by key, if the log names them.
     """
 
     def __init__(
@@ -61,21 +62,20 @@ class Announcer:
         # yet, and room for a step.
         self._kept = 2 * layout.alignment + layout.lookahead
         self._answers: Int32 = np.empty((sequences.max_requests, 2 * self._kept), dtype=np.int32)
-        self._told: Int64 = np.zeros(sequences.max_requests, dtype=np.int64)  # tokens so far
+        self._num_known: Int64 = np.zeros(sequences.max_requests, dtype=np.int64)  # tokens
         dense = [i for i, g in enumerate(layout.groups) if g.kind == "dense"]
         self._dense = tuple(dense)
         self._dense_names = tuple(layout.groups[i].name for i in dense)
         self._tails: list[tuple[GroupClass, tuple[int, ...], tuple[str, ...]]] = []
         for c in layout.classes:
             if c.spec.kind != "dense":
-                groups = tuple(dict.fromkeys(layout.tables[t][0] for t in c.tables.tolist()))
+                groups = tuple(c.tables.tolist())
                 self._tails.append((c, groups, tuple(layout.groups[i].name for i in groups)))
         # Segments that the longest tail reaches into.
         self._reach = max([1, *(-(-c.tail // c.per_segment) for c, _, _ in self._tails)])
 
-    def _tell(self, event: Event) -> None:
-        """Write an event. A log's code may be anybody's, and this is in the middle of a change:
-        where it raises, the event is dropped."""
+    def _write(self, event: Event) -> None:
+        """Append an event to the log; drop it if the log raises, as a change is half done here."""
         number = self.log.next_number
         try:
             self.log.append(event)
@@ -87,18 +87,22 @@ class Announcer:
     # Tokens of running requests.
 
     def admitted(self, slot: int, prompt: Prompt, request_id: Hashable) -> None:
-        """A request starts."""
+        """Begin to keep the tokens of a request."""
         assert prompt.tokens is not None and prompt.salt is not None
         self._prompts[slot], self._request_ids[slot] = prompt.tokens, request_id
         if self.log.identities:
             self._identities[slot] = identity_of(prompt.salt, prompt.marks)
-        self._told[slot] = 0
+        self._num_known[slot] = 0
 
     def computed(
         self, slots: Int64, counts: Int64, positions: Int64, ids: Int32, end: Int64
     ) -> None:
-        """Tokens `ids` [total] at `positions` were computed, `counts` [n] of each request, those up
-        to position `end` [n] to stay."""
+        """Keep computed tokens.
+
+        Args:
+            slots, counts, end: [n] requests, their tokens in the step, and their tokens after it.
+            positions, ids: [total] of the tokens; those at or past `end` were rejected.
+        """
         longest = int(counts.max()) if len(positions) > len(slots) else 1
         if len(positions) > len(slots):
             slots = np.repeat(slots, counts)
@@ -114,12 +118,11 @@ class Announcer:
         if needed > width or 4 * needed < width > 2 * self._kept:
             self._resize(max(needed, 2 * self._kept))
         self._answers[slots, columns % self._answers.shape[1]] = ids
-        self._told[slots] = end
+        self._num_known[slots] = end
 
     def _resize(self, width: int) -> None:
-        """Make the rings `width` tokens long; a step that is much longer than the others leaves
-        nothing behind."""
-        told = np.minimum(self._told, self._sequences.num_computed)
+        """Make the rings `width` tokens long."""
+        told = np.minimum(self._num_known, self._sequences.num_computed)
         done = told - self._sequences.prompt_len
         columns = done[:, None] - np.arange(1, self._kept + 1)
         rows = np.arange(len(done))[:, None]
@@ -128,13 +131,13 @@ class Announcer:
         self._answers = rings
 
     def released(self, slot: int) -> None:
-        """A request ended."""
+        """Forget the tokens of a request."""
         self._prompts[slot], self._request_ids[slot] = _NO_TOKENS, None
 
-    # What the index did.
+    # Changes of the index.
 
     def segments(self, slot: int, first: int, last: int) -> None:
-        """Segments [first, last) of a request are cached now."""
+        """Segments [first, last) of a request were cached."""
         keys = split_keys(self._sequences.keys(slot, first, last))
         a, prompt = self.alignment, self._prompts[slot]
         n = len(prompt)
@@ -148,32 +151,40 @@ class Announcer:
                 self.identities[key] = self._identities[slot].over(begin, begin + a)
         parent = self._sequences.keys(slot, first - 1, first) if first else None
         if self._dense:
-            noted = self.of_segments(keys)
-            self._tell(self._segments(keys, noted, parent, first, self._request_ids[slot]))
+            contents = self.of_segments(keys)
+            self._write(self._segments(keys, contents, parent, first, self._request_ids[slot]))
 
     def adopted(
-        self, keys: bytes, noted: Sequence[Noted] | None, parent: bytes | None, first: int
+        self,
+        keys: bytes,
+        contents: Sequence[SegmentContent] | None,
+        parent: bytes | None,
+        first: int,
     ) -> None:
-        """Segments with these keys, and what is noted of them, from segment `first` on, are cached
-        now: pages that somebody else filled."""
-        assert noted is not None
+        """Segments from `first` on were cached by a copy from another index.
+
+        Args:
+            keys: of these segments, 32 bytes each; parent: key of the segment before.
+            contents: [n] tokens and identities of the segments.
+        """
+        assert contents is not None
         hashes = split_keys(keys)
-        for key, (tokens, identity) in zip(hashes, noted, strict=True):
+        for key, (tokens, identity) in zip(hashes, contents, strict=True):
             self.tokens[key] = tokens.copy()
             if identity is not NOTHING:
                 self.identities[key] = identity
         if self._dense:
-            self._tell(self._segments(hashes, list(noted), parent, first))
+            self._write(self._segments(hashes, list(contents), parent, first))
 
     def point(self, run: Run, depth: int, slot: int | None = None) -> None:
-        """There is a resume point at segment `depth` on the path to `run` now; that of the request
-        of `slot`, if of one."""
+        """A resume point was added at segment `depth` on the path to `run`, by the request of
+        `slot` if given."""
         keys = split_keys(self._before(run, depth))
         who = None if slot is None else self._request_ids[slot]
         for event in self._point(keys, self.of_segments(keys), depth, who):
-            self._tell(event)
+            self._write(event)
 
-    def of_prompt(self, prompt: Prompt, first: int, last: int) -> list[Noted]:
+    def of_prompt(self, prompt: Prompt, first: int, last: int) -> list[SegmentContent]:
         """Tokens and identities of segments [first, last) of a prompt."""
         assert prompt.tokens is not None and prompt.salt is not None
         a, whole = self.alignment, NOTHING
@@ -187,13 +198,13 @@ class Announcer:
             for i in range(first, last)
         ]
 
-    def of_segments(self, keys: tuple[bytes, ...]) -> list[Noted]:
+    def of_segments(self, keys: tuple[bytes, ...]) -> list[SegmentContent]:
         """Tokens and identities of cached segments."""
         return [(self.tokens[key], self.identities.get(key, NOTHING)) for key in keys]
 
     def _before(self, run: Run | None, depth: int) -> bytes:
-        """Keys of the segments before segment `depth` on the path to `run`, as far as tails reach
-        and one more."""
+        """Keys of the segments before `depth` on the path to `run` that a tail reaches, and of one
+        more."""
         keys, first = b"", max(0, depth - self._reach - 1)
         while run is not None and run.length and len(keys) < (depth - first) * KEY_BYTES:
             low, high = max(0, first - run.start), max(0, depth - run.start)
@@ -204,35 +215,35 @@ class Announcer:
     def everything(
         self, runs: Iterable[Run], others: Iterable[tuple[Iterator[Event], int]] = ()
     ) -> None:
-        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know
-        nothing, or lost track.
+        """Replace all events by those of the present content, for readers that lost track.
 
-        What is held now is noted; the events are made of it when they are taken.
+        The content is recorded now; its events are made when they are taken.
 
         Args:
-            others: what `noted` says of other places.
+            runs: of this index, parents first.
+            others: `snapshot` of other indexes.
         """
-        parts = [self.noted(runs), *others]
+        parts = [self.snapshot(runs), *others]
         events = chain([AllBlocksCleared()], *(part for part, _ in parts))
         self.log.announce(events, 1 + sum(number for _, number in parts))
 
-    def noted(self, runs: Iterable[Run]) -> tuple[Iterator[Event], int]:
-        """The events of all that `runs` (parents first) hold now, and their number."""
-        noted: list[tuple[int, bytes, list[Noted], int, list[int]]] = []
+    def snapshot(self, runs: Iterable[Run]) -> tuple[Iterator[Event], int]:
+        """Events of the present content of `runs` (parents first), and their number."""
+        contents: list[tuple[int, bytes, list[SegmentContent], int, list[int]]] = []
         number = 0
         for run in runs:
             keys = self._before(run.parent, run.start) + bytes(run.keys)
             parts = self.of_segments(split_keys(keys))
-            noted.append((run.start, keys, parts, run.length, run.depths[:]))
+            contents.append((run.start, keys, parts, run.length, run.depths[:]))
             number += bool(self._dense) + len(run.depths) * len(self._tails)
-        return self._noted_events(noted), number
+        return self._snapshot_events(contents), number
 
-    def _noted_events(
-        self, noted: list[tuple[int, bytes, list[Noted], int, list[int]]]
+    def _snapshot_events(
+        self, contents: list[tuple[int, bytes, list[SegmentContent], int, list[int]]]
     ) -> Iterator[Event]:
-        """Events of runs: (first segment, keys of the run and before it, what is noted of these,
-        segments, boundaries of resume points)."""
-        for start, packed, parts, length, depths in noted:
+        """Events of (first segment, keys of the run and before it, their contents, segments,
+        boundaries of resume points)."""
+        for start, packed, parts, length, depths in contents:
             keys = split_keys(packed)
             above = len(keys) - length
             if self._dense:
@@ -246,14 +257,14 @@ class Announcer:
     def _segments(
         self,
         keys: tuple[bytes, ...],
-        noted: list[Noted],
+        contents: list[SegmentContent],
         parent: bytes | None,
         first: int,
         request_id: Hashable = None,
     ) -> Event:
-        """The event of segments with these keys, from segment `first` on, after `parent`."""
-        a, ids = self.alignment, tuple(np.concatenate([tokens for tokens, _ in noted]).tolist())
-        over = tuple(identity.ranges for _, identity in noted)
+        """Event of the segments with these keys, from segment `first` on, after `parent`."""
+        a, ids = self.alignment, tuple(np.concatenate([tokens for tokens, _ in contents]).tolist())
+        over = tuple(identity.ranges for _, identity in contents)
         return BlockStored(
             "dense",
             self._dense,
@@ -265,7 +276,7 @@ class Announcer:
             a,
             None,
             self.medium,
-            noted[-1][1].salt,
+            contents[-1][1].salt,
             over if any(over) else (),
             request_id,
         )
@@ -273,20 +284,21 @@ class Announcer:
     def _point(
         self,
         keys: tuple[bytes, ...],
-        noted: list[Noted],
+        contents: list[SegmentContent],
         depth: int,
         request_id: Hashable = None,
     ) -> Iterator[Event]:
-        """Events of the resume point at segment `depth`; keys of the segments before it, as far as
-        tails reach and one more."""
+        """Events of the resume point at segment `depth`; `keys` from `_before`."""
         boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)
             start = boundary - num_blocks * c.block_size
             within, skipped = divmod(start - first * self.alignment, self.alignment)
-            ids = np.concatenate([_NO_TOKENS, *(tokens for tokens, _ in noted[within:])])[skipped:]
+            ids = np.concatenate([_NO_TOKENS, *(tokens for tokens, _ in contents[within:])])[
+                skipped:
+            ]
             over = tuple(
-                noted[at // self.alignment - first][1].over(at, at + c.block_size).ranges
+                contents[at // self.alignment - first][1].over(at, at + c.block_size).ranges
                 for at in range(start, boundary, c.block_size)
             )
             parent = keys[within - 1] if within else None
@@ -301,29 +313,29 @@ class Announcer:
                 c.block_size,
                 c.spec.sliding_window,
                 self.medium,
-                noted[-1][1].salt,
+                contents[-1][1].salt,
                 over if any(over) else (),
                 request_id,
             )
 
     def segments_removed(self, keys: bytes) -> None:
-        """Segments with these keys are not cached any more."""
+        """Segments with these keys were evicted."""
         hashes = split_keys(keys)
         for key in hashes:
             del self.tokens[key]
             self.identities.pop(key, None)
         if self._dense:
             names = self._dense_names
-            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.medium))
+            self._write(BlockRemoved("dense", self._dense, names, hashes, self.medium))
 
     def point_removed(self, key: bytes, depth: int) -> None:
-        """The resume point at segment `depth`, after the segment of `key`, is gone."""
+        """The resume point at segment `depth`, after the segment of `key`, was evicted."""
         for c, groups, names in self._tails:
             hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
-            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.medium))
+            self._write(BlockRemoved(c.spec.kind, groups, names, hashes, self.medium))
 
     def cleared(self) -> None:
-        """Nothing is cached any more."""
+        """Everything was evicted."""
         self.tokens.clear()
         self.identities.clear()
-        self._tell(AllBlocksCleared())
+        self._write(AllBlocksCleared())
