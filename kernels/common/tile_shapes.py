@@ -11,6 +11,8 @@ MAX_REGISTERS = 255
 PROGRAMS_PER_SM = 4
 # Rows of a query tile of decode, at most.
 MAX_ROWS = 64
+# A KV split of fewer keys leaves more partial results behind than it reads.
+MIN_SPLIT_KEYS = 128
 
 
 def next_power_of_2(n: int) -> int:

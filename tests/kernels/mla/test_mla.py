@@ -5,8 +5,7 @@ import torch
 
 from quire.kernels import mla_attention, paged_attention, workspace_numel
 from quire.kernels.common.arch import named
-from quire.kernels.mla import triton_impl as mla_triton
-from quire.kernels.mla.configs import MlaConfig, select_config
+from quire.kernels.latent import kernel as latent_kernel
 from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN, assert_within_budget, in_dtypes
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
