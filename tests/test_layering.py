@@ -137,7 +137,6 @@ def test_operators_know_few_others():
     assert {(a, b) for a, b in found if a != b and b != "common"} == {
         ("compressor", "latent_write"),
         ("experts", "gating"),
-        ("mla", "attention"),
     }
 
 

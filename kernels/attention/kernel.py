@@ -276,7 +276,7 @@ def attention_kernel(
         seq = item
         if partial_out is not None:
             batch = split_kv.Batch(
-                seq_lens, cu_seqlens_q, num_decodes, BLOCK_Q, target_splits, window, None, 0
+                seq_lens, cu_seqlens_q, num_decodes, BLOCK_Q, target_splits, window, None, 0, True
             )
             seq, _, split, num_splits, part = split_kv.find_split(
                 item, batch, SHAPE.NEW_KV, BLOCK_Q

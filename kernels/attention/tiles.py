@@ -160,7 +160,7 @@ def plan_decode(
     max_keys = min(x for x in (max_seq_len, sliding_window, sys.maxsize) if x is not None)
     # A window bounds every sequence alike: with enough of them there is no long one to split.
     enough = sliding_window is not None and num_decodes >= target_splits
-    if max_keys < 2 * MIN_SPLIT_KEYS or enough:
+    if max_keys <= MIN_SPLIT_KEYS or enough:
         return DecodePlan(block_m, target_splits, num_decodes, 0)
     max_splits = target_splits + num_decodes
     workspace_numel = max_splits * block_q * num_heads * (head_dim + 1)

@@ -135,6 +135,7 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
             decode_tokens=block_q,
             target_splits=plan.target_splits,
             sliding_window=call.sliding_window,
+            round_up=True,
             new_kv=call.paged_context,
             block_q=block_q,
         )

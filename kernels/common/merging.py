@@ -79,14 +79,14 @@ def merge_splits_kernel(
     partial_out, first_lse, sinks, cos_sin, out, lse, seq_lens, cu_seqlens_q, num_decodes,
     decode_tokens, target_splits, sliding_window, ratio, most_entries, num_heads,
     NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    ROUND_UP: tl.constexpr, EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the KV splits of one head of one decode sequence, if it has several.
 
     Args:
         cos_sin: ``strided.Matrix``; the inverse RoPE of the query's position turns the trailing
             ROPE_DIM channels; None: none does.
-        num_decodes ... most_entries: as in ``split_kv.Batch``.
+        num_decodes ... most_entries, ROUND_UP: as in ``split_kv.Batch``.
         EMPTY_LSE: the lse of a query without keys.
     """
     seq = tl.program_id(0) // num_heads
@@ -102,7 +102,7 @@ def merge_splits_kernel(
         return
     batch = split_kv.Batch(
         seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, sliding_window, ratio,
-        most_entries,
+        most_entries, ROUND_UP,
     )  # fmt: skip
     first, num_parts = split_kv.splits_of(seq, batch, NEW_KV, BLOCK_Q)
     if num_parts <= 1:
@@ -184,6 +184,7 @@ def merge_splits(
     decode_tokens: int,
     target_splits: int,
     sliding_window: int | None,
+    round_up: bool,
     new_kv: bool,
     block_q: int,
     ratio: int | None = None,
@@ -216,6 +217,7 @@ def merge_splits(
             BLOCK_Q=block_q,
             HEAD_DIM=head_dim,
             ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
+            ROUND_UP=round_up,
             EMPTY_LSE=empty_lse,
             # Of one query tile, however many others there are.
             BLOCK_PARTS=block_parts(target_splits, head_dim),

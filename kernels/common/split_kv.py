@@ -1,19 +1,22 @@
 """Split-KV decode: how the keys of a batch are divided on the device.
 
-The keys of all query tiles of decode over ``target_splits`` give the keys of a split
-(MIN_SPLIT_KEYS or more). A query tile has as many equal splits as its keys hold of these, one at
-least; the splits of all query tiles are numbered one after another, a program each. With three
-sequences of a token and target_splits 4:
+The keys of all query tiles of decode over ``target_splits`` give the keys of a split. A query tile
+has as many equal splits as its keys hold of these; the splits of all query tiles are numbered one
+after another, a program each. With three sequences of a token and target_splits 4:
 
     sequence          0             1       2
     keys              3000          500     600          4100 in all
     keys of a split   1025 = ceil(4100 / 4)
-    splits            0      1      2       3            1500 keys in 0 and in 1
+    splits, up        0   1   2     3       4            1000 keys in 0 to 2
+    splits, down      0      1      2       3            1500 keys in 0 and 1
+
+Where an SM holds several programs the number of splits is rounded up: long query tiles end sooner.
+Where it holds one, it is rounded down: what is left over would be another wave.
 
 Every program derives this from the lengths in device memory: the host needs none, and a captured
-graph stays right. Splits 0 and 1 leave partial results, numbered among those alone, of which there
-are no more than target_splits; `merging.merge_splits_kernel` combines them by their lse. 2 and 3
-write the output themselves.
+graph stays right. Splits of a query tile that has several leave partial results, numbered among
+those alone (rounded down, there are no more than target_splits); `merging.merge_splits_kernel`
+combines them by their lse. The others write the output themselves.
 
 Source: FlashDecoding (split-KV); FlashInfer (arXiv 2501.01005) 2.2.
 """
@@ -41,6 +44,7 @@ class Batch(NamedTuple):
     sliding_window: Any  # raw keys that a query sees; None: all before it
     ratio: Any  # raw tokens of a compressed entry; None: there are no entries
     most_entries: Any  # that a query sees
+    round_up: Any  # the number of splits of a query tile, else down; known at compile time
 
 
 @triton.jit
@@ -93,7 +97,12 @@ def _keys_of_a_split(batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
         tiles, keys = _tiles_and_keys(start + tl.arange(0, CHUNK), batch, NEW_KV, BLOCK_Q)
         total += tl.sum(tiles.to(tl.int64) * keys, 0)
     share = (total + batch.target_splits - 1) // batch.target_splits
-    return tl.maximum(share, LEAST_KEYS).to(tl.int32)
+    return tl.maximum(share, LEAST_KEYS if batch.round_up else LEAST_KEYS // 2).to(tl.int32)
+
+
+@triton.jit
+def _num_splits(keys, share, batch):
+    return tl.maximum((keys + share - 1 if batch.round_up else keys) // share, 1)
 
 
 @triton.jit
@@ -113,7 +122,7 @@ def find_split(item, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
     for start in range(0, batch.num_decodes, CHUNK):
         seq = start + tl.arange(0, CHUNK)
         tiles, keys = _tiles_and_keys(seq, batch, NEW_KV, BLOCK_Q)
-        splits = tl.maximum(keys // share, 1)
+        splits = _num_splits(keys, share, batch)
         items = tiles * splits
         stop = before + tl.cumsum(items, 0)
         passed = (stop <= item) & (seq < batch.num_decodes)
@@ -134,13 +143,13 @@ def splits_of(target, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
     _, target_keys = _tiles_and_keys(target, batch, NEW_KV, BLOCK_Q)
     parts = tl.zeros([], tl.int32)
     num_splits = tl.full([], 1, tl.int32)
-    if target_keys >= 2 * LEAST_KEYS:  # else never split: most short sequences end here
+    if target_keys >= LEAST_KEYS:  # else never split: most short sequences end here
         share = _keys_of_a_split(batch, NEW_KV, BLOCK_Q)
-        num_splits = tl.maximum(target_keys // share, 1)
+        num_splits = _num_splits(target_keys, share, batch)
         for start in range(0, target, CHUNK):
             seq = start + tl.arange(0, CHUNK)
             tiles, keys = _tiles_and_keys(seq, batch, NEW_KV, BLOCK_Q)
-            splits = keys // share
+            splits = _num_splits(keys, share, batch)
             before = (seq < target) & (splits > 1)
             parts += tl.sum(tl.where(before, tiles * splits, 0), 0)
     return parts, num_splits

@@ -250,7 +250,9 @@ def check_values(call: LatentCall) -> None:
     if call.seq_lens is None or call.cu_seqlens_q is None:
         lists = [("indices", call.pages, call.table, call.window_lens)]
         if call.entries is not None and call.topk_indices is not None:
-            lists.append(("extra_indices_in_kvcache", call.entries, call.topk_indices, call.topk_lens))
+            lists.append(
+                ("extra_indices_in_kvcache", call.entries, call.topk_indices, call.topk_lens)
+            )
         for name, pages, table, lens in lists:
             live = listed(table, lens, call.tokens_per_len)
             count = pages.data.shape[0] * pages.storage_block_size
@@ -266,7 +268,9 @@ def check_values(call: LatentCall) -> None:
             position = torch.tensor([seq_len - 1])
             checks.expect_ids("cos_sin", position, call.cos_sin.shape[0], "positions")
         low, high = call.raw_range(first - last, 0, seq_len, last - first)
-        blocks = call.blocks(torch.arange(low // rows, -(-high // rows) if low < high else low // rows))
+        blocks = call.blocks(
+            torch.arange(low // rows, -(-high // rows) if low < high else low // rows)
+        )
         name = "block_table" if call.sliding_window is None else "window_table"
         checks.expect_ids(name, call.table[s, blocks], num_pages)
         if call.entries is None or call.entry_table is None or call.ratio is None:

@@ -111,7 +111,9 @@ def flash_mla_with_kvcache(
         extra_pages = _pages("extra_k_cache", extra_k_cache, is_fp8_kvcache)
         extra_lists = extra_indices_in_kvcache.flatten(0, 1)
     flat = q.flatten(0, 1)
-    check_latent_pages(flat, pages, extra_pages, attn_sink, ("k_cache", "extra_k_cache", "attn_sink"))
+    check_latent_pages(
+        flat, pages, extra_pages, attn_sink, ("k_cache", "extra_k_cache", "attn_sink")
+    )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)

@@ -29,8 +29,8 @@ from ..common.arch import Arch
 from ..common.launching import arch_and_sms
 from ..common.merging import merge_splits
 from ..common.query_tiles import LOG2E
-from ..common.strided import Matrix, PagedRows
-from ..common.tile_shapes import MAX_REGISTERS, tile_heads
+from ..common.strided import PagedRows
+from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, tile_heads
 from ..common.tiles import widen_e4m3
 from .call import LatentCall
 from .tiles import DecodePlan, plan_decode, select_config
@@ -146,7 +146,8 @@ def _attend(
     live = (index >= 0) & (index < limit) if LISTED else (x >= low) & (x < high)
     page = _load_page(source, first, high, index, live, window, ROWS, BLOCK_N)
     next_index = _load_indices(source, x + BLOCK_N, high)
-    for start in tl.range(first, high, BLOCK_N):
+    # Hoisted, the addresses of all loops of a program would be kept in registers at once.
+    for start in tl.range(first, high, BLOCK_N, disable_licm=True):
         if not LISTED:
             index = start + offs_n
             live = (index >= low) & (index < high)
@@ -240,7 +241,7 @@ def latent_kernel(
         if partial_out is not None:
             batch = split_kv.Batch(
                 seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, window, ratio,
-                most_entries,
+                most_entries, False,
             )  # fmt: skip
             seq, tile, split, num_splits, part = split_kv.find_split(
                 item, batch, SHAPE.NEW_KV, BLOCK_Q
@@ -325,7 +326,10 @@ def latent_kernel(
         low = tl.maximum(low, (first + begin) * BLOCK_N)
         high = tl.minimum(high, (first + end) * BLOCK_N)
     limit = 2147483647
-    state = _attend(state, queries, position, raw, low, high, limit, window, scale, SHAPE.PAGE_ROWS, SHAPE)  # fmt: skip
+    state = _attend(
+        state, queries, position, raw, low, high, limit, window, scale,
+        SHAPE.PAGE_ROWS, SHAPE,
+    )  # fmt: skip
     if entries is not None:
         indices, entry_cells = None, None
         if topk_indices is not None:
@@ -335,8 +339,8 @@ def latent_kernel(
             limit = num_entries
         compressed = Source(entries, entry_cells, entry_table.width, indices, 0, ratio)
         state = _attend(
-            state, queries, position, compressed, entry_low, entry_high, limit, window, scale,
-            SHAPE.ENTRY_ROWS, SHAPE,
+            state, queries, position, compressed, entry_low, entry_high, limit, window,
+            scale, SHAPE.ENTRY_ROWS, SHAPE,
         )  # fmt: skip
     if kv is not None:
         new = Source(
@@ -371,7 +375,9 @@ def latent_kernel(
     elif partial_out is not None:
         row = (part.to(tl.int64) * BLOCK_Q + token) * SHAPE.NUM_HEADS + head
         factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
-        tl.store(partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live)
+        tl.store(
+            partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
+        )
         _store(partial_out + row * VALUE_DIM, acc * factor[:, None], live, position, None, SHAPE)
 
 
@@ -451,12 +457,11 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
     num_heads, head_dim = call.q.shape[1:]
     if plan is None:
         tile = select_config(
-            head_dim=call.head_dim_v,
             dtype_bytes=call.q.element_size(),
             quantized=call.pages.fp8,
             arch=arch,
             num_heads=num_heads,
-            tokens=1 if call.lists else 64,
+            tokens=1 if call.lists else MAX_ROWS,
         )
     else:
         tile = plan.config
@@ -541,6 +546,7 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
             decode_tokens=decode_tokens,
             target_splits=target_splits,
             sliding_window=call.sliding_window,
+            round_up=False,
             new_kv=call.kv is not None,
             block_q=block_q,
             ratio=call.ratio,

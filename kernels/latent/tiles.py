@@ -29,28 +29,42 @@ class Config:
     num_stages: int
 
 
-# Tiles of 16-bit queries by rows, for each class of GPUs: over rows of 16 bits, and quantized ones.
+_LARGE = {16: Config(16, 32, 8, 3), 32: Config(32, 32, 8, 3), 64: Config(64, 32, 8, 3)}
+_FEW_ROWS = dict.fromkeys((16, 32, 64), Config(16, 32, 8, 3))
+# Tiles of 16-bit queries by class of GPUs and wanted rows.
 TILES = {
-    "hopper": {16: Config(16, 32, 8, 3), 32: Config(32, 32, 8, 3), 64: Config(64, 32, 8, 3)},
+    "hopper": _LARGE,
+    "medium": _LARGE,
+    "blackwell": _FEW_ROWS,
+    "small": dict.fromkeys((16, 32, 64), Config(16, 32, 8, 2)),
+    "amd": dict.fromkeys((16, 32, 64), Config(16, 32, 4, 1)),
 }
-FP8_TILES = TILES
+# The same over quantized pages, whose rows take more registers.
+FP8_TILES = {
+    "hopper": _FEW_ROWS | {64: Config(64, 16, 8, 5)},
+    "medium": _FEW_ROWS,
+    "blackwell": _FEW_ROWS,
+    "small": dict.fromkeys((16, 32, 64), Config(16, 16, 8, 2)),
+    "amd": dict.fromkeys((16, 32, 64), Config(16, 16, 4, 1)),
+}
 
 
 def select_config(
-    *, head_dim: int, dtype_bytes: int, quantized: bool, arch: Arch, num_heads: int, tokens: int
+    *, dtype_bytes: int, quantized: bool, arch: Arch, num_heads: int, tokens: int
 ) -> Config:
     """Tile shape of the latent kernel.
 
     Args:
-        head_dim: channels of a value.
         dtype_bytes: of the queries, 2 (bf16, fp16) or 4 (fp32).
         quantized: whether the pages are.
         arch: of the GPU.
         num_heads: of the layer.
         tokens: that may share a query tile.
     """
-    rows = tile_rows(num_heads, tokens, most=MAX_ROWS)
-    return TILES["hopper"][rows]
+    kind = "amd" if arch.maker == "amd" else arch.tiles
+    if dtype_bytes == 4:  # without tensor cores, for checks more than for speed
+        return Config(16, 16, 4 if kind == "amd" else 8, 1)
+    return (FP8_TILES if quantized else TILES)[kind][tile_rows(num_heads, tokens)]
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,6 @@ def plan_decode(
     """
     tokens = max(1, max_seqlen_q)
     config = select_config(
-        head_dim=head_dim,
         dtype_bytes=dtype_bytes,
         quantized=quantized,
         arch=arch,
@@ -114,7 +127,7 @@ def plan_decode(
     tiles = num_decodes * -(-tokens // block_q)
     # One wave: an SM holds one program of 64 rows.
     target_splits = max(1, num_sms * (MAX_ROWS // config.block_m) // head_tiles)
-    short = max_keys is not None and max_keys < 2 * MIN_SPLIT_KEYS
+    short = max_keys is not None and max_keys < MIN_SPLIT_KEYS
     # What is bounded is so for every tile alike: with enough of them there is no long one to split.
     if target_splits == 1 or short or (bounded and tiles >= target_splits):
         return DecodePlan(config, tokens, target_splits, tiles, 0)

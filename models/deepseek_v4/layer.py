@@ -27,8 +27,8 @@ expand_streams around both halves; between them are plain products of torch. Eac
     compress      CSA HCA compressor         _compress_kernel            writes compressed; ring
     index_topk    CSA     indexer            index_scores_kernel index_select_kernel
                                                                          reads compressed
-    compressed_attention  compressed         compressed_prefill_kernel compressed_decode_kernel
-                                             compressed_merge_kernel     reads window, compressed
+    compressed_attention  latent             latent_kernel
+                                             merge_splits_kernel         reads window, compressed
     expand_streams        hyper_connections  _expand_kernel
     route_tokens          routing            _route_kernel
     gated_product         gating             _gated_product_kernel       (shared expert)

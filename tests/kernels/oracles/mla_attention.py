@@ -61,5 +61,5 @@ def mla_attention(
                 logits = keys @ q[token, h].to(dtype) * softmax_scale
                 if lse is not None:
                     lse[h, token] = torch.logsumexp(logits, 0)
-                out[token, h] = torch.softmax(logits, 0) @ keys[:, : head_dim_v]
+                out[token, h] = torch.softmax(logits, 0) @ keys[:, :head_dim_v]
     return out

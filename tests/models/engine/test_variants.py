@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # Registers of a thread are those of `bench.static` for sm_90, at the sizes of the released models.
 V4 = {
-    "compressed_prefill_kernel": 1,
-    "compressed_decode_kernel": 1,
-    "compressed_merge_kernel": 1,
+    # Prefill and decode of each kind of layer: a window alone, all entries beside it, a list of them.
+    "latent_kernel": 6,
+    "merge_splits_kernel": 2,
     # Entries of CSA (8 tokens of 512 channels), of HCA (128 tokens), index keys (128 channels): a loop
     # over 8 tokens, 128 registers.
     "_compress_kernel": 1,
