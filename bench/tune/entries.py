@@ -21,7 +21,7 @@ from quire.kernels.attention import tiles
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.common.arch import Arch
 from quire.kernels.common.tile_shapes import tile_rows
-from quire.kernels.latent import kernel as latent_kernel
+from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles as latent_tiles
 
 from ..cases import latent_shapes as mla_shapes
@@ -169,7 +169,7 @@ class _LatentEntry(TableEntry):
     fp8: bool = False
 
     columns = ("m", "n", "warps", "stages")
-    modules, file = (latent_kernel, latent_tiles), "kernels/latent/tiles.py"
+    modules, file = (latent_launch, latent_tiles), "kernels/latent/tiles.py"
 
     @property
     def name(self) -> str:

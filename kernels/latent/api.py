@@ -1,6 +1,6 @@
 """Attention over latent rows: MLA of DeepSeek-V2 and V3, and the attention of DeepSeek-V4.
 
-Next: `call`, the checked arguments; then `kernel`, or `torch_impl` on a CPU.
+Next: `call`, the checked arguments; then `launch` and `kernel`, or `torch_impl` on a CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..common import checks
 from ..common.impls import implementation
 from ..common.latent_pages import LatentPages
 from ..common.tile_shapes import MAX_ROWS
-from .call import LatentCall, MlaPages, check_batch, check_latent_pages, run
+from .call import LatentCall, MlaPages, check_batch, check_latent_pages, check_values
 
 MLA_SCORE_DIMS = (16, 32, 64, 128)
 
@@ -301,3 +301,14 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
     checks.expect_int("head_dim", head_dim, 1)
     checks.expect_int("num_sms", num_sms, 1)
     return 2 * num_sms * MAX_ROWS * (head_dim + 1)
+
+
+def run(call: LatentCall, chosen: str) -> torch.Tensor:
+    """Compute a checked call by the implementation of that name; returns ``out``."""
+    if call.q.is_cpu:
+        check_values(call)
+    if chosen == "triton":
+        from .launch import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)

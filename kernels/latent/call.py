@@ -293,14 +293,3 @@ def listed(lists: torch.Tensor, lens: torch.Tensor | None, tokens_per_len: int =
         rank = torch.arange(lists.shape[1], device=lists.device)
         live = live & (rank < lens.repeat_interleave(tokens_per_len)[:, None])
     return live
-
-
-def run(call: LatentCall, chosen: str) -> torch.Tensor:
-    """Compute a checked call by the implementation of that name; returns ``out``."""
-    if call.q.is_cpu:
-        check_values(call)
-    if chosen == "triton":
-        from .kernel import attention
-    else:
-        from .torch_impl import attention
-    return attention(call)

@@ -20,20 +20,13 @@ Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; DeepSeek-V4 report 2.3; FlashAttenti
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from ..common import latent_pages, launching, query_tiles, split_kv, strided
-from ..common.arch import Arch
-from ..common.launching import arch_and_sms
-from ..common.merging import merge_splits
+from ..common import latent_pages, query_tiles, split_kv
 from ..common.query_tiles import LOG2E
 from ..common.strided import PagedRows
-from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, tile_heads
 from ..common.tiles import widen_e4m3
-from .call import LatentCall
-from .tiles import DecodePlan, plan_decode, select_config
 
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
@@ -418,144 +411,3 @@ def _store(rows, values, live, position, cos_sin, SHAPE: tl.constexpr):
         tl.store(rows[:, None] + channel[None, :], turned, mask=mask)
         mask = mask & (dim < VALUE_DIM - ROPE_DIM)[None, :]
     tl.store(rows[:, None] + dim[None, :], values.to(dtype), mask=mask)
-
-
-def attention(call: LatentCall) -> torch.Tensor:
-    """Launch a checked call; returns ``out``.
-
-    In a mixed batch the host does not know how many new tokens the decode sequences have: decode
-    programs take those of up to ``decode_tokens`` and prefill programs all others.
-    """
-    arch, num_sms = arch_and_sms(call.q)
-    decode_tokens = 0
-    # Triton launches on the current device, whatever device the tensors are on.
-    with torch.cuda.device_of(call.q):
-        if call.num_decodes > 0:
-            max_seqlen_q = call.max_seqlen_q if call.num_decodes == call.num_seqs else 1
-            plan = plan_decode(
-                num_decodes=call.num_decodes,
-                max_seqlen_q=max_seqlen_q,
-                num_heads=call.q.shape[1],
-                head_dim=call.head_dim_v,
-                dtype_bytes=call.q.element_size(),
-                quantized=call.pages.fp8,
-                lists=call.lists,
-                max_keys=call.max_keys,
-                bounded=call.bounded,
-                arch=arch,
-                num_sms=num_sms,
-            )
-            decode_tokens = plan.decode_tokens
-            _launch(call, arch, plan, decode_tokens)
-        if call.num_decodes < call.num_seqs:
-            _launch(call, arch, None, decode_tokens)
-    return call.out
-
-
-def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int) -> None:
-    """Launch decode (``plan``) or prefill (None)."""
-    num_heads, head_dim = call.q.shape[1:]
-    if plan is None:
-        tile = select_config(
-            dtype_bytes=call.q.element_size(),
-            quantized=call.pages.fp8,
-            arch=arch,
-            num_heads=num_heads,
-            tokens=1 if call.lists else MAX_ROWS,
-        )
-    else:
-        tile = plan.config
-    block_q, heads, head_tiles = tile_heads(num_heads, tile.block_m)
-    block_q = 1 if call.lists else block_q
-    shape = Shape(
-        VALUE_DIM=call.head_dim_v,
-        SCORE_DIM=head_dim - call.head_dim_v,
-        ROPE_DIM=0 if call.cos_sin is None else call.cos_sin.shape[1],
-        NUM_HEADS=num_heads,
-        BLOCK_Q=block_q,
-        HEADS=heads,
-        HEAD_TILES=head_tiles,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        PAGE_ROWS=call.pages.storage_block_size,
-        ENTRY_ROWS=1 if call.entries is None else call.entries.storage_block_size,
-        SLOTS=call.slots,
-        HARDWARE=call.pages.fp8 and arch.widens_e4m3,
-        NEW_KV=call.kv is not None,
-        DECODE=plan is not None,
-    )
-    partial_out, first_lse, target_splits = None, 0, 0
-    # Without the lengths on the host: each sequence adds at most one tile that is not full.
-    items = num_tiles = call.q.shape[0] // block_q + call.num_seqs
-    if plan is not None:
-        items, target_splits = plan.max_items, plan.target_splits
-        partial_out, first_lse = launching.partials(
-            plan.workspace_numel, call.head_dim_v, call.workspace, call.q.device
-        )
-    launching.launch(
-        latent_kernel,
-        (items * head_tiles,),
-        dict(
-            q=strided.rows(call.q),
-            pages=_paged_rows(call.pages),
-            kv=strided.matrix(call.kv),
-            entries=None if call.entries is None else _paged_rows(call.entries),
-            # A kernel divides by the width, also where there is nothing to look up.
-            table=strided.table(call.table)._replace(width=max(1, call.table.shape[1])),
-            entry_table=strided.table(call.table if call.entry_table is None else call.entry_table),
-            topk_indices=None if call.topk_indices is None else strided.table(call.topk_indices),
-            window_lens=call.window_lens,
-            topk_lens=call.topk_lens,
-            seq_lens=call.seq_lens,
-            cu_seqlens_q=call.cu_seqlens_q,
-            sinks=call.sinks,
-            cos_sin=strided.matrix(call.cos_sin),
-            out=strided.rows(call.out),
-            lse=strided.lse_rows(call.lse),
-            partial_out=partial_out,
-            first_lse=first_lse,
-            num_seqs=call.num_seqs,
-            num_decodes=call.num_decodes,
-            decode_tokens=decode_tokens,
-            num_tiles=num_tiles,
-            target_splits=target_splits,
-            page_room=call.page_room,
-            entry_room=call.entry_room,
-            most_entries=call.most_entries,
-            ratio=call.ratio,
-            tokens_per_len=call.tokens_per_len,
-            window=call.sliding_window,
-            scale=call.softmax_scale * LOG2E.value,
-            SHAPE=shape,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **arch.register_limit(min(MAX_REGISTERS, 2048 // tile.num_warps)),
-        ),
-    )
-    if partial_out is not None:
-        merge_splits(
-            call.out,
-            call.lse,
-            arch,
-            partial_out=partial_out,
-            first_lse=first_lse,
-            sinks=call.sinks,
-            seq_lens=call.seq_lens,
-            cu_seqlens_q=call.cu_seqlens_q,
-            num_decodes=call.num_decodes,
-            decode_tokens=decode_tokens,
-            target_splits=target_splits,
-            sliding_window=call.sliding_window,
-            round_up=False,
-            new_kv=call.kv is not None,
-            block_q=block_q,
-            ratio=call.ratio,
-            most_entries=call.most_entries,
-            cos_sin=call.cos_sin,
-            empty_lse=float("inf") if call.slots else float("-inf"),
-        )
-
-
-def _paged_rows(pages) -> PagedRows:
-    stride_row = 0 if pages.fp8 else pages.data.stride(1)
-    return PagedRows(pages.data, pages.data.stride(0), stride_row)

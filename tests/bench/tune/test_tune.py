@@ -18,7 +18,7 @@ from quire.bench.tune.entries import _LatentEntry as LatentEntry
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
-from quire.kernels.latent import kernel as latent_kernel
+from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles as latent_tiles
 
 ARCHS = [
@@ -82,7 +82,7 @@ def test_a_dry_run_for_another_architecture(name, monkeypatch):
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     """And the kernels of each are launched with the tile shape in question."""
     seen = []
-    modules = (paged, latent_kernel)
+    modules = (paged, latent_launch)
 
     def time_calls(calls, device, seconds):
         (module,) = [m for m in modules if m.select_config.__module__.endswith("tune.entries")]

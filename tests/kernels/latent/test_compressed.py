@@ -19,7 +19,7 @@ from quire.kernels import (
 )
 from quire.kernels.common.arch import named
 from quire.kernels.common.launching import arch_and_sms
-from quire.kernels.latent import kernel as latent_kernel
+from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles
 from tests.kernels.oracles.compressed_attention import read_row
 from tests.support.helpers import DEVICE, NAN, NO_PAGE, assert_within_budget, in_dtypes
@@ -107,7 +107,7 @@ def attend_split(batch, num_sms, lse, monkeypatch):
     head_dim = batch["q"].shape[2]
     numel = compressed_attention_workspace_numel(head_dim=head_dim, num_sms=num_sms)
     workspace = torch.full((numel,), NAN, device=DEVICE)
-    monkeypatch.setattr(latent_kernel, "arch_and_sms", lambda q: (arch_and_sms(q)[0], num_sms))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda q: (arch_and_sms(q)[0], num_sms))
     out = attend(batch, "triton", lse=lse, workspace=workspace)
     assert workspace.isfinite().sum() >= 2 * batch["q"].shape[1] * (head_dim + 1)
     return out
@@ -130,7 +130,7 @@ def test_against_float64(case, monkeypatch):
 
 @pytest.mark.parametrize("q_lens", [[2, 1], [1, 1]])
 def test_tiles_below_hopper(q_lens, monkeypatch):
-    monkeypatch.setattr(latent_kernel, "arch_and_sms", lambda _: (named("sm_80"), 2))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda _: (named("sm_80"), 2))
     case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=20, **REAL)
     batch = make_batch(case)
     exact, _ = exactly(batch)
@@ -151,13 +151,26 @@ def test_infinite_sinks(impl, split):
     assert_within_budget("lse", lse.cpu(), exact_lse)
 
 
-@pytest.mark.parametrize("name", ["window_table", "compressed_table"])
-@pytest.mark.parametrize("page", [-1, 9999])
-def test_the_torch_implementation_refuses_pages_that_there_are_not(name, page):
+VALUES = [
+    ({"window_table": -1}, r"window_table: expected ids in [0, 4), got -1"),
+    ({"window_table": 9999}, r"window_table: expected ids in [0, 4), got 9999"),
+    ({"compressed_table": 9999}, r"compressed_table: expected ids in [0, 4), got 9999"),
+    ({"cu_seqlens_q": [0, 2]}, r"cu_seqlens_q: expected prefix sums from 0 to at most 1, got [0, 2]"),
+    ({"seq_lens": [22]}, r"cos_sin: expected positions in [0, 21), got 21"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="values are looked at where tensors are on a CPU")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("change, message", VALUES, ids=[m[:30] for _, m in VALUES])
+def test_values_that_there_are_not_are_named(change, message, impl):
     batch = make_batch(Case("", [21], [1], ratio=2))
-    batch[name] = torch.full_like(batch[name], page)
-    with pytest.raises(ValueError, match=rf"^{name}: expected ids in \[0, \d+\), got {page}$"):
-        attend(batch, "torch")
+    for name, value in change.items():
+        batch[name] = (
+            torch.full_like(batch[name], value) if isinstance(value, int) else torch.tensor(value, dtype=torch.int32)
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        attend(batch, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -293,7 +306,7 @@ def test_quantized_rows_are_read_exactly(arch, monkeypatch):
     pages = LatentPages(data.to(DEVICE), rows)
     q = torch.zeros(rows, 1, 512, dtype=BF16, device=DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None] + rows
-    monkeypatch.setattr(latent_kernel, "arch_and_sms", lambda _: (named(arch), 2))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda _: (named(arch), 2))
     cache = data[:, : rows * 584].unflatten(1, (rows, 1, 584)).to(DEVICE)
     out, _ = flash_mla_with_kvcache(
         q[:, None], cache, None, None, 512, is_fp8_kvcache=True, indices=slots[:, None], impl="triton"

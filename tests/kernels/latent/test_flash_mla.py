@@ -9,7 +9,7 @@ from quire.bench.common.bounds import bounding
 from quire.kernels import LatentPages, compressed_attention, flash_mla_with_kvcache
 from quire.kernels.common.arch import named
 from quire.kernels.common.latent_pages import page_bytes
-from quire.kernels.latent import kernel as latent_kernel
+from quire.kernels.latent import launch as latent_launch
 from tests.kernels.oracles.compressed_attention import slots_attention
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
@@ -142,7 +142,7 @@ def test_a_query_without_keys(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
     """Tokens of a sequence lie evenly, sequences do not; one of them has several splits without keys."""
-    monkeypatch.setattr(latent_kernel, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, 3, 4, 512, generator=generator).to(BF16)[:, :q_len]
     cache = torch.randn(2, 256, 1, 512, generator=generator).to(BF16)[:, 8:][:, :200]

@@ -5,7 +5,7 @@ import torch
 
 from quire.kernels import mla_attention, paged_attention, workspace_numel
 from quire.kernels.common.arch import named
-from quire.kernels.latent import kernel as latent_kernel
+from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles
 from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN, assert_within_budget, in_dtypes
@@ -75,13 +75,13 @@ def test_every_shape_of_tile(rows, block_n, dtype, monkeypatch):
     exact, _ = mla_reference(batch)
     config = tiles.Config(rows, block_n, 4, 2)
     monkeypatch.setattr(tiles, "select_config", lambda **_: config)
-    monkeypatch.setattr(latent_kernel, "select_config", lambda **_: config)
+    monkeypatch.setattr(latent_launch, "select_config", lambda **_: config)
     assert_within_budget(f"{config}", attend(batch).cpu(), exact)
 
 
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
     """64 rows would be wanted, for 4 tokens of 16 heads or for 40 heads; there are 32."""
-    monkeypatch.setattr(latent_kernel, "arch_and_sms", lambda _: (named("sm_86"), 2))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda _: (named("sm_86"), 2))
     for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
         count = len(seq_lens)
         batch = make_mla_batch(
@@ -220,3 +220,12 @@ def test_the_torch_implementation_needs_no_triton():
         "assert out.eq(1).all()"
     )
     printed(code)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="values are looked at where tensors are on a CPU")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_page_that_there_is_not_is_named(impl):
+    batch = make_mla_batch(MlaCase("", [20], [1]))
+    batch["block_table"] = batch["block_table"] * 0 + 99
+    with pytest.raises(ValueError, match=r"^block_table: expected ids in \[0, 5\), got 99$"):
+        attend(batch, impl)
