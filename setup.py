@@ -31,7 +31,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=list(FOLDERS),
     package_dir=FOLDERS,
-    package_data={"quire": ["py.typed"], "": ["tiles.json"]},
+    package_data={"quire": ["py.typed"]},
     keywords=["attention", "DeepSeek-V4", "KV cache", "LLM inference", "Triton"],
     classifiers=[
         "Development Status :: 3 - Alpha",

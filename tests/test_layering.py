@@ -136,7 +136,6 @@ def test_operators_know_few_others():
     }
     assert {(a, b) for a, b in found if a != b and b != "common"} == {
         ("compressor", "latent_write"),
-        ("mla", "attention"),
     }
 
 

@@ -97,10 +97,8 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel, files):
     packages = ("kernels/", "kvcore/", "models/", "bench/")
     modules = {f for f in files if f.endswith(".py") and f.startswith(packages)}
     modules = {f.removeprefix("kvcore/quire/") if f.startswith("kvcore/quire/") else f for f in modules}  # fmt: skip
-    tables = {f for f in files if f.startswith("kernels/") and f.endswith("/tiles.json")}
-    assert len(tables) == 2
     assert {n for n in names if not n.split("/")[0].endswith(".dist-info")} == {
-        f"quire/{name}" for name in [*modules, *tables, "py.typed"]
+        f"quire/{name}" for name in [*modules, "py.typed"]
     }
 
 

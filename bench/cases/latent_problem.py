@@ -251,7 +251,7 @@ def attend(
     Returns:
         out [1, num_heads, head_dim_v] and lse [1, num_heads].
 
-    Source: as ``kernels.compressed.reference``; a test compares them.
+    Source: as ``quire.kernels.compressed_attention``; a test compares it with an oracle of loops.
     """
     shape = problem.case.shape
     keys = keys.to(dtype)

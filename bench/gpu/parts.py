@@ -21,7 +21,7 @@ ATTENTION_TESTS = """
     tests/gpu/test_gpu_launch.py
 """
 V4_TESTS = """
-    tests/kernels/compressed/test_compressed.py tests/kernels/compressed/test_flash_mla.py
+    tests/kernels/latent/test_compressed.py tests/kernels/latent/test_flash_mla.py
     tests/kernels/compressor/test_compressor.py::test_a_gate_of_minus_infinity
     tests/kernels/compressor/test_compressor.py::test_an_entry_without_a_slot_is_not_made
     tests/kernels/compressor/test_compressor.py::test_any_cut_gives_the_same_bits
@@ -32,7 +32,7 @@ V4_TESTS = """
     tests/kernels/indexer/test_indexer.py tests/kernels/latent_write/test_latent_write.py
     tests/gpu/test_gpu_compressed.py tests/gpu/test_gpu_indexer.py tests/gpu/test_gpu_latent.py
     tests/gpu/test_gpu_v4.py
-    tests/kernels/mla/test_mla.py tests/gpu/test_gpu_mla.py
+    tests/kernels/latent/test_mla.py tests/gpu/test_gpu_mla.py
     tests/models/deepseek_v4/test_engine.py::test_aborts
     tests/models/deepseek_v4/test_engine.py::test_decode_through_fixed_buffers
     tests/models/deepseek_v4/test_engine.py::test_hits_of_every_kind

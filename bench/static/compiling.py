@@ -123,7 +123,9 @@ def config(launch: Launch) -> str:
 def value_parts(launch: Launch) -> int:
     """Accumulators of a query tile, each of a part of the values' channels."""
     values = launch.values
-    return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
+    if "HEAD_DIM" not in values or "VALUE_DIM" not in values:
+        return 1
+    return values["HEAD_DIM"] // values["VALUE_DIM"]
 
 
 def measure(name: str, arch: str, index: int) -> dict[str, Any]:

@@ -1,15 +1,13 @@
-"""Measure tile shapes on this GPU, and write the tables that the ``select_config`` functions read.
+"""Measure tile shapes on this GPU, and name those that the ``select_config`` functions should give.
 
     python -m bench.tune              # every entry that a named shape uses, the most valuable first
     python -m bench.tune --only "decode 512" --seconds 300 --json tune.json
-    python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT    # unattended
-    python -m bench.tune --write      # the tables of the installed package
+    python -m bench.tune --seconds 540 --json OUT/tune.json    # unattended
     python -m bench.tune --dry-run    # on a CPU: two tile shapes of some entries, small cases
     python -m bench.tune --dry-run --arch gfx942    # the same, of that architecture's entries
 
-The tables (`bench.tune.entries`) are ``kernels/attention/tiles.py`` and the files ``tiles.json`` of
-``mla_attention`` and of ``compressed_attention``; ``--write OUT`` writes ``OUT/<operator>/tiles.json``
-after each entry, and prints the new shapes of attention, which are copied by hand.
+The tables (`bench.tune.entries`) are ``kernels/attention/tiles.py`` and ``kernels/latent/tiles.py``.
+The new shapes are printed at the end, and copied there by hand.
 The candidates of an entry are first compiled offline for this GPU's architecture, on all cores: what
 spills, does not fit, or breaks another rule of ``bench.static`` is not run. The others are timed on
 the cases of the named shapes that use the entry, each checked against the float64 result first, and
@@ -19,8 +17,7 @@ the same run. Another shape is taken where it is at least 2 % faster.
 After ``--seconds`` no entry is begun; of the entry in hand, what is not compiled is not tried, and
 no further case is timed.
 
-A table holds one entry for all architectures of a class (``Arch.tiles``); ``--write`` changes those
-of this GPU's class alone. Run ``python -m bench.static --arch`` with the other architectures of its
+A table holds one entry for all architectures of a class (``Arch.tiles``). Run ``python -m bench.static --arch`` with the other architectures of its
 class afterwards: an entry has to hold on these too.
 """
 
@@ -54,7 +51,7 @@ from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..kernels.families import family_of
 from ..static.limits import ARCHS
-from .entries import Case, TableEntry, by_hand, rewritten, table_entries, tiny_cases, tuned_cases
+from .entries import Case, TableEntry, by_hand, table_entries, tiny_cases, tuned_cases
 
 # A new shape has to be faster than the table's own by this much.
 GAIN = 0.02
@@ -164,18 +161,6 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
 
 
-def write(chosen: dict[TableEntry, Any], arch: Arch, folder: Path | None) -> None:
-    """Write the tables with other shapes: in place, or as folder/<operator>/tiles.json; print those
-    of attention."""
-    for line in by_hand(chosen, arch):
-        print(line)
-    for path, text in rewritten(chosen, arch).items():
-        to = path if folder is None else folder / path.parent.name / path.name
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_text(text, encoding="utf-8")
-        print(f"wrote {to}")
-
-
 def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     """Tunes entry by entry; the exit status. pool: for `compile_all`."""
     device = torch.device("cpu" if args.dry_run else "cuda")
@@ -215,8 +200,7 @@ def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
         chosen[entry] = fit[rows.index(taken)]
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if args.write is not None:
-            write(chosen, arch, Path(args.write) if args.write else None)
+    print("\n".join(by_hand(chosen, arch)))
     if result["not_run"]:
         print(f"out of time: {', '.join(result['not_run'])}")
     return 1 if any(row["wrong"] for row in result["rows"]) else 0
@@ -245,8 +229,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("arch: expected --dry-run with it; a run on a GPU is for that GPU")
     if not args.dry_run and not torch.cuda.is_available():
         raise ValueError("device: expected a GPU, got none; --dry-run needs none")
-    if args.dry_run and args.write is not None:
-        raise ValueError("write: expected a run on a GPU, got --dry-run")
     with Workers(args.jobs) as pool:
         return run(args, pool)
 
@@ -259,7 +241,6 @@ def _parser() -> Parser:
     add("--per-call", type=number(), default=0.1, metavar="S", help="timing of one tile shape on one case")  # fmt: skip
     add("--jobs", type=integer(most=1024), default=os.cpu_count(), help="processes that compile")
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each entry")
-    add("--write", nargs="?", const="", metavar="DIR", help="write DIR/<operator>/tiles.json; without DIR, in place")  # fmt: skip
     add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")
     add("--arch", choices=ARCHS, help="with --dry-run: whose entries, compiled for it; default: sm_90")  # fmt: skip
     return parser

@@ -1,5 +1,5 @@
-"""Tile shapes that `bench.tune` may choose: entries of ``tiles.json`` files, and of attention's
-``tiles.py``.
+"""Tile shapes that `bench.tune` may choose: entries of the ``tiles.py`` of attention and of latent
+attention.
 
 Each family of kernels has its own dataclass of entries: the current shape, the shapes worth
 compiling in its place, and the launches of `bench.static` that show whether those hold. A function
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,11 +21,8 @@ from quire.kernels.attention import tiles
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.common.arch import Arch
 from quire.kernels.common.tile_shapes import tile_rows
-from quire.kernels.common.tile_tables import Key, TileTable
-from quire.kernels.compressed import configs as compressed_configs
-from quire.kernels.compressed import triton_impl as compressed_triton
-from quire.kernels.mla import configs as mla_configs
-from quire.kernels.mla import triton_impl as mla_triton
+from quire.kernels.latent import launch as latent_launch
+from quire.kernels.latent import tiles as latent_tiles
 
 from ..cases import latent_shapes as mla_shapes
 from ..cases import shapes
@@ -42,14 +38,12 @@ STATIC_QUERIES = {16: 1, 32: 8, 64: 16}
 CASES_PER_ENTRY = 4
 
 
-def _launch_choices(arch: Arch) -> dict[str, tuple[Any, ...]]:
-    """Warps, stages and rows of the matrix instruction that are worth compiling for.
+def _launch_choices(arch: Arch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Warps and stages that are worth compiling for.
 
     AMD's copies go through registers, so that one tile on its way is much, and none is a choice.
     """
-    if arch.maker == "nvidia":
-        return {"warps": (4, 8), "stages": (2, 3, 4, 5), "nonkdims": (None,)}
-    return {"warps": (4, 8), "stages": (1, 2, 3), "nonkdims": (None, 16)}
+    return (4, 8), ((2, 3, 4, 5) if arch.maker == "nvidia" else (1, 2, 3))
 
 
 class TableEntry(ABC):
@@ -57,11 +51,13 @@ class TableEntry(ABC):
 
     Attributes:
         columns: names of what ``values`` returns.
-        module: the one that looks its launch choices up by ``select_config``.
+        modules: those that look its launch choices up by ``select_config``.
+        file: that has the table.
     """
 
     columns: tuple[str, ...]
-    module: ModuleType
+    modules: tuple[ModuleType, ...]
+    file: str
 
     @property
     @abstractmethod
@@ -94,30 +90,14 @@ class TableEntry(ABC):
     @contextmanager
     def using(self, config: Any) -> Iterator[None]:
         """Kernels are launched with this tile shape, whatever the table says."""
-        before = self.module.select_config
-        self.module.select_config = lambda *args, **kwargs: config
+        before = self.modules[0].select_config
+        for module in self.modules:
+            module.select_config = lambda *args, **kwargs: config
         try:
             yield
         finally:
-            self.module.select_config = before
-
-
-class FileEntry(TableEntry):
-    """An entry of a ``tiles.json`` file.
-
-    Attributes:
-        table: that has the entry.
-    """
-
-    table: TileTable[Any]
-
-    @abstractmethod
-    def question(self, arch: Arch) -> Key:
-        """What the operator asks its table for; the answer is this entry."""
-
-    def current(self, arch: Arch) -> Any:
-        """The launch choices that the file gives."""
-        return self.table.find(self.question(arch)).config
+            for module in self.modules:
+                module.select_config = before
 
 
 @dataclass(frozen=True)
@@ -137,7 +117,7 @@ class _AttentionEntry(TableEntry):
     e4m3: bool = False
 
     columns = ("m", "n", "warps", "stages", "parts")
-    module = paged
+    modules, file = (paged,), "kernels/attention/tiles.py"
 
     @property
     def name(self) -> str:
@@ -153,7 +133,7 @@ class _AttentionEntry(TableEntry):
         heights = (32, 64, 128) if self.phase == "prefill" else (self.rows,)
         parts = (1, 2) if self.phase == "prefill" and self.head_dim >= 256 else (1,)
         found = [self.current(arch)]
-        warps, stages, _ = _launch_choices(arch).values()
+        warps, stages = _launch_choices(arch)
         for shape in product(heights, (16, 32, 64, 128), warps, stages, parts):
             config = tiles.Config(*shape)
             # Tiles of new K/V have two bytes an element in any case.
@@ -177,95 +157,46 @@ class _AttentionEntry(TableEntry):
 
 
 @dataclass(frozen=True)
-class _MlaEntry(FileEntry):
-    """An entry of ``mla_attention``.
+class _LatentEntry(TableEntry):
+    """An entry of latent attention.
 
     Attributes:
-        rows: of the query tile.
-    """
-
-    rows: int
-
-    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "nonkdim")
-    module, table = mla_triton, mla_configs.TILES
-
-    @property
-    def name(self) -> str:
-        return f"mla x{self.rows}"
-
-    def question(self, arch: Arch) -> Key:
-        return Key(arch.tiles, "16-bit", head_dim=512, rows=self.rows)
-
-    def candidates(self, arch: Arch) -> list[mla_configs.MlaConfig]:
-        found = [self.current(arch)]
-        per_sm = (1, 2) if self.rows == 16 else (1,)
-        warps, stages, nonkdims = _launch_choices(arch).values()
-        divides = (True, False) if arch.maker == "nvidia" else (False,)
-        for *shape, nonkdim in product(
-            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, nonkdims
-        ):
-            config = mla_configs.MlaConfig(self.rows, *shape, matrix_instr_nonkdim=nonkdim)
-            if _fits(config, 2 * (512 + 64), arch) and config not in found:
-                found.append(config)
-        return found
-
-    def static_cases(self, arch: Arch) -> list[str]:
-        pages = {f"mla-decode-h{self.rows}": 64, f"mla-decode-h{self.rows}-p16-pages-only": 16}
-        # Decode of some architectures and page sizes goes without the tallest tiles.
-        wanted = partial(mla_configs.decode_rows, num_heads=self.rows, max_seqlen_q=1, arch=arch)
-        found = [
-            name
-            for name, size in pages.items()
-            if mla_configs.select_config(2, wanted(block_size=size), arch).block_m == self.rows
-        ]
-        return found + (["mla-prefill-h128"] if self.rows == mla_configs.PREFILL_ROWS else [])
-
-    def calls(self, problem: Any, impl: str | None) -> list[Any]:
-        return quire_latent_calls(problem, impl)
-
-
-@dataclass(frozen=True)
-class _CompressedEntry(FileEntry):
-    """An entry of ``compressed_attention``.
-
-    Attributes:
-        rows: of the query tile.
+        rows: of the query tile that are asked for.
         fp8: whether pages are quantized.
     """
 
     rows: int
-    fp8: bool
+    fp8: bool = False
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide", "nonkdim")
-    module, table = compressed_triton, compressed_configs.TILES
+    columns = ("m", "n", "warps", "stages")
+    modules, file = (latent_launch, latent_tiles), "kernels/latent/tiles.py"
 
     @property
     def name(self) -> str:
-        return f"compressed x{self.rows} {'fp8' if self.fp8 else 'bf16'}"
+        return f"latent x{self.rows}" + (" fp8" if self.fp8 else "")
 
-    def question(self, arch: Arch) -> Key:
-        pages = "fp8" if self.fp8 else "same"
-        return Key(arch.tiles, "16-bit", pages, head_dim=512, rows=self.rows)
+    def current(self, arch: Arch) -> latent_tiles.Config:
+        """The shape that `tiles` gives."""
+        return latent_tiles.select_config(
+            dtype_bytes=2, quantized=self.fp8, arch=arch, num_heads=self.rows, tokens=1
+        )
 
-    def candidates(self, arch: Arch) -> list[compressed_configs.CompressedConfig]:
+    def candidates(self, arch: Arch) -> list[latent_tiles.Config]:
         found = [self.current(arch)]
-        warps, stages, nonkdims = _launch_choices(arch).values()
-        divides = (True, False) if arch.maker == "nvidia" else (False,)
-        for *shape, nonkdim in product(
-            (16, 32, 64), warps, stages[:3], (True, False), divides, nonkdims
-        ):
-            config = compressed_configs.CompressedConfig(
-                self.rows, *shape, matrix_instr_nonkdim=nonkdim
-            )
-            if _fits(config, 576 if self.fp8 else 2 * 512, arch) and config not in found:
+        warps, stages = _launch_choices(arch)
+        for shape in product((16, 32, 64), (16, 32, 64), warps, stages):
+            config = latent_tiles.Config(*shape)
+            # Tiles of new rows have two bytes an element in any case.
+            if _fits(config, 2 * (512 if self.fp8 else 512 + 64), arch) and config not in found:
                 found.append(config)
         return found
 
     def static_cases(self, arch: Arch) -> list[str]:
-        kinds = {16: ("decode-csa-h16-k512",), 32: ("decode-hca-h16",), 64: ("decode-csa-h64-k512", "prefill-csa-h64-k512")}  # fmt: skip
-        ends = ("-q2",) if self.rows == 32 else ("-pages", "") if self.fp8 else ("", "")
-        fp8 = "-fp8" if self.fp8 else ""
-        return [f"compressed-{kind}{fp8}{end}" for kind, end in zip(kinds[self.rows], ends, strict=False)]  # fmt: skip
+        if not self.fp8:
+            kinds = {16: ["compressed-decode-csa-h16-k512"], 32: ["compressed-decode-hca-h16-q2"], 64: ["compressed-decode-csa-h64-k512", "mla-prefill-h128"]}  # fmt: skip
+            return [f"mla-decode-h{self.rows}", *kinds[self.rows]]
+        kinds = {16: ["decode-csa-h16-k512-fp8-pages"], 32: ["decode-hca-h16-fp8-q2"], 64: ["decode-csa-h64-k512-fp8-pages", "prefill-csa-h64-k512-fp8"]}  # fmt: skip
+        return [f"compressed-{kind}" for kind in kinds[self.rows]]
 
     def calls(self, problem: Any, impl: str | None) -> list[Any]:
         return quire_latent_calls(problem, impl)
@@ -289,31 +220,19 @@ def _attention_entry(e4m3: bool, case: Case, arch: Arch) -> TableEntry | None:
     return _AttentionEntry(case.phase, dim, rows, e4m3)
 
 
-def _mla_entry(case: Case, arch: Arch) -> TableEntry | None:
-    if not isinstance(case, LatentCase) or case.shape.op != "mla":
-        return None
-    rows = mla_configs.PREFILL_ROWS
-    if case.phase == "decode":
-        rows = tile_rows(case.shape.num_heads, 1)
-    return _MlaEntry(mla_configs.select_config(2, rows, arch).block_m)
-
-
-def _compressed_entry(case: Case, arch: Arch) -> TableEntry | None:
+def _latent_entry(case: Case, arch: Arch) -> TableEntry | None:
     shape = case.shape
-    if not isinstance(case, LatentCase) or shape.op not in ("window", "csa", "hca") or shape.head_dim != 512:  # fmt: skip
+    if not isinstance(case, LatentCase) or shape.op not in ("mla", "window", "csa", "hca"):
         return None
     tokens = 1 if case.phase == "decode" or shape.op == "csa" else case.q_lens[0]
-    rows = tile_rows(shape.num_heads, tokens)
-    found = compressed_configs.select_config(512, 2, case.fp8, arch, rows=rows)
-    return _CompressedEntry(found.block_m, case.fp8)
+    return _LatentEntry(tile_rows(shape.num_heads, tokens), case.fp8)
 
 
 # The entry that a case of each family uses: (case, arch) -> entry or None.
 FAMILIES = (
     partial(_attention_entry, False),
     partial(_attention_entry, True),
-    _mla_entry,
-    _compressed_entry,
+    _latent_entry,
 )
 
 
@@ -360,20 +279,10 @@ def tiny_cases() -> list[Case]:
     return [*shapes.tiny_cases(), *mla_shapes.tiny_cases()]
 
 
-def rewritten(chosen: dict[TableEntry, Any], arch: Arch) -> dict[Path, str]:
-    """The texts of the ``tiles.json`` files that have other entries then, by their paths."""
-    tables: dict[TileTable[Any], dict[Key, Any]] = {}
-    for entry, config in chosen.items():
-        if isinstance(entry, FileEntry) and config != entry.current(arch):
-            key = entry.table.find(entry.question(arch)).key
-            tables.setdefault(entry.table, {})[key] = config
-    return {table.path: table.with_configs(changes) for table, changes in tables.items()}
-
-
 def by_hand(chosen: dict[TableEntry, Any], arch: Arch) -> list[str]:
-    """Lines that name the new shapes of ``kernels/attention/tiles.py``, which is edited by hand."""
+    """Lines that name the new shapes of the tables, which are edited by hand."""
     return [
-        f"kernels/attention/tiles.py: {entry.name} on {arch.tiles}: {config}"
+        f"{entry.file}: {entry.name} on {arch.tiles}: {config}"
         for entry, config in chosen.items()
-        if not isinstance(entry, FileEntry) and config != entry.current(arch)
+        if config != entry.current(arch)
     ]

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import query_tiles
+from ..common import query_tiles, split_kv
 from ..common.query_tiles import LOG2E
 from ..common.strided import Pages
-from . import split_kv
 
 # Weights of e4m3 values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the
 # largest with all of its digits.
@@ -273,14 +272,16 @@ def attention_kernel(
     head_tile = tl.program_id(0) % (num_kv_heads * SHAPE.HEAD_TILES)
     item = tl.program_id(0) // (num_kv_heads * SHAPE.HEAD_TILES)
     kv_head = (head_tile // SHAPE.HEAD_TILES).to(tl.int64)
-    split, num_splits, q_first = 0, 1, 0
+    split, num_splits, q_first, part = 0, 1, 0, 0
     if SHAPE.DECODE:
         seq = item
         if partial_out is not None:
-            seq, split, num_splits = split_kv.find_split(
-                item, seq_lens, cu_seqlens_q, num_decodes, target_splits, window,
-                SHAPE.NEW_KV, BLOCK_Q,
-            )  # fmt: skip
+            batch = split_kv.Batch(
+                seq_lens, cu_seqlens_q, num_decodes, BLOCK_Q, target_splits, window, None, 0, True
+            )
+            seq, _, split, num_splits, part = split_kv.find_split(
+                item, batch, SHAPE.NEW_KV, BLOCK_Q
+            )
         if seq >= num_decodes:
             return
     else:
@@ -372,7 +373,7 @@ def attention_kernel(
         )
         _store(out_rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
     elif partial_out is not None:
-        row = (item.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
+        row = (part.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
         row += first_head + head
         factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
         tl.store(

@@ -10,8 +10,13 @@ import sys
 from dataclasses import dataclass, replace
 
 from ..common.arch import Arch
-from ..common.decode_plans import MIN_SPLIT_KEYS, partial_numel, programs_at_once
-from ..common.tile_shapes import MAX_ROWS, PROGRAMS_PER_SM, tile_heads, tile_rows
+from ..common.tile_shapes import (
+    MAX_ROWS,
+    MIN_SPLIT_KEYS,
+    PROGRAMS_PER_SM,
+    tile_heads,
+    tile_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def select_config(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Split of the decode part of a batch (`split_kv`).
+    """Split of the decode part of a batch (`common.split_kv`).
 
     Attributes:
         block_m: rows of the query tile.
@@ -151,12 +156,12 @@ def plan_decode(
     group = num_heads // num_kv_heads
     block_m = tile_rows(group, max_seqlen_q, most=MAX_ROWS if dtype_bytes == 2 else 16)
     block_q, _, head_tiles = tile_heads(group, block_m)
-    target_splits = programs_at_once(num_sms, PROGRAMS_PER_SM, num_kv_heads * head_tiles)
+    target_splits = max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))
     max_keys = min(x for x in (max_seq_len, sliding_window, sys.maxsize) if x is not None)
     # A window bounds every sequence alike: with enough of them there is no long one to split.
     enough = sliding_window is not None and num_decodes >= target_splits
     if max_keys <= MIN_SPLIT_KEYS or enough:
         return DecodePlan(block_m, target_splits, num_decodes, 0)
     max_splits = target_splits + num_decodes
-    workspace_numel = partial_numel(max_splits, block_q, num_heads, head_dim)
+    workspace_numel = max_splits * block_q * num_heads * (head_dim + 1)
     return DecodePlan(block_m, target_splits, max_splits, workspace_numel)

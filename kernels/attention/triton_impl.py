@@ -8,16 +8,12 @@ from ..common import launching, strided
 from ..common.arch import Arch
 from ..common.checks import expect_head_dim
 from ..common.launching import arch_and_sms
-from ..common.merging import block_parts
+from ..common.merging import block_parts, merge_partials_kernel, merge_splits
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from .call import AttentionCall
 from .kernel import Shape, Softmax, attention_kernel
-from .split_kv import merge_partials_kernel, merge_splits_kernel
 from .tiles import DecodePlan, plan_decode, select_config
-
-# Registers of a thread of a merge of splits: few enough for six programs an SM.
-MERGE_REGISTERS = 80
 
 
 def attention(call: AttentionCall) -> torch.Tensor:
@@ -126,44 +122,24 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
     )
     launching.launch(attention_kernel, (items * num_kv_heads * head_tiles,), arguments)
     if plan is not None and partial_out is not None:
-        _merge_splits(call, arch, partial_out, first_lse, plan, block_q)
-    return block_q
-
-
-def _merge_splits(
-    call: AttentionCall,
-    arch: Arch,
-    partial_out: torch.Tensor,
-    first_lse: int,
-    plan: DecodePlan,
-    block_q: int,
-) -> None:
-    """Merge the KV splits of the decode sequences that have several into ``out`` and ``lse``."""
-    num_heads, head_dim = call.q.shape[1:]
-    launching.launch(
-        merge_splits_kernel,
-        (call.num_decodes * num_heads,),
-        dict(
+        merge_splits(
+            call.out,
+            call.lse,
+            arch,
             partial_out=partial_out,
             first_lse=first_lse,
             sinks=call.sinks,
-            out=strided.rows(call.out),
-            lse=strided.lse_rows(call.lse),
             seq_lens=call.seq_lens,
             cu_seqlens_q=call.cu_seqlens_q,
             num_decodes=call.num_decodes,
-            num_heads=num_heads,
+            decode_tokens=block_q,
             target_splits=plan.target_splits,
             sliding_window=call.sliding_window,
-            NEW_KV=call.paged_context,
-            BLOCK_Q=block_q,
-            HEAD_DIM=head_dim,
-            # Of one sequence, however many others there are.
-            BLOCK_PARTS=block_parts(plan.target_splits + 1, head_dim),
-            num_warps=4,
-            **arch.register_limit(MERGE_REGISTERS),
-        ),
-    )
+            round_up=True,
+            new_kv=call.paged_context,
+            block_q=block_q,
+        )
+    return block_q
 
 
 def merge_partials(

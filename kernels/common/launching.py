@@ -52,11 +52,6 @@ def run(launches: Iterable[Launch], tensor: torch.Tensor) -> None:
             each.run()
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The launch options that are not None: what is None is left to Triton."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) of each field of a named tuple; of another argument, itself.
 

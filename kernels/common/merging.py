@@ -1,26 +1,20 @@
-"""Triton helpers and the kernel that merge partial results of one query by their lse.
+"""Partial results of one query merged by their lse: KV splits of decode, and dense parts.
 
-All merges are `merge_rows`; they differ in where the parts of a row lie, and in what follows. The
-registers of a thread and the programs of an SM (sm_90, Triton 3.7.1; `bench.static`) say why there
-are three kernels:
+    out = sum_p exp(lse_p - z) out_p   with   z = log(sum_p exp(lse_p) + exp(sink))
 
-    merge_partials_kernel     dense parts                                       32 to 40  12 to 16
-    compressed_merge_kernel   equal splits, or `stream_k` finds the programs
-                              that had a part; inverse RoPE                     64 to 72  7 to 8
-    merge_splits_kernel       `attention.split_kv` finds a sequence's splits    72 to 80  6 to 7
-
-A kernel that chooses at run time takes the registers of the costliest: dense parts would have half
-as many programs. A kernel that chooses when it is compiled would compile as often as the three, and
-a merge of dense parts would take 28 arguments instead of 9, which cost the host time at each
-launch. Equal splits and `stream_k` are near enough: in kernels of their own the former have 9
-programs (56 registers), the latter 7 (72).
+Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from . import stream_k
+from . import launching, split_kv, strided
+from .arch import Arch
 from .query_tiles import LOG2E
+
+# Registers of a thread of a merge of splits: few enough for six programs an SM.
+MERGE_REGISTERS = 80
 
 
 @triton.jit
@@ -40,12 +34,8 @@ def merge_rows(
     sink,
     HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
-    step=None,
 ):
-    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse.
-
-    step: 2 where of those behind the second every other one is a part; 1 or None: all are.
-    """
+    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse."""
     part = tl.arange(0, BLOCK_PARTS)
     dim = tl.arange(0, HEAD_DIM)
     row_max = tl.full([], float("-inf"), tl.float32)
@@ -54,8 +44,6 @@ def merge_rows(
     for start in range(0, num_parts, BLOCK_PARTS):
         index = (start + part).to(tl.int64)
         live = index < num_parts
-        if step is not None:
-            index = tl.maximum(step * index - (step - 1), 0)
         part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
         live &= part_lse != float("-inf")
         new_max = tl.maximum(row_max, tl.max(part_lse, 0))
@@ -86,83 +74,154 @@ def load_sink(sinks, head):
     return sink
 
 
-def block_parts(num_parts: int, head_dim: int) -> int:
-    """Parts that are merged at once: all of a few, or what keeps a tile at 4096 values."""
-    return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs", "cost", "ratio",
-    ]
-)  # fmt: skip
-def compressed_merge_kernel(
-    partial_out, first_lse, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_unsplit, num_decodes, decode_tokens, num_splits, programs, cost, sliding_window, ratio,
-    num_heads,
-    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
-    BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEAST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_splits", "ratio", "most_entries"])  # fmt: skip
+def merge_splits_kernel(
+    partial_out, first_lse, sinks, cos_sin, out, lse, seq_lens, cu_seqlens_q, num_decodes,
+    decode_tokens, target_splits, sliding_window, ratio, most_entries, num_heads,
+    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    ROUND_UP: tl.constexpr, EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the KV splits of one head of a decode sequence, as the attention kernel left them, and
-    apply inverse RoPE to the result.
+    """Merge the KV splits of one head of one decode sequence, if it has several.
 
-    programs: those that divided all query tiles between them (``stream_k``); 0: each sequence from
-        ``num_unsplit`` on has ``num_splits``.
+    Args:
+        cos_sin: ``strided.Matrix``; the inverse RoPE of the query's position turns the trailing
+            ROPE_DIM channels; None: none does.
+        num_decodes ... most_entries, ROUND_UP: as in ``split_kv.Batch``.
+        EMPTY_LSE: the lse of a query without keys.
     """
-    seq = num_unsplit + tl.program_id(0) // num_heads
+    seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = seq
     q_len = 1
     context = 0
-    if not SLOTS:
+    if seq_lens is not None:
         first_token = tl.load(cu_seqlens_q + seq)
         q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
         context = tl.load(seq_lens + seq) - q_len
     if q_len > decode_tokens:
         return
-    units, size, least, first, step = 1, 1, 1, 0, 1
-    if not SLOTS and programs > 0:
-        batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
-        # Short query tiles are never cut, whatever the batch holds.
-        _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
-        if units < 2 * LEAST:
-            return
-        size, least, _ = stream_k.share(batch, programs, LEAST, cost, BLOCK_Q, BLOCK_N)
-        if units < 2 * least:
-            return
-        first, step = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N), 2
+    batch = split_kv.Batch(
+        seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, sliding_window, ratio,
+        most_entries, ROUND_UP,
+    )  # fmt: skip
+    first, num_parts = split_kv.splits_of(seq, batch, NEW_KV, BLOCK_Q)
+    if num_parts <= 1:
+        return
     sink = load_sink(sinks, head)
-    dim = tl.arange(0, HEAD_DIM)
     for t in range(0, q_len):
-        part = ((seq - num_unsplit) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q) * num_splits
-        if programs > 0:
-            program, num_splits = stream_k.programs_of(
-                first + t // BLOCK_Q * units, units, size, least
-            )
-            part = 2 * program + 1
-        if num_splits > 1:
-            row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
-            merged, merged_lse = merge_rows(
-                partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_splits,
-                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, step,
-            )  # fmt: skip
-            if cos_sin is not None:
-                even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
-                pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
-                angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
-                # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made
-                # of a vector & a scalar.)
-                known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
-                cos = tl.load(angle, mask=known, other=1.0)
-                sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
-                merged = tl.reshape(
-                    tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM]
-                )
-            token = (first_token + t).to(tl.int64)
-            out_row = out + token * out_stride_token + head * out_stride_head
-            tl.store(out_row + dim, merged.to(out.dtype.element_ty))
-            if lse is not None:
-                if SLOTS:
-                    merged_lse = tl.where(merged_lse == float("-inf"), float("inf"), merged_lse)
-                tl.store(lse + head * lse_stride_head + token, merged_lse)
+        part = (first + t // BLOCK_Q * num_parts).to(tl.int64)
+        row = (part * BLOCK_Q + t % BLOCK_Q) * num_heads + head
+        merged, merged_lse = merge_rows(
+            partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_parts,
+            BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS,
+        )  # fmt: skip
+        if cos_sin is not None:
+            merged = _inverse_rope(merged, context + t, cos_sin, HEAD_DIM, ROPE_DIM)
+        if EMPTY_LSE > 0:
+            merged_lse = tl.where(merged_lse == float("-inf"), EMPTY_LSE, merged_lse)
+        _store(merged, merged_lse, out, lse, (first_token + t).to(tl.int64), head, HEAD_DIM)
+
+
+@triton.jit
+def _inverse_rope(row, position, cos_sin, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Rotate the trailing pairs (2i, 2i + 1) of a row by minus the angles of a position."""
+    even, odd = tl.split(tl.reshape(row, [HEAD_DIM // 2, 2]))
+    pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
+    angle = cos_sin.data + position.to(tl.int64) * cos_sin.stride_row + pair
+    # A padding row has no position. (Triton 3.9's interpreter takes no mask made of a vector & a
+    # scalar.)
+    known = pair >= tl.where(position >= 0, 0, HEAD_DIM)
+    cos = tl.load(angle, mask=known, other=1.0)
+    sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
+    return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM])
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def merge_partials_kernel(
+    partial_out, partial_lse, sinks, out, lse, num_parts, num_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge one row of dense parts: ``strided.Pages`` [num_parts, num_tokens, num_heads, ...]."""
+    token = (tl.program_id(0) // num_heads).to(tl.int64)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    merged, merged_lse = merge_rows(
+        partial_out.data + token * partial_out.stride_row + head * partial_out.stride_head,
+        partial_lse.data + token * partial_lse.stride_row + head * partial_lse.stride_head,
+        num_parts,
+        partial_out.stride_page,
+        partial_lse.stride_page,
+        load_sink(sinks, head),
+        HEAD_DIM,
+        BLOCK_PARTS,
+    )
+    _store(merged, merged_lse, out, lse, token, head, HEAD_DIM)
+
+
+@triton.jit
+def _store(merged, merged_lse, out, lse, token, head, HEAD_DIM: tl.constexpr):
+    row = out.data + token * out.stride_token + head * out.stride_head
+    tl.store(row + tl.arange(0, HEAD_DIM), merged.to(out.data.dtype.element_ty))
+    if lse is not None:
+        tl.store(lse.data + token * lse.stride_token + head * lse.stride_head, merged_lse)
+
+
+def block_parts(num_parts: int, head_dim: int) -> int:
+    """Parts that are merged at once: all of a few, or what keeps a tile at 4096 values."""
+    return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
+
+
+def merge_splits(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    arch: Arch,
+    *,
+    partial_out: torch.Tensor,
+    first_lse: int,
+    sinks: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    num_decodes: int,
+    decode_tokens: int,
+    target_splits: int,
+    sliding_window: int | None,
+    round_up: bool,
+    new_kv: bool,
+    block_q: int,
+    ratio: int | None = None,
+    most_entries: int = 0,
+    cos_sin: torch.Tensor | None = None,
+    empty_lse: float = float("-inf"),
+) -> None:
+    """Launch the merge of KV splits into ``out`` and ``lse``; arguments as of its kernel."""
+    num_heads, head_dim = out.shape[1:]
+    launching.launch(
+        merge_splits_kernel,
+        (num_decodes * num_heads,),
+        dict(
+            partial_out=partial_out,
+            first_lse=first_lse,
+            sinks=sinks,
+            cos_sin=strided.matrix(cos_sin),
+            out=strided.rows(out),
+            lse=strided.lse_rows(lse),
+            seq_lens=seq_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            num_decodes=num_decodes,
+            decode_tokens=decode_tokens,
+            target_splits=target_splits,
+            sliding_window=sliding_window,
+            ratio=ratio,
+            most_entries=most_entries,
+            num_heads=num_heads,
+            NEW_KV=new_kv,
+            BLOCK_Q=block_q,
+            HEAD_DIM=head_dim,
+            ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
+            ROUND_UP=round_up,
+            EMPTY_LSE=empty_lse,
+            # Of one query tile, however many others there are.
+            BLOCK_PARTS=block_parts(target_splits, head_dim),
+            num_warps=4,
+            **arch.register_limit(MERGE_REGISTERS),
+        ),
+    )

@@ -10,14 +10,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def rows_of_tile(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, zero=0):  # fmt: skip
+def rows_of_tile(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """Token within the tile, head within the group and liveness of each row of a query tile that
-    has ``num_tokens`` tokens.
-
-    zero: of a value that the compiler does not know, the rows are worked out where they are asked
-        for, not ahead of a loop around it.
-    """
-    row = tl.arange(0, BLOCK_M) + zero
+    has ``num_tokens`` tokens."""
+    row = tl.arange(0, BLOCK_M)
     token = row // HEADS
     head = head_tile * HEADS + row % HEADS
     live = (row < BLOCK_Q * HEADS) & (token < num_tokens) & (head < GROUP)
@@ -91,32 +87,3 @@ def find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
         low = tl.where(passed, middle, low)
         high = tl.where(passed, high, middle)
     return low, (tile - tl.load(cu_seqlens_q + low) // BLOCK_Q - low) * BLOCK_Q
-
-
-@triton.jit
-def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(block, row in it) of the keys of the tile that starts with ``key``, a multiple of BLOCK_N;
-    the block is one number where all have it.
-
-    Where pages and tiles divide each other nothing is divided for each row: that takes registers,
-        without which wgmma waits.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        block = key // BLOCK_SIZE
-        row = key % BLOCK_SIZE + offs_n
-    elif BLOCK_N % BLOCK_SIZE == 0:
-        block = key // BLOCK_SIZE + offs_n // BLOCK_SIZE
-        row = offs_n % BLOCK_SIZE
-    else:
-        block = (key + offs_n) // BLOCK_SIZE
-        row = (key + offs_n) % BLOCK_SIZE
-    return block, row
-
-
-@triton.jit
-def load_page(table, width, tile, more, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is
-    ``more`` to read, else 0. No entry outside the table is read."""
-    block, _ = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
-    return tl.load(table + tl.minimum(block, width - 1), mask=more, other=0)

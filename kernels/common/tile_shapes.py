@@ -11,6 +11,9 @@ MAX_REGISTERS = 255
 PROGRAMS_PER_SM = 4
 # Rows of a query tile of decode, at most.
 MAX_ROWS = 64
+# Keys of a query tile whose keys are split, at least: with fewer a KV split costs more in the merge
+# than it wins in parallelism.
+MIN_SPLIT_KEYS = 256
 
 
 def next_power_of_2(n: int) -> int:

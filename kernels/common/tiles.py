@@ -1,5 +1,4 @@
-"""Triton helpers of tiles of keys: e4m3 widened and rounded, its scales, the step of a softmax over
-latents, the sequence of a token.
+"""Triton helpers of tiles of keys: e4m3 widened and rounded, its scales, the sequence of a token.
 
 Source: OCP 8-bit floating point specification for e4m3.
 """
@@ -7,7 +6,6 @@ Source: OCP 8-bit floating point specification for e4m3.
 import triton
 import triton.language as tl
 
-from .arch import Arch
 from .e4m3 import E4M3_MAX, MIN_SCALE
 
 LARGEST = tl.constexpr(E4M3_MAX)
@@ -18,17 +16,8 @@ INF_BITS = tl.constexpr(0x7F800000)
 MAX_BITS = tl.constexpr(0x7F7FFFFF)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
 E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
-# Sequences whose lengths a program looks at together.
+# Sequences whose ends a program looks at together.
 CHUNK = tl.constexpr(128)
-
-
-def hoists(swap: bool, divide: bool, arch: Arch) -> bool:
-    """Whether loop-invariant code should leave the loop over keys: elsewhere it costs more
-    registers than it saves work.
-
-    swap, divide: as in ``update``.
-    """
-    return swap or (divide and arch.matrix != "wgmma")
 
 
 @triton.jit
@@ -59,87 +48,6 @@ def widen_e4m3(quantized, dtype: tl.constexpr, HARDWARE: tl.constexpr):
     if not HARDWARE:
         values *= 256.0
     return values.to(dtype)
-
-
-@triton.jit
-def multiply(q, tile, scores, SWAP: tl.constexpr):
-    """Products of rows of queries and keys, added to ``scores``."""
-    if SWAP:
-        scores = tl.dot(tile, tl.trans(q), scores, input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(tile), scores, input_precision="ieee")
-    return scores
-
-
-@triton.jit
-def _score(q, tile, q_rope, ropes, zeros, SWAP: tl.constexpr):
-    """Products of rows of queries and keys, over all of their channels."""
-    scores = zeros
-    if ropes is not None:
-        scores = multiply(q_rope, ropes, scores, SWAP)
-    return multiply(q, tile, scores, SWAP)
-
-
-@triton.jit
-def _weigh(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, SWAP: tl.constexpr):
-    """Weights of a tile's keys against the new maxima, the factor of what has been summed up so
-    far, the new maxima and sums."""
-    scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
-    # A row that has seen nothing yet: subtracting its -inf would give NaN.
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    decay = tl.exp2(row_max - base)
-    weights = tl.exp2(scores * scale - (base[None, :] if SWAP else base[:, None]))
-    row_sum = row_sum * decay + tl.sum(weights, 0 if SWAP else 1)
-    return weights.to(dtype), decay, new_max, row_sum
-
-
-@triton.jit
-def update(
-    acc, row_max, row_sum, q, tile, q_rope, ropes, visible, scale, always,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax with a tile of rows [BLOCK_N, channels] that are keys and
-    values at once.
-
-    q: [ROWS, channels]; q_rope, ropes: more channels of both, which only count in the scores; None:
-    there are none. visible: shaped as the scores are, [ROWS, BLOCK_N]. SWAP: the products are
-    swapped; scores are [BLOCK_N, ROWS], acc is [channels, ROWS].
-
-    DIVIDE: hide from the compiler that one product uses another, behind the condition ``always``,
-    which is true but must not be known to be. Of a product that another one uses it gives whole
-    rows to each warp; where these are fewer than 16 a warp, warps compute the same scores and
-    weights. So they divide the columns, and exchange the weights through shared memory.
-
-    HOIST: loop-invariant code leaves the loop. Then the products of queries and keys stay in front
-    of the condition, since from behind it the compiler does not hoist what writes the queries to
-    shared memory: Triton 3.9 would keep them in registers, and write them for every tile.
-    """
-    if SWAP:
-        zeros = tl.zeros([tile.shape[0], q.shape[0]], tl.float32)
-    else:
-        zeros = tl.zeros([q.shape[0], tile.shape[0]], tl.float32)
-    if DIVIDE:
-        weights = zeros.to(tile.dtype)
-        decay = tl.zeros_like(row_max)
-        if HOIST:
-            scores = multiply(q, tile, zeros, SWAP)
-            if ropes is not None:
-                more = multiply(q_rope, ropes, zeros, SWAP)
-        if always:
-            if not HOIST:
-                scores = _score(q, tile, q_rope, ropes, zeros, SWAP)
-            elif ropes is not None:
-                scores += more
-            weights, decay, row_max, row_sum = _weigh(row_max, row_sum, scores, visible, scale, tile.dtype, SWAP)  # fmt: skip
-    else:
-        scores = _score(q, tile, q_rope, ropes, zeros, SWAP)
-        weights, decay, row_max, row_sum = _weigh(row_max, row_sum, scores, visible, scale, tile.dtype, SWAP)  # fmt: skip
-    if SWAP:
-        acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
-    else:
-        acc = tl.dot(weights, tile, acc * decay[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
 
 
 @triton.jit

@@ -5,9 +5,9 @@ import torch
 
 from quire.kernels import compressed_attention
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.compressed.test_compressed import attend
-from tests.kernels.compressed.test_flash_mla import exactly as exact_slots
-from tests.kernels.compressed.test_flash_mla import make_call
+from tests.kernels.latent.test_compressed import attend
+from tests.kernels.latent.test_flash_mla import exactly as exact_slots
+from tests.kernels.latent.test_flash_mla import make_call
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.compressed_cases import Case, exactly, make_batch
 

@@ -19,9 +19,9 @@ from quire.kernels import (
     page_bytes,
     write_latent,
 )
-from quire.kernels.compressed import reference as reference_compressed
 from tests.kernels.oracles import compressor as reference_compress
 from tests.kernels.oracles import latent_write as reference_latent
+from tests.kernels.oracles.compressed_attention import slots_attention
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels import compressed_cases, indexer_cases
 from tests.support.kernels import mla_cases as dense_cases
@@ -334,7 +334,7 @@ def test_flash_mla(row, impl):
         )
     ]
     scale = given["softmax_scale"] or 512**-0.5
-    exact, exact_lse = reference_compressed.slots_attention(
+    exact, exact_lse = slots_attention(
         given["q"][:, 0], lists, softmax_scale=scale, sinks=given["attn_sink"], dtype=torch.float64
     )
     out, lse = flash_mla_with_kvcache(**given, impl=impl)
@@ -636,7 +636,7 @@ def test_every_argument_has_a_row():
         "index_topk_workspace_numel": INDEX_WORKSPACE, "mla_attention": MLA, "page_bytes": PAGE_BYTES, "write_latent": LATENT,
     }  # fmt: skip
     home = quire.kernels._HOME
-    folders = {"common", "compressed", "compressor", "indexer", "latent_write", "mla"}
+    folders = {"common", "compressor", "indexer", "latent", "latent_write"}
     assert set(tables) == {n for n in home if home[n].split(".")[0] in folders}
     for name, rows in tables.items():
         expect_all_arguments(getattr(quire.kernels, name), rows)

@@ -27,14 +27,12 @@ from quire.bench.peers.attention import find_peers
 from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels import flash_mla_with_kvcache, mla_attention
-from quire.kernels.compressed import reference as reference_compressed
-from quire.kernels.compressed.call import CompressedCall
-from quire.kernels.mla import reference as reference_mla
-from quire.kernels.mla.call import MlaCall
 from quire.models.deepseek_v4.config import CONFIGS
+from tests.kernels.oracles import compressed_attention as oracle_compressed
 from tests.kernels.oracles import compressor as reference_compress
 from tests.kernels.oracles import indexer as reference_indexer
 from tests.kernels.oracles import latent_write as reference_latent
+from tests.kernels.oracles import mla_attention as oracle_mla
 from tests.support.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")
@@ -86,10 +84,10 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
     options = {"softmax_scale": shape.softmax_scale, "max_seqlen_q": max(case.q_lens)}
     lengths = (problem.seq_lens, problem.cu_seqlens_q)
     if shape.op == "mla":
-        call = MlaCall(
-            problem.q[0], problem.entries[0], problem.entry_table, *lengths, head_dim_v=shape.head_dim_v, **options
+        exact = oracle_mla.mla_attention(
+            problem.q[0], problem.entries[0], problem.entry_table, *lengths, head_dim_v=shape.head_dim_v, lse=lse,
+            dtype=torch.float64, **options,
         )  # fmt: skip
-        exact = reference_mla.mla_attention(call, lse=lse, dtype=torch.float64)
     else:
         if problem.entries is not None:
             options |= {
@@ -99,16 +97,17 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
             }
         if problem.topk_indices is not None:
             options |= {"topk_indices": problem.topk_indices[0], "topk_lens": problem.topk_lens}
-        call = CompressedCall(
+        exact = oracle_compressed.compressed_attention(
             problem.q[0],
             problem.window[0],
             problem.window_table,
             *lengths,
             sliding_window=shape.sliding_window,
             sinks=problem.sinks,
+            lse=lse,
+            dtype=torch.float64,
             **options,
         )
-        exact = reference_compressed.compressed_attention(call, lse=lse, dtype=torch.float64)
     q_len = case.q_lens[0]
     for token in range(0, case.num_tokens, 1 if case.phase == "decode" else 13):
         keys = visible_rows(problem, token // q_len, token % q_len)

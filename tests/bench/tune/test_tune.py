@@ -14,18 +14,12 @@ from quire.bench.static import cases as static_cases
 from quire.bench.tune import __main__ as tune
 from quire.bench.tune import entries as tune_cells
 from quire.bench.tune.entries import _AttentionEntry as AttentionEntry
-from quire.bench.tune.entries import _CompressedEntry as CompressedEntry
-from quire.bench.tune.entries import _MlaEntry as MlaEntry
+from quire.bench.tune.entries import _LatentEntry as LatentEntry
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
-from quire.kernels.common.tile_tables import parse
-from quire.kernels.compressed import configs as compressed_configs
-from quire.kernels.compressed import triton_impl as compressed_triton
-from quire.kernels.compressed.configs import CompressedConfig
-from quire.kernels.mla import configs as mla_configs
-from quire.kernels.mla import triton_impl as dense_triton
-from quire.kernels.mla.configs import MlaConfig
+from quire.kernels.latent import launch as latent_launch
+from quire.kernels.latent import tiles as latent_tiles
 
 ARCHS = [
     named(name) for name in ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
@@ -88,7 +82,7 @@ def test_a_dry_run_for_another_architecture(name, monkeypatch):
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     """And the kernels of each are launched with the tile shape in question."""
     seen = []
-    modules = (paged, dense_triton, compressed_triton)
+    modules = (paged, latent_launch)
 
     def time_calls(calls, device, seconds):
         (module,) = [m for m in modules if m.select_config.__module__.endswith("tune.entries")]
@@ -111,10 +105,11 @@ def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     out = tmp_path / "tune.json"
     assert tune.main(["--dry-run", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
-    names = {"decode 32 x16", "prefill 32", "decode 32 x16 e4m3", "prefill 32 e4m3", "mla x16", "mla x64"}  # fmt: skip
-    assert {row["entry"] for row in rows} == names | {"compressed x16 fp8", "compressed x64 fp8"}
+    names = {"decode 32 x16", "prefill 32", "decode 32 x16 e4m3", "prefill 32 e4m3"}
+    latent = {name for name in (row["entry"] for row in rows) if name.startswith("latent")}
+    assert {row["entry"] for row in rows} == names | latent and len(latent) >= 3
     assert all(row["wrong"] is None and row["ms"] for row in rows)
-    assert {type(config) for config in seen} == {Config, MlaConfig, CompressedConfig}
+    assert {type(config) for config in seen} == {Config, latent_tiles.Config}
     assert all(0.4 < row["ratio"] <= 1 for row in rows), [row["ratio"] for row in rows]
 
 
@@ -208,14 +203,14 @@ def test_every_case_fits_the_memory():
 def test_candidates_start_with_the_table_and_fit(arch):
     work = tune.table_entries(tune.tuned_cases(), arch)
     assert len({entry.name for entry in work}) == len(work)
-    assert {type(entry) for entry in work} == {AttentionEntry, MlaEntry, CompressedEntry}
+    assert {type(entry) for entry in work} == {AttentionEntry, LatentEntry}
     for entry, cases in work.items():
         found = entry.candidates(arch)
         assert cases and found[0] == entry.current(arch) and len(set(found)) == len(found) > 5
         if isinstance(entry, AttentionEntry):
             row_bytes = dict.fromkeys(found, 2 * 2 * entry.head_dim)
         else:
-            row_bytes = dict.fromkeys(found, 576 if getattr(entry, "fp8", False) else 1152 if isinstance(entry, MlaEntry) else 1024)  # fmt: skip
+            row_bytes = dict.fromkeys(found, 1024 if entry.fp8 else 1152)
         for c in found[1:]:
             tiles = c.block_n * row_bytes[c] * (c.num_stages - 1)
             assert tiles <= arch.shared_memory
@@ -249,12 +244,11 @@ def test_an_entry_has_the_rows_that_its_cases_decode_with(group, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "rows"),
-    [("v3/mla", "sm_90", 64), ("v3/mla", "sm_120", 16), ("v3/mla/tp8", "sm_90", 16), ("v4-flash/csa", "sm_90", 64), ("v4-flash/csa", "sm_100", 32)],
-)  # fmt: skip
-def test_a_latent_entry_has_the_rows_that_its_class_has(name, arch, rows):
-    (entry,) = tune.table_entries([mla_shapes.case_of(name, "decode", 16, 4096)], named(arch))
-    assert entry == (MlaEntry(rows) if "mla" in name else CompressedEntry(rows, True))
+    ("name", "rows"), [("v3/mla", 64), ("v3/mla/tp8", 16), ("v4-flash/csa", 64)]
+)
+def test_a_latent_entry_has_the_rows_that_are_asked_for(name, rows):
+    (entry,) = tune.table_entries([mla_shapes.case_of(name, "decode", 16, 4096)], HOPPER)
+    assert entry == LatentEntry(rows, "mla" not in name)
 
 
 @pytest.mark.parametrize(("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)])  # fmt: skip
@@ -263,43 +257,17 @@ def test_another_entry_has_to_be_clearly_faster(ratios, taken):
     assert tune.best(rows) is rows[taken]
 
 
-def test_tables_are_written_for_one_class_of_gpus(tmp_path, capsys):
-    """Attention's tiles are a file of Python: their new shapes are printed."""
-    attention = {AttentionEntry("prefill", 128): Config(128, 128, 8, 3, 2)}
+def test_new_shapes_are_named():
     chosen = {
-        MlaEntry(32): MlaConfig(32, 16, 4, 2, True, divide=True),
-        CompressedEntry(16, True): CompressedConfig(16, 64, 8, 2, False, True),
-        CompressedEntry(16, False): CompressedConfig(16, 64, 4, 2, True),
+        AttentionEntry("prefill", 128): Config(128, 128, 8, 3, 2),
+        LatentEntry(32): latent_tiles.Config(32, 16, 4, 2),
     }
-    tune.write(chosen | attention, named("sm_120"), tmp_path)
-    assert "attention/tiles.py: prefill 128 on small: Config(block_m=128" in capsys.readouterr().out
-    tables = (mla_configs.TILES, compressed_configs.TILES)
-    copies = {table: tmp_path / table.path.parent.name / "tiles.json" for table in tables}
-    assert set(tmp_path.rglob("*.*")) == set(copies.values())
-    changed = {
-        (entry.table, entry.table.find(entry.question(named("sm_120"))).key): config
-        for entry, config in chosen.items()
-    }
-    for table, path in copies.items():
-        (comments, old), (same, new) = table.contents, parse(path.read_text(), table.config, "new")
-        assert comments == same and len(old) == len(new)
-        for a, b in zip(old, new, strict=True):
-            assert a.key == b.key
-            assert b.config == changed.pop((table, a.key), a.config)
-    assert not changed
-
-
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
-def test_what_the_table_has_is_written_as_it_is(arch, tmp_path):
-    work = tune.table_entries(tune.tuned_cases(), arch)
-    for entry in work:
-        if isinstance(entry, AttentionEntry):
-            continue
-        key = entry.table.find(entry.question(arch)).key
-        text = entry.table.path.read_text(encoding="utf-8")
-        assert entry.table.with_configs({key: entry.current(arch)}) == text
-    tune.write({entry: entry.current(arch) for entry in work}, arch, tmp_path)
-    assert not list(tmp_path.iterdir())
+    found = tune_cells.by_hand(chosen, named("sm_120"))
+    assert found[0].startswith(
+        "kernels/attention/tiles.py: prefill 128 on small: Config(block_m=128"
+    )
+    assert found[1].startswith("kernels/latent/tiles.py: latent x32 on small: Config(block_m=32")
+    assert not tune_cells.by_hand({entry: entry.current(HOPPER) for entry in chosen}, HOPPER)
 
 
 def test_no_entry_is_begun_after_its_time(capsys, monkeypatch):
@@ -314,6 +282,5 @@ def test_bad_arguments_are_named(capsys):
     assert "only: expected part of an entry's name, got 'decode 7'" in capsys.readouterr().err
     assert tune.main(["--arch", "gfx942"]) == 2
     assert "arch: expected --dry-run with it" in capsys.readouterr().err
-    assert tune.main(["--dry-run", "--write"]) == 2
     if not torch.cuda.is_available():
         assert tune.main([]) == 2

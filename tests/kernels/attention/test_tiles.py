@@ -6,16 +6,12 @@ import random
 from itertools import pairwise
 
 import pytest
-import torch
-import triton
-import triton.language as tl
 
 from quire.kernels import workspace_numel
-from quire.kernels.attention import split_kv, tiles
+from quire.kernels.attention import tiles
 from quire.kernels.common import tile_shapes
 from quire.kernels.common.arch import named
-from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
-from tests.support.helpers import DEVICE
+from quire.kernels.common.tile_shapes import MIN_SPLIT_KEYS
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16, 17, 64, 160])
@@ -103,70 +99,6 @@ def test_workspace_numel_refuses():
         ValueError, match=r"^num_heads: expected a multiple of num_kv_heads 2, got 3"
     ):
         workspace_numel(**good | {"num_kv_heads": 2})
-
-
-@triton.jit
-def _division_kernel(
-    seq_lens, cu, items, seqs, found, first, counts, splits, num_decodes, target_splits, window, num_items,
-    num_seqs, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
-    for i in range(num_items):
-        seq, split, count = split_kv.find_split(
-            tl.load(items + i), seq_lens, cu, num_decodes, target_splits, window, NEW_KV, BLOCK_Q
-        )
-        tl.store(found + i, seq)
-        tl.store(first + i, tl.load(items + i) - split)
-        tl.store(counts + i, count)
-    for i in range(num_seqs):
-        start, count = split_kv.splits_of(
-            tl.load(seqs + i), seq_lens, cu, num_decodes, target_splits, window, NEW_KV, BLOCK_Q
-        )
-        tl.store(splits + 2 * i, start)
-        tl.store(splits + 2 * i + 1, count)
-
-
-@pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize("num_decodes", [1, 2, 128, 300])
-def test_every_split_is_found_once(num_decodes, window):
-    """Of many sequences those at the edges of the chunks that a program looks at together, and a few between."""
-    rng = random.Random(num_decodes)
-    q_lens = [rng.choice([0, 1, 1, 2, 5]) for _ in range(num_decodes)]
-    lengths = [q + rng.choice([0, 1, 255, 300, 2000]) for q in q_lens]
-    block_q, target = 4, 37
-    keys = [
-        n - q if window is None else min(n - q, window - 1)
-        for n, q in zip(lengths, q_lens, strict=True)
-    ]
-    per_split = max(MIN_SPLIT_KEYS, -(-sum(keys) // target))
-    expected = [
-        0 if q == 0 or q > block_q else max(1, -(-n // per_split))
-        for q, n in zip(q_lens, keys, strict=True)
-    ]
-    starts = [sum(expected[:s]) for s in range(num_decodes)]
-    max_items, num_items = target + num_decodes, sum(expected)
-    assert num_items <= max_items, "the host's bound"
-    seqs = set(rng.sample(range(num_decodes), min(num_decodes, 8)))
-    for edge in range(0, num_decodes + 129, 128):
-        seqs |= set(range(edge - 2, edge + 2))
-    seqs = sorted((seqs | {num_decodes - 1}) & set(range(num_decodes)))
-    want = {starts[s] + n: (s, starts[s]) for s in seqs for n in range(expected[s])}
-    beyond = sorted({num_items, max_items - 1} - {num_items - 1})
-    items = [*want, *beyond]
-
-    def device(values):
-        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-    found, first, counts = (device([-7] * len(items)) for _ in range(3))
-    splits = device([-7] * 2 * len(seqs))
-    _division_kernel[(1,)](
-        device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, counts,
-        splits, num_decodes, target, window, len(items), len(seqs), True, block_q,
-    )  # fmt: skip
-    assert splits.view(-1, 2).tolist() == [[starts[s], expected[s]] for s in seqs]
-    pairs = list(zip(found.tolist(), first.tolist(), strict=True))
-    assert pairs[: len(want)] == list(want.values())
-    assert counts.tolist() == [expected[s] for s, _ in want.values()] + [0] * len(beyond)
-    assert set(found[len(want) :].tolist()) == {num_decodes}
 
 
 def splits_of(lengths, target_splits):

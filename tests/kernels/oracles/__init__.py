@@ -1,0 +1,1 @@
+"""What operators compute, one query and one key at a time, in plain torch: nothing of the kernels is shared."""

@@ -8,8 +8,7 @@ import torch
 
 from quire.bench.common.bounds import Bounded, bounding
 from quire.kernels.common.latent_pages import LatentPages, page_bytes
-from quire.kernels.compressed import reference as reference_compressed
-from quire.kernels.compressed.call import CompressedCall
+from tests.kernels.oracles.compressed_attention import compressed_attention
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
 
 W = 8
@@ -197,8 +196,7 @@ def exactly(batch: dict) -> tuple[Bounded, Bounded]:
         pages = batch[name]
         if pages is not None:
             host[name] = dataclasses.replace(pages, data=pages.data.cpu())
-    call = CompressedCall(**host)
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        out = reference_compressed.compressed_attention(call, lse=lse, dtype=torch.float64)
+        out = compressed_attention(**host, lse=lse, dtype=torch.float64)
     return out, lse

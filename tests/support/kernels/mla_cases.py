@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from quire.bench.common.bounds import Bounded, bounding
-from quire.kernels.mla import reference as reference_mla
-from quire.kernels.mla.call import MlaCall
+from tests.kernels.oracles.mla_attention import mla_attention
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
 
 
@@ -80,10 +79,9 @@ def make_mla_batch(case: MlaCase, seed: int = 42) -> dict[str, Any]:
 def mla_reference(batch: dict[str, Any]) -> tuple[Bounded, Bounded]:
     """Output and lse of the oracle with bounds, computed on the host."""
     host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
-    call = MlaCall(**host)
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        return reference_mla.mla_attention(call, lse=lse, dtype=torch.float64), lse
+        return mla_attention(**host, lse=lse, dtype=torch.float64), lse
 
 
 def _on_device(view: torch.Tensor) -> torch.Tensor:

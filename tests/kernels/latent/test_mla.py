@@ -5,8 +5,8 @@ import torch
 
 from quire.kernels import mla_attention, paged_attention, workspace_numel
 from quire.kernels.common.arch import named
-from quire.kernels.mla import triton_impl as mla_triton
-from quire.kernels.mla.configs import MlaConfig, select_config
+from quire.kernels.latent import launch as latent_launch
+from quire.kernels.latent import tiles
 from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN, assert_within_budget, in_dtypes
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
@@ -68,22 +68,20 @@ def test_against_float64(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("rows", [16, 32, 64])
-def test_every_shape_of_tile(rows, dtype, monkeypatch):
-    """Keys on the rows of the matrix instructions or on their columns, scores divided (two ways) or not, pages that are a multiple of a tile or not."""
-    case = MlaCase("", [70, 41], [1, 3], num_heads=6, dtype=dtype, block_size=32)
-    batch = make_mla_batch(case)
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_every_shape_of_tile(rows, block_n, dtype, monkeypatch):
+    """Pages that are a multiple of a tile, or not."""
+    batch = make_mla_batch(MlaCase("", [70, 41], [1, 3], num_heads=6, dtype=dtype, block_size=32))
     exact, _ = mla_reference(batch)
-    tiles = [("sm_80", 64, False, False), ("sm_80", 16, False, True), ("sm_90", 64, False, True), ("sm_90", 16, True, True), ("sm_90", 64, True, False)]  # fmt: skip
-    for arch, block_n, swap, divide in tiles:
-        config = MlaConfig(rows, block_n, 4, 2, swap, divide)
-        monkeypatch.setattr(mla_triton, "arch_and_sms", lambda _, arch=arch: (named(arch), 2))
-        monkeypatch.setattr(mla_triton, "select_config", lambda *_, c=config: c)
-        assert_within_budget(f"{config}", attend(batch).cpu(), exact)
+    config = tiles.Config(rows, block_n, 4, 2)
+    monkeypatch.setattr(tiles, "select_config", lambda **_: config)
+    monkeypatch.setattr(latent_launch, "select_config", lambda **_: config)
+    assert_within_budget(f"{config}", attend(batch).cpu(), exact)
 
 
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
     """64 rows would be wanted, for 4 tokens of 16 heads or for 40 heads; there are 32."""
-    monkeypatch.setattr(mla_triton, "arch_and_sms", lambda _: (named("sm_86"), 2))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda _: (named("sm_86"), 2))
     for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
         count = len(seq_lens)
         batch = make_mla_batch(
@@ -159,20 +157,6 @@ def test_no_sequences(impl):
     assert attend(batch, impl).shape == (0, 4, 16)
 
 
-@pytest.mark.parametrize("name", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
-def test_every_architecture_has_a_config_of_every_tile(name):
-    """That each fits is checked by compiling it: see ``bench.static``."""
-    arch = named(name)
-    for wanted in (16, 32, 64):
-        config = select_config(2, wanted, arch)
-        rows = config.block_m
-        assert rows == (wanted if arch.shared_memory > 99 << 10 else 16)
-        assert config.block_n == 32 and config.swap == (
-            rows < 64 and arch.tiles in ("hopper", "blackwell")
-        )
-        assert select_config(4, wanted, arch) == MlaConfig(16, 16, 8, 1, False)
-
-
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
@@ -236,3 +220,12 @@ def test_the_torch_implementation_needs_no_triton():
         "assert out.eq(1).all()"
     )
     printed(code)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="values are looked at where tensors are on a CPU")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_page_that_there_is_not_is_named(impl):
+    batch = make_mla_batch(MlaCase("", [20], [1]))
+    batch["block_table"] = batch["block_table"] * 0 + 99
+    with pytest.raises(ValueError, match=r"^block_table: expected ids in \[0, 5\), got 99$"):
+        attend(batch, impl)

@@ -1,4 +1,4 @@
-"""FlashMLA's calling convention for DeepSeek-V4 over the kernels of ``compressed_attention``.
+"""FlashMLA's calling convention for DeepSeek-V4 over the kernel of ``compressed_attention``.
 
 It takes any number of heads (FlashMLA: 64 and 128), plain bf16 caches besides the quantized ones,
 and every architecture that Triton compiles for.
@@ -15,7 +15,8 @@ import torch
 from ..common import checks
 from ..common.impls import implementation
 from ..common.latent_pages import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
-from .call import CompressedCall
+from .api import run
+from .call import LatentCall, check_latent_pages
 
 
 def flash_mla_with_kvcache(
@@ -110,6 +111,10 @@ def flash_mla_with_kvcache(
         _check_lists(q, names[0], extra_indices_in_kvcache, names[1], extra_topk_length)
         extra_pages = _pages("extra_k_cache", extra_k_cache, is_fp8_kvcache)
         extra_lists = extra_indices_in_kvcache.flatten(0, 1)
+    flat = q.flatten(0, 1)
+    check_latent_pages(
+        flat, pages, extra_pages, attn_sink, ("k_cache", "extra_k_cache", "attn_sink")
+    )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
@@ -120,32 +125,30 @@ def flash_mla_with_kvcache(
         lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     checks.expect_tensor("lse", lse, lse_shape, torch.float32, device=q.device)
     checks.expect_apart("lse", lse)
-    call = CompressedCall(
-        q=q.flatten(0, 1),
-        window_pages=pages,
-        window_table=indices.flatten(0, 1),
+    if workspace is not None:
+        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=q.device)
+    call = LatentCall(
+        q=flat,
+        pages=pages,
+        table=indices.flatten(0, 1),
         seq_lens=None,
         cu_seqlens_q=None,
-        sliding_window=indices.shape[2],
+        head_dim_v=HEAD_DIM,
         max_seqlen_q=1,
-        compressed_pages=extra_pages,
+        num_decodes=batch * seq_len_q,
+        softmax_scale=checks.softmax_factor(softmax_scale, HEAD_DIM),
+        out=out.flatten(0, 1),
+        entries=extra_pages,
         topk_indices=extra_lists,
         topk_lens=extra_topk_length,
         sinks=attn_sink,
-        softmax_scale=softmax_scale,
-        num_decodes=batch * seq_len_q,
-        out=out.flatten(0, 1),
         lse=lse,
         workspace=workspace,
         slots=True,
         window_lens=topk_length,
         tokens_per_len=seq_len_q,
     )
-    if chosen == "triton":
-        from .triton_impl import attention
-    else:
-        from .torch_impl import attention
-    attention(call)
+    run(call, chosen)
     return out, lse.unflatten(1, (batch, seq_len_q)).transpose(0, 1)
 
 

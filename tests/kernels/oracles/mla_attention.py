@@ -11,31 +11,40 @@ import math
 
 import torch
 
-from .call import MlaCall
-
 
 def mla_attention(
-    call: MlaCall, *, lse: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    kv: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **hints: object,
 ) -> torch.Tensor:
     """Attend token by token.
 
     Args:
-        call: the arguments; its ``out``, ``lse`` and launch hints are not looked at.
+        q ... kv: as in ``quire.kernels.mla_attention``.
         lse: [num_heads, num_tokens] of any floating dtype, filled in place.
         dtype: arithmetic and result dtype; None takes q's.
+        hints: how to launch; not looked at.
 
     Returns:
         [num_tokens, num_heads, head_dim_v] in ``dtype``.
     """
-    q, kv, pages, block_table = call.q, call.kv, call.pages, call.block_table
     dtype = q.dtype if dtype is None else dtype
     num_tokens, num_heads, _ = q.shape
     block_size, width = pages.shape[1], block_table.shape[1]
-    out = torch.zeros(num_tokens, num_heads, call.head_dim_v, dtype=dtype)
+    out = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=dtype)
     if lse is not None:
         lse.fill_(-math.inf)
-    for s, seq_len in enumerate(call.seq_lens.tolist()):
-        first, last = call.cu_seqlens_q[s].item(), call.cu_seqlens_q[s + 1].item()
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
         for token in range(first, last):
             rows = []
@@ -49,8 +58,8 @@ def mla_attention(
                 continue
             keys = torch.stack(rows).to(dtype)
             for h in range(num_heads):
-                logits = keys @ q[token, h].to(dtype) * call.softmax_scale
+                logits = keys @ q[token, h].to(dtype) * softmax_scale
                 if lse is not None:
                     lse[h, token] = torch.logsumexp(logits, 0)
-                out[token, h] = torch.softmax(logits, 0) @ keys[:, : call.head_dim_v]
+                out[token, h] = torch.softmax(logits, 0) @ keys[:, :head_dim_v]
     return out

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-from .call import CompressedCall
-
 
 def read_row(pages: Any, page: int, row: int) -> torch.Tensor:
     """One row of ``LatentPages``: [head_dim] float64."""
@@ -48,57 +46,77 @@ def _e4m3(byte: int) -> float:
 
 
 def compressed_attention(
-    call: CompressedCall, *, lse: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    q: torch.Tensor,
+    window_pages: Any,
+    window_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    sliding_window: int,
+    kv: torch.Tensor | None = None,
+    compressed_pages: Any = None,
+    compressed_table: torch.Tensor | None = None,
+    compress_ratio: int | None = None,
+    topk_indices: torch.Tensor | None = None,
+    topk_lens: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    cos_sin: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **hints: object,
 ) -> torch.Tensor:
     """Attend token by token.
 
     Args:
-        call: the arguments; its ``out``, ``lse`` and launch hints are not looked at.
+        q ... cos_sin: as in ``quire.kernels.compressed_attention``.
         lse: [num_heads, num_tokens] of any floating dtype, filled in place.
         dtype: arithmetic and result dtype; None takes q's.
+        hints: how to launch; not looked at.
 
     Returns:
         [num_tokens, num_heads, head_dim] in ``dtype``.
     """
-    q, kv, window_pages, entries = call.q, call.kv, call.window_pages, call.compressed_pages
+    entries = compressed_pages
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     dtype = q.dtype if dtype is None else dtype
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    window_size, window_width = window_pages.storage_block_size, call.window_table.shape[1]
+    window_size, window_width = window_pages.storage_block_size, window_table.shape[1]
 
     @functools.cache
     def entry_or_raw(is_entry: bool, page: int, row: int) -> torch.Tensor:
         return read_row(entries if is_entry else window_pages, page, row)
 
-    for s, seq_len in enumerate(call.seq_lens.tolist()):
-        first, last = call.cu_seqlens_q[s].item(), call.cu_seqlens_q[s + 1].item()
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
         # What the pages of the window hold: row j lies where row j + width * size comes to lie.
         oldest = (seq_len if kv is None else context) - window_width * window_size
         for token in range(first, last):
             position = context + token - first
             rows = []
-            for j in range(max(0, oldest, position - call.sliding_window + 1), position + 1):
+            for j in range(max(0, oldest, position - sliding_window + 1), position + 1):
                 if kv is not None and j >= context:
                     rows.append(kv[first + j - context].double())
                 else:
-                    page = call.window_table[s, j // window_size % window_width].item()
+                    page = window_table[s, j // window_size % window_width].item()
                     rows.append(entry_or_raw(False, page, j % window_size))
             if entries is not None:
                 size = entries.storage_block_size
-                visible = max(0, (position + 1) // call.compress_ratio)
-                visible = min(visible, call.compressed_table.shape[1] * size)
+                visible = max(0, (position + 1) // compress_ratio)
+                visible = min(visible, compressed_table.shape[1] * size)
                 named = list(range(visible))
-                if call.topk_indices is not None:
-                    named = call.topk_indices[token].tolist()
-                    if call.topk_lens is not None:
-                        named = named[: max(0, call.topk_lens[token].item())]
+                if topk_indices is not None:
+                    named = topk_indices[token].tolist()
+                    if topk_lens is not None:
+                        named = named[: max(0, topk_lens[token].item())]
                 for w in named:
                     if 0 <= w < visible:
-                        page = call.compressed_table[s, w // size].item()
+                        page = compressed_table[s, w // size].item()
                         rows.append(entry_or_raw(True, page, w % size))
-            _attend_row(token, q, rows, call.softmax_scale, call.sinks, out, lse, dtype)
-            if call.cos_sin is not None and rows:
-                _inverse_rope(out[token], call.cos_sin[position].to(dtype))
+            _attend_row(token, q, rows, scale, sinks, out, lse, dtype)
+            if cos_sin is not None and rows:
+                _inverse_rope(out[token], cos_sin[position].to(dtype))
     return out
 
 

@@ -9,8 +9,8 @@ from quire.bench.common.bounds import bounding
 from quire.kernels import LatentPages, compressed_attention, flash_mla_with_kvcache
 from quire.kernels.common.arch import named
 from quire.kernels.common.latent_pages import page_bytes
-from quire.kernels.compressed import reference as reference_compressed
-from quire.kernels.compressed import triton_impl
+from quire.kernels.latent import launch as latent_launch
+from tests.kernels.oracles.compressed_attention import slots_attention
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 BF16 = torch.bfloat16
@@ -96,7 +96,7 @@ def _exactly(arguments, lists):
     q = arguments["q"].flatten(0, 1).cpu()
     times = arguments["q"].shape[1]
     sinks = arguments["attn_sink"]
-    return reference_compressed.slots_attention(
+    return slots_attention(
         q,
         [
             (pages, rows.flatten(0, 1), None if n is None else n.repeat_interleave(times))
@@ -142,7 +142,7 @@ def test_a_query_without_keys(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_several_splits_of_a_larger_tensor(impl, q_len, monkeypatch):
     """Tokens of a sequence lie evenly, sequences do not; one of them has several splits without keys."""
-    monkeypatch.setattr(triton_impl, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
+    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda tensor: (named("sm_90"), 8))
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, 3, 4, 512, generator=generator).to(BF16)[:, :q_len]
     cache = torch.randn(2, 256, 1, 512, generator=generator).to(BF16)[:, 8:][:, :200]
@@ -196,8 +196,12 @@ def test_the_same_as_compressed_attention(impl):
         q, window.unsqueeze(2), None, None, 512, indices=slots.int()[:, None], attn_sink=sinks,
         extra_k_cache=entries.unsqueeze(2), extra_indices_in_kvcache=extra.int()[:, None], lse=given[:, :2], impl=impl,
     )  # fmt: skip
-    assert out[:, 0].equal(expected)
-    assert other[..., 0].T.equal(lse) and given[:, :2].equal(lse) and given[:, 2].isnan().all()
+    lists = [(LatentPages(rows.cpu(), 8), slots[:, None].cpu(), None) for rows, slots in ((window, slots), (entries, extra))]  # fmt: skip
+    exact, exact_lse = exactly({"q": q, "attn_sink": sinks}, lists)
+    for each, each_lse in ((expected, lse), (out[:, 0], other[..., 0].T)):
+        assert_within_budget("out", each.cpu(), exact)
+        assert_within_budget("lse", each_lse.cpu(), exact_lse)
+    assert given[:, :2].equal(other[..., 0].T) and given[:, 2].isnan().all()
 
 
 @pytest.mark.parametrize("change, error, text", [

@@ -1,46 +1,13 @@
-"""The three kinds of DeepSeek-V4's layers (a window alone, all entries beside it, entries that a list names) take the same kernels: what
-differs is known at run time alone."""
-
-import json
-import os
-from pathlib import Path
+"""The three kinds of DeepSeek-V4's layers: a window alone, all entries beside it, entries that a list names."""
 
 import pytest
 import torch
 
 from quire.kernels import flash_mla_with_kvcache
-from quire.kernels.common.arch import named
-from quire.kernels.compressed import triton_impl as compressed_triton
-from tests.kernels.compressed import test_flash_mla
-from tests.kernels.compressed.test_compressed import BF16, FP8, attend
-from tests.support.forked import printed
+from tests.kernels.latent import test_flash_mla
+from tests.kernels.latent.test_compressed import BF16, FP8, attend
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.compressed_cases import Case, exactly, make_batch
-
-ROOT = Path(__file__).resolve().parents[3]
-# Of so many heads that a query tile is of one token. Pages of entries are of 64 rows or 2, lists of
-# any width. Triton's launcher tells what it compiles for only where it does not interpret.
-KINDS = """
-import itertools, json
-from quire.bench.static import cases, compiling
-from quire.bench.static.cases import latent
-from quire.kernels.common.arch import named
-found = []
-for q_len, pages, arch in itertools.product((None, 1), ("bfloat16", "uint8"), ("sm_80", "sm_90", "sm_100", "gfx942")):
-    variants = set()
-    for kind, topk in (("window", 512), ("hca", 512), ("csa", 512), ("csa", 1000), ("csa", 1)):
-        case = latent.compressed("", kind, 64, q_len, pages, topk=topk)
-        launch = cases.launches_of(case, named(arch))[0]
-        variants.add((launch.name, len(launch.kernel.arg_names) <= 30, repr(compiling.specialise(launch))))
-    found.append(["decode" if q_len else "prefill", len(variants), *list(variants)[0][:2]])
-print(json.dumps(found))
-"""
-
-
-def test_one_kernel_for_all_kinds():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    for phase, *found in json.loads(printed(KINDS, cwd=ROOT, env=environment)):
-        assert found == [1, f"compressed_{phase}_kernel", True]
 
 
 def of_kind(batch, kind):
@@ -52,10 +19,9 @@ def of_kind(batch, kind):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 48, 64])
 @pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "fp8"])
-@pytest.mark.parametrize("kind", ["csa"])
-def test_pages_of_any_number_of_rows(kind, options, rows):
+def test_pages_of_any_number_of_rows(options, rows):
     """Decode and prefill; a table of the window has pages of other sizes."""
-    case = Case("", [141, 23, 70], [1, 1, 6], ratio=2, topk=9 if kind == "csa" else None, entry_rows=rows, num_decodes=2, **options)  # fmt: skip
+    case = Case("", [141, 23, 70], [1, 1, 6], ratio=2, topk=9, entry_rows=rows, num_decodes=2, **options)  # fmt: skip
     batch = make_batch(case)
     exact, exact_lse = exactly(batch)
     lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
@@ -110,13 +76,3 @@ def test_no_entry_yet_is_a_window_alone(options):
     for kind in ("hca", "window"):
         call = of_kind(batch, kind)
         assert_within_budget(kind, attend(call, "triton").cpu(), exactly(call)[0])
-
-
-def test_pages_keep_wide_copies_beside_new_rows_that_lie_anywhere():
-    """Quantized pages, whose new rows take a loop of their own; plain ones share a tile with them."""
-    for options, aligned in ((FP8, True), ({"dtype": BF16}, False)):
-        batch = make_batch(Case("", [40], [1], ratio=4, **options))
-        batch["kv"] = torch.zeros(1, batch["kv"].shape[1] + 1, dtype=BF16, device=DEVICE)[:, 1:]
-        call = compressed_triton.CompressedCall(**batch)
-        (launch, *_) = compressed_triton.prepare(call, named("sm_90"), 2)
-        assert launch.arguments["KEYS"].ALIGNED is aligned

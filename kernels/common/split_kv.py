@@ -1,0 +1,155 @@
+"""Split-KV decode: how the keys of a batch are divided on the device.
+
+The keys of all query tiles of decode over ``target_splits`` give the keys of a split. A query tile
+has as many equal splits as its keys hold of these; the splits of all query tiles are numbered one
+after another, a program each. With three sequences of a token and target_splits 4:
+
+    sequence          0             1       2
+    keys              3000          500     600          4100 in all
+    keys of a split   1025 = ceil(4100 / 4)
+    splits, up        0   1   2     3       4            1000 keys in 0 to 2
+    splits, down      0      1      2       3            1500 keys in 0 and 1
+
+Where an SM holds several programs the number of splits is rounded up: long query tiles end sooner.
+Where it holds one, it is rounded down: what is left over would be another wave.
+
+Every program derives this from the lengths in device memory: the host needs none, and a captured
+graph stays right. Splits of a query tile that has several leave partial results, numbered among
+those alone (rounded down, there are no more than target_splits); `merging.merge_splits_kernel`
+combines them by their lse. The others write the output themselves.
+
+Source: FlashDecoding (split-KV); FlashInfer (arXiv 2501.01005) 2.2.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tile_shapes import MIN_SPLIT_KEYS
+
+LEAST_KEYS = tl.constexpr(MIN_SPLIT_KEYS)
+# Sequences whose lengths a program looks at together.
+CHUNK = tl.constexpr(128)
+
+
+class Batch(NamedTuple):
+    """The decode sequences, and how their keys are divided."""
+
+    seq_lens: Any  # None: every sequence has one token and ``most_entries`` keys
+    cu_seqlens_q: Any
+    num_decodes: Any
+    decode_tokens: Any  # a sequence of more new tokens is prefill's
+    target_splits: Any
+    sliding_window: Any  # raw keys that a query sees; None: all before it
+    ratio: Any  # raw tokens of a compressed entry; None: there are no entries
+    most_entries: Any  # that a query sees
+    round_up: Any  # the number of splits of a query tile, else down; known at compile time
+
+
+@triton.jit
+def paged_range(seq_len, q_len, sliding_window, NEW_KV: tl.constexpr):
+    """Keys [low, high) in the pages that some query of a sequence sees; scalars or vectors.
+
+    NEW_KV: the keys of the step are in no page.
+    """
+    context = seq_len - q_len
+    high = tl.maximum(context if NEW_KV else seq_len, 0)
+    low = high * 0
+    if sliding_window is not None:
+        low = tl.minimum(tl.maximum(context - sliding_window + 1, 0), high)
+    return low, high
+
+
+@triton.jit
+def split_range(low, high, split, num_splits, BLOCK_N: tl.constexpr):
+    """The part of keys [low, high) that one of ``num_splits`` splits has: whole tiles inside."""
+    first = low // BLOCK_N
+    tiles = (tl.cdiv(high, BLOCK_N) - first).to(tl.int64)
+    begin = (first + tiles * split // num_splits).to(tl.int32) * BLOCK_N
+    end = (first + tiles * (split + 1) // num_splits).to(tl.int32) * BLOCK_N
+    return tl.maximum(low, begin), tl.minimum(high, end)
+
+
+@triton.jit
+def _tiles_and_keys(seq, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Query tiles of sequences that are decode's to compute, and about the keys of each of them."""
+    live = seq < batch.num_decodes
+    if batch.seq_lens is None:
+        tiles = live.to(tl.int32)
+        keys = tiles * batch.most_entries
+    else:
+        first = tl.load(batch.cu_seqlens_q + seq, mask=live, other=0)
+        q_len = tl.load(batch.cu_seqlens_q + seq + 1, mask=live, other=0) - first
+        seq_len = tl.load(batch.seq_lens + seq, mask=live, other=0)
+        low, high = paged_range(seq_len, q_len, batch.sliding_window, NEW_KV)
+        keys = high - low
+        if batch.ratio is not None:
+            keys += tl.minimum(tl.maximum(seq_len, 0) // batch.ratio, batch.most_entries)
+        tiles = tl.where(q_len <= batch.decode_tokens, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0)
+    return tiles, keys
+
+
+@triton.jit
+def _keys_of_a_split(batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
+    total = tl.zeros([], tl.int64)
+    for start in range(0, batch.num_decodes, CHUNK):
+        tiles, keys = _tiles_and_keys(start + tl.arange(0, CHUNK), batch, NEW_KV, BLOCK_Q)
+        total += tl.sum(tiles.to(tl.int64) * keys, 0)
+    share = (total + batch.target_splits - 1) // batch.target_splits
+    return tl.maximum(share, LEAST_KEYS if batch.round_up else LEAST_KEYS // 2).to(tl.int32)
+
+
+@triton.jit
+def _num_splits(keys, share, batch):
+    return tl.maximum((keys + share - 1 if batch.round_up else keys) // share, 1)
+
+
+@triton.jit
+def find_split(item, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """What a program computes.
+
+    Returns:
+        (sequence, num_decodes past the last; its query tile; the split of it; how many splits that
+        has; the number of the split among those that leave partial results).
+    """
+    share = _keys_of_a_split(batch, NEW_KV, BLOCK_Q)
+    found = tl.zeros([], tl.int32)
+    first = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.int32)
+    parts = tl.zeros([], tl.int32)
+    num_splits = tl.zeros([], tl.int32)
+    for start in range(0, batch.num_decodes, CHUNK):
+        seq = start + tl.arange(0, CHUNK)
+        tiles, keys = _tiles_and_keys(seq, batch, NEW_KV, BLOCK_Q)
+        splits = _num_splits(keys, share, batch)
+        items = tiles * splits
+        stop = before + tl.cumsum(items, 0)
+        passed = (stop <= item) & (seq < batch.num_decodes)
+        found += tl.sum(passed.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(passed, stop, 0), 0))
+        parts += tl.sum(tl.where(passed & (splits > 1), items, 0), 0)
+        num_splits += tl.sum(tl.where((stop > item) & (stop - items <= item), splits, 0), 0)
+        before += tl.sum(items, 0)
+    num_splits = tl.maximum(num_splits, 1)
+    index = item - first
+    return found, index // num_splits, index % num_splits, num_splits, parts + index
+
+
+@triton.jit
+def splits_of(target, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The first split of a sequence among those that leave partial results, and how many splits a
+    query tile of it has."""
+    _, target_keys = _tiles_and_keys(target, batch, NEW_KV, BLOCK_Q)
+    parts = tl.zeros([], tl.int32)
+    num_splits = tl.full([], 1, tl.int32)
+    if target_keys >= LEAST_KEYS:  # else never split: most short sequences end here
+        share = _keys_of_a_split(batch, NEW_KV, BLOCK_Q)
+        num_splits = _num_splits(target_keys, share, batch)
+        for start in range(0, target, CHUNK):
+            seq = start + tl.arange(0, CHUNK)
+            tiles, keys = _tiles_and_keys(seq, batch, NEW_KV, BLOCK_Q)
+            splits = _num_splits(keys, share, batch)
+            before = (seq < target) & (splits > 1)
+            parts += tl.sum(tl.where(before, tiles * splits, 0), 0)
+    return parts, num_splits

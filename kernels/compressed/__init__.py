@@ -1,1 +1,0 @@
-"""DeepSeek-V4 attention: window, in-step rows and compressed entries under one softmax."""

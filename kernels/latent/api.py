@@ -1,0 +1,314 @@
+"""Attention over latent rows: MLA of DeepSeek-V2 and V3, and the attention of DeepSeek-V4.
+
+Next: `call`, the checked arguments; then `launch` and `kernel`, or `torch_impl` on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common import checks
+from ..common.impls import implementation
+from ..common.latent_pages import LatentPages
+from ..common.tile_shapes import MAX_ROWS
+from .call import LatentCall, MlaPages, check_batch, check_latent_pages, check_values
+
+MLA_SCORE_DIMS = (16, 32, 64, 128)
+
+
+def mla_attention(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    kv: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Causal attention of many query heads over one paged latent row a token.
+
+        out_i = sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:head_dim_v],   j <= p_i
+
+    Queries are in latent form: q = (q_nope absorbed through the key up-projection, q_rope), and the
+    value up-projection follows. Query i of sequence s stands at position
+    p = seq_lens[s] - q_len + i. With ``kv`` the pages hold keys [0, seq_len - q_len), and ``kv``
+    the last q_len keys; without it all keys are in the pages. Rows and table entries of keys that
+    no query sees are never read.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; any number of heads,
+            so also a tensor-parallel shard.
+        pages: [num_pages, block_size, head_dim] q's dtype, any page and row stride, last stride 1.
+        block_table: [num_seqs, width] int32, physical page ids; entry b holds block b; any row
+            stride. Of a table shorter than seq_lens the last entry is looked up again.
+        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding
+            row.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence; trusted as in
+            ``paged_attention``.
+        softmax_scale: factor of q . row, in 2**-30 .. 2**16: of the model's uncompressed head size
+            (192 ** -0.5 in V2 and V3, times YaRN's factor), so there is no default.
+        head_dim_v: leading channels of a row that are its value; head_dim - head_dim_v further ones
+            (the roped key) only score.
+        kv: [num_tokens, head_dim] q's dtype, the step's own rows, ragged like q.
+        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
+        num_decodes: host int, how many sequences at the front take the split-KV path, as in
+            ``paged_attention``.
+        out: [num_tokens, num_heads, head_dim_v] q's dtype, filled in place; None allocates.
+        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
+            logits.
+        workspace: [n] fp32 scratch of the KV splits, n >= ``quire.kernels.workspace_numel`` of
+            num_kv_heads 1 and head_dim ``head_dim_v``; None allocates. Calls that may run at the
+            same time need different ones.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``. A query that sees no key gets out 0 and lse -inf.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above.
+        NotImplementedError: head_dim_v is not a power of two in 16..512, or head_dim - head_dim_v
+            not one in 16..128.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434) 2.1, decoupled RoPE and absorbed projections.
+    """
+    chosen = implementation(impl, q)
+    checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
+    num_tokens, num_heads, head_dim = q.shape
+    checks.expect_int("q: num_heads", num_heads, 1)
+    checks.expect_int("head_dim_v", head_dim_v, 1)
+    checks.expect_head_dim("head_dim_v", head_dim_v)
+    if head_dim - head_dim_v not in MLA_SCORE_DIMS:
+        raise NotImplementedError(
+            f"q: head_dim {head_dim} is not head_dim_v {head_dim_v} and one of "
+            f"{list(MLA_SCORE_DIMS)} more"
+        )
+    checks.expect_tensor("pages", pages, (None, None, head_dim), q.dtype, device=q.device)
+    for axis, what in ((0, "num_pages"), (1, "block_size")):
+        checks.expect_int(f"pages: {what}", pages.shape[axis], 1)
+    # The kernel addresses rows within a page with 32 bits.
+    if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
+        raise ValueError(f"pages: expected pages of < 2**31 elements, got {pages.stride()}")
+    max_seqlen_q, num_decodes = check_batch(
+        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv, lse, workspace
+    )
+    num_seqs = seq_lens.shape[0]
+    checks.expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=q.device)
+    checks.expect_int("block_table: width", block_table.shape[1], 1)
+    out_shape = (num_tokens, num_heads, head_dim_v)
+    if out is None:
+        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+    checks.expect_tensor("out", out, out_shape, q.dtype, device=q.device)
+    checks.expect_apart("out", out)
+    checks.expect_positive("softmax_scale", softmax_scale, most=16)
+    call = LatentCall(
+        q=q,
+        pages=MlaPages(pages),
+        table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        head_dim_v=head_dim_v,
+        max_seqlen_q=max_seqlen_q,
+        num_decodes=num_decodes,
+        softmax_scale=float(softmax_scale),
+        out=out,
+        kv=kv,
+        max_seq_len=max_seq_len,
+        lse=lse,
+        workspace=workspace,
+    )
+    return run(call, chosen)
+
+
+def compressed_attention(
+    q: torch.Tensor,
+    window_pages: LatentPages,
+    window_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    sliding_window: int,
+    max_seqlen_q: int,
+    kv: torch.Tensor | None = None,
+    compressed_pages: LatentPages | None = None,
+    compressed_table: torch.Tensor | None = None,
+    compress_ratio: int | None = None,
+    topk_indices: torch.Tensor | None = None,
+    topk_lens: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    cos_sin: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Attention over latent rows that are key and value at once: raw rows and compressed entries.
+
+    Query i of sequence s stands at position p = seq_lens[s] - q_len + i. It sees the raw rows of
+    positions p - sliding_window + 1 .. p and, with ``compressed_pages``, the entries
+    w < floor((p + 1) / compress_ratio): all of them (HCA), or those that ``topk_indices`` names
+    (CSA). All share one softmax and one sink. Rows and table entries that no query sees are never
+    read, and may hold anything.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1, roped; the sequences
+            one after another. Any number of heads.
+        window_pages: raw rows, roped; q's dtype, or quantized (q bf16 or fp32).
+        window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a
+            linear table. Only the last width * storage_block_size positions in the pages are seen:
+            a later row overwrites the one so many positions before. With width 0 and no ``kv`` a
+            query sees entries alone.
+        seq_lens: [num_seqs] int32, tokens of each sequence including this step's, fewer than 2**30;
+            0 for a padding row.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        sliding_window: raw rows that a query sees, its own included; >= 1, and from 2**30 on all
+            that there are.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. Where all sequences
+            take the decode path, the call trusts it: rows of longer sequences stay unwritten.
+            Elsewhere the result does not depend on it.
+        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: then only positions before
+            the step are read from the pages, whatever these hold of the step itself. Where the
+            pages are quantized these should be what a reader of them would see (``write_latent``
+            returns it). None: the pages hold all.
+        compressed_pages: entries of all closed windows, those that this step closed included; the
+            same format as ``window_pages``.
+        compressed_table: [num_seqs, width] int32, page of entry w at w // storage_block_size.
+            Entries behind its end are not there.
+        compress_ratio: raw tokens of an entry, 1..2**30.
+        topk_indices: [num_tokens, topk] int32, entries of the token's own sequence, each at most
+            once, in any order. -1 = none; entries that the query does not see yet count nothing.
+        topk_lens: [num_tokens] int32, how many of a row's first indices count: below 0 none, above
+            topk all; None = all.
+        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
+            nothing.
+        softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
+        cos_sin: [max_position, rope_dim] fp32, cosines then sines: the inverse RoPE of the query's
+            position is applied to the trailing rope_dim channels of the output: rows are values
+            too, which carry the rotation of their own positions. None leaves them.
+        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
+        num_decodes: host int, how many sequences at the front take the split-KV path made for few
+            new tokens; the others take the prefill path. Default: all if max_seqlen_q <= 1, else
+            none. Any choice gives the right result.
+        out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
+        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
+            logits, without the sink.
+        workspace: [n] fp32, n >= ``compressed_attention_workspace_numel(...)``, scratch of the KV
+            splits; None allocates. Calls that may run at the same time need different ones.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``. A query that sees no key gets out 0 and lse -inf.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above, or
+            num_seqs * max_seqlen_q < num_tokens on the decode path.
+        NotImplementedError: quantized beside plain pages, quantized pages with fp16 queries, a
+            rope_dim that is no power of two, or a pool of 2**31 rows or more.
+
+    Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
+    """
+    chosen = implementation(impl, q)
+    check_latent_pages(q, window_pages, compressed_pages, sinks)
+    max_seqlen_q, num_decodes = check_batch(
+        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv, lse, workspace
+    )
+    num_tokens, num_seqs, device = q.shape[0], seq_lens.shape[0], q.device
+    int32 = torch.int32
+    checks.expect_tensor("window_table", window_table, (num_seqs, None), int32, device=device)
+    given = tuple(x is not None for x in (compressed_pages, compressed_table, compress_ratio))
+    if any(given) and not all(given):
+        raise ValueError(
+            "compressed_pages: expected compressed_pages, compressed_table and "
+            f"compress_ratio together or none, got {given}"
+        )
+    if compressed_table is not None:
+        checks.expect_tensor(
+            "compressed_table", compressed_table, (num_seqs, None), int32, device=device
+        )
+        checks.expect_int("compressed_table: width", compressed_table.shape[1], 1)
+        checks.expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
+    if topk_indices is not None:
+        if compressed_pages is None:
+            raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
+        checks.expect_tensor("topk_indices", topk_indices, (num_tokens, None), int32, device=device)
+    if topk_lens is not None:
+        if topk_indices is None:
+            raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
+        checks.expect_tensor("topk_lens", topk_lens, (num_tokens,), int32, device=device)
+    if cos_sin is not None:
+        shape = (None, window_pages.rope_dim)
+        checks.expect_tensor("cos_sin", cos_sin, shape, torch.float32, device=device)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=device)
+    checks.expect_apart("out", out)
+    call = LatentCall(
+        q=q,
+        pages=window_pages,
+        table=window_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        head_dim_v=q.shape[2],
+        max_seqlen_q=max_seqlen_q,
+        num_decodes=num_decodes,
+        softmax_scale=checks.softmax_factor(softmax_scale, q.shape[2]),
+        out=out,
+        sliding_window=checks.window_tokens(sliding_window),
+        kv=kv,
+        entries=compressed_pages,
+        entry_table=compressed_table,
+        ratio=compress_ratio,
+        topk_indices=topk_indices,
+        topk_lens=topk_lens,
+        sinks=sinks,
+        cos_sin=cos_sin,
+        max_seq_len=max_seq_len,
+        lse=lse,
+        workspace=workspace,
+    )
+    return run(call, chosen)
+
+
+def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
+    """How many fp32 elements ``workspace`` needs for any batch, any heads and any lengths.
+
+    Args:
+        head_dim: channels of a row.
+        num_sms: streaming multiprocessors,
+            ``torch.cuda.get_device_properties(device).multi_processor_count``.
+
+    Returns:
+        Elements: two partial rows of head_dim + 1 values for each of 64 query rows of a program on
+        each multiprocessor; twice what `tiles.plan_decode` asks for.
+
+    Raises:
+        ValueError: a value is not a positive int.
+
+    Source: ``tiles.plan_decode``.
+    """
+    checks.expect_int("head_dim", head_dim, 1)
+    checks.expect_int("num_sms", num_sms, 1)
+    return 2 * num_sms * MAX_ROWS * (head_dim + 1)
+
+
+def run(call: LatentCall, chosen: str) -> torch.Tensor:
+    """Compute a checked call by the implementation of that name; returns ``out``."""
+    if call.q.is_cpu:
+        check_values(call)
+    if chosen == "triton":
+        from .launch import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)

@@ -1,0 +1,295 @@
+"""The checked arguments of one call of ``mla_attention``, ``compressed_attention`` or
+``flash_mla_with_kvcache``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..common import checks
+from ..common.latent_pages import LatentPages
+from ..common.tile_shapes import MAX_ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class MlaPages:
+    """Pages of MLA, [num_pages, block_size, head_dim], as ``LatentPages``, which have other widths."""
+
+    data: torch.Tensor
+    fp8: bool = False
+
+    @property
+    def storage_block_size(self) -> int:
+        """Rows of a page."""
+        return self.data.shape[1]
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows [..., head_dim] fp32 of flat indices; zeros for negative ones."""
+        page, row = slots.clamp(min=0) // self.data.shape[1], slots % self.data.shape[1]
+        return torch.where((slots >= 0)[..., None], self.data[page, row], 0).float()
+
+
+@dataclass(frozen=True, eq=False)
+class LatentCall:
+    """The arguments of one call, checked.
+
+    Named and shaped as in ``compressed_attention``, but for
+
+    Attributes:
+        pages, table: of raw rows; with ``slots`` table is [num_tokens, width] flat indices.
+        entries, entry_table, ratio: of compressed entries; with ``slots`` there is no table, and
+            ``topk_indices`` are flat indices.
+        head_dim_v: leading channels of a row that are its value.
+        sliding_window: None: a query sees all raw rows before it.
+        slots: whether keys come as lists of flat indices, page * rows of a page + row; every token
+            is a sequence, and seq_lens and cu_seqlens_q are None.
+        window_lens, topk_lens: how many elements of a list count, each for ``tokens_per_len``
+            tokens.
+    """
+
+    q: torch.Tensor
+    pages: LatentPages | MlaPages
+    table: torch.Tensor
+    seq_lens: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    head_dim_v: int
+    max_seqlen_q: int
+    num_decodes: int
+    softmax_scale: float
+    out: torch.Tensor
+    sliding_window: int | None = None
+    kv: torch.Tensor | None = None
+    entries: LatentPages | None = None
+    entry_table: torch.Tensor | None = None
+    ratio: int | None = None
+    topk_indices: torch.Tensor | None = None
+    topk_lens: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    cos_sin: torch.Tensor | None = None
+    max_seq_len: int | None = None
+    lse: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
+    slots: bool = False
+    window_lens: torch.Tensor | None = None
+    tokens_per_len: int = 1
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return self.q.shape[0] if self.seq_lens is None else self.seq_lens.shape[0]
+
+    @property
+    def lists(self) -> bool:
+        """Whether every token has keys of its own, so that a query tile holds one token."""
+        return self.slots or self.topk_indices is not None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a query's keys stay few at any context length."""
+        if self.slots:
+            return True
+        return self.sliding_window is not None and (
+            self.entries is None or self.topk_indices is not None
+        )
+
+    def raw_range(self, first: int, last: int, seq_len: int, q_len: int) -> tuple[int, int]:
+        """Positions [low, high) in the pages that the queries at positions seq_len + first to
+        seq_len + last - 1 see between them."""
+        context = seq_len - q_len
+        high = seq_len + last if self.kv is None else min(seq_len + last, context)
+        low = 0
+        if self.sliding_window is not None:
+            # Of the rows in pages a later one has overwritten those before.
+            oldest = (seq_len if self.kv is None else context) - self.page_room
+            low = max(0, seq_len + first - self.sliding_window + 1, oldest)
+        return low, max(low, high)
+
+    def blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Columns of ``table`` for blocks of raw rows: a ring's, or the last one for those behind."""
+        width = self.table.shape[1]
+        if self.sliding_window is not None:
+            return blocks % max(1, width)
+        return blocks.clamp(max=width - 1)
+
+    @property
+    def page_room(self) -> int:
+        """Raw rows that the pages of a sequence hold; in a ring a later one overwrites the oldest."""
+        return min(self.table.shape[1] * self.pages.storage_block_size, checks.MAX_TOKENS)
+
+    @property
+    def entry_room(self) -> int:
+        """Entries that the pages of a sequence hold; behind the end of the table there are none."""
+        if self.entry_table is None or self.entries is None:
+            return 0
+        return min(self.entry_table.shape[1] * self.entries.storage_block_size, checks.MAX_TOKENS)
+
+    @property
+    def most_entries(self) -> int:
+        """Entries that a query sees, at most; with ``slots`` all its keys."""
+        topk = self.entry_room if self.topk_indices is None else self.topk_indices.shape[1]
+        if self.slots:
+            return self.table.shape[1] + (0 if self.topk_indices is None else topk)
+        return min(topk, self.entry_room)
+
+    @property
+    def max_keys(self) -> int | None:
+        """Upper bound of the keys of a query that are not of its step; None if unknown."""
+        if self.slots:
+            return self.most_entries
+        known = [x for x in (self.max_seq_len, self.sliding_window) if x is not None]
+        if not known:
+            return None
+        if self.ratio is None or self.topk_indices is not None:
+            return min(known) + self.most_entries
+        if self.max_seq_len is None:
+            return None
+        return min(known) + self.max_seq_len // self.ratio
+
+
+def check_batch(
+    q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    max_seq_len: int | None,
+    num_decodes: int | None,
+    kv: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Check what ``mla_attention`` and ``compressed_attention`` have in common.
+
+    Returns:
+        (max_seqlen_q, num_decodes): grids are sized by the former, so it is cut to what there is.
+    """
+    (num_tokens, num_heads, head_dim), device = q.shape, q.device
+    checks.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    checks.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    if kv is not None:
+        checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=device)
+    if lse is not None:
+        checks.expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+        checks.expect_apart("lse", lse)
+    if workspace is not None:
+        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+    checks.expect_int("max_seqlen_q", max_seqlen_q, 0)
+    if max_seq_len is not None:
+        checks.expect_int("max_seq_len", max_seq_len, 0)
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    checks.expect_int("num_decodes", num_decodes, 0, num_seqs)
+    if num_decodes == num_seqs and num_seqs * max_seqlen_q < num_tokens:
+        # No prefill kernel is launched for what the decode path leaves.
+        raise ValueError(
+            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
+            f" got {max_seqlen_q}"
+        )
+    # A tile never holds more tokens than rows, so its shape stays.
+    return min(max_seqlen_q, max(num_tokens, MAX_ROWS)), num_decodes
+
+
+def check_latent_pages(
+    q: torch.Tensor,
+    window_pages: LatentPages,
+    compressed_pages: LatentPages | None,
+    sinks: torch.Tensor | None,
+    names: tuple[str, str, str] = ("window_pages", "compressed_pages", "sinks"),
+) -> None:
+    """Require queries and pages that go together, as ``compressed_attention`` says.
+
+    names: what the caller calls window_pages, compressed_pages and sinks.
+    """
+    checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
+    num_heads, head_dim = q.shape[1:]
+    checks.expect_int("q: num_heads", num_heads, 1)
+    for name, pages in ((names[0], window_pages), (names[1], compressed_pages)):
+        if pages is None and name != names[0]:
+            continue
+        if not isinstance(pages, LatentPages):
+            raise ValueError(f"{name}: expected LatentPages, got {type(pages).__name__}")
+        if pages.head_dim != head_dim or pages.rope_dim != window_pages.rope_dim:
+            raise ValueError(
+                f"{name}: expected head_dim {head_dim} and rope_dim {window_pages.rope_dim}, "
+                f"got {pages.head_dim} and {pages.rope_dim}"
+            )
+        if pages.fp8 != window_pages.fp8:
+            raise NotImplementedError(
+                f"{name}: quantized and plain pages in one call are not supported"
+            )
+        if pages.fp8 and q.dtype == torch.float16:
+            raise NotImplementedError(
+                "q: float16 with quantized pages; supported are bfloat16, float32"
+            )
+        if not pages.fp8 and pages.data.dtype != q.dtype:
+            raise ValueError(f"{name}: expected {q.dtype} pages, got {pages.data.dtype}")
+        if pages.data.device != q.device:
+            raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
+        checks.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
+        if pages.data.shape[0] * pages.storage_block_size >= 2**31:
+            # Lists of physical rows are int32 (``flash_mla_with_kvcache``).
+            raise NotImplementedError(
+                f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; "
+                "supported are < 2**31"
+            )
+    rope_dim = window_pages.rope_dim
+    if rope_dim < 2 or rope_dim & (rope_dim - 1):
+        raise NotImplementedError(f"{names[0]}: rope_dim {rope_dim} is not a power of two >= 2")
+    if sinks is not None:
+        checks.expect_tensor(names[2], sinks, (num_heads,), torch.float32, device=q.device)
+
+
+def check_values(call: LatentCall) -> None:
+    """Require ids of pages, rows and positions that there are, wherever a query looks; ValueError
+    otherwise.
+
+    It reads device memory, so it is for CPU tensors.
+    """
+    num_pages, rows = call.pages.data.shape[0], call.pages.storage_block_size
+    if call.seq_lens is None or call.cu_seqlens_q is None:
+        lists = [("indices", call.pages, call.table, call.window_lens)]
+        if call.entries is not None and call.topk_indices is not None:
+            lists.append(
+                ("extra_indices_in_kvcache", call.entries, call.topk_indices, call.topk_lens)
+            )
+        for name, pages, table, lens in lists:
+            live = listed(table, lens, call.tokens_per_len)
+            count = pages.data.shape[0] * pages.storage_block_size
+            checks.expect_ids(name, table[live], count, "rows")
+        return
+    bounds, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
+    checks.expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
+    for s, seq_len in enumerate(lengths):
+        first, last = bounds[s], bounds[s + 1]
+        if first == last or seq_len <= 0:
+            continue
+        if call.cos_sin is not None:
+            position = torch.tensor([seq_len - 1])
+            checks.expect_ids("cos_sin", position, call.cos_sin.shape[0], "positions")
+        low, high = call.raw_range(first - last, 0, seq_len, last - first)
+        blocks = call.blocks(
+            torch.arange(low // rows, -(-high // rows) if low < high else low // rows)
+        )
+        name = "block_table" if call.sliding_window is None else "window_table"
+        checks.expect_ids(name, call.table[s, blocks], num_pages)
+        if call.entries is None or call.entry_table is None or call.ratio is None:
+            continue
+        count = min(seq_len // call.ratio, call.entry_room)
+        entry = torch.arange(count)
+        if call.topk_indices is not None:
+            lens = None if call.topk_lens is None else call.topk_lens[first:last]
+            entry = call.topk_indices[first:last]
+            visible = (torch.arange(first, last) - last + seq_len + 1).clamp(min=0) // call.ratio
+            entry = entry[listed(entry, lens) & (entry < visible.clamp(max=count)[:, None])]
+        ids = call.entry_table[s, entry // call.entries.storage_block_size]
+        checks.expect_ids("compressed_table", ids, call.entries.data.shape[0])
+
+
+def listed(lists: torch.Tensor, lens: torch.Tensor | None, tokens_per_len: int = 1) -> torch.Tensor:
+    """Which elements of lists [n, width] count: those that are no -1, of the first ``lens``."""
+    live = lists >= 0
+    if lens is not None:
+        rank = torch.arange(lists.shape[1], device=lists.device)
+        live = live & (rank < lens.repeat_interleave(tokens_per_len)[:, None])
+    return live
