@@ -305,7 +305,7 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
 
 def run(call: LatentCall, chosen: str) -> torch.Tensor:
     """Compute a checked call by the implementation of that name; returns ``out``."""
-    if call.q.is_cpu:
+    if checks.is_readable(call.q):
         check_values(call)
     if chosen == "triton":
         from .launch import attention
