@@ -37,9 +37,8 @@ from torch import nn
 
 from .chat import ChatTemplate
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
-from .engine.config import IMPLS
+from .engine.config import IMPLS, KV_CACHE_DTYPES
 from .engine.engine import EngineConfig
-from .engine.memory import KV_CACHE_DTYPES
 from .engine.outputs import RequestError
 from .engine.request import MAX_SAMPLES, SamplingParams
 from .engine.speculative import Drafter

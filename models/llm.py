@@ -33,8 +33,8 @@ from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import Work, join_ranks
-from .parallel.lead import Lead
 from .parallel.shard import shard_config
+from .parallel.steps import Lead
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from select import select
 
+LOCAL = "127.0.0.1"
 BEAT, MESSAGE, LONGEST_VERDICT = 0.5, 1024, 150  # seconds; bytes; characters of 6 bytes at most
 EXIT_STATUS = 1
 
@@ -33,9 +35,9 @@ class Heartbeat(threading.Thread):
         address: host and port where rank 0 listens (0: any, see `port`) and the others connect.
 
     Attributes:
-        verdict: what happened to which rank; "" = all are well.
+        verdict: the rank that died, and the reason; "" = none did.
         calls: returns the number of calls that this rank has made together with the others.
-        give_up: called in rank 0 with a verdict, to make a call fail that waits for other ranks.
+        give_up: called in rank 0 after a verdict, to make a call fail that waits for other ranks.
         is_stepping: True in rank 0 during a step, in which all ranks make progress.
     """
 
@@ -118,3 +120,24 @@ class Heartbeat(threading.Thread):
             least = [str(rank) for rank, count in calls.items() if count == min(calls.values())]
             return f"rank {', '.join(least)} is stuck: no progress for {self.timeout:g} s"
         return ""
+
+
+def run_worker() -> None:
+    """Be a rank that `quire.models.parallel.launch` started; stdin has its number and ports.
+
+    The heartbeat starts before torch is imported, which takes seconds.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
+    spec = json.load(sys.stdin)
+    rank, address = spec["rank"], (LOCAL, spec["heartbeat"])
+    try:
+        heartbeat = Heartbeat(rank, spec["size"], spec["timeout"], address)
+    except OSError as error:
+        sys.exit(f"quire: rank {rank} ends: rank 0 died: {error}")
+    try:
+        from .launch import run_rank
+
+        run_rank(heartbeat, spec)
+    except BaseException as error:
+        heartbeat.leave(f"{type(error).__name__}: {error}")
+        raise

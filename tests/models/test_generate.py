@@ -215,7 +215,7 @@ def test_bad_streams_are_refused_at_once(llm):
     with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
         llm.stream([999])
     without = LLM(llm.model, engine=SETTINGS)
-    without.tokenizer = without.engine.inputs.tokenizer = None
+    without.tokenizer = without.engine.tokenizer = None
     with pytest.raises(
         ValueError, match="stop: expected no strings, as this engine has no tokenizer"
     ):

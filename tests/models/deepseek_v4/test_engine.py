@@ -138,7 +138,7 @@ def test_decode_through_fixed_buffers(model, plain):
     outputs = {}
     while engine.has_work:
         outputs |= {o.request_id: o.token_ids for o in engine.step().finished}
-    assert [shape.num_seqs for shape in engine._graphs.shapes] == [1, 2, 3]
+    assert [shape.num_seqs for shape in engine.runner.graphs.shapes] == [1, 2, 3]
     assert [outputs[i] for i in ids] == [plain[i] for i in ids]
 
 

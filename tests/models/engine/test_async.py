@@ -82,7 +82,7 @@ def test_steps_that_fail_are_done_again(where, monkeypatch):
     )
     engine = Engine(model, config)
     if where == "tensors":
-        staging = engine._builder._staging
+        staging = engine.runner.builder._staging
         staging.send = fails(rng, staging.send)
     elif where == "wait":
         monkeypatch.setattr(HostCopy, "wait", fails(rng, HostCopy.wait))
@@ -385,7 +385,7 @@ def test_where_it_is_on():
         (True, NGramDrafter(2), False),
     ):
         engine = Engine(ToyModel(), EngineConfig(async_scheduling=wanted, **small), drafter=drafter)
-        assert engine._is_async == on
+        assert engine.runner.is_async == on
         runs = []
         engine.model.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         request_id = engine.add_request([5] * 9, SamplingParams(4, ignore_eos=True))

@@ -11,7 +11,7 @@ from quire.models.engine import engine as runner
 from quire.models.engine import report
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import SampledOnDevice
+from quire.models.engine.sampler import Sampled
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
@@ -48,14 +48,13 @@ class Recorder:
             hook = model.register_forward_hook(
                 lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out)
             )
-            launched = forward(step)
+            forward(step)
             hook.remove()
-            sampled_from[id(launched)] = last[0]
-            return launched
+            sampled_from[step] = last[0]
 
-        def forcing(launched):
-            new, step = tokens_of(launched), launched.step
-            rows = iter(sampled_from.pop(id(launched)))
+        def forcing(step):
+            new = tokens_of(step)
+            rows = iter(sampled_from.pop(step))
             drafts = dict(zip(step.requests, step.num_drafts, strict=True))
             for tokens in new:
                 request, here = tokens.request, tokens.request.request_id
@@ -355,10 +354,10 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
         slow(engine.kv, name, seconds)
     slow(engine.scheduler, "_choose", 100)
     slow(engine.drafter, "propose", 200)
-    slow(engine._builder, "build", 400)
-    slow(engine, "_run", 800)
+    slow(engine.runner.builder, "build", 400)
+    slow(engine.runner, "forward", 800)
     slow(engine, "_sampler", 1600)
-    slow(SampledOnDevice, "wait", 6400)
+    slow(Sampled, "wait", 6400)
     slow(engine.outputs, "deliver", 3200)
     engine.add_request(prompt(20), SamplingParams(max_tokens=2))
     steps = [engine.step(), engine.step()]
@@ -460,7 +459,9 @@ def test_bad_settings():
         SamplingParams(max_tokens=0)
     engine = Engine(model, EngineConfig(num_pages=20))
     engine.add_request([5], request_id="a")
-    with pytest.raises(ValueError, match="request_id: expected a new id, got 'a'"):
+    with pytest.raises(
+        ValueError, match="request_id: expected a new id, a string or None, got 'a'"
+    ):
         engine.add_request([5], request_id="a")
 
 
@@ -528,7 +529,7 @@ def test_decode_through_fixed_buffers_equals_each_alone(name):
     run.run()
     for request_id in ids:
         run.check(request_id)
-    sizes = [shape.num_seqs for shape in run.engine._graphs.shapes]
+    sizes = [shape.num_seqs for shape in run.engine.runner.graphs.shapes]
     assert sizes == [1, 2, 4, 8, 11]
     decodes = [r for r in run.reports if not r.num_prefills]
     assert any(r.num_decodes not in sizes for r in decodes)  # padded ones

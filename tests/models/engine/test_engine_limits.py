@@ -11,7 +11,7 @@ from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import FULL, get_config
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
-from quire.models.engine import memory
+from quire.models.engine import runner
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
@@ -60,7 +60,7 @@ def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_c
 
 
 def test_head_sizes_that_kernels_are_not_made_for_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr("quire.models.engine.parts.expect_impl", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("quire.models.engine.runner.expect_impl", lambda *_: None)  # as on a GPU
     for head_dim in (24, 96, 768):
         model = random_model(resized("gemma3-tiny", head_dim, 2, 1))
         message = rf"impl: 'triton' is supported with a head_dim in \[16, .*'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
@@ -134,7 +134,7 @@ def test_more_than_the_memory_is_refused_by_name(monkeypatch):
     def no_memory(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(memory, "KVCache", no_memory)
+    monkeypatch.setattr(runner, "KVCache", no_memory)
     with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=4, "):  # fmt: skip
         Engine(toy, EngineConfig(num_pages=100, max_num_seqs=4))
 
@@ -148,10 +148,10 @@ def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, m
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.kv, "match", fails)
-        with pytest.raises(ValueError, match=f"prompt_token_ids: expected what fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
+        with pytest.raises(ValueError, match=f"prompt_token_ids: expected a request that fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
             engine.add_request([5, 6, 7], SamplingParams(n=2))
         assert not engine.has_work and not engine.outputs.siblings
-        patch.setattr("quire.models.engine.memory.KVCache", fails)
+        patch.setattr("quire.models.engine.runner.KVCache", fails)
         with pytest.raises(
             ValueError, match=f"config: expected an engine .*: {kind.__name__}: no room"
         ):

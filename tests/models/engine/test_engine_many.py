@@ -15,9 +15,9 @@ import torch
 
 from quire.kernels import sample_tokens
 from quire.kvcore.device import Staging
-from quire.models.engine.distributions import draw_columns, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import draw_columns, uniform
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.support.models.toy import VOCAB, ToyModel, plain_logits

@@ -64,7 +64,7 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, budget):
     )
     engine = Engine(model, config, drafter=drafter)
     if where == "tensors":
-        staging = engine._builder._staging
+        staging = engine.runner.builder._staging
         staging.send = fails_at_times(rng, staging.send)
     elif where == "sample":
         engine._sampler = fails_at_times(rng, engine._sampler)

@@ -96,7 +96,10 @@ def test_replays_decode_as_eager_steps_do(model):
     eager, got, captures, engine = both(model, LENGTHS, max_num_seqs=7, disturbed=True)
     assert_equal(got, eager)
     assert got["4"].finish_reason == "abort" and got["again 0"].num_cached_tokens > 0
-    assert engine._graphs.shapes == [(1, 1), (2, 1), (4, 1), (7, 1)] and len(captures.graphs) == 4
+    assert (
+        engine.runner.graphs.shapes == [(1, 1), (2, 1), (4, 1), (7, 1)]
+        and len(captures.graphs) == 4
+    )
     assert captures.num_replays > 20
     # Padding writes nothing, not even to the page that is nobody's (DeepSeek-V4 has a use for it).
     if not isinstance(model, DeepseekV4):
@@ -138,7 +141,7 @@ def test_drafts_through_graphs(name, monkeypatch):
     eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
     config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
     engine = captured_engine(model, config, captures, drafter=Knowing(eager))
-    rows = {shape.rows for shape in engine._graphs.shapes}
+    rows = {shape.rows for shape in engine.runner.graphs.shapes}
     assert rows == {1, 3} and len(captures.graphs) == 2 * len(graphs.batch_sizes(7))
     build_batch, built = batch.BatchBuilder.build, []
 

@@ -249,7 +249,7 @@ def faulty_engine(monkeypatch, faults):
     make = texts.TextStream.__init__
     wrapped(engine.kv, "admit", lambda key, match: key[0] == "bad", "admit")
     wrapped(engine.kv, "match", is_bad_match, "match")
-    for name in ("append", "output", "make_room"):
+    for name in ("extend", "output", "reserve"):
         work = getattr(module.Request, name)
 
         def faulty(self, *args, _work=work, _name=name, **more):
@@ -299,10 +299,10 @@ def run_faulty(monkeypatch, faults):
         return outputs, texts, engine.totals.num_preempted
 
 
-PLACES = ("decode", "append", "text.append", "text.take", "admit", "match", "make_room", "propose", "draft ids")  # fmt: skip
+PLACES = ("decode", "extend", "text.append", "text.take", "admit", "match", "reserve", "propose", "draft ids")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["append", "text.append", "match", "propose"])
+@pytest.mark.parametrize("name", ["extend", "text.append", "match", "propose"])
 def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
     none = Faults()
     whole, whole_texts, num_preempted = run_faulty(monkeypatch, none)

@@ -12,7 +12,6 @@ from quire.kernels.common import launching
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import Staging
 from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
-from quire.models.engine.distributions import filter_columns
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import (
     LOGITS_COPIES,
@@ -23,6 +22,7 @@ from quire.models.engine.memory import (
 )
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.room import longest_request, pages_of_request
+from quire.models.engine.sampler import filter_columns
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import build
 from tests.support.models.toy import ToyModel

@@ -20,7 +20,7 @@ from quire.kvcore import KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import parts
+from quire.models.engine import runner
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache
@@ -81,7 +81,7 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
             super().__init__(*arguments, **more)
             self.tables = self.tables.as_subclass(OnSecondDevice)
 
-    monkeypatch.setattr(parts, "BatchBuilder", Builder)
+    monkeypatch.setattr(runner, "BatchBuilder", Builder)
     config = EngineConfig(
         num_pages=50, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=True
     )

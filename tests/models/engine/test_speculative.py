@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.engine.distributions import ACCEPT, RESAMPLE, rejection_sample, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import Request, SamplingParams
-from quire.models.engine.sampler import Sampler
+from quire.models.engine.sampler import ACCEPT, RESAMPLE, Sampler, rejection_sample, uniform
 from quire.models.engine.speculative import NGramDrafter, count_accepted
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.models.engine.test_engine_many import alone, workload

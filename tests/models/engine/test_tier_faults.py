@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.tiers.copier import PageCopier
+from quire.models.engine.host_tier import PageCopier
 from tests.models.engine.test_engine_many import alone
 from tests.models.engine.test_tiering import (
     GIB_OF_A_PAGE,

@@ -139,10 +139,10 @@ def test_each_group_is_planned_once_a_step(flashinfer, seen):
     config = sized("gemma3-tiny", layer_types=get_config("gemma3-tiny").layer_types)
     model = random_model(config, device="cpu")
     engine = Engine(model, EngineConfig(impl="flashinfer", num_pages=300))
-    assert engine._graphs is None
+    assert engine.runner.graphs is None
     for n in (5, 40):
         engine.add_request(prompt(n))
-    num_groups = engine._builder.num_groups
+    num_groups = engine.runner.builder.num_groups
     windows = sum(group.kind == "window" for group in engine.kv.layout.groups)
     assert 0 < windows < num_groups < model.config.num_layers
     engine.step()

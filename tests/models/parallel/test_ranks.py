@@ -20,9 +20,8 @@ from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.graphs import Shape, capture_each
-from quire.models.engine.memory import model_cache
+from quire.models.engine.memory import model_cache, pages_of_request
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.room import pages_of_request
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
@@ -229,7 +228,7 @@ def test_a_step_that_fails_ends_all():
     def work(engine):
         engine.add_request(PREFIX, PARAMS)
         engine.step()
-        engine._run = None  # what cannot be called
+        engine.runner.forward = None  # what cannot be called
         with pytest.raises(TypeError):
             engine.step()
         with pytest.raises(RankError, match=r"^rank 0 failed: TypeError: 'NoneType'"):

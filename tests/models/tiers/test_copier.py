@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from quire.kernels import PoolPages
-from quire.models.tiers import copier as copiers
-from quire.models.tiers import host_pages
-from quire.models.tiers.copier import PageCopier
-from quire.models.tiers.host_pages import HostPages
+from quire.models.engine import host_tier as copiers
+from quire.models.engine import host_tier as host_pages
+from quire.models.engine.host_tier import HostPages, PageCopier
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_BYTES, NUM_TENSORS = 12, 64, 3
