@@ -109,7 +109,7 @@ class DecodeGraphs:
         self.shapes = capture_each(self.shapes, self.add, "decode graphs", self._group)
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
-        """The smallest captured shape for a step of decodes, with or without drafts; None = none."""
+        """The smallest captured shape for a step of decodes and drafts; None = none."""
         counts, rows = plan.num_new_tokens, 1
         if len(plan.positions) > len(counts):
             rows = max((shape.rows for shape in self.shapes), default=0)

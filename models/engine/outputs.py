@@ -37,7 +37,7 @@ class TokenLogprobs:
 
 
 class RequestError(RuntimeError):
-    """The error of one request, while the others go on; ``__cause__`` is the exception behind it."""
+    """The error of one request, while the others go on; its cause is in ``__cause__``."""
 
 
 @dataclass(frozen=True)

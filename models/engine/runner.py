@@ -176,8 +176,8 @@ class ModelRunner:
             shape: graph to replay; None = no graph.
 
         Returns:
-            (logits [num_rows, vocab_size], hidden states, batch); the last two for a `ModelDrafter`,
-            else None.
+            (logits [num_rows, vocab_size], hidden states, batch); without a `ModelDrafter` the
+            hidden states are None.
         """
         self.clock.switch(TENSORS)
         batch = None

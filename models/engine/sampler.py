@@ -169,38 +169,28 @@ class Sampler:
     ) -> Tensor:
         """Penalize rows; to a row, the drafts before it are output too."""
         if self._seen is None:
-            self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=self._device)
+            self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=logits.device)
         slots, penalty, rows, row = [], [], [], 0
-        guessed_rows, guessed, unknown_rows, unknown = [], [], [], []
+        later_rows, later = [], []  # tokens of a row that are not in _seen yet
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
                 self._note(request)
-                if request.num_output_placeholders:
-                    unknown_rows.append(len(rows))
-                    unknown.append(request.placeholder)
                 for i in range(count):
-                    guessed_rows += [len(rows)] * i
-                    guessed += request.drafts[:i].tolist()
+                    ids = request.drafts[:i].tolist()
+                    if request.num_output_placeholders:
+                        ids.append(-1 - request.placeholder)
+                    later_rows += [len(rows)] * len(ids)
+                    later += ids
                     slots.append(request.slot)
                     penalty.append(request.params.repetition_penalty)
                     rows.append(row + i)
             row += count
-        index, owned, factor, unknown_rows, unknown, *drafts = self._staging.send(
-            [
-                np.array(rows),
-                np.array(slots),
-                np.array(penalty),
-                np.array(unknown_rows, dtype=np.int64),
-                np.array(unknown, dtype=np.int64),
-                np.array(guessed_rows, dtype=np.int64),
-                np.array(guessed, dtype=np.int64),
-            ]
-        )
+        arrays = [np.array(rows), np.array(slots), np.array(penalty)]
+        arrays += [np.array(x, dtype=np.int64) for x in (later_rows, later)]
+        index, owned, factor, later_rows, later = self._staging.send(arrays)
         seen = self._seen[owned]
-        if len(unknown):
-            seen[unknown_rows, self._sampled[unknown]] = True
-        if guessed:
-            seen[drafts[0], known_ids(drafts[1], self._sampled)] = True
+        if len(later):
+            seen[later_rows, known_ids(later, self._sampled)] = True
         return logits.index_copy(0, index, penalize(logits[index], seen, factor))
 
     def _reject(

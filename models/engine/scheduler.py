@@ -72,7 +72,7 @@ class Step:
         return any(self.num_drafts)
 
     def logits_rows(self) -> np.ndarray:
-        """[num_rows] int64: for each of ``ready`` the rows of its last known token and its drafts."""
+        """[num_rows] int64: of each of ``ready`` the rows of its last known token and drafts."""
         last = self.plan.cu_seqlens_q[1:][self.ready].astype(np.int64) - 1
         if not self.has_drafts:
             return last
@@ -202,7 +202,7 @@ class Scheduler:
         self._starved = False
 
     def take_back_admitted(self, step: Step) -> frozenset[Request]:
-        """Preempt and return the requests that a step admitted, as their hits are not to be used."""
+        """Preempt and return the requests that a step admitted: their hits may be bad."""
         taken = [r for r in reversed(self.running) if r in step.admitted]
         for request in taken:
             if request.num_preemptions == 0:

@@ -1,4 +1,4 @@
-"""The collectives of the ranks that run one model: NCCL on GPUs, where graphs capture them, else gloo.
+"""The collectives of the ranks that run one model: NCCL on GPUs, in graphs too, and gloo on CPUs.
 
 A rank computes a part of every product: the heads of an attention layer, the width of an MLP and of
 every expert, the rows of the vocabulary::

@@ -43,7 +43,7 @@ def shard_config(config: Any, size: int, unit: int = 1) -> Any:
             scale.
 
     Raises:
-        ValueError: heads that cannot be dealt to so many ranks, naming how many ranks can have them.
+        ValueError: a number of ranks that does not divide the heads, naming the numbers that do.
     """
     if size == 1:
         return config

@@ -216,8 +216,9 @@ def test_directories_of_every_form(name, v4_oracles):
     assert output.token_ids[0] == int(oracle.logits[-1].argmax())
 
 
-def test_named_configuration_and_its_memory(model):
-    llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(cache_bytes=2**20, max_num_seqs=5))  # fmt: skip
+def test_named_configuration_and_its_memory(model, monkeypatch):
+    monkeypatch.setattr("quire.models.engine.memory.CPU_CACHE_BYTES", 2**20)
+    llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(max_num_seqs=5))  # fmt: skip
     [output] = llm.generate(["Once"], SamplingParams(max_tokens=4), progress=False)
     assert isinstance(output.text, str) and output.num_cached_tokens == 0
     memory, pool = llm.engine.memory, llm.engine.pool

@@ -12,7 +12,6 @@ from quire.kvcore.device import HostCopy
 from quire.models.engine import report, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
@@ -41,7 +40,7 @@ def counting(engine):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"retention": "dense", "policy": SchedulerPolicy(prefill_first=True, max_prefill_tokens=9)},
+        {"retention": "dense"},
     ],
 )
 def test_many_requests_equal_each_alone(settings):

@@ -12,7 +12,6 @@ from quire.models.engine import report
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import Sampled
-from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
@@ -484,25 +483,6 @@ def test_scheduler_never_starves_the_oldest_prefill():
     run.run(max_steps=45)
     assert "3" in run.logits  # the long prompt got its first token while the others decode
     assert run.engine.unfinished == {"0", "1", "2", "3"}
-
-
-def test_prefill_first_and_a_bound_on_prompt_tokens():
-    def shapes(policy):
-        run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=20, policy=policy)
-        run.add(prompt(5), max_tokens=6)
-        run.run(max_steps=2)  # it decodes when the long prompt comes
-        run.add(prompt(50, seed=1), max_tokens=2)
-        run.run()
-        for request_id in run.outputs:
-            run.check(request_id)
-        return [r.q_lens.tolist() for r in run.reports[2:]]
-
-    assert shapes(SchedulerPolicy()) == [[1, 19], [1, 19], [1, 12], [1, 1]]
-    assert shapes(SchedulerPolicy(prefill_first=True)) == [[20], [20], [1, 10], [1, 1], [1], [1]]
-    bounded = SchedulerPolicy(max_prefill_tokens=16)
-    assert shapes(bounded) == [[1, 16], [1, 16], [1, 16], [1, 2], [1]]
-    with pytest.raises(ValueError, match="max_prefill_tokens: expected an int >= 1, got 0"):
-        SchedulerPolicy(max_prefill_tokens=0)
 
 
 def test_abort_ends_all_samples_started_or_not():

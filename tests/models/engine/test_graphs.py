@@ -1,6 +1,5 @@
 """Decode through captured graphs, which a CPU stands in for (`tests.support.models.captured`): tokens and log-probabilities of eager decode."""
 
-import functools
 import gc
 import weakref
 from dataclasses import replace
@@ -14,7 +13,7 @@ from quire.kernels import paged_attention, sliding_window_attention
 from quire.kvcore.device import batch
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import graphs, memory, sampler
+from quire.models.engine import graphs, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
@@ -208,45 +207,6 @@ def test_a_size_that_cannot_be_captured(failing):
     )
     assert_equal(serve(engine, lengths), eager)
     assert (captures.num_replays > 0) == (len(failing) < 3)
-
-
-def test_memory_of_graphs_is_counted_before_the_pool_is_sized(monkeypatch):
-    """The largest two are captured over two pages and dropped; each of the others takes what the second did."""
-    model, made = build("gemma3-tiny"), []
-
-    def free_memory(device):
-        return 10**8 - sum(size for size, replay in made if replay())
-
-    def capture(work):
-        work()
-        replay = functools.partial(work)
-        made.append((10**6 if free_memory(None) < 10**8 else 5 * 10**6, weakref.ref(replay)))
-        return replay
-
-    monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
-    monkeypatch.setattr(graphs, "MEASURED_ON", ("cpu",))
-    for module in (graphs, memory):
-        monkeypatch.setattr(module, "free_memory", free_memory)
-    config = EngineConfig(
-        memory_fraction=0.5, max_num_seqs=8, max_num_batched_tokens=64, decode_graphs=True
-    )
-    sizes = graphs.batch_sizes(8)
-    found = graphs.graph_bytes(
-        model, memory.model_cache(model, max_requests=8), config, sizes, 0, hidden=False
-    )
-    assert found == 10**6 * (5 + len(sizes) - 1) and len(made) == 2
-    assert free_memory(None) == 10**8, "they are gone"
-    without = Engine(model, replace(config, decode_graphs=False)).memory
-    engine = Engine(model, config)
-    assert len(made) == 4 + len(sizes) and 10**8 - free_memory(None) == found
-    assert engine.memory.graph_bytes == found
-    assert f"{found / 2**20:.4g} MiB of decode graphs" in engine.memory.describe()
-    lost = (without.num_pages - engine.memory.num_pages) * without.page_bytes
-    assert lost == pytest.approx(0.5 * found, abs=without.page_bytes)
-    named = graphs.graph_bytes(
-        model, memory.model_cache(model, max_requests=8), replace(config, memory_fraction=None, num_pages=50), sizes, 0, hidden=False
-    )  # fmt: skip
-    assert named == 0
 
 
 @pytest.mark.parametrize("on", [False, True])

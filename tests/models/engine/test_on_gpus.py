@@ -20,7 +20,7 @@ from quire.kvcore import KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import runner
+from quire.models.engine import graphs, runner
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache
@@ -300,9 +300,8 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
                 work()
             runs.append(list(launches))
 
-    decode = DecodeGraphs(
-        forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
-    )
+    monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
+    decode = DecodeGraphs(forward, builder, sizes=[4], max_seq_len=256, device=META)
     decode.add(decode.shapes[0])
     return runs
 

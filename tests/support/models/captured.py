@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from quire.kernels.attention import api
 from quire.kernels.common import launching
 from quire.models.deepseek_v4 import mtp_drafter, overlap, paged_attention, rope
-from quire.models.engine import distributions, graphs, sampler
+from quire.models.engine import graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
@@ -35,7 +35,6 @@ KERNELS = {
     overlap: ("copy_overlap",),
     rope: ("write_latent",),
     sampler: ("sample_tokens",),
-    distributions: ("sample_tokens",),
     mtp_drafter: ("sample_tokens",),
     moe: ("expert_mlp",),
 }
