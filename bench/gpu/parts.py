@@ -73,7 +73,7 @@ OPERATOR_TESTS = """
 ENGINE_TESTS = """
     --deselect=tests/models/engine/test_engine.py::test_prefill_and_forced_decode_equal_transformers
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
-    tests/models/engine/test_families_engine.py tests/models/engine/test_replays.py
+    tests/models/engine/test_replays.py
     tests/models/engine/test_tiering.py::test_conversations_in_a_pool_that_is_too_small
     tests/models/engine/test_tiering.py::test_pages_come_back_as_they_left
     tests/models/layers/test_fp8_cache.py tests/kernels/experts/test_expert_mlp.py::test_order

@@ -289,10 +289,12 @@ class Engine:
         step, delivered = None, None
         if self._in_flight is not None:
             step = self.scheduler.schedule_ahead()
+            self.outputs.end_failed()
             if step is None:  # it depends on the tokens in flight
                 delivered = self._receive(self._in_flight)
         while step is None:
-            self._draft()
+            if self.drafter is not None:
+                self._draft()
             step = self.scheduler.schedule()
             self.outputs.end_failed()
             if step is None:
@@ -325,8 +327,6 @@ class Engine:
 
     def _draft(self) -> None:
         """Ask the drafter for the requests that decode next."""
-        if self.drafter is None:
-            return
         before = self.clock.switch(MODEL if self.runner.has_hidden else DRAFT)
         if self.runner.has_hidden:
             self.clock.begin_device()
@@ -422,6 +422,7 @@ class Engine:
 
     def _report(self, step: Step | None) -> StepReport:
         """Report the step whose tokens were delivered, and outputs since the last report."""
+        self.clock.switch(DELIVER)
         finished, deltas = self.outputs.take()
         report = make_report(self.clock, step, finished, deltas)
         self.totals.add(report)

@@ -42,6 +42,7 @@ class Step:
         input_ids: [num_tokens] int32. -1 - i stands for ``BatchBuilder.sampled[i]``, an id that the
             host does not know yet (`learn`).
         ready: indices of the requests that get their next token; the others are in prefill.
+        has_drafts: True if it verifies drafts.
         num_preempted: requests preempted for it.
         admitted: requests admitted for it.
         sampled: tokens of ``ready``, on the device and later on the host.
@@ -56,6 +57,7 @@ class Step:
     plan: StepPlan
     input_ids: np.ndarray
     ready: list[int]
+    has_drafts: bool
     num_preempted: int
     admitted: frozenset[Request]
     sampled: Sampled | None = None
@@ -65,11 +67,6 @@ class Step:
     taken_back: frozenset[Request] = frozenset()
     num_generated: int = 0
     num_accepted: int = 0
-
-    @property
-    def has_drafts(self) -> bool:
-        """True if it verifies drafts."""
-        return any(self.num_drafts)
 
     def logits_rows(self) -> np.ndarray:
         """[num_rows] int64: of each of ``ready`` the rows of its last known token and drafts."""
@@ -137,7 +134,8 @@ class Scheduler:
         A request that cannot be admitted, or whose next token does not fit though it runs alone, is
         added to ``failed``.
         """
-        self._advance_tiers()
+        if self.tiers is not None:
+            self._advance_tiers()
         chosen, admitted = self._choose()
         num_preempted = 0
         while chosen:
@@ -171,7 +169,8 @@ class Scheduler:
         None where they must be known first: to preempt, as output becomes prompt. Requests that it
         admits may find rows that turn out to be NaN (`take_back_admitted`).
         """
-        self._advance_tiers()
+        if self.tiers is not None:
+            self._advance_tiers()
         chosen, admitted = self._choose()
         step = self._plan(chosen, admitted) if chosen else None
         if isinstance(step, Step):
@@ -264,7 +263,7 @@ class Scheduler:
             if end >= request.num_tokens:
                 ready.append(i)
         return Step(
-            requests, counts, drafts, plan, np.concatenate(ids), ready, num_preempted,
+            requests, counts, drafts, plan, np.concatenate(ids), ready, any(drafts), num_preempted,
             frozenset(admitted.intersection(requests)),
         )  # fmt: skip
 
@@ -301,8 +300,6 @@ class Scheduler:
             self.tiers.forget(request)
 
     def _advance_tiers(self) -> None:
-        if self.tiers is None:
-            return
         room = 0 if self._starved else self.max_num_seqs - len(self.running)
         for request, error in self.tiers.advance(self.waiting, room):
             self.fail(request, error)

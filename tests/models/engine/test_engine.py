@@ -22,6 +22,7 @@ DEVICE = (
     "cuda" if torch.cuda.is_available() else "cpu"
 )  # with a GPU, all of this runs on the Triton kernels
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-small")
+OTHERS = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
 
 class Recorder:
@@ -102,7 +103,7 @@ def prompt(length, seed=0):
     return torch.randint(3, 259, (length,), generator=generator).tolist()
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=NAMES + OTHERS)
 def model(request):
     return random_model(few(request.param), device=DEVICE)
 
@@ -119,6 +120,7 @@ def build(name):
         ("gemma3-tiny", 64),
         ("gemma4-tiny", 64),
         ("gemma4-small", "latest"),
+        *((name, "auto") for name in OTHERS),
     ],
     indirect=["model"],
 )
@@ -191,22 +193,12 @@ def test_reports_tell_the_lengths_of_each_sequence():
     run.run()
     lengths = [(r.q_lens.tolist(), r.seq_lens.tolist()) for r in run.reports]
     assert lengths == [([30, 10], [30, 10]), ([1, 39], [31, 49]), ([1], [50])]
+    output = run.outputs["0"]
+    assert output.ttft > 0 and len(output.itl) == 1 and min(output.itl) > 0
 
 
-@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-tiny"], indirect=True)
-def test_next_turn_hits_what_was_generated(model):
-    """Two conversations decode side by side; each continues on its own output."""
-    run = Recorder(model)
-    first = [run.add(prompt(100, seed=seed), max_tokens=45) for seed in (0, 1)]
-    run.run()
-    answers = [run.check(i) for i in first]
-    turns = [run.add([*a.prompt_token_ids, *a.token_ids, *prompt(5, seed=2)]) for a in answers]
-    run.run()
-    # 144 of 145 tokens were computed: the last boundary before is 144 or, in steps of 32, 128.
-    expected = 144 // run.engine.kv.alignment * run.engine.kv.alignment
-    assert [run.check(i).num_cached_tokens for i in turns] == [expected] * 2
 
-
+@pytest.mark.parametrize("model", NAMES, indirect=True)
 def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
     """Cut where the hit ends, the cold run's last chunk and the hit's only chunk do the same arithmetic."""
     alignment = Recorder(model).engine.kv.alignment
@@ -218,7 +210,7 @@ def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
     assert torch.equal(run.logits[cold][0], run.logits[hit][0])
 
 
-@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-tiny"], indirect=True)
+@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny"], indirect=True)
 @pytest.mark.slow
 def test_preempted_and_resumed_equals_undisturbed(model):
     lengths = (60, 70, 80, 50)
@@ -317,16 +309,6 @@ def test_budget_order_and_determinism():
     assert run.engine.totals.num_generated_tokens == 7 * 12
     assert run.engine.totals.num_steps == len(first)
 
-
-def test_times_add_up():
-    run = Recorder(build("gemma3-tiny"))
-    request_id = run.add(prompt(30), max_tokens=5)
-    run.run()
-    totals, output = run.engine.totals, run.outputs[request_id]
-    assert totals.allocator > 0 and totals.model > 0 and totals.rest > 0 and totals.hashing > 0
-    assert totals.total == pytest.approx(sum(r.total for r in run.reports))
-    assert output.ttft > 0 and len(output.itl) == 4 and min(output.itl) > 0
-    assert output.ttft + sum(output.itl) == pytest.approx(output.token_times[-1] - output.arrival)
 
 
 def test_each_part_of_a_step_gets_its_own_time(monkeypatch):

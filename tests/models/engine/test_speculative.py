@@ -127,7 +127,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny"])
 def test_outputs_do_not_depend_on_drafts(name):
     """Greedy, sampled and penalized requests beside each other, some in chunks; all logits those of a run without cache."""
     model = build(name)
