@@ -376,10 +376,8 @@ class Engine:
             step.learn(step.sampled.drafts)
             new = verify(step)
         else:
-            rows = enumerate(step.ready)
-            new = [
-                step.sampled.new_tokens(step.requests[i], slice(row, row + 1)) for row, i in rows
-            ]
+            requests = [step.requests[i] for i in step.ready]
+            new = step.sampled.one_each(requests)
         if isinstance(self.drafter, ModelDrafter):
             self.clock.switch(MODEL)
             show_step(self.drafter, step)

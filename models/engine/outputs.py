@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.kvcore.prefix.lookup import EXPLANATIONS
 from quire.kvcore.tier.match import LOAD_EXPLANATIONS
@@ -122,8 +122,7 @@ class OutputDelta:
     error: RequestError | None = None
 
 
-@dataclass(frozen=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """New tokens of one request.
 
     Attributes:

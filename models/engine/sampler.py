@@ -73,6 +73,12 @@ class Sampled:
             top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
             self.logprobs.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
 
+    def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
+        """The tokens of requests with one row each."""
+        if self.logprobs is None:
+            return [NewTokens(r, [token]) for r, token in zip(requests, self.ids, strict=True)]
+        return [self.new_tokens(r, slice(i, i + 1)) for i, r in enumerate(requests)]
+
     def new_tokens(self, request: Request, rows: slice) -> NewTokens:
         """The tokens of one request."""
         logprobs = None
