@@ -9,5 +9,6 @@ vocabulary   embedding and output projection by token id
 channel      messages from rank 0 to the other hosts
 steps        the messages of a step, and the loop of the other ranks
 launch       processes that are ranks
+worker       the program of a rank that is started here
 heartbeat    notices and names a rank that dies, fails or is stuck
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -120,24 +119,3 @@ class Heartbeat(threading.Thread):
             least = [str(rank) for rank, count in calls.items() if count == min(calls.values())]
             return f"rank {', '.join(least)} is stuck: no progress for {self.timeout:g} s"
         return ""
-
-
-def run_worker() -> None:
-    """Be a rank that `quire.models.parallel.launch` started; stdin has its number and ports.
-
-    The heartbeat starts before torch is imported, which takes seconds.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
-    spec = json.load(sys.stdin)
-    rank, address = spec["rank"], (LOCAL, spec["heartbeat"])
-    try:
-        heartbeat = Heartbeat(rank, spec["size"], spec["timeout"], address)
-    except OSError as error:
-        sys.exit(f"quire: rank {rank} ends: rank 0 died: {error}")
-    try:
-        from .launch import run_rank
-
-        run_rank(heartbeat, spec)
-    except BaseException as error:
-        heartbeat.leave(f"{type(error).__name__}: {error}")
-        raise

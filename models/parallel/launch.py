@@ -41,7 +41,7 @@ from .steps import follow
 if TYPE_CHECKING:
     from ..llm import ModelSource
 
-WORKER = f"from {__name__.rpartition('.')[0]}.heartbeat import run_worker; run_worker()"
+WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
 # Seconds after which a rank without progress ends all of them: more than the longest step takes,
 # compiling included. A rank that dies is noticed at once.
 RANK_TIMEOUT = 300.0
