@@ -85,7 +85,8 @@ def bytes_sent(engine: Engine, num_tokens: int) -> dict[str, int]:
     """Bytes of each kind of message in so many decode steps of one request."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     engine.add_request([engine.model.config.vocab_size - 1], params)
-    sent, graphs, engine.runner.graphs = engine.model.group.sent, engine.runner.graphs, None  # counted eagerly
+    sent, graphs = engine.model.group.sent, engine.runner.graphs
+    engine.runner.graphs = None  # counted eagerly
     before, computed = sent.copy(), 0
     while engine.has_work:
         report = engine.step()

@@ -103,8 +103,6 @@ def test_messages_and_text_are_bounded(monkeypatch):
         template.render([{"role": "user", "content": "x" * 200}])
 
 
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [

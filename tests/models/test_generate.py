@@ -62,7 +62,6 @@ def streamed(words, stop):
 # Streams.
 
 
-
 def test_broken_bytes_are_not_held_for_ever():
     stream = TextStream(ByteTokenizer(), (), ())
     for i in range(40):
@@ -334,7 +333,6 @@ def test_small_files_are_read_before_weights(tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-
 def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, capsys):
     monkeypatch.setattr(llm_module, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(llm_module.sys, "platform", "linux")
@@ -351,10 +349,10 @@ def test_triton_on_a_cpu_is_refused(monkeypatch, capsys):
     assert generate.main([*command, "--impl", "triton"]) == 2
     assert "error: impl: 'triton' is supported on GPUs" in capsys.readouterr().err
     with pytest.raises(
-        ValueError, match=r"impl: expected one of \['triton', 'torch', 'flashinfer', None\], got 'cuda'"
+        ValueError,
+        match=r"impl: expected one of \['triton', 'torch', 'flashinfer', None\], got 'cuda'",
     ):
         LLM("gemma3-tiny", engine=replace(SETTINGS, impl="cuda"))
-
 
 
 def test_texts_that_are_no_prompt(capsys, tmp_path, monkeypatch):

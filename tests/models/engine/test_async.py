@@ -245,7 +245,6 @@ def test_a_request_that_cannot_be_admitted_ahead_fails_alone():
     assert [len(o.token_ids) for o in outputs] == [9]
 
 
-
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_through_graphs(name):
     """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""
@@ -324,7 +323,6 @@ def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
             told = engine.step()
         assert told.num_generated == 3 and step.found == ["tolist"]
         assert calls == ["replay", before]
-
 
 
 def test_where_it_is_on():

@@ -197,7 +197,6 @@ def test_reports_tell_the_lengths_of_each_sequence():
     assert output.ttft > 0 and len(output.itl) == 1 and min(output.itl) > 0
 
 
-
 @pytest.mark.parametrize("model", NAMES, indirect=True)
 def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
     """Cut where the hit ends, the cold run's last chunk and the hit's only chunk do the same arithmetic."""
@@ -308,7 +307,6 @@ def test_budget_order_and_determinism():
     assert all((r.q_lens[: r.num_decodes] == 1).all() for r in run.reports)
     assert run.engine.totals.num_generated_tokens == 7 * 12
     assert run.engine.totals.num_steps == len(first)
-
 
 
 def test_each_part_of_a_step_gets_its_own_time(monkeypatch):

@@ -95,7 +95,6 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
     assert set(seen) == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
 
 
-
 @pytest.fixture
 def runtime(current, monkeypatch):
     """CUDA's calls about page-locked memory: .locked has {address: (bytes, flags, device)}; .status is what they return."""
