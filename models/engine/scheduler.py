@@ -92,8 +92,9 @@ class Step:
     def set_placeholders(self) -> None:
         """Let the next step of its requests begin with its tokens."""
         for row, i in enumerate(self.ready):
-            if self.requests[i].slot >= 0:
-                self.requests[i].set_placeholder(row)
+            request = self.requests[i]
+            if request.slot >= 0:
+                request.set_placeholder(row)
 
 
 class Scheduler:

@@ -339,21 +339,6 @@ def test_text_that_cannot_be_decoded_at_the_end_leaves_the_other_outputs(monkeyp
 # Values of every kind.
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"ignore_eos": "no"}, "ignore_eos: expected True or False, got 'no'"),
-        ({"stop": ("x" * 4000, "y" * 97)}, "stop: expected at most 4096 characters in all, got 4097"),
-        ({"stop": 7}, "stop: expected a sequence, got 7"),
-        ({"stop_token_ids": range(10**9)}, "stop_token_ids: expected at most 1048576, got more"),
-        ({"stop_token_ids": 2.5}, "stop_token_ids: expected a sequence, got 2.5"),
-    ],
-)  # fmt: skip
-def test_several_of_a_kind_are_bounded(given, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**given)
-
-
 def test_prompts_of_any_kind_and_only_ids():
     engine = Engine(ToyModel(), config())
     ids = PROMPTS["a"]
