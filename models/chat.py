@@ -1,9 +1,9 @@
-"""Chat templates: messages to the text that a model was trained on, through transformers (extra "hf").
+"""Chat templates: messages to the text that a model was trained on.
 
-Templates run in Jinja's immutable sandbox, in this process. Template, messages and text are bounded in
-size; the time that a template takes is not.
+Templates run through transformers (extra "hf"), in Jinja's immutable sandbox, in this process.
+Template, messages and text are bounded in size; the time that a template takes is not.
 
-Source: transformers ``utils/chat_template_utils``, which ``apply_chat_template`` of a tokenizer calls.
+Source: transformers ``utils/chat_template_utils``, as ``apply_chat_template`` uses it.
 """
 
 from __future__ import annotations

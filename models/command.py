@@ -1,6 +1,4 @@
-"""What all programs here share.
-
-Ctrl-C at any moment, errors in one line, and options that are checked before any work starts.
+"""Shared by all programs: Ctrl-C at any moment, errors in one line, and types of options.
 
 A module with a ``main`` is run through `run`, from a place above the imports that take long, so
 that these are guarded too::
@@ -10,8 +8,8 @@ that these are guarded too::
 
         run("quire.models.generate")
 
-Exit status: 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody
-reads the output any more.
+Exit status: 2 after an error, with the reason on stderr; 130 after Ctrl-C; 141 when the reader of
+the output has gone.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ from typing import NoReturn
 
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
 MAX_INTEGER = 2**31 - 1
-# What is more takes longer to allocate, or to find that it cannot be, than anybody waits.
+# More would take minutes to allocate, or to refuse.
 MAX_PAGES, MAX_TOKENS, MAX_DRAFTS = 2**24, 2**20, 128
 
 Main = Callable[[Sequence[str] | None], int]
 
 
 def run(module: str) -> NoReturn:
-    """Imports ``module`` and ends the process with the exit status of its ``main``.
+    """Import ``module`` and end the process with the exit status of its ``main``.
 
-    While modules are imported, and while Python ends, Ctrl-C ends the process at once: there is
-    nothing to tidy up, and an exception raised there may be lost in somebody's callback. Where
-    SIGINT is ignored, as under ``nohup``, it stays so.
+    While modules are imported, and while Python ends, Ctrl-C ends the process at once: an
+    exception raised there may be lost in a callback. Where SIGINT is ignored, as under ``nohup``,
+    it stays so.
     """
     guarded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
@@ -63,10 +61,7 @@ def run(module: str) -> NoReturn:
 
 
 def program(main: Main) -> Main:
-    """Gives a ``main`` the exit statuses of this file for what it raises.
-
-    What it prints is written when it returns.
-    """
+    """Turn exceptions of a ``main`` into the exit statuses of this file; flush its output."""
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +77,7 @@ def program(main: Main) -> Main:
             _drop_output()
             return UNREAD
         except Exception as error:
-            # torch has no type of its own for what a CPU cannot allocate.
+            # torch has no type of its own for a failed allocation on a CPU.
             if not isinstance(error, _refusals()) and "DefaultCPUAllocator" not in str(error):
                 raise
             _say(f"error: {str(error) or type(error).__name__}")
@@ -93,10 +88,7 @@ def program(main: Main) -> Main:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of the command line of ``python -m name``.
-
-    What it refuses is a ValueError, so that `program` says it in one line.
-    """
+    """Parser of ``python -m name``; its errors are ValueErrors, printed by `program`."""
 
     def __init__(self, name: str, description: str | None, **options: object) -> None:
         super().__init__(
@@ -107,13 +99,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError: ``name: expected ..., got ...``."""
+        """Raise ValueError: ``name: expected ..., got ...``."""
         name, colon, rest = message.removeprefix("argument --").partition(": ")
         raise ValueError(name.replace("-", "_") + colon + rest if colon else message)
 
 
 class Refused(argparse.ArgumentTypeError, ValueError):
-    """What an option's type does not take; the message needs the option's name in front."""
+    """A refused value of an option; argparse puts the option's name in front."""
 
 
 def integer(least: int = 1, most: int = MAX_INTEGER) -> Callable[[str], int]:
@@ -130,10 +122,7 @@ def integer(least: int = 1, most: int = MAX_INTEGER) -> Callable[[str], int]:
 
 
 def threads(text: str) -> int:
-    """The type of an option.
-
-    CPU threads, at most as many as there are processors, or as torch takes unasked.
-    """
+    """The type of an option: CPU threads, up to the processors or torch's own number."""
     import torch
 
     return integer(1, max(os.cpu_count() or 1, torch.get_num_threads()))(text)
@@ -155,10 +144,7 @@ def number(least: float = 0.0, *, above: bool = False) -> Callable[[str], float]
 
 
 def output_file(text: str) -> Path:
-    """The type of an option: a file that can be written.
-
-    One that is not there is not left behind.
-    """
+    """The type of an option: a file that can be written; a missing one is not created."""
     path = Path(text)
     try:
         if path.is_file() or not path.exists():
@@ -197,19 +183,13 @@ def _reason(error: Exception) -> str:
 
 
 def _refusals() -> tuple[type[BaseException], ...]:
-    """What says that something cannot be done.
-
-    Anything else is a defect, which keeps its traceback.
-    """
+    """Errors that are no defect of the program, and so need no traceback."""
     memory = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
     return (ValueError, NotImplementedError, ImportError, OSError, MemoryError, memory)
 
 
 def _drop_output() -> None:
-    """Forgets what cannot be written.
-
-    Else Python complains once more when it closes stdout at exit.
-    """
+    """Drop output that cannot be written, or Python complains again when it closes stdout."""
     try:
         if sys.stdout:
             sys.stdout.flush()

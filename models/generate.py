@@ -1,4 +1,4 @@
-"""Generates text from the command line.
+"""Generate text from the command line.
 
     python -m models.generate --model gemma4-tiny --prompt "Once upon a time"
     python -m models.generate --model DIR --file prompt.txt --temperature 0.8 --top-p 0.95 --seed 1
@@ -8,13 +8,13 @@
     python -m models.generate --model DIR --tensor-parallel-size 2 --prompt "Once upon a time"
     torchrun --nproc-per-node 2 -m models.generate --model DIR --prompt "Once upon a time"
 
-DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One
-prompt is answered as a stream; several (--prompt again) are generated together and printed in
-order. Of several ranks, the first reads prompts and prints. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for the step that
-runs; pressed again, it does not.
+DIR is a Hugging Face directory; a NAME has random weights. One prompt is answered as a stream;
+several (--prompt again) are generated together and printed in order. Of several ranks, the first
+reads prompts and prints. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
+the running step; a second Ctrl-C does not.
 
-Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130
-after Ctrl-C; 141 when nobody reads the output any more.
+Exit status: 0; 2 after an error, with the reason on stderr; 130 after Ctrl-C; 141 when the reader
+of the output has gone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from torch import nn
 
 from .chat import ChatTemplate
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
-from .engine.config import IMPLS
+from .engine.config import IMPLS, KV_CACHE_DTYPES
 from .engine.engine import EngineConfig
-from .engine.memory import KV_CACHE_DTYPES
 from .engine.outputs import RequestError
 from .engine.request import MAX_SAMPLES, SamplingParams
 from .engine.speculative import Drafter
@@ -51,13 +50,13 @@ from .parallel.shard import MAX_SIZE
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command; return the exit status."""
     args = _parser().parse_args(argv)
     before = torch.get_num_threads()
     try:
         _check(args)
         torch.set_num_threads(args.threads)
-        _params(args, SamplingParams())  # what is out of range is said before weights are read
+        _params(args, SamplingParams())  # refuses values before weights are read
         size, rank = launched()
         prompts = [] if args.chat or rank else _prompts(args)
         if args.chat and Path(args.model).is_dir():
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sampling(params: SamplingParams) -> str:
-    """How tokens are chosen, in a line."""
+    """The sampling parameters in a line."""
     names = ["repetition_penalty"]
     if params.temperature:
         names = ["temperature", "top_k", "top_p", "min_p", *names]
@@ -97,7 +96,7 @@ def sampling(params: SamplingParams) -> str:
 
 
 def stats(llm: LLM) -> str:
-    """What was done and where the time went, in a few lines."""
+    """Counts and times of the engine, in a few lines."""
     totals, cache = llm.engine.totals, llm.engine.kv.stats()
     seconds = max(totals.total, 1e-9)
     lines = [
@@ -134,7 +133,7 @@ def _answer(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
 
 
 def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
-    """Prints an answer as it comes; returns it."""
+    """Print an answer as it comes; return it."""
     text, deltas = "", llm.stream(prompt, params)
     try:
         for delta in deltas:
@@ -149,7 +148,7 @@ def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
 
 def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     messages = [{"role": "system", "content": system}] if system else []
-    # What is missing, or a system message that is refused, is said before anybody types.
+    # Refuses a missing template, or a system message, before the first line is typed.
     llm.encode_chat([*messages, {"role": "user", "content": "?"}])
     status = 0
     while line := _line():
@@ -169,7 +168,7 @@ def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
 
 
 def _line() -> str:
-    """What is typed next; "" at the end, or for Ctrl-C."""
+    """The next line of stdin; "" at the end, or for Ctrl-C."""
     at_terminal, line = sys.stdin.isatty(), ""
     with suppress(EOFError, KeyboardInterrupt):
         if at_terminal and sys.stdout.isatty():
@@ -202,17 +201,17 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _utf8(name: str, read: Callable[[], str]) -> str:
-    """What ``read`` returns; ValueError, naming the argument, where bytes are no UTF-8."""
+    """The text that ``read`` returns; a ValueError names the argument if it is no UTF-8."""
     try:
         text = read()
-        text.encode()  # what came from bytes that are no text, a terminal's or the command line's
+        text.encode()  # a terminal or the command line may give surrogates
     except UnicodeError as error:
         raise ValueError(f"{name}: expected UTF-8 text, got {error}") from error
     return text
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ValueError for options that are out of range, or would change nothing."""
+    """Raise ValueError for options that would change nothing."""
     for name, ok, expected, got in (
         ("drafter", args.drafter is None or args.speculate, "--speculate K with it", "none"),
         ("system", args.system is None or args.chat, "--chat with it", "none"),
@@ -224,7 +223,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
-    """``default`` with what the command line says."""
+    """``default`` with the options of the command line."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(
@@ -256,133 +255,59 @@ def _settings(args: argparse.Namespace) -> EngineConfig:
 def _parser() -> Parser:
     parser = Parser("models.generate", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="DIR|NAME",
-        help="Hugging Face directory, or a named configuration with random weights",
-    )
+    own = "default: of DIR's generation_config.json, else"
+    fp8 = "fp8 = e4m3 with a scale a row; fp8_per_tensor = with two scales a layer"
+    names = "Hugging Face directory, or a named configuration with random weights"
+    threads_default = torch.get_num_threads()
+    # fmt: off
+    add("--model", required=True, metavar="DIR|NAME", help=names)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="may be repeated; default: stdin"
-    )
+    what.add_argument("--prompt", action="append", metavar="TEXT",
+        help="may be repeated; default: stdin")
     what.add_argument("--file", metavar="FILE", help="a prompt from a file")
     what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
     add("--system", metavar="TEXT", help="of a chat: its system message")
-    add(
-        "--max-tokens",
-        type=integer(),
-        default=256,
-        metavar="N",
-        help="tokens to generate at most; default: 256",
-    )
-    own = "default: of DIR's generation_config.json, else"
+    add("--max-tokens", type=integer(), default=256, metavar="N",
+        help="most tokens to generate; default: 256")
     add("--temperature", type=number(), metavar="T", help=f"{own} 0, greedy")
     add("--top-k", type=integer(0), metavar="K", help=f"only the K likeliest tokens; {own} 0, all")
-    add(
-        "--top-p",
-        type=number(above=True),
-        metavar="P",
-        help=f"only the likeliest tokens of this mass; {own} 1",
-    )
-    add(
-        "--min-p",
-        type=number(),
-        metavar="P",
-        help=f"only tokens with this share of the likeliest one's; {own} 0",
-    )
+    add("--top-p", type=number(above=True), metavar="P",
+        help=f"only the likeliest tokens of this mass; {own} 1")
+    add("--min-p", type=number(), metavar="P",
+        help=f"only tokens with this share of the likeliest one's; {own} 0")
     add("--repetition-penalty", type=number(above=True), metavar="F", help=f"{own} 1, none")
-    add(
-        "--seed",
-        type=integer(-(2**63), 2**63 - 1),
-        metavar="N",
-        help="of the draws; default: the same every time",
-    )
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends the answer; may be repeated",
-    )
+    add("--seed", type=integer(-(2**63), 2**63 - 1), metavar="N",
+        help="of the draws; default: the same every time")
+    add("--stop", action="append", default=[], metavar="TEXT",
+        help="ends the answer; may be repeated")
     add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")
-    add(
-        "--n",
-        type=integer(most=MAX_SAMPLES),
-        default=1,
-        metavar="N",
-        help="samples of each prompt; default: 1",
-    )
-    add(
-        "--speculate",
-        type=integer(0, MAX_DRAFTS),
-        default=0,
-        metavar="K",
-        help="K draft tokens a step; default: 0, none",
-    )
-    add(
-        "--drafter",
-        choices=sorted(DRAFTERS),
-        help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers",
-    )
-    add(
-        "--stats", action="store_true", help="memory plan, speed and where the time went, on stderr"
-    )
-    add(
-        "--memory-fraction",
-        type=number(above=True),
-        metavar="F",
-        help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU",
-    )
+    add("--n", type=integer(most=MAX_SAMPLES), default=1, metavar="N",
+        help="samples of each prompt; default: 1")
+    add("--speculate", type=integer(0, MAX_DRAFTS), default=0, metavar="K",
+        help="K draft tokens a step; default: 0, none")
+    add("--drafter", choices=sorted(DRAFTERS),
+        help="ngram (default) = earlier text, mtp = the model's own drafter layers")
+    add("--stats", action="store_true", help="memory plan, speed and times, on stderr")
+    add("--memory-fraction", type=number(above=True), metavar="F",
+        help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")
     add("--num-pages", type=integer(most=MAX_PAGES), metavar="N", help="pages of the pool, instead")
-    add(
-        "--max-model-len",
-        type=integer(),
-        metavar="N",
-        help="longest sequence; default: what model and pool allow",
-    )
-    add(
-        "--tensor-parallel-size",
-        type=integer(most=MAX_SIZE),
-        metavar="N",
-        help="ranks with a part of the model each; default: those of torchrun, else 1",
-    )
-    add(
-        "--max-num-seqs",
-        type=integer(),
-        default=16,
-        metavar="N",
-        help="requests at once; default: 16",
-    )
+    add("--max-model-len", type=integer(), metavar="N",
+        help="longest sequence; default: that of model and pool")
+    add("--tensor-parallel-size", type=integer(most=MAX_SIZE), metavar="N",
+        help="ranks with a part of the model each; default: those of torchrun, else 1")
+    add("--max-num-seqs", type=integer(), default=16, metavar="N",
+        help="requests at once; default: 16")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
-    )
-    add(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help=(
-            "what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for "
-            "each row; fp8_per_tensor = with one for each layer's keys and one for its values"
-        ),
-    )
+    add("--dtype", choices=tuple(DTYPES),
+        help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
+        help=f"of pages: auto (default) = the model's; {fp8}")
     add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
-    add(
-        "--no-graphs",
-        action="store_true",
-        help="launch each kernel of a decode step by itself, and not a CUDA graph of them",
-    )
-    add(
-        "--model-seed", type=integer(0, 2**63 - 1), default=0, metavar="N", help="of random weights"
-    )
-    add(
-        "--threads",
-        type=threads,
-        default=torch.get_num_threads(),
-        metavar="N",
-        help="CPU threads of torch; default: torch's own",
-    )
+    add("--no-graphs", action="store_true",
+        help="launch each kernel of a decode step instead of a CUDA graph")
+    add("--model-seed", type=integer(0, 2**63 - 1), default=0, metavar="N",
+        help="of random weights")
+    add("--threads", type=threads, default=threads_default, metavar="N",
+        help="CPU threads of torch; default: torch's own")
+    # fmt: on
     return parser

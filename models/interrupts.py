@@ -1,4 +1,4 @@
-"""Ctrl-C between the steps of an engine."""
+"""Ctrl-C between the steps of an engine; within one it would leave pages without an owner."""
 
 from __future__ import annotations
 
@@ -6,31 +6,47 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from typing import Any
+
+
+class HeldInterrupts:
+    """A handler of SIGINT that holds back the first one; a second one is handled at once."""
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+        self._held: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        """Hold back a signal."""
+        self._held.append(arguments)
+        if len(self._held) > 1:
+            self.handler(*arguments)
+
+    def handle(self) -> None:
+        """Handle a signal that is held back, if any; by default that raises KeyboardInterrupt."""
+        held, self._held = self._held, []
+        if len(held) == 1:
+            self.handler(*held[0])
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Hold back SIGINT until the block has ended; a second one is not held back.
+def interrupts_wait() -> Iterator[HeldInterrupts]:
+    """Hold back SIGINT until the outermost such block has ended.
 
-    In the middle of a step it would leave pages that no request owns. Only in the main thread, and
-    where a Python function handles the signal.
+    Only in the main thread, and where a Python function handles the signal. `handle` of the yielded
+    object handles it inside the block.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
+    if isinstance(handler, HeldInterrupts):
+        yield handler
         return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
+    held = HeldInterrupts(handler)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield held
+        return
+    signal.signal(signal.SIGINT, held)
     try:
-        yield
+        yield held
     finally:
         signal.signal(signal.SIGINT, handler)
-        if len(held) == 1:
-            handler(*held[0])
+        held.handle()

@@ -34,8 +34,8 @@ from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import Work, join_ranks
-from .parallel.lead import Lead
 from .parallel.shard import shard_config
+from .parallel.steps import Lead
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
@@ -43,12 +43,12 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
     "mtp": MTPDrafter,
 }
-"""What drafts, by name: (model, drafts of a step) -> drafter."""
+"""Drafters by name: (model, drafts of a step) -> drafter."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """A model that each rank builds its part of.
 
     Attributes:
         config: of the whole model.
@@ -80,28 +80,27 @@ class ModelSource:
 class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
-    It belongs to one thread, as its `Engine`. In the main thread, Ctrl-C ends `generate` and `stream`
-    between two steps: their requests are aborted, and all else goes on. A second Ctrl-C does not
-    wait for the step.
+    It belongs to one thread, as its `Engine`. In the main thread, Ctrl-C ends `generate` and
+    `stream` between two steps: their requests are aborted, and the `LLM` can be used again. A
+    second Ctrl-C does not wait for the step.
 
     Args:
         model: a named configuration (random weights), a Hugging Face directory, or a built model.
-        engine: settings; default `EngineConfig()`. With `EngineConfig.tensor_parallel_size` above 1,
-            and a name or a directory as model, this process is rank 0 and starts the others. Where
-            ``torchrun`` or the caller's own use of torch.distributed has started them, all of them
-            make the same `LLM`: that of rank 0 is used, and in the others this call does not
-            return; it ends the process when rank 0's `LLM` is closed.
+        engine: settings; default `EngineConfig()`. With tensor_parallel_size above 1, and a name or
+            a directory as model, this process is rank 0 and starts the others. Under ``torchrun``,
+            and where torch.distributed is initialized, all ranks make the same `LLM`: that of rank
+            0 is used, and in the others this call does not return; it ends the process when rank
+            0's `LLM` is closed.
         drafter: speculates (`quire.models.engine.speculative`), or a function that makes it from
             the model; None = no speculation.
-        device: default: the GPU if there is one.
+        device: default: the GPU if there is one. None with a built model.
         dtype: one of torch, or its name; default: that of the checkpoint; for random weights
-            bfloat16 on a GPU and float32 on a CPU. Both are the model's own where it is already
-            built.
+            bfloat16 on a GPU and float32 on a CPU. None with a built model.
         seed: of random weights.
 
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
-        default_params: SamplingParams of prompts that are given none (`default_params`).
+        default_params: SamplingParams of prompts without (`default_params`).
 
     Raises:
         ValueError: a model that is neither a name, a directory nor a module, for one that does not
@@ -138,7 +137,7 @@ class LLM:
                 f"model: expected one of {sorted(configs)}, a directory or a module, got "
                 f"{str(model)!r}"
             )
-        # What may be wrong with small files is said before weights are read.
+        # Errors in small files come before weights are read.
         self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
@@ -149,7 +148,7 @@ class LLM:
         if settings.tensor_parallel_size > 1:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
-            # What does not fit is said before any process starts.
+            # Refuses a size that does not fit before any process starts.
             shard_config(config, settings.tensor_parallel_size)
             self.engine = self._lead(Work(source, settings, drafter, device))
         else:
@@ -186,7 +185,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Generates for all prompts at once.
+        """Generate for all prompts at once.
 
         Args:
             prompts: texts (where the model has a tokenizer) or lists of token ids; one text stands
@@ -196,8 +195,7 @@ class LLM:
 
         Returns:
             Outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one
-            after another. One with finish_reason "nan" or "error" failed alone: its ``error`` says
-            how.
+            after another. One with finish_reason "nan" or "error" failed alone, with its ``error``.
 
         Raises:
             ValueError: prompts that the engine refuses (none is then queued), for texts without a
@@ -212,18 +210,27 @@ class LLM:
             )
         token_ids = [self._encode(prompt) for prompt in prompts]
         queued: dict[str, dict[int, RequestOutput]] = {}
-        try:
+        num_outputs, num_done, num_tokens = sum(one.n for one in params), 0, 0
+        with (
+            interrupts_wait() as interrupts,
+            tqdm(total=num_outputs, unit="request", disable=not progress) as bar,
+        ):
             try:
-                with interrupts_wait():
-                    for ids, one in zip(token_ids, params, strict=True):
-                        queued[self.engine.add_request(ids, one)] = {}
-                num_outputs = sum(one.n for one in params)
-                with tqdm(total=num_outputs, unit="request", disable=not progress) as bar:
-                    self._run(queued, num_outputs, bar)
+                for ids, one in zip(token_ids, params, strict=True):
+                    queued[self.engine.add_request(ids, one)] = {}
+                while num_done < num_outputs:
+                    interrupts.handle()
+                    report = self._step()
+                    num_tokens += report.num_tokens
+                    for output in report.finished:
+                        if output.request_id in queued:
+                            queued[output.request_id][output.sample] = output
+                            num_done += 1
+                    speed = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{speed:.0f} tok/s", refresh=False)
+                    bar.update(num_done - bar.n)
             finally:
                 self._abort(queued)
-        finally:  # once more, as an interrupt may have come at the first line of the one above
-            self._abort(queued)
         return [
             self._with_text(outputs[sample])
             for outputs in queued.values()
@@ -233,13 +240,13 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[OutputDelta]:
-        """Generates for one prompt, and yields what each step adds.
+        """Generate for one prompt, and yield the additions of each step.
 
         Ending the iteration early aborts the request.
 
         Args:
             prompt: text or token ids.
-            params: as in `generate`; with n samples, deltas say which one they belong to.
+            params: as in `generate`; with n samples, each delta has the number of its sample.
 
         Raises:
             ValueError: at once, for a prompt that the engine refuses.
@@ -298,7 +305,7 @@ class LLM:
             self._abort(queued)
 
     def _abort(self, request_ids: Collection[str]) -> None:
-        """Ends those of these requests that have not ended, and their streams."""
+        """End requests that have not ended, and their streams."""
         with interrupts_wait():
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
@@ -313,21 +320,6 @@ class LLM:
                 if delta.request_id in self._streams:
                     self._streams[delta.request_id].append(delta)
         return report
-
-    def _run(self, outputs: dict[str, dict[int, RequestOutput]], count: int, bar: tqdm) -> None:
-        """Step until there are ``count`` outputs, by request and sample."""
-        num_tokens = 0
-        while (done := sum(map(len, outputs.values()))) < count:
-            bar.update(done - bar.n)
-            report = self._step()
-            num_tokens += report.num_tokens
-            for output in report.finished:
-                if output.request_id in outputs:
-                    outputs[output.request_id][output.sample] = output
-            bar.set_postfix_str(
-                f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
-            )
-        bar.update(done - bar.n)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -359,9 +351,7 @@ class LLM:
 
 
 def default_params(directory: Path | None) -> SamplingParams:
-    """How a checkpoint wants to be sampled.
-
-    Greedily, unless its ``generation_config.json`` says ``do_sample``.
+    """Sampling parameters of a checkpoint: greedy unless its generation config has ``do_sample``.
 
     Raises:
         ValueError: a file that is no JSON, or has a value out of range.
@@ -375,12 +365,10 @@ def default_params(directory: Path | None) -> SamplingParams:
 
 
 def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses random weights that would fill more than the free memory of a CPU.
-
-    Else the system kills the process.
+    """Refuse random weights of more than the free memory, for which the system kills a process.
 
     Raises:
-        ValueError: naming what is needed and what is free.
+        ValueError: naming the bytes needed and free.
     """
     if device.type != "cpu" or sys.platform != "linux":
         return

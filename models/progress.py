@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError:
 
     class tqdm:  # type: ignore[no-redef]
-        """What is used here of tqdm's bar, and shows nothing."""
+        """A bar with the methods of tqdm's that are used here; it shows nothing."""
 
         def __init__(self, **options: Any) -> None:
             self.n, self._start = 0, perf_counter()
@@ -23,7 +23,7 @@ except ModuleNotFoundError:
             return {"elapsed": perf_counter() - self._start}
 
         def update(self, n: int = 1) -> None:
-            """Counts."""
+            """Count."""
             self.n += n
 
         def set_description(self, text: str) -> None:

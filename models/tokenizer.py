@@ -18,13 +18,10 @@ MAX_HELD_TOKENS = 8  # twice the tokens that one character can take
 
 
 class Tokenizer(Protocol):
-    """What `quire.models.llm.LLM` needs of a tokenizer."""
+    """A tokenizer as `quire.models.llm.LLM` uses it."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens around it.
-
-        Special=False: of text that spells its special tokens itself.
-        """
+        """Token ids of a text; special=True adds the special tokens around a prompt."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, without special tokens."""
@@ -33,8 +30,8 @@ class Tokenizer(Protocol):
 class TextStream:
     """Text that grows token by token, and stop strings in it.
 
-    A character may take several tokens, and a stop string several steps: what could still turn out
-    to be part of one is not released before that is decided.
+    A character may take several tokens, and a stop string several steps: text that may still become
+    part of one is held back.
 
     Args:
         tokenizer: for its ``decode``.
@@ -60,7 +57,7 @@ class TextStream:
         self._finished = False
 
     def append(self, token: int) -> str | None:
-        """Adds a token; returns the stop string that the text now contains, if any.
+        """Add a token; return the stop string that the text now contains, if any.
 
         The text then ends before it.
         """
@@ -89,7 +86,7 @@ class TextStream:
         return stop
 
     def finish(self) -> str:
-        """The whole text, half a character at its end included. Nothing is held back any more."""
+        """The whole text, half a character at its end included; release all of it."""
         if not self._finished:
             known = self._tokenizer.decode(self._ids[self._start : self._read])
             self.text += self._tokenizer.decode(self._ids[self._start :])[len(known) :]
@@ -98,7 +95,7 @@ class TextStream:
         return self.text
 
     def take(self) -> str:
-        """What is new since the last call and can no longer become part of a stop string."""
+        """New text since the last call that can no longer become part of a stop string."""
         end = len(self.text) - (0 if self._finished else self._num_held())
         new = self.text[self._num_taken : end]
         self._num_taken = end

@@ -34,7 +34,7 @@ model's own drafter layer. The prompts then run once more, with caching and with
 outputs that differ are checked in both runs. How often a random model's drafter is right is a
 matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
 
-With --host-cache what leaves the pool is kept in host memory (`quire.models.engine.tiering`), and the
+With --host-cache what leaves the pool is kept in host memory (`quire.models.engine.host_tier`), and the
 prompts run once more without it, which outputs of the first run are compared with.
 
 With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
@@ -75,9 +75,9 @@ from quire.models.command import (
     threads,
 )
 from quire.models.device import find_device
-from quire.models.engine.config import IMPLS
+from quire.models.engine.config import IMPLS, KV_CACHE_DTYPES
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
+from quire.models.engine.memory import weight_bytes
 from quire.models.engine.speculative import Drafter
 from quire.models.llm import DRAFTERS
 from quire.models.parallel.shard import MAX_SIZE, shard_config

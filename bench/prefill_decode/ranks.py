@@ -85,12 +85,13 @@ def bytes_sent(engine: Engine, num_tokens: int) -> dict[str, int]:
     """Bytes of each kind of message in so many decode steps of one request."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     engine.add_request([engine.model.config.vocab_size - 1], params)
-    sent, graphs, engine._graphs = engine.model.group.sent, engine._graphs, None  # counted eagerly
+    sent, graphs = engine.model.group.sent, engine.runner.graphs
+    engine.runner.graphs = None  # counted eagerly
     before, computed = sent.copy(), 0
     while engine.has_work:
         report = engine.step()
         assert report is not None
         computed += report.num_tokens
     assert computed == num_tokens, (computed, num_tokens)
-    engine._graphs = graphs
+    engine.runner.graphs = graphs
     return sent - before

@@ -25,16 +25,16 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder, Staging
 
-from ..engine.distributions import DRAFT, draw_columns, uniform
 from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request
+from ..engine.sampler import DRAFT, draw_columns, uniform
 from ..parallel.group import Group
 from .attention import PagedAttend
 from .cache import V4PagePool
 from .model import DeepseekV4
 
 if TYPE_CHECKING:
-    from ..parallel.lead import Lead
+    from ..parallel.steps import Lead
 
 
 class MTPDrafter:

@@ -20,36 +20,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from quire.kvcore import KVCache, StepArrays, StepPlan
+from quire.kvcore import StepArrays, StepPlan
 from quire.kvcore.device import AttnMetadata, BatchBuilder, Staging
 
 from .config import EngineConfig
-from .memory import free_memory
 
 if TYPE_CHECKING:
     from ..parallel.group import Group
-    from .memory import ModelCache
+    from .runner import Forward
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes work on fixed buffers, and returns what does it again on their contents of then."""
-Forward = Callable[[Tensor, Tensor, AttnMetadata], "Tensor | tuple[Tensor, Tensor]"]
-"""(input_ids, positions, attn) -> logits [num_tokens, vocab_size], or (logits, hidden states)."""
+"""Takes work on fixed buffers; returns a function that repeats it on their new contents."""
 
 WARM_UP_RUNS = 2
-# Where captures take memory that is worth measuring.
-MEASURED_ON = ("cuda",)
 
 
 class Shape(NamedTuple):
-    """What one graph holds: a number of sequences, and the rows of each."""
+    """Number of sequences of a graph, and the rows of each."""
 
     num_seqs: int
     rows: int
@@ -60,9 +54,9 @@ class _Graph:
     """A captured decode step of one shape.
 
     Attributes:
-        data: [n] int64, what a step fills; `_split` has its parts.
-        out: what the model gave.
-        work: what was captured. A replay knows the tensors that it reads by address only: this
+        data: [n] int64, the integers of a step; `_split` has its parts.
+        out: the model's output.
+        work: the captured function. A replay knows the tensors that it reads by address only: this
             keeps them.
     """
 
@@ -73,20 +67,19 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """Runs steps in which every sequence decodes.
+    """Run steps in which every sequence decodes.
 
     Args:
         forward: the model.
-        builder: whose tables the graphs read.
-        sizes: batches to capture, ascending (`sizes_to_capture`).
+        builder: has the tables that the graphs read.
+        sizes: batch sizes to capture, ascending (`sizes_to_capture`).
         max_seq_len: the longest sequence.
-        max_draft_tokens: of a step; above 0 there are graphs for steps with drafts too.
-        capture: default: that of the device (`default_capture`).
+        max_draft_tokens: above 0 there are graphs for steps with drafts too.
         group: ranks that replay the same shapes.
 
     Attributes:
-        shapes: those that can be replayed, in ascending order of their rows.
-        capture_work: what captures; others' graphs may share their memory with these.
+        shapes: captured shapes, in ascending order of their rows.
+        capture_work: captures other work in the memory of these graphs.
     """
 
     def __init__(
@@ -98,7 +91,6 @@ class DecodeGraphs:
         max_seq_len: int,
         device: torch.device,
         max_draft_tokens: int = 0,
-        capture: Capture | None = None,
         group: Group | None = None,
     ) -> None:
         rows = {1, 1 + max_draft_tokens}
@@ -109,29 +101,18 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self.capture_work = capture or default_capture(device)
+        self.capture_work = default_capture(device)
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self) -> None:
-        """Captures every shape, the largest first: the others then find their memory in its.
-
-        A shape that cannot be captured is left out, with one warning for all of them: its steps use
-        a larger one, or none.
-        """
+        """Capture every shape that can be; the steps of others use a larger one, or none."""
         self.shapes = capture_each(self.shapes, self.add, "decode graphs", self._group)
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
-        """The smallest captured shape that holds a step; None if there is none.
-
-        Args:
-            plan: of a step in which every sequence decodes: one new token, and drafts.
-        """
-        counts = plan.num_new_tokens
-        rows = (
-            1
-            if len(plan.positions) == len(counts)
-            else max(s.rows for s in self.shapes or [Shape(0, 0)])
-        )
+        """The smallest captured shape for a step of decodes and drafts; None = none."""
+        counts, rows = plan.num_new_tokens, 1
+        if len(plan.positions) > len(counts):
+            rows = max((shape.rows for shape in self.shapes), default=0)
         if (plan.seq_lens - counts).max() + rows > self._max_seq_len or counts.max() > rows:
             return None
         fitting = (s for s in self.shapes if s.rows == rows and s.num_seqs >= len(counts))
@@ -140,7 +121,7 @@ class DecodeGraphs:
     def __call__(
         self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Runs one step, to be called between the plan and its commit.
+        """Run one step, between the plan and its commit.
 
         Args:
             shape: of `shape_of`.
@@ -148,7 +129,7 @@ class DecodeGraphs:
             input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
 
         Returns:
-            Logits [num_tokens, vocab_size] fp32, or what else the model returns of them, valid
+            The model's output for these tokens, such as logits [num_tokens, vocab_size] fp32, valid
             until the next call.
         """
         n, total, counts = len(plan.slots), len(plan.positions), plan.num_new_tokens
@@ -172,8 +153,8 @@ class DecodeGraphs:
         return tree_map(lambda x: x[:total] if dense else x[sent[1]], graph.out[0])
 
     def add(self, shape: Shape) -> None:
-        """Captures one shape; raises what its capture raises."""
-        # Padding rows all through: what a warm-up run must not do is write.
+        """Capture one shape; raise the errors of its capture."""
+        # Padding rows only, as a warm-up run must not write.
         num_tokens = shape.num_seqs * shape.rows
         size = (2 + self._builder.num_groups) * _even(num_tokens) + 2 * shape.num_seqs
         data = torch.zeros(size, dtype=torch.int64, device=self._device)
@@ -204,16 +185,16 @@ class DecodeGraphs:
 def capture_each(
     shapes: Sequence[Shape], add: Callable[[Shape], None], what: str, group: Group | None = None
 ) -> list[Shape]:
-    """Captures the largest shape first; one warning names those that cannot be.
+    """Capture shapes, the largest first: the others then find their memory in its.
 
     Args:
         shapes: ascending.
         add: captures one.
-        what: begins the warning.
+        what: begins the one warning about shapes that cannot be captured.
         group: ranks that capture the same; None = this one alone.
 
     Returns:
-        Those that are captured, on all ranks, ascending.
+        Shapes that are captured on all ranks, ascending.
     """
     failed = {}
     for shape in reversed(shapes):
@@ -237,15 +218,15 @@ def capture_each(
 
 
 def _even(count: int) -> int:
-    """Rows of so many int64 start at 16 bytes, as kernels are compiled for."""
+    """Width of a row of int64 after which the next starts at 16 bytes, as kernels expect."""
     return count + count % 2
 
 
 def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Parts of a graph's integers, views of a tensor or an array.
+    """Views of the parts of a graph's integers, a tensor or an array.
 
     Returns:
-        (tokens [2 + num_tables, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
+        (tokens [2 + num_groups, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
         the allocator's slots [num_seqs]).
     """
     num_tokens = shape.num_seqs * shape.rows
@@ -255,10 +236,12 @@ def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
 
 
 def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
-    """Batch sizes that an engine decodes through graphs; none where it does not.
+    """Batch sizes that an engine decodes through graphs.
+
+    1, 2, 4, 8, then multiples of 8 up to 64 and of 32 beyond, and the largest itself.
 
     Raises:
-        NotImplementedError: ``config.decode_graphs`` asks for what cannot be.
+        NotImplementedError: ``config.decode_graphs`` is True and impl cannot be captured.
     """
     on_gpu = device.type == "cuda"
     possible = not (on_gpu and config.impl == "torch")
@@ -267,74 +250,15 @@ def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
             f"decode_graphs: supported with impl='triton' on a GPU, got impl={config.impl!r}"
         )
     wanted = on_gpu if config.decode_graphs is None else config.decode_graphs
-    return batch_sizes(config.max_num_seqs) if possible and wanted else []
-
-
-def graph_bytes(
-    model: nn.Module,
-    cache: ModelCache,
-    config: EngineConfig,
-    sizes: Sequence[int],
-    max_draft_tokens: int,
-    *,
-    hidden: bool,
-) -> int:
-    """Bytes that the graphs of an engine will take, of memory that its pool is then not given.
-
-    The largest two are captured over a pool of two pages, and dropped: the memory of the largest
-    serves all, and what the second adds each of the others adds. 0 where the size of the pool does
-    not depend on free memory, and where they cannot be captured.
-
-    Args:
-        sizes: of `sizes_to_capture`.
-        hidden: as in `forward_pass`.
-    """
-    named = config.num_pages is not None or config.cache_bytes is not None
-    if not sizes or named or model.device.type not in MEASURED_ON:
-        return 0
-    kv = KVCache(
-        cache.groups,
-        num_pages=2,
-        max_requests=config.max_num_seqs,
-        max_model_len=config.max_model_len or model.config.max_position_embeddings,
-        max_draft_tokens=max_draft_tokens,
-        track_deltas=True,
-    )
-    builder = BatchBuilder(kv, model.device)
-    graphs = DecodeGraphs(
-        forward_pass(model, cache.allocate(kv.pool.num_pages), config.impl, hidden=hidden),
-        builder,
-        sizes=sizes,
-        max_seq_len=kv.max_model_len,
-        max_draft_tokens=max_draft_tokens,
-        device=model.device,
-    )
-    free = [free_memory(model.device)]
-    try:
-        with torch.inference_mode(), torch.cuda.device_of(builder.tables):
-            for shape in graphs.shapes[::-1][:2]:
-                graphs.add(shape)
-                free.append(free_memory(model.device))
-    except Exception:
-        return 0  # `DecodeGraphs.capture` says so
-    used = [max(0, before - after) for before, after in pairwise(free)]
-    chains = len(sizes) if hidden else 0  # of a `ModelDrafter`
-    return used[0] + used[-1] * (len(graphs.shapes) - 1 + chains)
-
-
-def batch_sizes(largest: int) -> list[int]:
-    """Sizes to capture.
-
-    1, 2, 4, 8, then multiples of 8 up to 64 and of 32 beyond, and the largest itself.
-    """
+    if not (possible and wanted):
+        return []
+    largest = config.max_num_seqs
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 32)]
     return [s for s in sizes if s < largest] + [largest]
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory and one stream.
-
-    Only one of them runs at a time.
+    """Capture work as CUDA graphs that share one pool of memory and one stream.
 
     Args:
         device: of the work, and the current one of every call.
@@ -347,10 +271,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs ``work`` a few times, then captures it.
-
-        So kernels are compiled and libraries have their workspaces before.
-        """
+        """Run ``work``, so that kernels are compiled and workspaces made, then capture it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -369,27 +290,5 @@ def default_capture(device: torch.device) -> Capture:
 
 
 def call_again(work: Callable[[], None]) -> Callable[[], None]:
-    """Stands in for a capture where there is no GPU.
-
-    A replay does the work anew, on the same buffers.
-    """
+    """Stand in for a capture where there is no GPU: a replay does the work again."""
     return work
-
-
-def forward_pass(model: nn.Module, pool: Any, impl: str | None, *, hidden: bool) -> Forward:
-    """The model over its pages, as a function that keeps no engine alive.
-
-    Args:
-        hidden: whether it returns hidden states beside the logits.
-    """
-    more = {"return_hidden": True} if hidden else {}
-
-    def run(
-        input_ids: Tensor,
-        positions: Tensor,
-        attn: AttnMetadata,
-        logits_rows: Tensor | None = None,
-    ) -> Any:
-        return model(input_ids, positions, attn, pool, logits_rows=logits_rows, impl=impl, **more)
-
-    return run

@@ -1,14 +1,15 @@
-"""How many pages a pool gets, and what fits them.
+"""Size of the page pool, and the requests that fit it.
 
     bytes of pages = (free memory - activations of the largest step) * memory_fraction
 
-with the weights already loaded. A request of n tokens needs, of each group, its blocks of n tokens;
-of a window group at most its ring and one block more, however long the request is.
+with the weights already loaded. A request of n tokens needs, of each dense group, its blocks of n
+tokens; of a window group at most its ring and one more block, however long the request is.
 """
 
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore import GroupSpec
 from quire.kvcore.policies.retention import parse_retention
-from quire.kvcore.spec import Layout
-
-from .room import fixed_pages, longest_request, pages_of_request
+from quire.kvcore.spec import GroupClass, Layout
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -30,18 +29,18 @@ CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9
 LOGITS_COPIES = 11  # fp32, while rows are sorted, filtered and drawn from, and their probs kept
 MIN_LENGTH = 2  # a prompt of one token, and one token of output
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_tensor")
+WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
 
 @dataclass(frozen=True)
 class ModelCache:
-    """What an engine knows of a model's cache.
+    """The cache of a model, as its ``make_cache`` describes it to the engine.
 
     Attributes:
         groups: as `quire.kvcore.KVCache` takes them.
         page_bytes: bytes behind one page id, of all its layers.
         allocate: makes the page tensors for a number of pages.
-        fixed_bytes: what it allocates besides, for all requests.
+        fixed_bytes: bytes that it allocates besides, for all requests.
     """
 
     groups: Sequence[GroupSpec]
@@ -53,31 +52,23 @@ class ModelCache:
 def model_cache(
     model: Any,
     *,
-    base_block_size: int | None = None,
     kv_cache_dtype: str = "auto",
     max_requests: int = 1,
     max_draft_tokens: int = 0,
     drafter_layers: bool = False,
 ) -> ModelCache:
-    """Cache of a model, from its ``make_cache``, which takes the same arguments.
+    """Cache of a model, from its ``make_cache``.
 
     Args:
-        base_block_size: tokens in a page of the heaviest kind of layer; None = the model's own
-            choice.
-        kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in
-            ``kv_cache_dtypes`` which ones it can.
-        max_requests: running at once.
-        max_draft_tokens: of a step.
-        drafter_layers: whether layers that only draft run too.
+        kv_cache_dtype: as in `EngineConfig`; a model lists those it supports in
+            ``kv_cache_dtypes``.
+        max_requests: requests running at once.
+        max_draft_tokens: drafts of a request in a step.
+        drafter_layers: True if layers that only draft run too.
 
     Raises:
-        ValueError: another kv_cache_dtype.
-        NotImplementedError: one that the model cannot.
+        NotImplementedError: a kv_cache_dtype that the model does not support.
     """
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(
-            f"kv_cache_dtype: expected one of {list(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
-        )
     supported = getattr(model, "kv_cache_dtypes", ("auto",))
     if kv_cache_dtype not in supported:
         raise NotImplementedError(
@@ -85,7 +76,7 @@ def model_cache(
             f"{kv_cache_dtype!r}"
         )
     return model.make_cache(
-        base_block_size=base_block_size,
+        base_block_size=None,
         kv_cache_dtype=kv_cache_dtype,
         max_requests=max_requests,
         max_draft_tokens=max_draft_tokens,
@@ -93,9 +84,27 @@ def model_cache(
     )
 
 
+def pages_of_request(
+    groups: Sequence[GroupSpec], num_tokens: int, max_draft_tokens: int = 0
+) -> int:
+    """Pages needed to decode one request of ``num_tokens`` tokens."""
+    total = 0
+    for spec in Layout(groups, num_tokens, max_draft_tokens).classes:
+        pages = spec.num_tables * -(-num_tokens // spec.block_size)
+        if spec.spec.kind == "window":
+            pages = min(pages, _fixed_pages(spec))
+        total += _fixed_pages(spec) if spec.spec.kind == "state" else pages
+    return total
+
+
+def _fixed_pages(spec: GroupClass) -> int:
+    """Pages of a ring and the block planned before its oldest one goes, or of a state's copies."""
+    return spec.num_tables * (spec.width + 1)
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A pool, and what fits it.
+    """A pool, and the requests that fit it.
 
     Attributes:
         num_pages: pages, page 0 (never owned) included.
@@ -103,10 +112,9 @@ class MemoryPlan:
         max_model_len: longest sequence in tokens.
         max_num_seqs: requests at once.
         retention: as in `quire.kvcore.KVCache`.
-        free_bytes: memory that was free for it; None where the caller named the size of the pool.
+        free_bytes: free memory that the pool was sized from; None = the size was given.
         fixed_bytes: memory of requests that is not in pages.
-        graph_bytes: memory of decode graphs, as far as it was measured before.
-        host_bytes: behind the pool.
+        host_bytes: bytes of the host tier.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -118,8 +126,11 @@ class MemoryPlan:
     retention: Any
     free_bytes: int | None = None
     fixed_bytes: int = 0
-    graph_bytes: int = 0
     host_bytes: int = 0
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.groups, self.max_model_len, self.max_draft_tokens)
 
     @property
     def cache_bytes(self) -> int:
@@ -127,128 +138,86 @@ class MemoryPlan:
         return self.num_pages * self.page_bytes
 
     @property
-    def alignment(self) -> int:
-        """Tokens that hits are multiples of."""
-        return Layout(self.groups, self.max_model_len, self.max_draft_tokens).alignment
-
-    @property
     def bytes_per_token(self) -> float:
-        """Bytes that each further token of a long request costs: those of dense groups."""
+        """Bytes of each further token of a long request: those of dense groups."""
         return sum(self.page_bytes / g.block_size for g in self.groups if g.kind == "dense")
 
     @property
     def bytes_per_request(self) -> int:
         """Bytes of a long request that do not depend on its length: rings and states."""
-        classes = Layout(self.groups, self.max_model_len, self.max_draft_tokens).classes
-        return self.page_bytes * sum(fixed_pages(c) for c in classes if c.spec.kind != "dense")
-
-    @property
-    def interval(self) -> int:
-        """Tokens between the boundaries inside a prompt that stay resumable; 0 for none."""
-        layout = Layout(self.groups, self.max_model_len, self.max_draft_tokens)
-        return parse_retention(self.retention, layout)
+        fixed = [c for c in self._layout.classes if c.spec.kind != "dense"]
+        return self.page_bytes * sum(map(_fixed_pages, fixed))
 
     def request_bytes(self, num_tokens: int) -> int:
         """Bytes of the pages of one request of ``num_tokens`` tokens."""
         return self.page_bytes * pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
 
     def num_fitting(self, num_tokens: int) -> int:
-        """Requests of ``num_tokens`` tokens that hold their pages at once, if they share nothing.
-
-        At most max_num_seqs.
-        """
+        """Requests of ``num_tokens`` tokens that fit at once, if they share nothing."""
         pages = pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
         return min(self.max_num_seqs, (self.num_pages - 1) // pages)
 
-    def describe(self, lengths: Sequence[int] = ()) -> str:
-        """The plan in words.
-
-        Args:
-            lengths: in tokens, to say how many such requests fit; default: powers of 4 up to
-                max_model_len.
-        """
-        lengths = lengths or sorted(
-            {*(4**i for i in range(5, 12) if 4**i < self.max_model_len), self.max_model_len}
-        )
+    def describe(self) -> str:
+        """The plan in words."""
+        lengths = {4**i for i in range(5, 12) if 4**i < self.max_model_len} | {self.max_model_len}
+        fits = ", ".join(f"{self.num_fitting(n)} of {n}" for n in sorted(lengths))
         of = "" if self.free_bytes is None else f" of {_size(self.free_bytes)} free"
-        fits = ", ".join(f"{self.num_fitting(n)} of {n}" for n in lengths)
-        kept = f" (every {self.interval})" if self.interval else ""
-        besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
-        besides += f", {_size(self.graph_bytes)} of decode graphs" if self.graph_bytes else ""
-        behind = f"behind    {_size(self.host_bytes)} of host memory"
-        return "\n".join(
-            [
-                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
-                f"{_size(self.page_bytes)}{besides}",
-                *([behind] if self.host_bytes else []),
-                f"request   {_size(self.bytes_per_token)} a token + "
-                f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}{kept}",
-                f"fits      requests of so many tokens at once: {fits} (at most "
-                f"{self.max_num_seqs})",
-            ]
-        )
+        fixed = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
+        interval = parse_retention(self.retention, self._layout)
+        lines = [
+            f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
+            f"{_size(self.page_bytes)}{fixed}",
+            f"request   {_size(self.bytes_per_token)} a token + "
+            f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
+            f"hits      multiples of {self._layout.alignment} tokens, retention "
+            f"{self.retention!r}" + (f" (every {interval})" if interval else ""),
+            f"fits      requests of so many tokens at once: {fits} (at most {self.max_num_seqs})",
+        ]
+        if self.host_bytes:
+            lines.insert(1, f"behind    {_size(self.host_bytes)} of host memory")
+        return "\n".join(lines)
 
 
 def plan_memory(
-    model: nn.Module,
-    cache: ModelCache,
-    config: EngineConfig,
-    *,
-    max_draft_tokens: int = 0,
-    graph_bytes: int = 0,
+    model: nn.Module, cache: ModelCache, config: EngineConfig, *, max_draft_tokens: int = 0
 ) -> MemoryPlan:
-    """Sizes the pool, and refuses one that is too small for a single request.
+    """Size the pool.
 
-    Where ``config.max_model_len`` is None, it is what the model allows, or the pool holds if that
-    is less.
-
-    Args:
-        cache: of the model.
-        max_draft_tokens: of a step.
-        graph_bytes: of decode graphs, beside the pool.
+    Without ``config.max_model_len`` the longest sequence is the model's limit, or the longest that
+    the pool holds.
 
     Raises:
-        ValueError: naming the pages needed, for a pool that does not hold one request of
-            max_model_len (or, where that was not given, of two tokens), for more than one size, for
-            a fraction outside (0, 1], or for more pages than a CPU's memory holds.
+        ValueError: a pool that does not hold one request of max_model_len (or, where that was not
+            given, of two tokens), naming the pages needed, or more pages than a CPU's memory holds.
     """
     longest = model.config.max_position_embeddings
     max_model_len = longest if config.max_model_len is None else config.max_model_len
     if not MIN_LENGTH <= max_model_len <= longest:
         raise ValueError(f"max_model_len: expected {MIN_LENGTH}..{longest}, got {max_model_len}")
-    sizes = (config.num_pages, config.cache_bytes, config.memory_fraction)
-    if sum(value is not None for value in sizes) > 1:
-        raise ValueError(
-            "num_pages, cache_bytes, memory_fraction: expected one of them at most, got "
-            f"{', '.join(map(str, sizes))}"
-        )
-    num_pages, cache_bytes, fraction = sizes
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction}")
-    free = None
-    if num_pages is None:
-        if cache_bytes is None and (fraction is not None or model.device.type == "cuda"):
-            free = free_memory(model.device)
-            besides = activation_bytes(
-                model,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_rows=config.max_num_seqs * (1 + max_draft_tokens),
-            )
-            cache_bytes = int(max(0, free - besides - graph_bytes) * (fraction or MEMORY_FRACTION))
-        cache_bytes = CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
-        num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
     host_bytes = int((config.host_cache_gib or 0) * 2**30)
-    named = config.num_pages is not None or config.cache_bytes is not None
-    if named and model.device.type == "cpu" and sys.platform == "linux":
+    num_pages, free, on_cpu = config.num_pages, None, model.device.type == "cpu"
+    if num_pages is None:
+        cache_bytes = CPU_CACHE_BYTES
+        if config.memory_fraction is not None or not on_cpu:
+            free = free_memory(model.device)
+            rows = config.max_num_seqs * (1 + max_draft_tokens)
+            used = activation_bytes(model, config.max_num_batched_tokens, rows)
+            fraction = config.memory_fraction or MEMORY_FRACTION
+            cache_bytes = int(max(0, free - used) * fraction)
+        num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
+    elif on_cpu and sys.platform == "linux":
         needed_bytes = num_pages * cache.page_bytes + cache.fixed_bytes + host_bytes
         if needed_bytes > (left := free_memory(model.device)):
             raise ValueError(
                 f"num_pages: expected pages that fit the memory, got {num_pages} "
-                f"({_size(needed_bytes)} with what requests and the host tier take besides), "
+                f"({_size(needed_bytes)} with the fixed memory of requests and the host tier), "
                 f"and {_size(left)} are free"
             )
-    fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
+    fits = bisect_left(
+        range(1, max_model_len + 1),
+        num_pages,
+        key=lambda n: pages_of_request(cache.groups, n, max_draft_tokens),
+    )
     needed = config.max_model_len or MIN_LENGTH
     if fits < needed:
         pages = 1 + pages_of_request(cache.groups, needed, max_draft_tokens)
@@ -266,48 +235,14 @@ def plan_memory(
         retention=config.retention,
         free_bytes=free,
         fixed_bytes=cache.fixed_bytes,
-        graph_bytes=graph_bytes,
         host_bytes=host_bytes,
     )
 
 
-def make_allocator(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -> KVCache:
-    """The allocator of a planned pool.
+def activation_bytes(model: nn.Module, max_num_batched_tokens: int, max_num_rows: int) -> int:
+    """Estimated bytes of the largest step besides weights and pages.
 
-    Raises:
-        ValueError: replay of a model that cannot, or settings that the allocator refuses.
-    """
-    replay_tokens = None
-    if config.replay:
-        if not hasattr(model.config, "replay_tokens"):
-            raise ValueError(
-                "replay: expected False for "
-                f"{type(model).__name__}{getattr(model, 'no_replay', '')}; "
-                "supported with models of full and sliding attention"
-            )
-        replay_tokens = model.config.replay_tokens
-    return KVCache(
-        memory.groups,
-        num_pages=memory.num_pages,
-        max_requests=config.max_num_seqs,
-        max_model_len=memory.max_model_len,
-        retention=config.retention,
-        hash_seed=config.hash_seed,
-        enable_caching=config.enable_caching,
-        max_draft_tokens=memory.max_draft_tokens,
-        replay_tokens=replay_tokens,
-        track_deltas=True,
-    )
-
-
-def activation_bytes(model: nn.Module, *, max_num_batched_tokens: int, max_num_rows: int) -> int:
-    """Bytes that the largest step holds besides weights and pages, estimated.
-
-    What the model says of each token, and the logits of the sampled rows with what sampling makes
-    of them.
-
-    Args:
-        max_num_rows: sampled in a step.
+    The model's activations of each token, and the logits of the sampled rows with their copies.
     """
     logits = 4 * model.config.vocab_size * LOGITS_COPIES * max_num_rows
     return max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize + logits
@@ -318,16 +253,19 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
+def fits(model: nn.Module, device: torch.device) -> bool:
+    """True if the weights of a model, which may be on the meta device, leave room to work in."""
+    return weight_bytes(model) <= WORKING_SHARE * free_memory(device)
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; on a CPU those that the system calls available."""
+    """Free bytes of a device; on a CPU those that the system calls available."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what torch keeps of freed tensors the driver knows nothing
+        torch.cuda.empty_cache()  # the driver does not count freed tensors that torch keeps
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
-        raise NotImplementedError(
-            "memory_fraction: supported on GPUs and on Linux; give num_pages or cache_bytes"
-        )
+        raise NotImplementedError("memory_fraction: supported on GPUs and on Linux; give num_pages")
     lines = meminfo.read_text(encoding="ascii").splitlines()
     available = next(line for line in lines if line.startswith("MemAvailable:"))
     return int(available.split()[1]) * 1024
@@ -339,14 +277,3 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"
-
-
-WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
-
-
-def fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether the weights of a model leave room on a device to work in.
-
-    The model may be on the meta device.
-    """
-    return weight_bytes(model) <= WORKING_SHARE * free_memory(device)

@@ -1,21 +1,31 @@
-"""What comes back of a request."""
+"""Outputs of requests, and the queue that collects them.
+
+`OutputQueue` keeps the unfinished requests, delivers new tokens to them, and ends them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.kvcore.prefix.lookup import EXPLANATIONS
 from quire.kvcore.tier.match import LOAD_EXPLANATIONS
 
+from ..config.fields import shown
+
+if TYPE_CHECKING:
+    from .request import Request
+    from .scheduler import Scheduler
+
 REASONS: dict[str, str] = {**EXPLANATIONS, **LOAD_EXPLANATIONS}
+NO_TOKEN = -1  # as `quire.kernels.sample_tokens` returns it
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one position under the model itself.
-
-    Before penalties, temperature and filters.
+    """Natural-log probabilities of one position, before penalties, temperature and filters.
 
     Attributes:
         logprob: of the generated token.
@@ -27,10 +37,7 @@ class TokenLogprobs:
 
 
 class RequestError(RuntimeError):
-    """What ended one request early, while the others go on: which request, where, and why.
-
-    ``__cause__`` is the exception behind it.
-    """
+    """The error of one request, while the others go on; its cause is in ``__cause__``."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +48,21 @@ class RequestOutput:
         sample: 0 unless `SamplingParams.n` is above 1.
         token_ids: generated tokens.
         text: their text without the stopping id or string, or None without a tokenizer.
-        finish_reason: "stop" (stop_reason says by which id or string), "length" (max_tokens or the
-            longest sequence was reached) or "abort"; "nan" = the model's logits give no token,
-            "error" = something else failed in this request (error says what).
-        num_cached_tokens: prompt tokens that the prefix cache gave when the request was first
+        finish_reason: "stop" (stop_reason has the id or string), "length" (max_tokens or the
+            longest sequence was reached), "abort", "nan" = the model's logits give no token, or
+            "error" = this request failed otherwise.
+        num_cached_tokens: prompt tokens found in the prefix cache when the request was first
             admitted.
-        limited_by: why they were not more (`quire.kvcore.Match.limited_by`, with tiers
+        limited_by: why they were not more (`quire.kvcore.Match.limited_by`, with a host tier
             `quire.kvcore.tier.TierMatch.limited_by`); "" when it never was admitted.
-        dense_tokens: prompt tokens whose full-attention rows were cached then, in the pool or behind
-            it.
+        dense_tokens: prompt tokens whose full-attention rows were cached then, on the device or the
+            host.
         num_loaded_tokens: tokens added to its hits by loads from host memory.
         num_preemptions: times that the request lost its pages and was resumed.
-        num_drafts, num_accepted: speculated tokens that were computed, and those that became
-            output.
+        num_drafts, num_accepted: speculated tokens that were computed, and accepted ones.
         arrival, token_times: seconds on `time.perf_counter`'s clock.
         logprobs: one for each of token_ids where they were asked for.
-        error: what ended it early; None unless finish_reason is "nan" or "error". The tokens, and
-            the text so far, are good.
+        error: the reason of "nan" or "error", else None. Tokens and text so far are good.
     """
 
     request_id: str
@@ -80,7 +85,7 @@ class RequestOutput:
     num_loaded_tokens: int = 0
 
     def explain(self) -> str:
-        """One sentence: what of the prompt was cached, what was loaded for it, and why not more."""
+        """One sentence: tokens of the prompt that were cached or loaded, and why not more."""
         cached = f"{self.num_cached_tokens} of {len(self.prompt_token_ids)} tokens"
         if self.num_loaded_tokens:
             cached += f", {self.num_loaded_tokens} loaded from host memory"
@@ -102,11 +107,10 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one step added to a request that is streamed.
-
-    Ids, and the text that no later token can take back.
+    """Tokens and text that one step added to a streamed request.
 
     Attributes:
+        text: text that no later token can take back.
         finish_reason, error: as in `RequestOutput`, None before the end.
     """
 
@@ -116,3 +120,142 @@ class OutputDelta:
     text: str
     finish_reason: str | None
     error: RequestError | None = None
+
+
+class NewTokens(NamedTuple):
+    """New tokens of one request.
+
+    Attributes:
+        ids: accepted drafts, then the next token, `NO_TOKEN` where there is none.
+        logprobs: one for each id; None where the request wants none.
+    """
+
+    request: Request
+    ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class OutputQueue:
+    """The unfinished requests of an engine, and the outputs since the last report.
+
+    Attributes:
+        unfinished: unfinished samples of each request, by id.
+        siblings: by first sample, the others, which wait until its prompt is computed.
+        finished, deltas: outputs since they were last taken (`take`).
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.unfinished: dict[str, list[Request]] = {}
+        self.siblings: dict[Request, list[Request]] = {}
+        self.finished: list[RequestOutput] = []
+        self.deltas: list[OutputDelta] = []
+
+    def take(self) -> tuple[list[RequestOutput], list[OutputDelta]]:
+        """Outputs and deltas since the last call."""
+        self.end_failed()
+        taken = self.finished, self.deltas
+        self.finished, self.deltas = [], []
+        return taken
+
+    def add(self, samples: list[Request]) -> None:
+        """Queue the first sample of a request; the others wait until its prompt is computed."""
+        first = samples[0]
+        self.unfinished[first.request_id] = samples
+        self._scheduler.waiting.append(first)
+        if len(samples) > 1:
+            self.siblings[first] = samples[1:]
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End all samples of a request; return the output of the first unfinished one."""
+        if not isinstance(request_id, str) or request_id not in self.unfinished:
+            raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
+        outputs = []
+        for request in list(self.unfinished[request_id]):
+            self._scheduler.waiting.extend(self.siblings.pop(request, []))
+            self._scheduler.finish(request)
+            outputs.append(self._take_out(request, "abort", None))
+        return outputs[0]
+
+    def deliver(self, new: Sequence[NewTokens], now: float) -> tuple[int, bool]:
+        """Append new tokens to their requests; an error ends its request alone.
+
+        Tokens of a request that has ended since its step was launched are dropped.
+
+        Returns:
+            (number of tokens, True if the logits of a request gave no token).
+        """
+        num_generated, has_nan = 0, False
+        for tokens in new:
+            request = tokens.request
+            if request.slot < 0:
+                has_nan = has_nan or NO_TOKEN in tokens.ids
+                continue
+            request.num_output_placeholders = 0
+            before, reason, error = request.num_tokens, None, None
+            try:
+                reason = request.extend(tokens, now)
+                if reason is None and request.stream:
+                    self.deltas.append(_delta(request, before))
+            except Exception as cause:
+                reason, error = "error", failure(request, cause)
+            if reason == "nan":
+                has_nan = True
+                error = RequestError(
+                    f"{request}: expected logits whose largest is a number, got NaN, +inf, "
+                    f"or -inf alone for position {request.num_tokens}"
+                )
+            num_generated += request.num_tokens - before
+            if self.siblings and error is None:
+                self._scheduler.waiting.extendleft(reversed(self.siblings.pop(request, [])))
+            if reason is not None:
+                self._scheduler.finish(request)
+                self._end(request, reason, error, before)
+        return num_generated, has_nan
+
+    def end_failed(self) -> None:
+        """End the requests that the scheduler took out."""
+        for request, cause in self._scheduler.failed:
+            self._end(request, "error", failure(request, cause), request.num_tokens)
+        self._scheduler.failed.clear()
+
+    def _end(self, request: Request, reason: str, error: RequestError | None, before: int) -> None:
+        """Report a request that has left the scheduler, and samples that waited for its prompt."""
+        for one in (request, *self.siblings.pop(request, ())):
+            output = self._take_out(one, reason, error)
+            if one.stream:
+                try:
+                    self.deltas.append(_delta(one, before, output))
+                except Exception as cause:
+                    output = replace(output, finish_reason="error", error=failure(one, cause))
+                    self.deltas.append(_delta(one, before, output))
+            self.finished.append(output)
+
+    def _take_out(self, request: Request, reason: str, error: RequestError | None) -> RequestOutput:
+        samples = self.unfinished[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self.unfinished[request.request_id]
+        return request.output(reason, error)
+
+
+def failure(request: Request, cause: Exception) -> RequestError:
+    """The error of a request in which ``cause`` was raised."""
+    error = RequestError(
+        f"{request}, after {request.num_tokens} tokens: {type(cause).__name__}: {cause}"
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _delta(request: Request, before: int, output: RequestOutput | None = None) -> OutputDelta:
+    """Tokens and text since the request had ``before`` tokens; ``output``: it has ended."""
+    try:
+        text = request.text.take() if request.text is not None else ""
+    except Exception:
+        if output is None or output.error is None:
+            raise
+        text = ""
+    ids = tuple(request.tokens[before:].tolist())
+    reason, error = (None, None) if output is None else (output.finish_reason, output.error)
+    return OutputDelta(request.request_id, request.sample, ids, text, reason, error)

@@ -1,28 +1,31 @@
-"""What an engine says of its steps: one in numbers, where its time went, and sums over steps."""
+"""Time and numbers of steps: the clock of a step, its report, and sums over steps."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from time import perf_counter, thread_time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .outputs import OutputDelta, RequestOutput
 
-PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver")
-"""What a step consists of:
+if TYPE_CHECKING:
+    from .scheduler import Step
 
-schedule    which requests run, and with how many tokens
+PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver")
+"""Parts of a step:
+
+schedule    choice of requests, and of their new tokens
 allocator   calls of `quire.kvcore`: match, admit, plan, commit, release
 draft       guesses of a drafter that is no part of the model
 tensors     the plan as tensors, and table entries that changed
 model       forward passes, those of a drafter that is a part of the model included
 sample      from logits to ids on the device
-wait        for ids on their way to the host: nothing on a CPU, where model and sample take until
-            they are done; on a GPU these only start the work, and the host waits here
+wait        for ids on their way to the host. On a GPU model and sample only start the work, and the
+            host waits here; on a CPU this part is zero
 deliver     drafts verified; tokens, text and outputs handed to requests; the report
 """
 SCHEDULE, ALLOCATOR, DRAFT, TENSORS, MODEL, SAMPLE, WAIT, DELIVER = range(len(PARTS))
@@ -30,65 +33,52 @@ MODEL_MATH = (MODEL, SAMPLE, WAIT)
 
 
 class StepClock:
-    """Splits the time of a step into `PARTS`.
+    """Split the time of a step into `PARTS`, and measure the device's idle time between steps.
 
-    One of them runs at any time, so they add up to the whole step.
+    One part runs at any time, so they add up to the whole step. A GPU is idle between two events in
+    its stream: the end of a step's sampling, and the start of the next step. On a CPU the host's
+    time counts.
 
     Attributes:
-        wall, cpu: [len(PARTS)] seconds since `start`; cpu: of the calling thread alone, which
-            waiting for others does not add to.
+        wall, cpu: [len(PARTS)] seconds since `start`; cpu: of the calling thread alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._device_end: Any = None
+        self._gaps: deque[tuple[Any, Any]] = deque()
         self.start()
 
     def start(self) -> None:
-        """All parts at zero; the first one runs."""
+        """Set all parts to zero, and begin the first one."""
         self.wall, self.cpu = [0.0] * len(PARTS), [0.0] * len(PARTS)
         self._part = SCHEDULE
         self._wall_at, self._cpu_at = perf_counter(), thread_time()
 
     def switch(self, part: int) -> int:
-        """Ends the running part and begins another. Returns the one that ran."""
+        """End the running part and begin another; return the one that ran."""
         wall, cpu, before = perf_counter(), thread_time(), self._part
         self.wall[before] += wall - self._wall_at
         self.cpu[before] += cpu - self._cpu_at
         self._wall_at, self._cpu_at, self._part = wall, cpu, part
         return before
 
+    def begin_device(self) -> None:
+        """Note that the device's work of a step begins."""
+        if self._device_end is not None:
+            self._gaps.append((self._device_end, self._now()))
+            self._device_end = None
 
-class IdleClock:
-    """Measures how long the device has nothing to do between one step and the next.
+    def end_device(self) -> None:
+        """Note that all work of a step is launched."""
+        self._device_end = self._now()
 
-    A GPU's time is that between two events in its stream: the end of a step's sampling, and the
-    start of the next step, wherever the host is then. On a CPU the host is the device: there it is
-    the host's time between the two.
+    def forget_device(self) -> None:
+        """No step follows: do not count the time from here on."""
+        self._device_end = None
 
-    Args:
-        device: of the work.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._end: Any = None
-        self._gaps: deque[tuple[Any, Any]] = deque()
-
-    def begin(self) -> None:
-        """A step starts: what follows is its work."""
-        if self._end is not None:
-            self._gaps.append((self._end, self._now()))
-            self._end = None
-
-    def end(self) -> None:
-        """All work of a step is given to the device."""
-        self._end = self._now()
-
-    def stop(self) -> None:
-        """There is no next step: the time from here on is nobody's."""
-        self._end = None
-
-    def take(self) -> float:
-        """Seconds that are known since the last call; a GPU's once it has started the step."""
+    def take_idle(self) -> float:
+        """Idle seconds that became known since the last call; a GPU's once it began the step."""
         seconds = 0.0
         while self._gaps and (not self._on_gpu or self._gaps[0][1].query()):
             end, begin = self._gaps.popleft()
@@ -104,14 +94,7 @@ class IdleClock:
 
 
 def outside_model(seconds: np.ndarray) -> np.ndarray:
-    """Share of time in parts that are not the model's arithmetic.
-
-    Args:
-        seconds: [..., len(PARTS)].
-
-    Returns:
-        [...].
-    """
+    """Share of time outside the model's arithmetic: [..., len(PARTS)] seconds -> [...]."""
     total = seconds.sum(axis=-1)
     return 1.0 - seconds[..., MODEL_MATH].sum(axis=-1) / np.maximum(total, 1e-12)
 
@@ -144,24 +127,21 @@ class _Split:
 
 @dataclass(frozen=True)
 class StepReport(_Split):
-    """One step in numbers: that whose tokens came to the host.
+    """Numbers of the step whose tokens came to the host.
 
     With `EngineConfig.async_scheduling` it was launched by the call before. The times are those of
     this call, which launches the next one, and waits.
 
     Attributes:
-        q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them
-            (and drafts that were rejected).
+        q_lens, seq_lens: [num_seqs], new tokens of each sequence, and its KV tokens including them
+            (and rejected drafts).
         num_tokens: new tokens computed.
         num_decodes, num_prefills: sequences with one new token, and with more.
-        num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and those of
-            them that stayed.
-        idle: seconds in which the device had nothing to do before a step (`IdleClock`), as far as
-            they became known.
-        wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and seconds of CPU of the engine's
-            thread.
+        num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and accepted.
+        idle: seconds without work for the device before a step, as far as they became known.
+        wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and of CPU of the engine's thread.
         finished: requests that ended in it.
-        deltas: what it added to requests that are streamed.
+        deltas: its additions to streamed requests.
     """
 
     q_lens: np.ndarray
@@ -179,44 +159,39 @@ class StepReport(_Split):
     finished: list[RequestOutput]
     deltas: list[OutputDelta]
 
-    @classmethod
-    def of(
-        cls,
-        clock: StepClock,
-        finished: list[RequestOutput],
-        deltas: list[OutputDelta],
-        idle: float,
-        **numbers: Any,
-    ) -> StepReport:
-        """A report of what a clock has measured.
 
-        Args:
-            clock: of the step.
-            finished, deltas, idle: as in the report.
-            numbers: the other fields; those not given are 0, or empty.
-        """
-        nothing = np.zeros(0, dtype=np.int64)
-        return cls(
-            **{"q_lens": nothing, "seq_lens": nothing, **dict.fromkeys(_COUNTS, 0), **numbers},
-            wall=np.array(clock.wall),
-            cpu=np.array(clock.cpu),
-            finished=finished,
-            deltas=deltas,
-            idle=idle,
-        )
-
-
-_COUNTS = tuple(one.name for one in fields(StepReport) if one.name.startswith("num_"))
+def make_report(
+    clock: StepClock, step: Step | None, finished: list[RequestOutput], deltas: list[OutputDelta]
+) -> StepReport:
+    """The report of a step, or, for None, of a call that delivered no tokens."""
+    nothing = np.zeros(0, dtype=np.int64)
+    counts = [] if step is None else step.num_new_tokens
+    num_decodes = counts.count(1)
+    return StepReport(
+        q_lens=nothing if step is None else step.plan.num_new_tokens,
+        seq_lens=nothing if step is None else step.plan.seq_lens,
+        num_tokens=sum(counts),
+        num_decodes=num_decodes,
+        num_prefills=len(counts) - num_decodes,
+        num_preempted=0 if step is None else step.num_preempted,
+        num_generated=0 if step is None else step.num_generated,
+        num_drafts=0 if step is None else sum(step.num_drafts),
+        num_accepted=0 if step is None else step.num_accepted,
+        idle=clock.take_idle(),
+        wall=np.array(clock.wall),
+        cpu=np.array(clock.cpu),
+        finished=finished,
+        deltas=deltas,
+    )
 
 
 @dataclass
 class EngineTotals(_Split):
-    """Sums over all steps since the start or since somebody replaced the object; times in seconds.
+    """Sums over all steps since the start or since the object was replaced; times in seconds.
 
     Attributes:
         idle, wall, cpu: as in `StepReport`.
-        hashing: time in which `Engine.add_request` hashed prompts and looked them up, outside of
-            steps.
+        hashing: time of `Engine.add_request`, outside of steps, to hash prompts and look them up.
     """
 
     num_steps: int = 0
@@ -231,7 +206,7 @@ class EngineTotals(_Split):
     hashing: float = 0.0
 
     def add(self, report: StepReport) -> None:
-        """Adds one step."""
+        """Add one step."""
         self.num_steps += report.num_tokens > 0
         self.num_tokens += report.num_tokens
         self.num_generated_tokens += report.num_generated

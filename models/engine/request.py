@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what was asked, and what is known so far."""
+"""A request: its sampling parameters, its tokens so far, and the checks of both."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from ..config.fields import shown
-from .outputs import RequestError, RequestOutput, TokenLogprobs
+from .outputs import NO_TOKEN, NewTokens, RequestError, RequestOutput, TokenLogprobs, failure
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quire.kvcore import Match
     from quire.kvcore.tier import TierMatch
 
@@ -115,24 +114,23 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """Mutable state of one unfinished sample of a request; the scheduler owns it.
+    """Mutable state of one unfinished sample of a request.
 
     Attributes:
         prompt_token_ids: [prompt_len] int32, never changed.
-        capacity: longest that prompt and output may get together.
+        capacity: most tokens of prompt and output together.
         stop_ids: ids that end the output.
-        salt: keeps its cached prefixes from other salts' requests.
+        salt: separates its cached prefixes from those of other salts.
         match: the hashed tokens, for admission.
-        behind: where the prompt was, before the last load for it.
-        loads: what it waited for, see `RequestOutput`.
-        seed: of this request's draws.
-        text: where its text grows; None where nobody asks for it before the end.
-        stream: whether its new tokens are reported after each step.
+        host_match: look-up in the host tier before its last load.
+        seed: of this sample's draws.
+        text: its growing text; None where it is not needed before the end.
+        stream: report new tokens after each step.
         slot: kvcore slot while running, else -1.
         num_output_placeholders: 1 while its next token is known to the device alone, else 0.
-        drafts: tokens that may come next, [num_drafts] int32; the next step verifies them.
-        draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, what they were drawn
-            from; None = they were not drawn.
+        drafts: [num_drafts] int32, tokens that may come next, which the next step verifies.
+        draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, the distributions they
+            were drawn from; None = they were not drawn.
     """
 
     request_id: str
@@ -152,7 +150,7 @@ class Request:
     num_cached_tokens: int = -1
     limited_by: str = ""
     dense_tokens: int = 0
-    behind: TierMatch | None = None
+    host_match: TierMatch | None = None
     num_loaded_tokens: int = 0
     num_preemptions: int = 0
     num_drafts: int = 0
@@ -167,27 +165,13 @@ class Request:
         self.drafts, self.placeholder = self._tokens[:0], 0
         self.draft_probs: Tensor | None = None
 
-    def note_limit(self) -> None:
-        """It is admitted with `match`: why that is no longer, also for what is behind the pool."""
-        match, behind = self.match, self.behind
-        if behind is not None and behind.num_saved_tokens == match.num_saved_tokens:
-            match = behind  # and nothing has come or gone since
-        self.limited_by, self.dense_tokens = match.limited_by, match.dense_tokens
-
-    def make_room(self) -> None:
-        """Takes the memory that tokens and drafts go to; before, samples share the prompt's."""
-        if len(self._tokens) < self.capacity:
-            tokens = np.empty(self.capacity, dtype=np.int32)
-            tokens[: self.num_tokens] = self.tokens
-            self._tokens = tokens
-
     def __str__(self) -> str:
         sample = f", sample {self.sample}" if self.params.n > 1 else ""
         return f"request {self.request_id!r}{sample}"
 
     @property
     def key(self) -> tuple[str, int]:
-        """What the allocator knows this sample by."""
+        """Id of this sample in the allocator."""
         return self.request_id, self.sample
 
     @property
@@ -200,22 +184,28 @@ class Request:
         """Tokens generated so far."""
         return self.num_tokens - self.prompt_len
 
-    @property
-    def num_sampled(self) -> int:
-        """Prompt and output, a placeholder included."""
-        return self.num_tokens + self.num_output_placeholders
+    def note_limit(self) -> None:
+        """Keep what limited the hit, on admission; the host tier's look-up says more."""
+        match = self.match
+        host = self.host_match
+        if host is not None and host.num_saved_tokens == match.num_saved_tokens:
+            match = host
+        self.limited_by, self.dense_tokens = match.limited_by, match.dense_tokens
+
+    def reserve(self) -> None:
+        """Allocate memory for tokens and drafts; until then samples share the prompt's."""
+        if len(self._tokens) < self.capacity:
+            tokens = np.empty(self.capacity, dtype=np.int32)
+            tokens[: self.num_tokens] = self.tokens
+            self._tokens = tokens
 
     def set_placeholder(self, index: int) -> None:
-        """The next token is the one that the device has there (`BatchBuilder.sampled`)."""
+        """Let -1 - index stand for the next token, ``sampled[index]`` of the BatchBuilder."""
         self.placeholder, self._tokens[self.num_tokens] = index, -1 - index
         self.num_output_placeholders = 1
 
     def set_drafts(self, token_ids: np.ndarray, probs: Tensor | None = None) -> None:
-        """Remembers what may come next, as much of it as leaves room for the token after it.
-
-        Args:
-            probs: of `draft_probs`.
-        """
+        """Keep drafts, as many as leave room for the token after them."""
         count = max(0, min(len(token_ids), self.capacity - self.num_tokens - 1))
         # Behind the known tokens, so that a step's input is one slice.
         self.drafts = self._tokens[self.num_tokens : self.num_tokens + count]
@@ -226,26 +216,29 @@ class Request:
         """[end - start] int32 tokens of these positions, drafts after the known ones."""
         return self._tokens[start:end]
 
-    def append(self, token: int, now: float) -> str | None:
-        """Adds a generated token; returns the finish reason if it was the last."""
-        self._tokens[self.num_tokens] = token
-        self.num_tokens += 1
-        self.drafts, self.draft_probs = self._tokens[:0], None
-        self.token_times.append(now)
-        if token in self.stop_ids:
-            self.stop_reason = token
-            return "stop"
-        if self.text is not None:
-            self.stop_reason = self.text.append(token)
+    def extend(self, new: NewTokens, now: float) -> str | None:
+        """Append a step's tokens; return the finish reason if one was the last, or "nan"."""
+        for i, token in enumerate(new.ids):
+            if token == NO_TOKEN:
+                return "nan"
+            if new.logprobs is not None:
+                self.logprobs.append(new.logprobs[i])
+            self._tokens[self.num_tokens] = token
+            self.num_tokens += 1
+            self.drafts, self.draft_probs = self._tokens[:0], None
+            self.token_times.append(now)
+            if token in self.stop_ids:
+                self.stop_reason = token
+            elif self.text is not None:
+                self.stop_reason = self.text.append(token)
             if self.stop_reason is not None:
-                return "stop"
-        return "length" if self.num_tokens == self.capacity else None
+                return "stop"  # accepted drafts may go past the end
+            if self.num_tokens == self.capacity:
+                return "length"
+        return None
 
     def output(self, finish_reason: str, error: RequestError | None = None) -> RequestOutput:
-        """What the caller gets.
-
-        Where the rest of the text cannot be decoded, finish_reason becomes "error".
-        """
+        """The output; "error" where the rest of the text cannot be decoded."""
         text = None
         if self.text is not None:
             try:
@@ -277,13 +270,34 @@ class Request:
         )
 
 
-def failure(request: Request, cause: Exception) -> RequestError:
-    """The error of a request in which ``cause`` was raised."""
-    error = RequestError(
-        f"{request}, after {request.num_tokens} tokens: {type(cause).__name__}: {cause}"
-    )
-    error.__cause__ = cause
-    return error
+def checked_prompt(prompt: Any, vocab_size: int, max_model_len: int) -> np.ndarray:
+    """A copy of a prompt as [num_tokens] int32.
+
+    Raises:
+        ValueError: no list of ids, an id out of range, or more than max_model_len - 1 of them.
+    """
+    try:
+        length = len(prompt)
+        if 0 < length < max_model_len:
+            prompt = np.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(
+            f"prompt_token_ids: expected a list of ids, got {shown(prompt)}"
+        ) from error
+    if not 0 < length < max_model_len:
+        raise ValueError(
+            f"prompt_token_ids: expected 1..{max_model_len - 1} ids (max_model_len - 1), "
+            f"got {length}"
+        )
+    if prompt.ndim != 1:
+        raise ValueError(
+            f"prompt_token_ids: expected a list of ids, got shape {list(prompt.shape)}"
+        )
+    if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise ValueError(
+            f"prompt_token_ids: expected ints in 0..{vocab_size - 1}, got {shown(prompt.tolist())}"
+        )
+    return prompt.astype(np.int32)
 
 
 def _several(name: str, value: Any, kind: type, most: int) -> tuple[Any, ...]:

@@ -1,15 +1,20 @@
 """From logits to the next tokens of every request.
 
-Without drafts a request has one row of logits, that of its last token, and gets one token. With
-drafts d_1..d_k it has k + 1 rows; row i gives the token after d_1..d_i
-(`quire.models.engine.speculative`). What rows are drawn from, and with which numbers, is in
-`quire.models.engine.distributions`.
+Without drafts a request has one row of logits and gets one token. With drafts d_1..d_k it has k + 1
+rows; row i gives the token after d_1..d_i (`quire.models.engine.speculative`).
+
+A token is drawn by inversion: the first one whose cumulative probability, in the order of ids,
+exceeds u. The uniform number u is a hash of the request's seed and the position. So a request draws
+the same tokens in any batch, after any preemption, and under "strict" speculation. Under "standard"
+speculation the numbers are as reproducible, but which of them decide depends on the drafts.
+
+Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64
+    (Steele et al. 2014) for the hash; Leviathan et al. (arXiv 2211.17192) for rejection sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,104 +23,80 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import HostCopy, Staging, known_ids
 
-from .distributions import (
-    ACCEPT,
-    RESAMPLE,
-    TOKEN,
-    draw_columns,
-    penalize,
-    rejection_sample,
-    uniform,
-)
-from .outputs import TokenLogprobs
+from .outputs import NewTokens, TokenLogprobs
 from .request import Request, SamplingParams
 
-NO_TOKEN = -1  # as `sample_tokens` gives it
-REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.speculative`
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Purposes of the numbers of one position (`uniform`): the next token, whether a draft is accepted,
+# its replacement, and the draft itself.
+TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """What a step gave one request.
-
-    Attributes:
-        ids: the next token, `NO_TOKEN` where there is none; before it the drafts that stay.
-        logprobs: one for each id; None where nobody asks.
-    """
-
-    request: Request
-    ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
-
-
-@dataclass(frozen=True)
 class Sampled:
-    """Tokens of one step.
-
-    Attributes:
-        ids: one for each row of logits; `NO_TOKEN` for a row that gives none: one with NaN or +inf
-            in it, or with -inf alone.
-        logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
-        drafts: what came along (`Sampler`).
-    """
-
-    ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
-    drafts: list[int]
-
-    def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
-        """The new tokens of a step without drafts, in which each request has one row."""
-        if self.logprobs is None:
-            return [
-                NewTokens(r, [token], None) for r, token in zip(requests, self.ids, strict=True)
-            ]
-        rows = zip(requests, self.ids, self.logprobs, strict=True)
-        return [NewTokens(request, [token], [logprobs]) for request, token, logprobs in rows]
-
-
-class SampledOnDevice:
-    """Tokens of one step that are on their way to the host.
+    """Tokens of one step, on their way to the host.
 
     Args:
-        ids: [num_rows] int64.
-        packed: [num_rows, n] float64, what goes to the host (`_to_host`).
-        wanted: log-probabilities that each row asks for.
-        drafts: [n] int64, which come along.
+        device_ids: [num_rows] int64, `NO_TOKEN` for a row with NaN or +inf, or of -inf alone.
+        packed: [num_rows, n] float64, in which ids are exact: the id, then the log-probabilities
+            that rows want, if any.
+        wanted: number of likeliest tokens of each row, or None; empty where no row wants any.
+        drafts: [n] int64 that go to the host in the same copy.
 
     Attributes:
-        ids: those on the device; 0 for a row that gives none.
+        device_ids: as given, 0 for `NO_TOKEN`.
+        ids, drafts: on the host, after `wait`.
+        logprobs: of each row, None where the row wants none; None if no row wants any.
     """
 
     def __init__(
-        self, ids: Tensor, packed: Tensor, wanted: Sequence[int | None], drafts: Tensor
+        self, device_ids: Tensor, packed: Tensor, wanted: Sequence[int | None], drafts: Tensor
     ) -> None:
-        self.ids = ids.clamp_min(0)  # models take them as they are
+        self.device_ids = device_ids.clamp_min(0)
         self._wanted, self._width = wanted, packed.shape[1]
         flat = packed.flatten()
         self._copy = HostCopy(torch.cat([flat, drafts.double()]) if len(drafts) else flat)
+        self.ids: list[int] = []
+        self.drafts: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] | None = None
 
-    def wait(self) -> Sampled:
-        """The tokens, once they are on the host."""
-        packed = self._copy.wait().tolist()
-        end, width = len(self.ids) * self._width, self._width
-        rows = [packed[i : i + width] for i in range(0, end, width)]
-        return _unpack(rows, self._wanted, [int(draft) for draft in packed[end:]])
+    def wait(self) -> None:
+        """Wait for the copy to the host."""
+        packed, width = self._copy.wait().tolist(), self._width
+        end = len(self.device_ids) * width
+        self.ids = list(map(int, packed[:end:width]))
+        self.drafts = list(map(int, packed[end:]))
+        if width == 1:
+            return
+        most, self.logprobs = (width - 2) // 2, []
+        for start, n in zip(range(0, end, width), self._wanted, strict=True):
+            row = packed[start : start + width]
+            top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
+            self.logprobs.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
+
+    def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
+        """The tokens of requests with one row each."""
+        if self.logprobs is None:
+            return [NewTokens(r, [token]) for r, token in zip(requests, self.ids, strict=True)]
+        return [self.new_tokens(r, slice(i, i + 1)) for i, r in enumerate(requests)]
+
+    def new_tokens(self, request: Request, rows: slice) -> NewTokens:
+        """The tokens of one request."""
+        logprobs = None
+        if self.logprobs is not None and request.params.logprobs is not None:
+            logprobs = self.logprobs[rows]
+        return NewTokens(request, self.ids[rows], logprobs)
 
 
 class Sampler:
-    """Draws the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
+    """Draw the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
 
     Args:
         vocab_size: columns of the logits.
         max_requests: slots of the allocator.
         device: of the logits.
-        sampled: [n] int64, what placeholders in requests stand for (`BatchBuilder.sampled`).
-        rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests
-            that drafts follow.
-        impl: as in `sample_tokens`.
-
-    Raises:
-        ValueError: another method.
+        sampled: [n] int64, ids that placeholders stand for (`BatchBuilder.sampled`).
+        rejection_sample_method: "standard" = rejection sampling of drafts; "strict" = comparison.
+        impl: as in `quire.kernels.sample_tokens`.
     """
 
     def __init__(
@@ -128,21 +109,20 @@ class Sampler:
         rejection_sample_method: str = "strict",
         impl: str | None = None,
     ) -> None:
-        if rejection_sample_method not in REJECTION_SAMPLE_METHODS:
-            raise ValueError(
-                f"rejection_sample_method: expected one of {list(REJECTION_SAMPLE_METHODS)}, got "
-                f"{rejection_sample_method!r}"
-            )
         self._rejects = rejection_sample_method == "standard"
         self._impl = impl
-        self._device = torch.device(device)
         self._staging, self._sampled = Staging(device), sampled
         self._seen_shape = (max_requests, vocab_size)
         # Tokens of prompt and output, for penalties; made when first needed.
         self._seen: Tensor | None = None
         self._owners: list[tuple[Request, int] | None] = [None] * max_requests
-        if self._device.type == "cuda" or impl == "triton":
-            self._warm_up()
+        if torch.device(device).type == "cuda" or impl == "triton":  # compile now
+            logits = torch.zeros(1, vocab_size, device=device)
+            [given] = draw_columns([SamplingParams(temperature=1.0)], [np.zeros(1)], self._staging)
+            sample_tokens(logits, impl=impl)
+            sample_tokens(logits, **given, impl=impl)
+            if self._rejects:
+                sample_tokens(logits, **given, probs=torch.empty_like(logits), impl=impl)
 
     def __call__(
         self,
@@ -150,22 +130,22 @@ class Sampler:
         requests: Sequence[Request],
         num_rows: Sequence[int],
         drafts: Tensor,
-    ) -> SampledOnDevice:
-        """Samples all rows.
+    ) -> Sampled:
+        """Sample all rows.
 
         Args:
             logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another;
                 -inf where a token is not to come.
-            requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
-            drafts: [n] int64, which go to the host in the same copy.
+            requests, num_rows: requests that get tokens, and for each 1 + its verified drafts.
+            drafts: [n] int64 that go to the host in the same copy.
 
         Returns:
-            A row's token follows the drafts before it, and says by being the draft behind it that
-            this one stays.
+            The token of each row, which follows the drafts before it. A draft is accepted if the
+            row before it gives that draft.
         """
         if all(request.params.is_plain for request in requests):
             ids = sample_tokens(logits, impl=self._impl)
-            return _to_host(logits, ids, (), drafts)
+            return Sampled(ids, ids[:, None].double(), (), drafts)
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
@@ -174,61 +154,49 @@ class Sampler:
             logits = self._penalized(logits, requests, num_rows)
         if not any(p.temperature > 0 for p in params):
             ids = sample_tokens(logits, impl=self._impl)
-            return _to_host(raw, ids, params, drafts)
-        [given] = draw_columns(params, [_draws(requests, num_rows)], self._staging)
-        rejects = self._rejects and len(params) > len(requests)
-        probs = torch.empty_like(logits) if rejects else None
-        ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
-        if probs is not None:
-            ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
-        return _to_host(raw, ids, params, drafts)
-
-    def _warm_up(self) -> None:
-        """Compiles what later steps launch."""
-        logits = torch.zeros(1, self._seen_shape[1], device=self._device)
-        [given] = draw_columns([SamplingParams(temperature=1.0)], [np.zeros(1)], self._staging)
-        sample_tokens(logits, impl=self._impl)
-        sample_tokens(logits, **given, impl=self._impl)
-        if self._rejects:
-            sample_tokens(logits, **given, probs=torch.empty_like(logits), impl=self._impl)
+        else:
+            [given] = draw_columns(params, [_draws(requests, num_rows)], self._staging)
+            rejects = self._rejects and len(params) > len(requests)
+            probs = torch.empty_like(logits) if rejects else None
+            ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
+            if probs is not None:
+                ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
+        wanted = [p.logprobs for p in params]
+        packed = [ids[:, None].double()]
+        if any(n is not None for n in wanted):
+            most = min(max(n for n in wanted if n is not None), logits.shape[1])
+            scores = raw.log_softmax(dim=-1)
+            best, best_ids = scores.topk(most, dim=-1)
+            packed += [scores.gather(1, ids.clamp_min(0)[:, None]), best, best_ids.double()]
+        return Sampled(ids, torch.cat(packed, dim=1), wanted, drafts)
 
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
     ) -> Tensor:
-        """Rows of penalized requests changed; to a row, the drafts before it are output too."""
+        """Penalize rows; to a row, the drafts before it are output too."""
         if self._seen is None:
-            self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=self._device)
+            self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=logits.device)
         slots, penalty, rows, row = [], [], [], 0
-        guessed_rows, guessed, unknown_rows, unknown = [], [], [], []
+        later_rows, later = [], []  # tokens of a row that are not in _seen yet
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
                 self._note(request)
-                if request.num_output_placeholders:
-                    unknown_rows.append(len(rows))
-                    unknown.append(request.placeholder)
                 for i in range(count):
-                    guessed_rows += [len(rows)] * i
-                    guessed += request.drafts[:i].tolist()
+                    ids = request.drafts[:i].tolist()
+                    if request.num_output_placeholders:
+                        ids.append(-1 - request.placeholder)
+                    later_rows += [len(rows)] * len(ids)
+                    later += ids
                     slots.append(request.slot)
                     penalty.append(request.params.repetition_penalty)
                     rows.append(row + i)
             row += count
-        index, owned, factor, unknown_rows, unknown, *drafts = self._staging.send(
-            [
-                np.array(rows),
-                np.array(slots),
-                np.array(penalty),
-                np.array(unknown_rows, dtype=np.int64),
-                np.array(unknown, dtype=np.int64),
-                np.array(guessed_rows, dtype=np.int64),
-                np.array(guessed, dtype=np.int64),
-            ]
-        )
+        arrays = [np.array(rows), np.array(slots), np.array(penalty)]
+        arrays += [np.array(x, dtype=np.int64) for x in (later_rows, later)]
+        index, owned, factor, later_rows, later = self._staging.send(arrays)
         seen = self._seen[owned]
-        if len(unknown):
-            seen[unknown_rows, self._sampled[unknown]] = True
-        if guessed:
-            seen[drafts[0], known_ids(drafts[1], self._sampled)] = True
+        if len(later):
+            seen[later_rows, known_ids(later, self._sampled)] = True
         return logits.index_copy(0, index, penalize(logits[index], seen, factor))
 
     def _reject(
@@ -238,11 +206,11 @@ class Sampler:
         requests: Sequence[Request],
         num_rows: Sequence[int],
     ) -> Tensor:
-        """``drawn`` with `rejection_sample` in the rows that a draft follows.
+        """Replace ``drawn`` by `rejection_sample` in the rows before a draft.
 
         Args:
             drawn: [num_rows] int64.
-            mass: [num_rows, vocab_size], what the rows are drawn from.
+            mass: [num_rows, vocab_size], unnormalized probabilities of each row.
         """
         numbers = [_draws(requests, num_rows, purpose) for purpose in (ACCEPT, RESAMPLE)]
         parts: dict[bool, list[tuple[np.ndarray, Request]]] = {False: [], True: []}
@@ -267,7 +235,7 @@ class Sampler:
         return drawn
 
     def _note(self, request: Request) -> None:
-        """Marks the tokens that came since the last time."""
+        """Mark the tokens of a request that are new since the last time."""
         assert self._seen is not None
         owner = self._owners[request.slot]
         known = owner[1] if owner is not None and owner[0] is request else 0
@@ -281,10 +249,7 @@ class Sampler:
 def _draws(
     requests: Sequence[Request], num_rows: Sequence[int], purpose: int = TOKEN
 ) -> np.ndarray:
-    """[sum(num_rows)] float64.
-
-    A row's number depends on its request's seed and its place in the output.
-    """
+    """[sum(num_rows)] float64 numbers, by the request's seed and the row's place in the output."""
     counts = np.asarray(num_rows)
     first = np.repeat([r.num_output + r.num_output_placeholders for r in requests], counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -292,30 +257,129 @@ def _draws(
     return uniform(seeds, first + within, purpose)
 
 
-def _to_host(
-    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams], drafts: Tensor
-) -> SampledOnDevice:
-    """Ids, and the log-probabilities that rows ask for, in one copy, with the drafts."""
-    wanted = [p.logprobs for p in params]
-    most = max((n for n in wanted if n is not None), default=None)
-    # Ids are exact in float64.
-    parts = [ids[:, None].double()]
-    if most is not None:
-        most = min(most, logits.shape[1])
-        scores = logits.log_softmax(dim=-1)
-        best, best_ids = scores.topk(most, dim=-1)
-        parts += [scores.gather(1, ids.clamp_min(0)[:, None]), best, best_ids.double()]
-    return SampledOnDevice(ids, torch.cat(parts, dim=1), wanted, drafts)
+def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide logits of seen tokens by a penalty where positive, multiply where negative.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        seen: the same shape, bool.
+        penalty: [num_rows].
+
+    Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
+    """
+    factor = penalty[:, None].to(logits.dtype)
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
-def _unpack(packed: list[list[float]], wanted: Sequence[int | None], drafts: list[int]) -> Sampled:
-    """Rows of `_to_host` on the host: id, and the log-probabilities if any."""
-    found = [int(row[0]) for row in packed]
-    if all(n is None for n in wanted):
-        return Sampled(found, None, drafts)
-    most = (len(packed[0]) - 2) // 2
-    rows: list[TokenLogprobs | None] = []
-    for row, n in zip(packed, wanted, strict=True):
-        top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
-        rows.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
-    return Sampled(found, rows, drafts)
+def draw_columns(
+    params: Sequence[SamplingParams], numbers: Sequence[np.ndarray], staging: Staging
+) -> list[dict[str, Tensor]]:
+    """Keyword arguments of ``sample_tokens``, [num_rows] tensors, for each of several draws.
+
+    Args:
+        params: of each row.
+        numbers: [num_rows] float64 in [0, 1) of each draw.
+    """
+    temperature = np.array([p.temperature for p in params], dtype="f4")
+    # A temperature that fp32 rounds to 0 is not greedy.
+    drawn = np.array([p.temperature > 0 for p in params], dtype=bool)
+    filters = {
+        "temperature": np.where(drawn, np.maximum(temperature, np.float32(1e-30)), 0),
+        "top_k": np.array([p.top_k for p in params], dtype="i4"),
+        "top_p": np.array([p.top_p for p in params], dtype="f4"),
+        "min_p": np.array([p.min_p for p in params], dtype="f4"),
+    }
+    sent = staging.send([*filters.values(), *numbers])
+    columns = dict(zip(filters, sent, strict=False))
+    return [{**columns, "u": u} for u in sent[len(filters) :]]
+
+
+def draw(mass: Tensor, u: Tensor, impl: str | None = None) -> Tensor:
+    """Draw one index a row by inversion.
+
+    Args:
+        mass: [num_rows, n] fp32 >= 0, each row with a positive sum (not necessarily 1).
+        u: [num_rows] float64 in [0, 1).
+        impl: as in ``sample_tokens``.
+
+    Returns:
+        [num_rows] int64; never an index of mass 0. Of a row with NaN -1.
+    """
+    ones = mass.new_ones(len(mass))
+    return sample_tokens(
+        mass.log(),
+        temperature=ones,
+        top_k=torch.zeros_like(ones, dtype=torch.int32),
+        top_p=ones,
+        min_p=torch.zeros_like(ones),
+        u=u,
+        impl=impl,
+    )
+
+
+def rejection_sample(
+    target: Tensor,
+    drafts: Tensor,
+    probs: Tensor | None,
+    u_accept: Tensor,
+    u_draw: Tensor,
+    impl: str | None = None,
+) -> Tensor:
+    """Accept or replace drafts, so that tokens have the target's distribution.
+
+    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p
+    - q, 0), normalized.
+
+    Args:
+        target: [num_rows, vocab_size] fp32, p of each row.
+        drafts: [num_rows] int64.
+        probs: [num_rows, vocab_size] fp32, distribution q of each draft; None = they were not
+            drawn: q is 1 at the draft.
+        u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
+        impl: as in ``sample_tokens``.
+
+    Returns:
+        [num_rows] int64: the draft where it is accepted, else its replacement, which is another
+        token.
+    """
+    at = drafts[:, None]
+    p = target.gather(1, at).squeeze(1).double()
+    if probs is None:
+        accepted, rest = u_accept < p, target.scatter(1, at, 0.0)
+    else:
+        accepted = u_accept * probs.gather(1, at).squeeze(1).double() < p
+        rest = (target - probs).clamp_min(0)
+    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is
+    # right.
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
+    return torch.where(accepted, drafts, draw(rest, u_draw, impl))
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:
+    """Numbers in [0, 1), multiples of 2^-32, that depend on (seed, position, purpose) alone.
+
+    Args:
+        seeds, positions: [n] ints.
+        purpose: keeps independent draws at one position apart.
+
+    Returns:
+        [n] float64.
+    """
+    with np.errstate(over="ignore"):
+        x = _mix(np.array([s % 2**64 for s in seeds], dtype=np.uint64))
+        x = _mix(x + np.asarray(positions, dtype=np.uint64) * GOLDEN)
+        x = _mix(x ^ np.uint64(purpose))
+    return (x >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def derived_seed(seed: int, sample: int) -> int:
+    """Seed of one sample of a request; sample 0 has the request's own."""
+    return seed if sample == 0 else (seed + sample * 0xD1B54A32D192ED03) % 2**64
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64."""
+    x = x + GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,19 +1,18 @@
 """Speculative decoding: a drafter guesses the next tokens, one step of the model verifies them all.
 
-A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i.
-The drafts before the first a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)`
-takes the other rows back. Greedy, a_i is the largest logit. Sampled, there are two ways to a_i
-(`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p
-exactly, whatever is drafted:
+A request with drafts d_1..d_k computes k + 1 rows. Row i gives the token a_i after d_1..d_i. The
+drafts before the first a_i != d_(i+1) are accepted, a_i follows them, and
+`KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
+`EngineConfig.rejection_sample_method` chooses a_i; both methods give the target distribution p
+exactly, for any drafts:
 
-- "strict": a_i is the draw that belongs to this request and position
-  (`quire.models.engine.distributions.uniform`), drafts or not. So the output is, token by token,
-  what it would be without speculation. A draft x is accepted with probability p(x).
+- "strict": a_i is the draw of this request and position (`quire.models.engine.sampler.uniform`). So
+  the output is, token by token, that without speculation. A draft x is accepted with probability
+  p(x).
 - "standard": rejection sampling. A draft x that was drawn from q is accepted with probability
-  min(1, p(x) / q(x)), else a_i is drawn from what is left, max(p - q, 0). Drafts are accepted with
-  probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is flat,
-  but which tokens come out depends on the drafts. A draft that was not drawn has q(x) = 1, and
-  stays as often as under "strict".
+  min(1, p(x) / q(x)), else a_i is drawn from max(p - q, 0). Drafts are accepted with probability
+  sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is flat, but the tokens
+  depend on the drafts. A draft that was not drawn has q(x) = 1.
 
 The default is "strict": a seed then means the same output with and without drafts, in any batch,
 after any preemption.
@@ -31,21 +30,21 @@ import numpy as np
 from torch import Tensor
 
 from ..config.fields import shown
+from .outputs import NewTokens
 from .request import Request
-from .sampler import NewTokens, Sampled
 
 if TYPE_CHECKING:
     from quire.kvcore.device import Batch, BatchBuilder
 
     from .graphs import Capture
-    from .scheduler import ScheduledStep
+    from .scheduler import Step
 
 
 class Drafter(Protocol):
-    """Guesses what comes next.
+    """Guesses the next tokens of requests.
 
     Attributes:
-        max_draft_tokens: of one request in one step; sizes the allocator.
+        max_draft_tokens: drafts of one request in one step; sizes the allocator.
     """
 
     max_draft_tokens: int
@@ -55,7 +54,7 @@ class Drafter(Protocol):
 
         Returns:
             For each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`;
-            more than it has room for are ignored.
+            those past its capacity are ignored.
         """
 
 
@@ -68,8 +67,8 @@ class SamplingDrafter(Drafter, Protocol):
 
         Returns:
             For each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's
-            device, from whose rows they were drawn with numbers of
-            `quire.models.engine.distributions.DRAFT`; None where they were not drawn.
+            device, the distribution of each draft, drawn with numbers of purpose
+            `quire.models.engine.sampler.DRAFT`; None where they were not drawn.
         """
 
 
@@ -89,7 +88,7 @@ class ModelDrafter(Drafter, Protocol):
 
         Args:
             pool: pages of all layers.
-            builder: whose tables are the allocator's.
+            builder: has the allocator's tables.
             max_requests: slots.
             impl: of the kernels.
         """
@@ -98,7 +97,7 @@ class ModelDrafter(Drafter, Protocol):
         """Called once after `attach` where decode steps are captured.
 
         Args:
-            sizes: batches that `propose` is to go through graphs with, ascending.
+            sizes: batch sizes of `propose` to capture, ascending.
             max_seq_len: the longest sequence.
             capture: makes graphs, in the memory of the engine's own.
         """
@@ -111,21 +110,19 @@ class ModelDrafter(Drafter, Protocol):
         last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:
-        """Called in each step when its tokens are sampled, before the commit.
-
-        The time to write the rows of the layers.
+        """Write the rows of its layers; called in each step after sampling, before the commit.
 
         Args:
             batch: the step.
             hidden: of its rows, as the model returns them with ``return_hidden=True``.
-            next_ids: [num_tokens] int64, the token that follows each row's, wherever the row stays.
+            next_ids: [num_tokens] int64, the token after each row that stays.
             last_rows: [num_seqs] int64, each sequence's last row that stays.
             slots: [num_seqs] int64.
         """
 
 
 class NGramDrafter:
-    """Prompt lookup: what followed the last time that the sequence's last tokens stood in it.
+    """Prompt lookup: draft the continuation of the last earlier match of the sequence's end.
 
     Args:
         max_draft_tokens: drafts at most.
@@ -153,11 +150,9 @@ class NGramDrafter:
         return [self._continuation(request.tokens) for request in requests]
 
     def _continuation(self, tokens: np.ndarray) -> np.ndarray:
-        """What followed the newest earlier match of the longest end of ``tokens``."""
+        """Tokens after the newest earlier match of the longest end of ``tokens``."""
         length = len(tokens)
-        ends = (
-            np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
-        )  # positions behind the last token's twins
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # behind equals of the last token
         found = ends[:0]
         for size in range(1, min(self.max_ngram, length - 1) + 1):
             if size > 1:
@@ -182,29 +177,35 @@ def set_drafts(
     vocab_size: int,
     sampled: Tensor,
 ) -> list[tuple[Request, Exception]]:
-    """Asks a drafter what may follow, and gives each request its drafts.
+    """Ask a drafter for drafts, and give them to the requests.
 
     Args:
-        drafter: any; what a `ModelDrafter` raises is raised here, as any other failure of the
-            model.
         requests: all wait for their next token.
-        draws: whether drafts of sampled requests are to be drawn, by a `SamplingDrafter`.
+        draws: True if a `SamplingDrafter` is to draw the drafts of sampled requests.
         vocab_size: drafts are below it.
-        sampled: where drafts of a `ModelDrafter` go (`BatchBuilder.sampled`).
+        sampled: place for the drafts of a `ModelDrafter` (`BatchBuilder.sampled`).
 
     Returns:
-        The requests in which another drafter failed, and how.
+        (request, exception) of each request in which another drafter failed.
+
+    Raises:
+        Exception: an error of a `ModelDrafter`, as any other failure of the model.
     """
     if not requests:
         return []
     if isinstance(drafter, ModelDrafter):
-        _set_placeholders(drafter, requests, draws, sampled)
+        ids, probs = drafter.sample(requests) if draws else (drafter.propose(requests), None)
+        count = ids.shape[1]
+        sampled[: ids.numel()] = ids.flatten()
+        for i, request in enumerate(requests):  # the host does not wait for them
+            placeholders = -1 - np.arange(i * count, (i + 1) * count)
+            request.set_drafts(placeholders, None if probs is None else probs[i])
         return []
     try:
         _set_drafts(drafter, requests, draws, vocab_size)
     except Exception:
         failed = []
-        for request in requests:  # whose failure it was, each alone tells
+        for request in requests:  # one by one, to find the request that failed
             try:
                 _set_drafts(drafter, [request], draws, vocab_size)
             except Exception as error:
@@ -226,100 +227,34 @@ def _set_drafts(
         request.set_drafts(ids, probs)
 
 
-def _set_placeholders(
-    drafter: ModelDrafter, requests: Sequence[Request], draws: bool, sampled: Tensor
-) -> None:
-    """Gives requests placeholders for drafts, which the host does not wait for."""
-    if draws:
-        ids, probs = drafter.sample(requests)
-    else:
-        ids, probs = drafter.propose(requests), [None] * len(requests)
-    count = ids.shape[1]
-    sampled[: ids.numel()] = ids.flatten()
-    for i, request in enumerate(requests):
-        request.set_drafts(-1 - np.arange(i * count, (i + 1) * count), probs[i])
-
-
-def rows_with_drafts(step: ScheduledStep, ready: list[int]) -> np.ndarray:
-    """[num_rows] int64: rows of the last known token and of the drafts of the sequences ``ready``."""
-    last = step.last_rows(ready)
-    return np.concatenate(
-        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
-    )
-
-
-def verify(
-    step: ScheduledStep, ready: list[int], sampled: Sampled
-) -> tuple[list[NewTokens], np.ndarray]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each stay.
-
-    Returns:
-        (new tokens, [num_seqs] int64 computed tokens that stay).
-    """
-    accepted = np.array(step.num_new_tokens)
+def verify(step: Step) -> list[NewTokens]:
+    """Accept drafts of a sampled step; set ``step.accepted`` and return the new tokens."""
+    step.accepted = np.array(step.num_new_tokens)
     new, row = [], 0
-    for i in ready:
-        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
-        if num_drafts:
-            ids = sampled.ids[row : row + num_drafts + 1]
-            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
-            accepted[i] -= num_drafts - stay
-            request.num_drafts += num_drafts
-            request.num_accepted += stay
-        rows = slice(row, row + stay + 1)
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
-        new.append(NewTokens(request, sampled.ids[rows], logprobs))
+    for i in step.ready:
+        request, num_drafts = step.requests[i], step.num_drafts[i]
+        ids, stay = step.sampled.ids, 0
+        while stay < num_drafts and request.drafts[stay] == ids[row + stay]:
+            stay += 1
+        step.accepted[i] -= num_drafts - stay
+        request.num_drafts += num_drafts
+        request.num_accepted += stay
+        new.append(step.sampled.new_tokens(request, slice(row, row + stay + 1)))
         row += num_drafts + 1
-    return new, accepted
+    return new
 
 
-def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
-    """How many drafts stay: those before the first that is not what the model put there.
-
-    Args:
-        drafts: [k] token ids.
-        ids: [k + 1], the model's own token at each row.
-    """
-    return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))
-
-
-def show_step(
-    drafter: ModelDrafter,
-    step: ScheduledStep,
-    batch: Batch,
-    hidden: Tensor,
-    sampled: Sampled,
-    accepted: np.ndarray | None,
-) -> None:
-    """Calls `ModelDrafter.observe`.
-
-    Args:
-        batch, hidden: as there.
-        sampled: the tokens of the step's rows, with drafts if it has any.
-        accepted: [num_seqs] computed tokens that stay; None = all.
-    """
-    plan, (input_ids, ready) = step.plan, step.inputs()
-    rows = step.last_rows(ready) if accepted is None else rows_with_drafts(step, ready)
-    stay = plan.num_new_tokens if accepted is None else accepted
-    after = _tokens_after(step, input_ids, rows, sampled)
-    drafter.observe(batch, hidden, after, plan.cu_seqlens_q[:-1] + stay - 1, plan.slots)
-
-
-def _tokens_after(
-    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
-) -> np.ndarray:
-    """[num_tokens] int64: the token after each row's, as far as the row stays.
-
-    Args:
-        rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are
-            followed by what it has.
-    """
-    ids = np.empty(len(input_ids), dtype=np.int64)
-    ids[:-1] = input_ids[1:]
-    for request, row, end in zip(
-        step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True
-    ):
+def show_step(drafter: ModelDrafter, step: Step) -> None:
+    """Call `ModelDrafter.observe` for a step whose drafts were verified."""
+    plan = step.plan
+    next_ids = np.empty(len(step.input_ids), dtype=np.int64)
+    next_ids[:-1] = step.input_ids[1:]
+    ends = zip(step.requests, plan.cu_seqlens_q[1:], plan.seq_lens, strict=True)
+    for request, row, end in ends:
         if end < request.num_tokens:
-            ids[row - 1] = request.tokens[end]
-    ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends
-    return ids
+            next_ids[row - 1] = request.tokens[end]
+    # A request whose row gives no token ends.
+    next_ids[step.logits_rows()] = np.maximum(step.sampled.ids, 0)
+    stay = plan.num_new_tokens if step.accepted is None else step.accepted
+    last_rows = plan.cu_seqlens_q[:-1] + stay - 1
+    drafter.observe(step.batch, step.hidden, next_ids, last_rows, plan.slots)

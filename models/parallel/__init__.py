@@ -1,12 +1,14 @@
-"""One model on several devices: tensor parallel.
+"""One model on several devices: tensor parallel on torch.distributed.
 
-group        the ranks, and their collectives
-channel      messages between the hosts
+Rank 0 has the engine. In each step it sends the arrays of the plan to the others, and all run the
+model on their part of the weights and of the cache.
+
+group        collectives of a step
 shard        a rank's share of each weight; `models.loading.shards` reads it
-vocabulary   rows by token id on several ranks
-launch       processes that are ranks; worker is one that is started here
-heartbeat    a rank that dies, fails or is stuck ends all of them
-steps        the buffer of a step
-lead         rank 0 sends steps
-follow       the other ranks run them
+vocabulary   embedding and output projection by token id
+channel      messages from rank 0 to the other hosts
+steps        the messages of a step, and the loop of the other ranks
+launch       processes that are ranks
+worker       the program of a rank that is started here
+heartbeat    notices and names a rank that dies, fails or is stuck
 """

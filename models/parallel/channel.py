@@ -1,4 +1,4 @@
-"""Messages of the hosts: rank 0 has a connection to each other rank, and they to it."""
+"""Messages between the hosts: rank 0 has a connection to each other rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-LOCAL = "127.0.0.1"
 POLL = 0.1  # seconds
 
 
@@ -51,7 +50,7 @@ class Channel:
         self._server.close()
 
     def send(self, data: bytes | bytearray) -> None:
-        """Send to all others, of rank 0; else to rank 0."""
+        """Send to all others from rank 0; from the others to rank 0."""
         for link in self._links.values():
             link.sendall(len(data).to_bytes(8, "little") + data)
 
@@ -60,7 +59,7 @@ class Channel:
         return _receive(self._links[0])
 
     def all_say(self, message: Any) -> list[Any]:
-        """The messages of all ranks, by rank; what JSON holds. All wait for all."""
+        """Exchange JSON values: return those of all ranks, by rank. All wait for all."""
         data = json.dumps(message).encode()
         if self.rank != 0:
             self.send(data)

@@ -1,14 +1,11 @@
-"""The ranks that run one model together, and what they send each other.
+"""The collectives of the ranks that run one model: NCCL on GPUs, in graphs too, and gloo on CPUs.
 
 A rank computes a part of every product: the heads of an attention layer, the width of an MLP and of
-every expert, the rows of the vocabulary. The collectives of a step are those of the device's group
-(NCCL on GPUs, where graphs capture them; gloo on CPUs)::
+every expert, the rows of the vocabulary::
 
     sum          parts of a row-parallel product, added up    two a layer
     gather       logits of the sampled rows, side by side     one a step
     from_first   tokens or drafts of rank 0, on the device    one a step at most
-
-All else goes through the `Channel` of the hosts.
 """
 
 from __future__ import annotations
@@ -37,11 +34,9 @@ class Group:
         timeout: seconds that a collective may take; the heartbeat notices after as many.
 
     Attributes:
-        rank, size: this one, and how many there are.
-        sent: bytes that this rank gave each method since `Counter.clear`, without those of graphs
-            that are replayed.
-        calls: how often each method was called, and "step" = messages of steps: graphs that are
-            replayed call no method.
+        rank, size: this rank, and the number of ranks.
+        sent: bytes given to each method since `Counter.clear`; replayed graphs call no method.
+        calls: number of calls of each method, and "step" = messages of steps.
     """
 
     def __init__(self, device: torch.device, channel: Channel, timeout: float) -> None:
@@ -56,7 +51,7 @@ class Group:
         self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "step"), 0))
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of what all ranks have, in place; the same bits on each of them.
+        """Add up the tensors of all ranks, in place; the same bits on each of them.
 
         Args:
             part: contiguous, of any shape.
@@ -67,7 +62,7 @@ class Group:
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """The columns of all ranks side by side, those of rank 0 first.
+        """Put the columns of all ranks side by side, those of rank 0 first.
 
         Args:
             part: [num_rows, n].
@@ -82,7 +77,7 @@ class Group:
         return out.transpose(0, 1).flatten(1)
 
     def from_first(self, data: Tensor) -> Tensor:
-        """What rank 0 has there, in place.
+        """Copy the tensor of rank 0 to all ranks, in place.
 
         Args:
             data: contiguous, of the same shape on all ranks.

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from select import select
 
+LOCAL = "127.0.0.1"
 BEAT, MESSAGE, LONGEST_VERDICT = 0.5, 1024, 150  # seconds; bytes; characters of 6 bytes at most
 EXIT_STATUS = 1
 
@@ -33,9 +34,9 @@ class Heartbeat(threading.Thread):
         address: host and port where rank 0 listens (0: any, see `port`) and the others connect.
 
     Attributes:
-        verdict: what happened to which rank; "" = all are well.
+        verdict: the rank that died, and the reason; "" = none did.
         calls: returns the number of calls that this rank has made together with the others.
-        give_up: called in rank 0 with a verdict, to make a call fail that waits for other ranks.
+        give_up: called in rank 0 after a verdict, to make a call fail that waits for other ranks.
         is_stepping: True in rank 0 during a step, in which all ranks make progress.
     """
 

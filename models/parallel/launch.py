@@ -1,7 +1,7 @@
 """Ranks: processes that are there already, or that rank 0 starts.
 
 Under ``torchrun``, and wherever ``torch.distributed`` is initialized, each process is a rank.
-Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.worker`)::
+Elsewhere rank 0 starts the others on its own machine::
 
     rank 0                                        rank 1
     listens, starts the others  ----- stdin --->  heartbeat, before torch is imported
@@ -33,15 +33,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..engine.config import EngineConfig
 from ..engine.speculative import Drafter
-from .channel import LOCAL, Channel
-from .follow import follow
+from .channel import Channel
 from .group import MARGIN, Group
-from .heartbeat import Heartbeat, RankError
+from .heartbeat import LOCAL, Heartbeat, RankError
+from .steps import follow
 
 if TYPE_CHECKING:
     from ..llm import ModelSource
 
 WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
+# Seconds after which a rank without progress ends all of them: more than the longest step takes,
+# compiling included. A rank that dies is noticed at once.
+RANK_TIMEOUT = 300.0
 ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
 SECONDS_TO_END = 5.0
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
@@ -49,13 +52,13 @@ SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
 @dataclass(frozen=True)
 class Work:
-    """What all ranks run; rank 0 sends it to the others.
+    """Arguments of the engine on each rank; rank 0 sends them to the others.
 
     Attributes:
         source: of the weights.
         config: of the engine.
         drafter: as of `quire.models.llm.LLM`.
-        device: None, or "cuda" = the GPU of its number on its machine, or "cpu".
+        device: "cuda" = the GPU with the rank's number on its machine; "cpu"; None = by machine.
     """
 
     source: ModelSource
@@ -70,19 +73,18 @@ class Work:
 
 
 class Ranks:
-    """All ranks of one model, as one of them sees them.
+    """All ranks of one model, from the side of one of them.
 
     Args:
         heartbeat, channel: of this rank; the channel of rank 0 still waits for the others.
         store: of torch.distributed.
         local_rank: number of this rank on its machine.
-        work: pickled `Work`; rank 0 has it.
-        processes: those that this rank has started, by rank.
+        work: pickled `Work`, on rank 0.
+        processes: processes that this rank has started, by rank.
 
     Attributes:
-        work: what all run.
         group: of the ranks.
-        ended: why no step can follow; "" = one can.
+        ended: the reason that no step can follow; "" = one can.
 
     Raises:
         ValueError: a device that is not there.
@@ -177,13 +179,13 @@ class Ranks:
 
 
 def launched() -> tuple[int, int]:
-    """How many ranks ``torchrun`` or the caller has started, and which is this; (1, 0) = none."""
+    """(number of ranks, this rank), as ``torchrun`` or the caller started them; (1, 0) = none."""
     _, rank, size = _found()
     return size, rank
 
 
 def join_ranks(work: Work) -> Ranks:
-    """The ranks that are there already, or that are started here.
+    """Join ranks that are there already, or start them.
 
     Raises:
         ValueError: another number of ranks was started, they run a model already, or arguments
@@ -193,7 +195,7 @@ def join_ranks(work: Work) -> Ranks:
     """
     if work.config.host_cache_gib is not None:
         raise NotImplementedError("host_cache_gib: supported with tensor_parallel_size=1")
-    size, timeout = work.config.tensor_parallel_size, work.config.rank_timeout
+    size, timeout = work.config.tensor_parallel_size, RANK_TIMEOUT
     store, rank, found = _found()
     if found != size and (found > 1 or dist.is_initialized()):
         raise ValueError(f"tensor_parallel_size: expected {found}, the ranks, got {size}")
@@ -268,7 +270,7 @@ def _join(store: Any, rank: int, size: int, timeout: float) -> Ranks:
 
 
 def _found() -> tuple[Any, int, int]:
-    """The store, this rank, and the number of ranks that were started; (None, 0, 1) = none."""
+    """(store, this rank, number of ranks that were started); (None, 0, 1) = none."""
     if dist.is_initialized():
         return dist.group.WORLD.get_group_store(), dist.get_rank(), dist.get_world_size()
     if dist.is_torchelastic_launched():
@@ -294,7 +296,7 @@ def _device_of(device: torch.device | str | None, local_rank: int) -> torch.devi
 
 
 def _host(store: Any) -> str:
-    """Where rank 0 is."""
+    """Host of rank 0."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", LOCAL)

@@ -1,8 +1,8 @@
-"""What each rank holds of a model.
+"""Sharding: the part of each weight that a rank holds.
 
-`shard_config` says how large a rank's layers are: heads, and the widths of MLPs and experts, by the
-number of ranks. All else follows from the shapes of the whole model and of the rank's (`cut_of`):
-the axis in which they differ is cut, rank after rank, and what does not differ every rank has::
+`shard_config` divides heads, and the widths of MLPs and experts, by the number of ranks. The rest
+follows from the shapes of the whole model and of the rank's (`cut_of`): the axis in which they
+differ is cut, rank after rank, and weights of equal shapes are on every rank::
 
     q_proj, k_proj, v_proj, sinks, gate_proj, up_proj     rows
     o_proj, down_proj                                     columns, products summed
@@ -11,8 +11,8 @@ the axis in which they differ is cut, rank after rank, and what does not differ 
     DeepSeek-V4: q_b_proj, o_a_proj by heads and groups   rows; o_b_proj columns
     norms, routers, compressors, indexers, hyper-connections, MTP's projections    whole on each
 
-Keys and values of which there are fewer heads than ranks are whole heads on several ranks. A width
-that is no multiple is filled up with zeros, which add nothing.
+With fewer KV heads than ranks, a head is on several ranks. A width that is no multiple is filled up
+with zeros, which add nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MAX_SIZE = 1024
 
 
 def shard_config(config: Any, size: int, unit: int = 1) -> Any:
-    """The shapes of one rank's layers; those of vocabulary and router stay the whole model's.
+    """Configuration of one rank's layers; vocabulary and router keep the whole model's shapes.
 
     Args:
         config: of the whole model.
-        size: ranks.
-        unit: widths of MLPs and experts are cut at multiples of it: of the columns that share a
-            scale.
+        size: number of ranks.
+        unit: widths of MLPs and experts are cut at multiples of it, such as the columns that share
+            a scale.
 
     Raises:
-        ValueError: heads that cannot be dealt to so many ranks, naming how many ranks can have them.
+        ValueError: a number of ranks that does not divide the heads, naming the numbers that do.
     """
     if size == 1:
         return config
@@ -102,12 +102,12 @@ def _heads(config: ModelConfig | DeepseekV4Config) -> str:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank has of one axis of a tensor.
+    """A rank's part of one axis of a tensor.
 
     Attributes:
-        axis: which.
-        start, stop: the elements of it, in each of ``runs`` parts of equal length.
-        runs: 2 where the rows of gates and those of ups lie one behind the other.
+        axis: the axis.
+        start, stop: range of its elements, in each of ``runs`` parts of equal length.
+        runs: 2 where the axis holds the rows of gates, then those of ups.
     """
 
     axis: int
@@ -122,7 +122,7 @@ class Cut:
         return torch.cat([run.narrow(self.axis, self.start, length) for run in runs], self.axis)
 
     def fill(self, place: Tensor, part: Tensor) -> None:
-        """Copies ``part`` to where it belongs on the rank, and zeros to what is more there."""
+        """Copy ``part`` into the rank's tensor ``place``, and fill the rest with zeros."""
         if place.shape == part.shape:
             place.copy_(part)
             return
@@ -133,11 +133,11 @@ class Cut:
 
 
 def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -> Cut | None:
-    """Which elements of a weight a rank has; None = all of them.
+    """A rank's part of a weight; None = the whole weight.
 
     Args:
         name: of the weight.
-        whole, part: its shape in the whole model, and on a rank.
+        whole, part: shape in the whole model, and on a rank.
         group: of the rank.
     """
     axes = [
@@ -156,10 +156,10 @@ def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -
 def cuts_of(
     whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group | None
 ) -> dict[str, Cut]:
-    """The weights of which a rank has a part, by name.
+    """Cuts of the weights that are divided among ranks, by name.
 
     Args:
-        whole, part: weights of the whole model and of the rank's, which may be on the meta device.
+        whole, part: weights of the whole model and of the rank, which may be on the meta device.
     """
     if group is None:
         return {}

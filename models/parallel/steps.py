@@ -1,68 +1,138 @@
-"""What rank 0 sends for each step, in one buffer.
+"""Messages of a step: rank 0 sends them (`Lead`), the other ranks run them (`follow`).
 
-    [header int64][slots][num_new_tokens] ... [table_indices][table_pages][ids][rows]
-
-Each array begins at 8 bytes. The header has the kind, the shape of the graph (0, 0: none), and of
-each array the bytes of an element and the shape.
+run       arrays of the plan, input ids, rows of the logits, graph    the model runs
+observe   next ids, last rows, slots                                  the drafter sees that step
+draft     table entries that changed, slots, lengths, greedy or not   the drafter runs
+close     nothing
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from quire.kvcore import StepArrays
+from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables, step_arrays
 
+from ..engine.config import EngineConfig
 from ..engine.graphs import Shape
+from ..engine.runner import ModelRunner
+from ..engine.speculative import Drafter, ModelDrafter
+from .group import Group
+from .heartbeat import RankError
 
-RUN, OBSERVE, DRAFT, CLOSE = range(4)
-DTYPES = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
-NUM_ARRAYS = len(StepArrays._fields) + 2
-NOTHING = np.zeros(0, dtype=np.int64)
+if TYPE_CHECKING:
+    from .launch import Ranks
+
+RUN, OBSERVE, DRAFT, CLOSE = "run", "observe", "draft", "close"
+_EMPTY = StepArrays(*[np.zeros(0, dtype=np.int64)] * len(StepArrays._fields))
 
 
-class Message(NamedTuple):
-    """What the other ranks do.
+class Lead:
+    """Send the steps of an engine, which is on rank 0, to the other ranks.
 
     Attributes:
-        kind: RUN = the model; OBSERVE = the drafter sees the step that ran; DRAFT = it drafts;
-            CLOSE = end.
-        graph: for RUN, the shape to replay; None = no graph.
-        step: arrays of the plan; without one, those that are needed, the others empty.
-        ids: RUN [num_tokens] input ids, or placeholders; OBSERVE [num_tokens], the next ids.
-        rows: RUN [num_rows], rows of the logits; OBSERVE [num_seqs], last rows that stay; DRAFT
-            [1], 1 where the largest logits are the drafts.
+        group: of the ranks.
     """
 
-    kind: int
-    graph: Shape | None = None
-    step: StepArrays = StepArrays(*[NOTHING] * len(StepArrays._fields))
-    ids: np.ndarray = NOTHING
-    rows: np.ndarray = NOTHING
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.group = ranks, ranks.group
+
+    def attach(self, kv: KVCache, tables: WorkerTables, drafter: Any) -> None:
+        """Called once by the engine, with its allocator and this rank's copy of the tables.
+
+        Raises:
+            NotImplementedError: a drafter that the other ranks cannot run.
+        """
+        self._kv, self._tables = kv, tables
+        if isinstance(drafter, ModelDrafter):
+            if not hasattr(drafter, "follow"):
+                raise NotImplementedError(
+                    "drafter: supported with tensor_parallel_size > 1 are MTPDrafter and drafters "
+                    f"that read tokens alone, such as NGramDrafter; got {type(drafter).__name__}"
+                )
+            drafter.lead = self
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of all ranks. After an error no further one can run.
+
+        Raises:
+            RankError: another rank died, failed or is stuck, now or before.
+        """
+        if ended := self.ranks.ended:
+            raise RankError(ended)
+        heartbeat = self.ranks.heartbeat
+        with self.ranks.failing():
+            if heartbeat.verdict:
+                raise RankError(heartbeat.verdict)
+            heartbeat.is_stepping = True
+            try:
+                yield
+            finally:
+                heartbeat.is_stepping = False
+
+    def run(
+        self, plan: StepPlan, input_ids: np.ndarray, rows: np.ndarray, shape: Shape | None
+    ) -> StepArrays:
+        """Make the other ranks run the model, as `ModelRunner.run`; return this rank's arrays."""
+        arrays = step_arrays(self._kv, plan)
+        self._send(RUN, arrays, input_ids, rows, shape)
+        self._tables.update(arrays)
+        return arrays
+
+    def observe(self, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray) -> None:
+        """Make the other ranks call `ModelDrafter.observe` for the step that ran last."""
+        self._send(OBSERVE, next_ids, last_rows, slots)
+
+    def draft(self, slots: np.ndarray, seq_lens: np.ndarray, is_greedy: bool) -> None:
+        """Make the other ranks compute the same drafts."""
+        index, pages = self._kv.take_deltas()
+        changes = _EMPTY._replace(table_indices=index, table_pages=pages)
+        self._send(DRAFT, changes, slots, seq_lens, is_greedy)
+        self._tables.update(changes)
+
+    def close(self) -> None:
+        """End all ranks. No step may follow."""
+        if not self.ranks.ended:
+            with suppress(ConnectionError):  # of a rank that died meanwhile
+                self._send(CLOSE)
+            self.ranks.close()
+
+    def _send(self, *message: Any) -> None:
+        self.group.channel.send(pickle.dumps(message, protocol=5))
+        self.group.calls["step"] += 1
 
 
-def pack(message: Message) -> bytes:
-    """The buffer of a message."""
-    arrays = [np.ascontiguousarray(a) for a in (*message.step, message.ids, message.rows)]
-    header = [message.kind, *(message.graph or (0, 0))]
-    for array in arrays:
-        rows, columns = array.shape if array.ndim == 2 else (-1, array.size)
-        header += [array.itemsize, rows, columns]
-    parts = [np.array(header, dtype=np.int64).tobytes()]
-    parts += [array.tobytes() + bytes(-array.nbytes % 8) for array in arrays]
-    return b"".join(parts)
+@torch.inference_mode()
+def follow(group: Group, model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> None:
+    """Run the steps of rank 0 on another rank until it closes.
 
-
-def unpack(buffer: bytearray) -> Message:
-    """The message of a buffer, whose memory its arrays share."""
-    kind, num_seqs, rows, *sizes = np.frombuffer(buffer, np.int64, 3 + 3 * NUM_ARRAYS).tolist()
-    start, arrays = 8 * (3 + 3 * NUM_ARRAYS), []
-    for i in range(0, len(sizes), 3):
-        itemsize, num_rows, columns = sizes[i : i + 3]
-        count = abs(num_rows) * columns
-        array = np.frombuffer(buffer, DTYPES[itemsize], count, start)
-        arrays.append(array if num_rows < 0 else array.reshape(num_rows, columns))
-        start += -(-array.nbytes // 8) * 8
-    graph = Shape(num_seqs, rows) if num_seqs else None
-    return Message(kind, graph, StepArrays._make(arrays[:-2]), *arrays[-2:])
+    Args:
+        model, config, drafter: as of `quire.models.engine.engine.Engine`.
+    """
+    runner = ModelRunner(model, config, drafter)
+    sampled = runner.builder.sampled
+    hidden = batch = None
+    with torch.cuda.device_of(runner.builder.tables):
+        while (message := pickle.loads(group.channel.receive()))[0] != CLOSE:
+            group.calls["step"] += 1
+            kind, *arguments = message
+            if kind == RUN:
+                arrays, input_ids, rows, shape = arguments
+                runner.tables.update(arrays)
+                _, hidden, batch = runner.run(arrays, input_ids, rows, shape)
+                if runner.is_async:  # the next input ids
+                    group.from_first(sampled[: len(rows)])
+            elif kind == OBSERVE:
+                drafter.observe(batch, hidden, *arguments)
+            else:
+                changes, slots, seq_lens, is_greedy = arguments
+                runner.tables.update(changes)
+                drafts = drafter.follow(slots, seq_lens, is_greedy)
+                sampled[: drafts.numel()] = drafts.flatten()

@@ -1,4 +1,4 @@
-"""Rows of a table by token id, dealt to ranks."""
+"""The vocabulary on several ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .group import Group
 
 
 class Vocabulary:
-    """Which rows of embedding and output projection a rank has: a run of them, as long on each.
+    """Rows of embedding and output projection by rank: as many on each, one rank after another.
 
-    The last rank's rows may go past the vocabulary. Those are zeros, and give no logits.
+    The last rank's rows may go past the vocabulary; these are zeros, and give no logits.
 
     Args:
-        size: ids in all.
+        size: number of ids.
         group: None = one rank has all rows.
 
     Attributes:
-        num_rows: of this rank.
+        num_rows: rows of this rank.
     """
 
     def __init__(self, size: int, group: Group | None) -> None:

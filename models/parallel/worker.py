@@ -1,6 +1,6 @@
-"""A rank that `quire.models.parallel.launch` starts; stdin says which one.
+"""A rank that `quire.models.parallel.launch` starts; stdin has its number and ports.
 
-Torch is imported after the heartbeat has started: that takes seconds.
+The heartbeat starts before torch is imported, which takes seconds.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 import signal
 import sys
 
-from .channel import LOCAL
-from .heartbeat import Heartbeat
+from .heartbeat import LOCAL, Heartbeat
 
 
 def main() -> None:
     """Run the rank until rank 0 closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
     spec = json.load(sys.stdin)
     rank, address = spec["rank"], (LOCAL, spec["heartbeat"])
     try:

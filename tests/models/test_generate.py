@@ -62,16 +62,6 @@ def streamed(words, stop):
 # Streams.
 
 
-def test_a_stream_of_bytes_is_the_text_and_no_piece_holds_half_a_character():
-    tokenizer = ByteTokenizer()
-    stream, pieces = TextStream(tokenizer, (), ()), []
-    for token in tokenizer.encode(TEXT)[1:]:
-        assert stream.append(token) is None
-        pieces.append(stream.take())
-    assert "".join(pieces) == TEXT == stream.finish() and stream.take() == ""
-    assert "\ufffd" not in "".join(pieces) and pieces.count("") > 10
-
-
 def test_broken_bytes_are_not_held_for_ever():
     stream = TextStream(ByteTokenizer(), (), ())
     for i in range(40):
@@ -215,7 +205,7 @@ def test_bad_streams_are_refused_at_once(llm):
     with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
         llm.stream([999])
     without = LLM(llm.model, engine=SETTINGS)
-    without.tokenizer = without.engine.inputs.tokenizer = None
+    without.tokenizer = without.engine.tokenizer = None
     with pytest.raises(
         ValueError, match="stop: expected no strings, as this engine has no tokenizer"
     ):
@@ -254,17 +244,8 @@ def test_prompts_files_and_stdin(capsys, tmp_path, monkeypatch):
 
 
 def test_statistics_and_speculation(capsys):
-    command = [
-        "--model",
-        "gemma4-tiny",
-        "--prompt",
-        "ab" * 20,
-        "--max-tokens",
-        "20",
-        "--ignore-eos",
-        "--num-pages",
-        "99",
-    ]
+    command = ["--model", "gemma4-tiny", "--prompt", "ab" * 20, "--max-tokens", "20"]
+    command += ["--ignore-eos", "--num-pages", "99"]
     assert generate.main(command) == 0
     plain = capsys.readouterr()
     assert plain.err == ""
@@ -278,16 +259,8 @@ def test_statistics_and_speculation(capsys):
 def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="renders chat templates")
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
-    base = [
-        "--model",
-        str(tmp_path),
-        "--chat",
-        "--max-tokens",
-        "6",
-        "--ignore-eos",
-        "--num-pages",
-        "300",
-    ]
+    base = ["--model", str(tmp_path), "--chat", "--max-tokens", "6", "--ignore-eos"]
+    base += ["--num-pages", "300"]
     assert generate.main(base) == 2
     assert "chat: expected a chat_template.jinja" in capsys.readouterr().err
     (tmp_path / "chat_template.jinja").write_text(
@@ -325,10 +298,13 @@ def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
         (["--model", "gemma3-tiny", "--speculate", "-1"], "error: speculate: expected an int in 0..128, got -1"),
         (["--model", "gemma3-tiny", "--drafter", "ngram"], "error: drafter: expected --speculate K with it, got none"),
         (["--model", "gemma3-tiny", "--system", "s"], "error: system: expected --chat with it, got none"),
+        (["--model", "gemma3-tiny", "--chat", "--n", "2"], "error: n: expected 1 in a chat, got 2"),
+        (["--model", "gemma3-tiny", "--file", "nowhere.txt"], "error: file: cannot read 'nowhere.txt': No such file"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(arguments, message, capsys):
-    assert generate.main([*arguments, "--prompt", "a long enough prompt"]) == 2
+    has_prompt = {"--file", "--chat"} & {*arguments}
+    assert generate.main([*arguments, *([] if has_prompt else ["--prompt", "a long prompt"])]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -357,11 +333,6 @@ def test_small_files_are_read_before_weights(tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_options_that_a_chat_has_not(capsys):
-    assert generate.main(["--model", "gemma3-tiny", "--chat", "--n", "2"]) == 2
-    assert "error: n: expected 1 in a chat, got 2" in capsys.readouterr().err
-
-
 def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, capsys):
     monkeypatch.setattr(llm_module, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(llm_module.sys, "platform", "linux")
@@ -377,13 +348,10 @@ def test_triton_on_a_cpu_is_refused(monkeypatch, capsys):
     command = ["--model", "gemma3-tiny", "--device", "cpu", "--prompt", "a"]
     assert generate.main([*command, "--impl", "triton"]) == 2
     assert "error: impl: 'triton' is supported on GPUs" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="impl: expected 'triton', 'torch' or None, got 'cuda'"):
+    with pytest.raises(
+        ValueError, match=r"impl: expected one of \['triton', 'torch', None\], got 'cuda'"
+    ):
         LLM("gemma3-tiny", engine=replace(SETTINGS, impl="cuda"))
-
-
-def test_a_missing_file_is_an_error(capsys):
-    assert generate.main(["--model", "gemma3-tiny", "--file", "nowhere.txt"]) == 2
-    assert "error: file: cannot read 'nowhere.txt': No such file" in capsys.readouterr().err
 
 
 def test_texts_that_are_no_prompt(capsys, tmp_path, monkeypatch):
@@ -558,19 +526,9 @@ def test_a_chat_at_a_terminal():
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
-    arguments = [
-        sys.executable,
-        "-m",
-        "models.generate",
-        "--model",
-        "gemma3-tiny",
-        "--prompt",
-        "x",
-        "--threads",
-        "1",
-    ]
+    arguments = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--prompt", "x"]
     process = subprocess.Popen(
-        [*arguments, "--max-tokens", "4000", "--ignore-eos", "--stats"],
+        [*arguments, "--threads", "1", "--max-tokens", "4000", "--ignore-eos"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         # Where the tests run in the background the signal is ignored, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -579,7 +537,7 @@ def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == program.INTERRUPTED
-    assert b"Traceback" not in err and b"generated/s" in err
+    assert err == b"interrupted\n"
 
 
 @pytest.mark.nightly

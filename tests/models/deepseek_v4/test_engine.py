@@ -175,7 +175,7 @@ def test_decode_through_fixed_buffers(model, plain):
     outputs = {}
     while engine.has_work:
         outputs |= {o.request_id: o.token_ids for o in engine.step().finished}
-    assert [shape.num_seqs for shape in engine._graphs.shapes] == [1, 2, 3]
+    assert [shape.num_seqs for shape in engine.runner.graphs.shapes] == [1, 2, 3]
     assert [outputs[i] for i in ids] == [plain[i] for i in ids]
 
 
@@ -226,8 +226,9 @@ def test_aborts(model):
     assert run.engine.kv.stats()["pages_in_use"] == 0
 
 
-def test_named_configuration_and_its_memory(model):
-    llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(cache_bytes=2**20, max_num_seqs=5))  # fmt: skip
+def test_named_configuration_and_its_memory(model, monkeypatch):
+    monkeypatch.setattr("quire.models.engine.memory.CPU_CACHE_BYTES", 2**20)
+    llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(max_num_seqs=5))  # fmt: skip
     [output] = llm.generate(["Once"], SamplingParams(max_tokens=4), progress=False)
     assert isinstance(output.text, str) and output.num_cached_tokens == 0
     memory, pool = llm.engine.memory, llm.engine.pool

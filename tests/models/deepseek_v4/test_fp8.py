@@ -165,7 +165,7 @@ def test_drafts_change_nothing(model):
 
 def test_pool_and_plan_of_an_engine(model):
     for kind in ("auto", "fp8"):
-        engine = Engine(model, EngineConfig(cache_bytes=2**22, max_num_seqs=2, kv_cache_dtype=kind))
+        engine = Engine(model, EngineConfig(num_pages=500, max_num_seqs=2, kv_cache_dtype=kind))
         memory, pool = engine.memory, engine.pool
         assert (
             pool.plan.format.fp8

@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from quire.kvcore.device import HostCopy
 from quire.models.engine import report, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
@@ -41,7 +39,7 @@ def counting(engine):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"retention": "dense", "policy": SchedulerPolicy(prefill_first=True, max_prefill_tokens=9)},
+        {"retention": "dense"},
     ],
 )
 def test_many_requests_equal_each_alone(settings):
@@ -82,7 +80,7 @@ def test_steps_that_fail_are_done_again(where, monkeypatch):
     )
     engine = Engine(model, config)
     if where == "tensors":
-        staging = engine._builder._staging
+        staging = engine.runner.builder._staging
         staging.send = fails(rng, staging.send)
     elif where == "wait":
         monkeypatch.setattr(HostCopy, "wait", fails(rng, HostCopy.wait))
@@ -247,19 +245,6 @@ def test_a_request_that_cannot_be_admitted_ahead_fails_alone():
     assert [len(o.token_ids) for o in outputs] == [9]
 
 
-def test_nothing_is_found_of_a_request_without_a_token():
-    model, tokens = test_isolation.SpoiledModel(test_isolation.KINDS["nan"]), [5, 9] * 24
-    tokens[3] = test_isolation.BAD
-    config = test_isolation.config(async_scheduling=True, max_num_batched_tokens=len(tokens))
-    engine = Engine(model, config)
-    for ids in (tokens, [*tokens, 8]):
-        engine.add_request(ids, SamplingParams(4))
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step().finished
-    assert [(o.finish_reason, o.num_cached_tokens) for o in outputs] == [("nan", 0)] * 2
-
-
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_through_graphs(name):
     """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""
@@ -340,41 +325,6 @@ def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
         assert calls == ["replay", before]
 
 
-@pytest.mark.parametrize(("on", "idle"), [(False, 3), (True, 0)])
-def test_the_device_works_while_the_host_prepares(on, idle, monkeypatch):
-    """On a clock of a device that runs a step in 10 while the host goes on, and a host that needs 3 a step: the step takes 13, or 10."""
-    now, free, gaps = [0], [0], []
-    engine = Engine(ToyModel(), EngineConfig(num_pages=90, async_scheduling=on))
-    launch, choose, deliver = engine._run, engine.scheduler._choose, engine.outputs.deliver
-    arrive, wait = HostCopy.__init__, HostCopy.wait
-
-    def queued(*args):
-        start = max(now[0], free[0])
-        gaps.append(start - free[0])
-        free[0] = start + 10
-        return launch(*args)
-
-    def noting(copy, tensor):
-        arrive(copy, tensor)
-        copy.at = free[0]
-
-    def waiting(copy):
-        now[0] = max(now[0], copy.at)
-        return wait(copy)
-
-    def busy(seconds, work):
-        return lambda *args, **more: (now.__setitem__(0, now[0] + seconds), work(*args, **more))[1]
-
-    engine._run = queued
-    engine.scheduler._choose, engine.outputs.deliver = busy(1, choose), busy(2, deliver)
-    monkeypatch.setattr(HostCopy, "__init__", noting)
-    monkeypatch.setattr(HostCopy, "wait", waiting)
-    engine.add_request([5] * 9, SamplingParams(12, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
-    assert gaps[1:] == [idle] * 11
-
-
 def test_where_it_is_on():
     """By default on a GPU, never with a drafter, whose drafts begin with tokens that the host knows."""
     small = {"num_pages": 50, "max_num_seqs": 2}
@@ -385,7 +335,7 @@ def test_where_it_is_on():
         (True, NGramDrafter(2), False),
     ):
         engine = Engine(ToyModel(), EngineConfig(async_scheduling=wanted, **small), drafter=drafter)
-        assert engine._is_async == on
+        assert engine.runner.is_async == on
         runs = []
         engine.model.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         request_id = engine.add_request([5] * 9, SamplingParams(4, ignore_eos=True))
@@ -413,7 +363,7 @@ def test_idle_time_between_steps(monkeypatch):
         monkeypatch.setattr(obj, name, work)
 
     slow(engine.scheduler, "_choose", 1)
-    slow(engine, "_run", 10)
+    slow(engine.runner, "forward", 10)
     slow(engine.outputs, "deliver", 100)
     for _ in range(2):
         engine.add_request([5] * 9, SamplingParams(3, ignore_eos=True))
@@ -421,34 +371,3 @@ def test_idle_time_between_steps(monkeypatch):
         assert engine.step() is None
         now[0] += 1000
     assert engine.totals.idle == 404
-
-
-class FakeEvent:
-    """An event of a stream that has come as far as `done`."""
-
-    made = done = 0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.at = FakeEvent.made
-        FakeEvent.made += 1
-
-    def query(self):
-        return self.at < FakeEvent.done
-
-    def elapsed_time(self, end):
-        assert self.query() and end.query()
-        return 1e3 * (end.at - self.at)
-
-
-def test_idle_time_of_a_gpu_is_read_when_it_is_known(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    idle = report.IdleClock(SimpleNamespace(type="cuda"))
-    idle.begin(), idle.end(), idle.begin(), idle.end(), idle.begin()
-    assert idle.take() == 0
-    FakeEvent.done = 2
-    assert idle.take() == 1
-    FakeEvent.done = 4
-    assert (idle.take(), idle.take()) == (1, 0)

@@ -11,11 +11,10 @@ from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import FULL, get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.engine import memory
+from quire.models.engine import runner
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.scheduler import Scheduler, SchedulerPolicy
 from quire.models.loading.random_weights import random_model
 from tests.support.models.toy import ToyModel
 
@@ -60,7 +59,7 @@ def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_c
 
 
 def test_head_sizes_that_kernels_are_not_made_for_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr("quire.models.engine.parts.expect_impl", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("quire.models.engine.runner.expect_impl", lambda *_: None)  # as on a GPU
     for head_dim in (24, 96, 768):
         model = random_model(resized("gemma3-tiny", head_dim, 2, 1))
         message = rf"impl: 'triton' is supported with a head_dim in \[16, .*'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
@@ -107,23 +106,10 @@ def test_default_blocks_of_deepseek_v4_fit_every_window_and_ratio(window, csa, h
         assert (logits.amax(dim=-1) - chosen < 1e-3).all()
 
 
-def test_callers_choose_the_block_of_deepseek_v4():
-    model = random_model(get_config("deepseek-v4-tiny"))
-    for size in (8, 16, 48):
-        engine = Engine(model, EngineConfig(num_pages=200, base_block_size=size))
-        assert engine.kv.layout.groups[0].block_size == engine.kv.alignment == size
-        assert outputs(engine, PROMPTS, SamplingParams(3))[1].error is None
-    with pytest.raises(ValueError, match="block_size: expected a multiple of 8"):
-        Engine(model, EngineConfig(num_pages=200, base_block_size=12))
-
-
 def test_more_than_the_memory_is_refused_by_name(monkeypatch):
     toy = ToyModel()
-    for given in ({"num_pages": 10**13}, {"cache_bytes": 10**16}):
-        with pytest.raises(
-            ValueError, match="num_pages: expected pages that fit the memory, got 1"
-        ):
-            Engine(toy, EngineConfig(**given))
+    with pytest.raises(ValueError, match="num_pages: expected pages that fit the memory, got 1"):
+        Engine(toy, EngineConfig(num_pages=10**13))
     with pytest.raises(ValueError, match=r"num_pages: expected an int <= .*, got 1"):
         Engine(toy, EngineConfig(num_pages=10**40))
     with pytest.raises(ValueError, match="max_requests: expected an int <= 2147483647, got 1"):
@@ -132,7 +118,7 @@ def test_more_than_the_memory_is_refused_by_name(monkeypatch):
     def no_memory(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(memory, "KVCache", no_memory)
+    monkeypatch.setattr(runner, "KVCache", no_memory)
     with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=4, "):  # fmt: skip
         Engine(toy, EngineConfig(num_pages=100, max_num_seqs=4))
 
@@ -146,10 +132,10 @@ def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, m
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.kv, "match", fails)
-        with pytest.raises(ValueError, match=f"prompt_token_ids: expected what fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
+        with pytest.raises(ValueError, match=f"prompt_token_ids: expected a request that fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
             engine.add_request([5, 6, 7], SamplingParams(n=2))
         assert not engine.has_work and not engine.outputs.siblings
-        patch.setattr("quire.models.engine.memory.KVCache", fails)
+        patch.setattr("quire.models.engine.runner.KVCache", fails)
         with pytest.raises(
             ValueError, match=f"config: expected an engine .*: {kind.__name__}: no room"
         ):
@@ -182,23 +168,18 @@ WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fract
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
 def test_settings_of_another_type_are_named(name):
     kinds = {
-        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size", "tensor_parallel_size"), WRONG[int]),
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "tensor_parallel_size"), WRONG[int]),
         **dict.fromkeys(("enable_caching", "replay", "decode_graphs", "async_scheduling"), WRONG[bool]),
         "memory_fraction": WRONG["fraction"],
-        "policy": ("fcfs", SchedulerPolicy),
-        "hash_seed": ("text", 5),
         "retention": ("no such", -4, 2.5),
         **dict.fromkeys(("kv_cache_dtype",), ("fp4", 8)),
         "host_cache_gib": ("0.5", True, [0.5], 0, float("nan")),
         "impl": ("cuda", 1),
-        "rank_timeout": ("4", True, None, 0, -1.0, float("nan")),
         "rejection_sample_method": ("none", 1),
     }  # fmt: skip
     optional = (
         "max_model_len",
         "num_pages",
-        "cache_bytes",
-        "base_block_size",
         "decode_graphs",
         "async_scheduling",
     )
@@ -213,27 +194,6 @@ def test_numbers_of_numpy_are_settings_too():
     config = EngineConfig(max_num_seqs=np.int64(3), num_pages=np.int32(100), seed=np.uint8(1))
     assert type(config.max_num_seqs) is type(config.num_pages) is type(config.seed) is int
     Engine(ToyModel(), config)
-
-
-def test_a_policy_that_says_nonsense_is_named_and_loses_nothing():
-    class Policy(SchedulerPolicy):
-        says = -5
-
-        def prefill_tokens(self, budget, num_decodes):
-            return self.says
-
-    engine = Engine(ToyModel(), EngineConfig(num_pages=100, policy=Policy()))
-    assert isinstance(engine.scheduler, Scheduler)
-    request_id = engine.add_request(PROMPTS[0], SamplingParams(3, ignore_eos=True))
-    for says in (-5, 2.5, None):
-        Policy.says = says
-        with pytest.raises(ValueError, match="prefill_tokens: expected an int >= 0"):
-            engine.step()
-    Policy.says = np.int64(10**9)  # as much as there is
-    found = []
-    while engine.has_work:
-        found += engine.step().finished
-    assert [o.request_id for o in found] == [request_id] and len(found[0].token_ids) == 3
 
 
 def test_a_batch_refuses_state_groups():

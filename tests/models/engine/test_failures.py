@@ -7,7 +7,6 @@ import torch
 
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine_many import alone, workload
@@ -60,11 +59,10 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, budget):
         max_num_seqs=8,
         max_num_batched_tokens=24,
         num_pages=34,
-        policy=SchedulerPolicy(prefill_first=True),
     )
     engine = Engine(model, config, drafter=drafter)
     if where == "tensors":
-        staging = engine._builder._staging
+        staging = engine.runner.builder._staging
         staging.send = fails_at_times(rng, staging.send)
     elif where == "sample":
         engine._sampler = fails_at_times(rng, engine._sampler)

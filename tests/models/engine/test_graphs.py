@@ -1,6 +1,5 @@
 """Decode through captured graphs, which a CPU stands in for (`tests.support.models.captured`): tokens and log-probabilities of eager decode."""
 
-import functools
 import gc
 import weakref
 from dataclasses import replace
@@ -10,16 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels import paged_attention, sliding_window_attention
 from quire.kvcore.device import batch
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import graphs, memory, sampler
+from quire.models.engine import graphs, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
-from tests.support.helpers import assert_within_budget, attention_reference
 from tests.support.models.captured import (
     LAUNCHES,
     ON_HOST,
@@ -96,7 +93,10 @@ def test_replays_decode_as_eager_steps_do(model):
     eager, got, captures, engine = both(model, LENGTHS, max_num_seqs=7, disturbed=True)
     assert_equal(got, eager)
     assert got["4"].finish_reason == "abort" and got["again 0"].num_cached_tokens > 0
-    assert engine._graphs.shapes == [(1, 1), (2, 1), (4, 1), (7, 1)] and len(captures.graphs) == 4
+    assert (
+        engine.runner.graphs.shapes == [(1, 1), (2, 1), (4, 1), (7, 1)]
+        and len(captures.graphs) == 4
+    )
     assert captures.num_replays > 20
     # Padding writes nothing, not even to the page that is nobody's (DeepSeek-V4 has a use for it).
     if not isinstance(model, DeepseekV4):
@@ -138,8 +138,8 @@ def test_drafts_through_graphs(name, monkeypatch):
     eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
     config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
     engine = captured_engine(model, config, captures, drafter=Knowing(eager))
-    rows = {shape.rows for shape in engine._graphs.shapes}
-    assert rows == {1, 3} and len(captures.graphs) == 2 * len(graphs.batch_sizes(7))
+    rows = {shape.rows for shape in engine.runner.graphs.shapes}
+    assert rows == {1, 3} and len(captures.graphs) == 2 * 4
     build_batch, built = batch.BatchBuilder.build, []
 
     def building(self, plan, *arguments):
@@ -151,10 +151,11 @@ def test_drafts_through_graphs(name, monkeypatch):
     monkeypatch.setattr(batch.BatchBuilder, "build", building)
     steps = []
     report = engine._report
-    monkeypatch.setattr(engine, "_report", lambda **n: steps.append(n.get("num_drafts", 0)) or report(**n))  # fmt: skip
+    monkeypatch.setattr(engine, "_report", lambda step: steps.append(step) or report(step))
     assert_equal(serve(engine, lengths), eager)
     assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
-    assert len([n for n in steps if n]) > 5 and captures.num_replays + len(built) == len(steps)
+    assert len([step for step in steps if step.has_drafts]) > 5
+    assert captures.num_replays + len(built) == len(steps)
     assert min(built) > 0, "only steps with prompts are not replayed"
 
 
@@ -207,45 +208,6 @@ def test_a_size_that_cannot_be_captured(failing):
     assert (captures.num_replays > 0) == (len(failing) < 3)
 
 
-def test_memory_of_graphs_is_counted_before_the_pool_is_sized(monkeypatch):
-    """The largest two are captured over two pages and dropped; each of the others takes what the second did."""
-    model, made = build("gemma3-tiny"), []
-
-    def free_memory(device):
-        return 10**8 - sum(size for size, replay in made if replay())
-
-    def capture(work):
-        work()
-        replay = functools.partial(work)
-        made.append((10**6 if free_memory(None) < 10**8 else 5 * 10**6, weakref.ref(replay)))
-        return replay
-
-    monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
-    monkeypatch.setattr(graphs, "MEASURED_ON", ("cpu",))
-    for module in (graphs, memory):
-        monkeypatch.setattr(module, "free_memory", free_memory)
-    config = EngineConfig(
-        memory_fraction=0.5, max_num_seqs=8, max_num_batched_tokens=64, decode_graphs=True
-    )
-    sizes = graphs.batch_sizes(8)
-    found = graphs.graph_bytes(
-        model, memory.model_cache(model, max_requests=8), config, sizes, 0, hidden=False
-    )
-    assert found == 10**6 * (5 + len(sizes) - 1) and len(made) == 2
-    assert free_memory(None) == 10**8, "they are gone"
-    without = Engine(model, replace(config, decode_graphs=False)).memory
-    engine = Engine(model, config)
-    assert len(made) == 4 + len(sizes) and 10**8 - free_memory(None) == found
-    assert engine.memory.graph_bytes == found
-    assert f"{found / 2**20:.4g} MiB of decode graphs" in engine.memory.describe()
-    lost = (without.num_pages - engine.memory.num_pages) * without.page_bytes
-    assert lost == pytest.approx(0.5 * found, abs=without.page_bytes)
-    named = graphs.graph_bytes(
-        model, memory.model_cache(model, max_requests=8), replace(config, memory_fraction=None, num_pages=50), sizes, 0, hidden=False
-    )  # fmt: skip
-    assert named == 0
-
-
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize("name", ["gemma3-tiny", "deepseek-v4-tiny"])
 def test_an_engine_that_is_dropped_frees_its_pool(name, on):
@@ -290,39 +252,6 @@ def test_launches_of_triton(config, dtype):
     )
     assert_equal(got, eager)
     assert captures.num_replays == 3
-
-
-@pytest.mark.parametrize("window", [None, 24])
-def test_replays_with_a_softcap(window):
-    """Which no model of this package has, and which scales scores twice: new queries, lengths and pages after the capture."""
-    generator = torch.Generator().manual_seed(0)
-    q, fresh = (torch.empty(2, heads, 32) for heads in (4, 2))
-    pages = torch.randn(8, 2, 16, 2, 32, generator=generator)
-    table, seq_lens = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
-    out = torch.empty_like(q)
-
-    arguments = {
-        "q": q, "k_pages": pages[:, 0], "v_pages": pages[:, 1], "block_table": table, "seq_lens": seq_lens,
-        "cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1, "k": fresh, "v": fresh, "max_seq_len": 48,
-        "num_decodes": 2, "softcap": 3.0,
-    }  # fmt: skip
-    call = paged_attention
-    if window is not None:
-        call, arguments["sliding_window"] = sliding_window_attention, window
-
-    def fill(lengths):
-        for tensor in (q, fresh):
-            tensor.normal_(0.0, 4.0, generator=generator)
-        table.copy_(1 + torch.randperm(7, generator=generator)[:6].view(2, 3))
-        seq_lens.copy_(torch.tensor(lengths))
-
-    fill((5, 40))
-    replay = Captures(LAUNCHES)(lambda: out.copy_(call(**arguments, impl="triton")))
-    for lengths in ((47, 3), (1, 25)):
-        fill(lengths)
-        replay()
-        exact, _ = attention_reference(arguments)
-        assert_within_budget("out", out, exact)
 
 
 class Step(TorchDispatchMode):

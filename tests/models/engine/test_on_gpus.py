@@ -11,16 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.bench.common.floors import Rates
-from quire.bench.common.workload import chat_workload
-from quire.bench.prefill_decode import __main__ as prefill_decode
-from quire.bench.prefill_decode.build import build_model as build_bench_model
 from quire.kernels.common import launching
 from quire.kvcore import KVCache
 from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import parts
+from quire.models.engine import graphs, runner
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache
@@ -81,7 +77,7 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
             super().__init__(*arguments, **more)
             self.tables = self.tables.as_subclass(OnSecondDevice)
 
-    monkeypatch.setattr(parts, "BatchBuilder", Builder)
+    monkeypatch.setattr(runner, "BatchBuilder", Builder)
     config = EngineConfig(
         num_pages=50, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=True
     )
@@ -97,26 +93,6 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
         engine.step()
         assert current == [0]
     assert set(seen) == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
-
-
-def test_rates_are_measured_on_the_device_of_the_model(current, monkeypatch):
-    """Events and streams are those of the current device."""
-    built = build_bench_model("gemma4-tiny", device=torch.device("cpu"))
-    embedding = built.model.embed_tokens
-    monkeypatch.setitem(
-        embedding._parameters, "weight", embedding.weight.data.as_subclass(OnSecondDevice)
-    )
-    seen = []
-
-    def rates(model):
-        seen.append(current[0])
-        return Rates(1e9, 2**20, 1e9, 64)
-
-    monkeypatch.setattr(prefill_decode, "measure_rates", rates)
-    workload = chat_workload(built.tokenizer.encode, bos_token_id=2, limit=1, scale=0.02)
-    settings = EngineConfig(num_pages=500, max_num_seqs=2)
-    prefill_decode.measure(built, workload, settings, num_checks=1, baseline=False)
-    assert seen == [1] and current == [0]
 
 
 @pytest.fixture
@@ -304,9 +280,8 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
                 work()
             runs.append(list(launches))
 
-    decode = DecodeGraphs(
-        forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
-    )
+    monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
+    decode = DecodeGraphs(forward, builder, sizes=[4], max_seq_len=256, device=META)
     decode.add(decode.shapes[0])
     return runs
 

@@ -17,9 +17,9 @@ import torch
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.mtp import MTPDrafter
-from quire.models.engine.distributions import DRAFT, draw, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import DRAFT, draw, uniform
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_sampling import plain_probabilities
 from tests.support.models.toy import ToyModel

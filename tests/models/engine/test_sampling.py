@@ -11,15 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.bench.common.bounds import bounded, bounding
 from quire.kernels import sample_tokens
 from quire.kvcore.device import Staging
-from quire.models.engine.distributions import (
+from quire.models.engine.outputs import NO_TOKEN
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import (
+    Sampler,
     derived_seed,
     draw,
     draw_columns,
     penalize,
     uniform,
 )
-from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import NO_TOKEN, Sampler
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.helpers import assert_within_budget
@@ -216,7 +217,7 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
         }
         run = Recorder(build("gemma3-tiny"), drafter=NGramDrafter(2, min_ngram=1), **settings)
         vocab_size = run.engine.model.config.vocab_size
-        placeholders = run.engine._builder.sampled
+        placeholders = run.engine.runner.builder.sampled
         sampler = Sampler(vocab_size, 6, "cpu", placeholders, rejection_sample_method=method, impl=impl)  # fmt: skip
 
         def sample(*args):
@@ -253,11 +254,14 @@ def test_rows_that_give_no_token_give_none_to_rejection_either(impl):
         draft_probs=None,
     )
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    ids = sampler(logits, [request], [3], none).wait().ids
-    assert all(0 <= token < 7 for token in ids)
+    first = sampler(logits, [request], [3], none)
+    first.wait()
+    assert all(0 <= token < 7 for token in first.ids)
     logits[1, 4] = math.nan
     sampled = sampler(logits, [request], [3], none)
-    assert sampled.ids.min() >= 0 and sampled.wait().ids == [ids[0], NO_TOKEN, ids[2]]
+    sampled.wait()
+    assert sampled.device_ids.min() >= 0
+    assert sampled.ids == [first.ids[0], NO_TOKEN, first.ids[2]]
 
 
 def test_draws_and_penalties_in_the_engine_equal_a_loop():
@@ -383,6 +387,11 @@ def test_seeds_of_their_own_differ_but_not_from_run_to_run():
         ({"logprobs": 2.0}, r"logprobs: expected None or 0\.\.64, got 2.0"),
         ({"stop": (5,)}, "stop: expected strings that are not empty, got 5"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids: expected ints, got 'a'"),
+        ({"ignore_eos": "no"}, "ignore_eos: expected True or False, got 'no'"),
+        ({"stop": ("x" * 4000, "y" * 97)}, "stop: expected at most 4096 characters in all"),
+        ({"stop": 7}, "stop: expected a sequence, got 7"),
+        ({"stop_token_ids": range(10**9)}, "stop_token_ids: expected at most 1048576, got more"),
+        ({"stop_token_ids": 2.5}, "stop_token_ids: expected a sequence, got 2.5"),
     ],
 )
 def test_bad_params(params, message):

@@ -2,11 +2,8 @@
 
 import random
 
-import pytest
-
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.scheduler import SchedulerPolicy
 from tests.models.engine.test_engine_many import workload
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -54,14 +51,6 @@ def test_a_preempted_request_keeps_its_salt_and_what_is_told_of_its_first_admiss
     assert hits[other] == 0 and hits[same] >= 48
 
 
-def test_prompt_tokens_are_bounded_only_where_somebody_waits_for_the_next_token():
-    run = engine(policy=SchedulerPolicy(max_prefill_tokens=8))
-    run.add_request([5] * 30, SamplingParams(10, ignore_eos=True))
-    assert run.step().q_lens.tolist() == [30]
-    run.add_request([6] * 20, SamplingParams(10, ignore_eos=True))
-    assert [run.step().q_lens.tolist() for _ in range(3)] == [[1, 8], [1, 8], [1, 4]]
-
-
 def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go_on():
     """Somebody else holds pages of the allocator: what the pool was accepted for does not fit beside them."""
     run = engine(num_pages=10, max_num_seqs=3)
@@ -102,11 +91,10 @@ def test_a_request_that_never_ran_tells_of_no_hit():
     assert (output.num_cached_tokens, output.limited_by, output.token_ids) == (0, "", ())
 
 
-@pytest.mark.parametrize("prefill_first", [False, True])
-def test_every_step_computes_something_while_there_is_work(prefill_first):
+def test_every_step_computes_something_while_there_is_work():
     """Also where prompts took all of the budget, and then gave up their pages."""
-    policy, rng = SchedulerPolicy(prefill_first=prefill_first), random.Random(0)
-    small = engine(max_num_seqs=8, max_num_batched_tokens=24, num_pages=34, policy=policy)
+    rng = random.Random(0)
+    small = engine(max_num_seqs=8, max_num_batched_tokens=24, num_pages=34)
     for tokens, params, _ in workload(rng, 60, VOCAB, 150):
         small.add_request(tokens, params)
     while small.has_work:

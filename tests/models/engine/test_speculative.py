@@ -2,16 +2,23 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from quire.models.engine.distributions import ACCEPT, RESAMPLE, rejection_sample, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import Request, SamplingParams
-from quire.models.engine.sampler import Sampler
-from quire.models.engine.speculative import NGramDrafter, count_accepted
+from quire.models.engine.sampler import (
+    ACCEPT,
+    RESAMPLE,
+    Sampled,
+    Sampler,
+    rejection_sample,
+    uniform,
+)
+from quire.models.engine.speculative import NGramDrafter, verify
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.models.engine.test_engine_many import alone, workload
 from tests.support.models.toy import VOCAB, ToyModel
@@ -44,11 +51,20 @@ def test_ngram_drafts_equal_a_search_of_every_place(max_ngram, min_ngram, k):
     assert 50 < hits < 400
 
 
-def test_what_stays_of_drafts():
-    assert count_accepted([], [7]) == 0
-    assert count_accepted([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert count_accepted([1, 2, 3], [1, 9, 3, 4]) == 1
-    assert count_accepted([1, 2, 3], [9, 2, 3, 4]) == 0
+@pytest.mark.parametrize(
+    ("drafts", "ids", "count"),
+    [([], [7], 0), ([1, 2, 3], [1, 2, 3, 4], 3), ([1, 2, 3], [1, 9, 3, 4], 1), ([1, 2], [9, 2, 3], 0)],
+)  # fmt: skip
+def test_drafts_are_accepted_up_to_the_first_that_differs(drafts, ids, count):
+    prompt, params = np.array([3], dtype=np.int32), SamplingParams(20)
+    request = Request("a", prompt, params, 20, frozenset(), b"", 0.0, match=None)
+    request.drafts = np.array(drafts, dtype=np.int32)
+    sampled = Sampled(torch.tensor(ids), torch.tensor(ids)[:, None].double(), (), torch.zeros(0))
+    sampled.wait()
+    step = SimpleNamespace(requests=[request], ready=[0], num_new_tokens=[1 + len(drafts)],
+                           num_drafts=[len(drafts)], sampled=sampled)  # fmt: skip
+    [new] = verify(step)
+    assert new.ids == ids[: count + 1] and step.accepted.tolist() == [count + 1]
 
 
 @pytest.mark.parametrize("kind", ["drawn", "one-hot", "equal", "disjoint"])
@@ -111,7 +127,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny", "gemma4-moe-tiny"])
 def test_outputs_do_not_depend_on_drafts(name):
     """Greedy, sampled and penalized requests beside each other, some in chunks; all logits those of a run without cache."""
     model = build(name)
@@ -209,11 +225,12 @@ def test_drafts_count_as_output_where_it_is_penalized(drafts):
     params = SamplingParams(20, repetition_penalty=2.0)
     prompt, sampled = np.array([3, 4], dtype=np.int32), torch.tensor([9, 7, 5])
     request = Request("a", prompt, params, 20, frozenset(), b"", 0.0, match=None, slot=1)
-    request.make_room()
+    request.reserve()
     request.set_drafts(np.array(drafts))
     logits = torch.zeros(3, 16)
     logits[:, 7], logits[:, 9] = 3.0, 2.0
-    tokens = Sampler(16, 2, "cpu", sampled)(logits, [request], [3], sampled).wait()
+    tokens = Sampler(16, 2, "cpu", sampled)(logits, [request], [3], sampled)
+    tokens.wait()
     assert (tokens.ids, tokens.drafts) == ([7, 9, 9], [9, 7, 5])
 
 

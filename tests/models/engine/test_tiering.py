@@ -11,11 +11,11 @@ import torch
 
 from quire.kvcore.invariants import check_index
 from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.host_tier import PageCopier
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import DRAFTERS
 from quire.models.loading.random_weights import random_model
-from quire.models.tiers.copier import PageCopier
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
 from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel

@@ -327,10 +327,11 @@ def test_pages_of_few_rows_start_at_16_bytes():
     assert cache_groups(config, E4M3, base_block_size=1)[0][0].page_bytes == 80
 
 
-def test_the_memory_plan_counts_quantized_values_and_scales():
+def test_the_memory_plan_counts_quantized_values_and_scales(monkeypatch):
+    monkeypatch.setattr("quire.models.engine.memory.CPU_CACHE_BYTES", 2**20)
     model = build("gemma3-tiny")
-    memory = Engine(model, EngineConfig(cache_bytes=2**20, kv_cache_dtype="fp8")).memory
-    config, plain = model.config, Engine(model, EngineConfig(cache_bytes=2**20)).memory
+    memory = Engine(model, EngineConfig(kv_cache_dtype="fp8")).memory
+    config, plain = model.config, Engine(model, EngineConfig()).memory
     full = [i for i in range(config.num_layers) if config.layer_types[i] == FULL]
     a = config.attention(full[0])
     cache = model_cache(model, kv_cache_dtype="fp8")

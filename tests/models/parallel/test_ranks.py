@@ -14,21 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.kvcore import KVCache, step_arrays
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.graphs import Shape, capture_each
-from quire.models.engine.memory import model_cache
+from quire.models.engine.memory import model_cache, pages_of_request
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.room import pages_of_request
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.parallel import launch
 from quire.models.parallel.heartbeat import RankError
-from quire.models.parallel.steps import RUN, Message, pack, unpack
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks, run_on_ranks
 from tests.support.models.tolerance import tolerance
@@ -216,7 +213,7 @@ def test_a_step_that_fails_ends_all():
     def work(engine):
         engine.add_request(PREFIX, PARAMS)
         engine.step()
-        engine._run = None  # what cannot be called
+        engine.runner.forward = None  # what cannot be called
         with pytest.raises(TypeError):
             engine.step()
         with pytest.raises(RankError, match=r"^rank 0 failed: TypeError: 'NoneType'"):
@@ -224,20 +221,6 @@ def test_a_step_that_fails_ends_all():
 
     with pytest.raises((ConnectionError, threading.BrokenBarrierError)):  # of rank 1
         run_on_ranks(2, few("llama-tiny"), work, num_pages=100)
-
-
-def test_the_buffer_of_a_step():
-    groups = model_cache(random_model(get_config("gemma3-tiny"))).groups
-    kv = KVCache(groups, num_pages=50, max_requests=4, max_model_len=256, track_deltas=True)
-    slots = [kv.admit(name, kv.match(PREFIX[:n])) for name, n in (("a", 1), ("b", 40))]
-    step = step_arrays(kv, kv.plan(slots, [1, 40]))
-    ids, rows = torch.arange(41, dtype=torch.int32).numpy(), torch.tensor([0, 40]).numpy()
-    for graph in (None, Shape(4, 2)):
-        message = Message(RUN, graph, step, ids, rows)
-        again = unpack(bytearray(pack(message)))
-        assert (again.kind, again.graph) == (RUN, graph)
-        for one, two in zip((*message.step, *message[3:]), (*again.step, *again[3:]), strict=True):
-            assert one.dtype == two.dtype and one.shape == two.shape and (one == two).all()
 
 
 def test_shapes_that_one_rank_cannot_capture():
@@ -272,9 +255,6 @@ def test_what_ranks_refuse():
         LLM("llama-tiny", engine=replace(config, host_cache_gib=1.0))
     with pytest.raises(ValueError, match="expected arguments that can be sent to another process"):
         LLM("llama-tiny", engine=config, drafter=lambda model: None)
-    for field, value in (("tensor_parallel_size", 0), ("rank_timeout", 0), ("rank_timeout", "1")):
-        with pytest.raises(ValueError, match=f"^{field}: expected"):
-            EngineConfig(**{field: value})
 
 
 class OtherDrafter(MTPDrafter):

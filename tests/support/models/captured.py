@@ -26,7 +26,7 @@ from quire.kernels.common import checks, launching
 from quire.models.deepseek_v4 import attention as v4_attention
 from quire.models.deepseek_v4 import model as v4_model
 from quire.models.deepseek_v4 import mtp
-from quire.models.engine import distributions, graphs, sampler
+from quire.models.engine import graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
@@ -41,7 +41,6 @@ KERNELS = {
         "compressed_attention",
     ),
     sampler: ("sample_tokens",),
-    distributions: ("sample_tokens",),
     mtp: ("sample_tokens",),
     moe: ("expert_mlp",),
     v4_model: ("expert_mlp",),

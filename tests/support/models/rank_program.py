@@ -28,7 +28,8 @@ class Started(subprocess.Popen):
 
 def main() -> None:
     launch.subprocess.Popen = Started
-    config = EngineConfig(num_pages=100, tensor_parallel_size=2, rank_timeout=float(sys.argv[1]))
+    launch.RANK_TIMEOUT = float(sys.argv[1])
+    config = EngineConfig(num_pages=100, tensor_parallel_size=2)
     try:
         llm = LLM("llama-tiny", engine=config)
         print("ready", flush=True)

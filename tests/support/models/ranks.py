@@ -10,10 +10,10 @@ import torch
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.loading.random_weights import random_model
-from quire.models.parallel.channel import LOCAL, Channel
-from quire.models.parallel.follow import follow
+from quire.models.parallel.channel import Channel
 from quire.models.parallel.group import Group
-from quire.models.parallel.lead import Lead
+from quire.models.parallel.heartbeat import LOCAL
+from quire.models.parallel.steps import Lead, follow
 
 
 class ThreadGroup(Group):

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from quire.kernels import PoolPages
-from quire.models.tiers import copier as copiers
-from quire.models.tiers import host_pages
-from quire.models.tiers.copier import PageCopier
-from quire.models.tiers.host_pages import HostPages
+from quire.models.engine import host_tier
+from quire.models.engine.host_tier import HostPages, PageCopier
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_BYTES, NUM_TENSORS = 12, 64, 3
@@ -103,7 +101,7 @@ def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     for name in ("gather_pages", "scatter_pages"):
         done = lambda *_, name=name: log.append((current[-1].name, name))  # noqa: E731
-        monkeypatch.setattr(copiers, name, done)
+        monkeypatch.setattr(host_tier, name, done)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **options: x)
     pool = SimpleNamespace(device=torch.device("cuda"))
@@ -122,7 +120,7 @@ def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
 
 
 def test_memory_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(host_pages, "free_memory", lambda device: 2**20)
+    monkeypatch.setattr(host_tier, "free_memory", lambda device: 2**20)
     with pytest.raises(
         MemoryError,
         match=r"expected host memory for 1025 pages of 1024 bytes, 0.0009775 GiB, and 0.0009766 GiB are free",

@@ -1,0 +1,324 @@
+"""The host tier of an engine: pages in host memory, their copies, and the choice of both.
+
+`HostTier.advance` runs between two steps:
+
+1. End the jobs whose copies have ended. Their requests can be admitted.
+2. Begin a load for each waiting request for which a load is quicker than a prefill. The request
+   waits for it while others run; it gets one load per wait.
+3. Begin stores of entries that will be evicted soon.
+
+A load is a prefetch into the prefix cache: if it fails, its request runs with the shorter hit.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import PoolPages, gather_pages, scatter_pages
+from quire.kvcore import KVCache
+from quire.kvcore.tier import Job, Tiers
+
+from .memory import free_memory
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .memory import MemoryPlan
+    from .request import Request
+
+GIB = 2**30
+SYSTEM_PAGE = 4096  # bytes; the driver pins whole pages
+STORE_BYTES = 256 * 2**20  # approximate limit of the stores under way
+# Estimated bytes per second from host memory and tokens per second of prefill. Most loads are far
+# quicker than the prefill they save; the exception is a large window that saves few tokens.
+RATES = {"cuda": (20e9, 20e3), "cpu": (4e9, 1e3)}
+DIRECTIONS = {"store": "to_host", "load": "to_device"}
+
+
+class HostTier:
+    """Loads and stores of one engine. The stepping thread calls it between steps.
+
+    Args:
+        tiers: host tier of the engine's cache.
+        copier: copier of the engine's pool.
+    """
+
+    def __init__(self, tiers: Tiers, copier: PageCopier) -> None:
+        self.tiers, self.copier = tiers, copier
+        self._loading: dict[Request, Job] = {}  # waiting request -> its load
+        self._settled: set[Request] = set()  # waiting requests without another load to come
+        self._ended: list[Copying] = []
+        self._is_closed = False
+
+    @property
+    def is_loading(self) -> bool:
+        """True if any request waits for a load."""
+        return bool(self._loading)
+
+    def waits(self, request: Request) -> bool:
+        """True if a request must not be admitted yet."""
+        return request in self._loading
+
+    def forget(self, request: Request) -> None:
+        """Drop a request that no longer waits."""
+        self._loading.pop(request, None)
+        self._settled.discard(request)
+
+    def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
+        """End jobs, then begin loads and stores.
+
+        Args:
+            waiting: waiting requests in order of arrival.
+            room: number of requests that may be admitted.
+
+        Returns:
+            (request, exception) of each failed look-up.
+
+        Raises:
+            RuntimeError: the engine was closed.
+        """
+        if self._is_closed:
+            raise RuntimeError("expected an engine that is open, got one after its close()")
+        self._end(self.copier.poll())
+        failed = []
+        for request in list(islice(waiting, max(0, room))):
+            if request not in self._loading and request not in self._settled:
+                try:
+                    self._look_up(request)
+                except Exception as error:
+                    failed.append((request, error))
+        storing = sum(job.num_bytes for job in self.tiers.jobs if job.kind == "store")
+        if storing < STORE_BYTES:
+            for job in self.tiers.stores(STORE_BYTES - storing):
+                self.copier.start(job)
+        self._end(self.copier.poll())
+        return failed
+
+    def _look_up(self, request: Request) -> None:
+        """Look a request up in both places, and begin its load if any."""
+        match = request.host_match = self.tiers.match(request.match.prompt)
+        if match.pending is not None:  # another request's, of the same prefix
+            self._loading[request] = match.pending
+            return
+        self._settled.add(request)
+        job = self.tiers.load(match)
+        if job is not None:
+            self._loading[request] = job
+            self.copier.start(job)
+        elif match.num_bytes:
+            saved = match.device.num_saved_tokens
+            request.host_match = replace(match, num_saved_tokens=saved, limited_by="no-room")
+
+    def _end(self, ended: list[Copying]) -> None:
+        ended, self._ended = [*self._ended, *ended], []
+        for copying in ended:
+            job = copying.job
+            came = self.tiers.done(job, failed=copying.error is not None)
+            for request in [r for r, waited in self._loading.items() if waited is job]:
+                del self._loading[request]
+                if came and request.host_match is not None:
+                    before = request.host_match.device.num_saved_tokens
+                    request.num_loaded_tokens += max(0, job.num_tokens - before)
+
+    def wait(self) -> None:
+        """Wait until some copies have ended; `advance` ends their jobs."""
+        self._ended += self.copier.wait()
+
+    def settle(self) -> bool:
+        """Wait for all copies, which hold pages; False if there are none."""
+        had_jobs = bool(self.tiers.jobs)
+        self._end([])
+        while self.copier.has_jobs:
+            self._end(self.copier.wait())
+        return had_jobs
+
+    def close(self) -> None:
+        """Wait for copies. A second time it does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loading.clear()
+        self.settle()
+
+
+def make_host_tier(
+    kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig, device: torch.device
+) -> HostTier:
+    """Make the host tier of an engine with ``host_cache_gib``.
+
+    Args:
+        pool: object with the page tensors in ``tensors``.
+
+    Raises:
+        ValueError: ``host_cache_gib`` is less than one page.
+        MemoryError: not enough free host memory.
+    """
+    pages = PoolPages(pool.tensors)
+    size = pages.num_bytes
+    if memory.host_bytes < size:
+        raise ValueError(
+            f"host_cache_gib: expected at least {size / GIB:.3g} (one page of {size} bytes), got "
+            f"{memory.host_bytes} bytes"
+        )
+    num_pages = max(2, memory.host_bytes // size)
+    link, prefill = RATES[device.type]
+    # The pages of a whole step should be free or have a copy.
+    step = sum(-(-config.max_num_batched_tokens // g.block_size) for g in memory.groups)
+    tiers = Tiers(
+        kv,
+        num_pages=num_pages,
+        bytes_per_second=link,
+        prefill_tokens_per_second=prefill,
+        page_bytes=size,
+        watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
+    )
+    return HostTier(tiers, PageCopier(pages, HostPages(num_pages, size, device)))
+
+
+@dataclass(eq=False)
+class Copying:
+    """A job under way.
+
+    Attributes:
+        event: recorded after the copies; None on a CPU, or if they did not begin.
+        keep: tensors that the copies need.
+        error: exception of the copies; None = all pages were copied.
+    """
+
+    job: Job
+    event: Any = None
+    keep: Any = None
+    error: Exception | None = None
+
+
+class PageCopier:
+    """Copy the pages of jobs beside the model.
+
+    A GPU has one stream for each direction, as the link moves both at once, and one kernel launch
+    copies a job. It waits for the work that the model's stream has at that time: a running step may
+    still read pages that a load fills, and it writes pages that a store copies. The model never
+    waits: until the host sees the end of a job, its pages are free or only read. On a CPU a job has
+    ended when `start` returns.
+
+    Args:
+        pool: page tensors of the device.
+        host: host pages; a row holds one page of all tensors.
+
+    Attributes:
+        num_bytes: bytes copied since the start, by direction.
+    """
+
+    def __init__(self, pool: PoolPages, host: HostPages) -> None:
+        self._pool, self._host = pool, host
+        on_gpu = pool.device.type == "cuda"
+        self._streams = {d: torch.cuda.Stream(pool.device) for d in DIRECTIONS.values() if on_gpu}
+        self._running: list[Copying] = []
+        self.num_bytes = dict.fromkeys(DIRECTIONS.values(), 0)
+        for direction in self._streams:  # compile now, not while a request waits
+            self._copy(direction, np.zeros(1), np.zeros(1))
+
+    @property
+    def addresses(self) -> Tensor:
+        """A tensor on the device of the pool."""
+        return self._pool.addresses
+
+    @property
+    def has_jobs(self) -> bool:
+        """True if any job has not ended."""
+        return bool(self._running)
+
+    def start(self, job: Job) -> None:
+        """Begin the copies of a job."""
+        copying, direction = Copying(job), DIRECTIONS[job.kind]
+        pages, rows = job.sources, job.targets
+        if job.kind == "load":
+            pages, rows = rows, pages
+        try:
+            if not self._streams:
+                self._copy(direction, pages, rows)
+            else:
+                stream = self._streams[direction]
+                stream.wait_stream(torch.cuda.current_stream(self._pool.device))
+                with torch.cuda.stream(stream):
+                    copying.keep = self._copy(direction, pages, rows)
+                    copying.event = stream.record_event()
+        except Exception as error:
+            copying.error = error
+        self._running.append(copying)
+
+    def _copy(self, direction: str, pages: np.ndarray, rows: np.ndarray) -> list[Tensor]:
+        """Copy pool pages to or from host rows; return the tensors that the copies need."""
+        ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
+        if self._streams:  # from pinned memory: otherwise the host waits for the stream
+            ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
+        copy = gather_pages if direction == "to_host" else scatter_pages
+        copy(self._pool, ids[0], self._host.rows, ids[1])
+        return ids
+
+    def poll(self) -> list[Copying]:
+        """Jobs that ended since the last call."""
+        ended = [c for c in self._running if c.event is None or c.event.query()]
+        self._running = [c for c in self._running if c not in ended]
+        for copying in ended:
+            if copying.error is None:
+                self.num_bytes[DIRECTIONS[copying.job.kind]] += copying.job.num_bytes
+        return ended
+
+    def wait(self) -> list[Copying]:
+        """Wait until a job has ended; return at once if none runs."""
+        if self._running and self._running[0].event is not None:
+            self._running[0].event.synchronize()
+        return self.poll()
+
+
+class HostPages:
+    """Pages in host memory, pinned for a GPU.
+
+    Torch rounds pinned memory up to a power of two. So this is ordinary memory of the exact size,
+    registered with the driver.
+
+    Args:
+        num_pages: number of rows, all zeros at first.
+        page_bytes: bytes of a row.
+        device: device that copies to and from the rows.
+
+    Attributes:
+        rows: [num_pages, page_bytes] uint8.
+
+    Raises:
+        MemoryError: not enough free memory, or the driver does not pin it.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        num_bytes = num_pages * page_bytes
+        if sys.platform == "linux" and num_bytes > (free := free_memory(torch.device("cpu"))):
+            raise MemoryError(
+                f"expected host memory for {num_pages} pages of {page_bytes} bytes, "
+                f"{num_bytes / GIB:.4g} GiB, and {free / GIB:.4g} GiB are free"
+            )
+        memory = torch.zeros(num_bytes + SYSTEM_PAGE, dtype=torch.uint8)
+        whole = memory[-memory.data_ptr() % SYSTEM_PAGE :][:num_bytes]
+        self.rows = whole.view(num_pages, page_bytes)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                register = torch.cuda.cudart().cudaHostRegister
+                status = int(register(whole.data_ptr(), whole.numel(), 0))
+            if status:
+                raise MemoryError(
+                    f"expected {whole.numel() / GIB:.4g} GiB of host memory that the driver pins, "
+                    f"got CUDA error {status} of cudaHostRegister (is there a limit of locked "
+                    "memory?)"
+                )
+            weakref.finalize(self, _unpin, whole)
+
+
+def _unpin(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

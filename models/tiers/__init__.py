@@ -1,1 +1,0 @@
-"""Host memory behind a pool: where its pages are, and how they are copied."""
