@@ -16,7 +16,7 @@ from quire.models.parallel.heartbeat import BEAT, Heartbeat
 from tests.support.models.rank_program import NAMED
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT, WITHIN = 4.0, 5.0  # RANK_TIMEOUT, and seconds after it
+TIMEOUT, WITHIN = 4.0, 20.0  # RANK_TIMEOUT, and seconds after it on a loaded machine
 CASES = [(s, rank) for s in (signal.SIGKILL, signal.SIGSTOP) for rank in (0, 1)]
 
 
