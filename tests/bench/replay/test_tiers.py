@@ -1,23 +1,21 @@
-"""A host tier behind a replayed pool: times by hand, bytes that are moved once, and what an infinite tier must equal."""
-
-import json
+"""A host tier behind a replayed pool: times by hand, bytes, and an infinite tier."""
 
 import numpy as np
 import pytest
 import torch
 
-from quire.bench.replay.__main__ import main, make_workload
+from quire.bench.replay.__main__ import make_workload
 from quire.bench.replay.bounds import clairvoyant_hits
 from quire.bench.replay.engine import Timing
 from quire.bench.replay.experiment import empty_cache, run_grid
-from quire.bench.replay.links import Link
 from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Workload, replay
-from quire.bench.replay.tiers import TierMemory, serving_pages
+from quire.bench.replay.tiers import Link, TierMemory, serving_pages
 from quire.kvcore import LRU, Adaptive, GroupSpec
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
+from tests.bench.replay.traffic import random_requests
 
 PAGE = 100  # bytes
 DENSE = [GroupSpec("d", "dense", 32, PAGE)]
@@ -27,12 +25,13 @@ INFINITE = 1e15  # bytes a second
 
 
 def behind(timing=TIMING, *, host=1000, link=10_000.0, policy=LRU, made=None):
-    """Makes a `TierMemory` that stores everything as soon as it may, and puts it into `made`."""
+    """Make a function for a `TierMemory` that stores at once; it is appended to `made`."""
 
     def make(cache):
         memory = TierMemory(
-            cache, host=host, link=link, policy=policy, timing=timing, watermark=cache.num_pages
-        )
+            cache, host=host, link=link, policy=policy, prefill_rate=timing.prefill_rate,
+            chunk=timing.chunk, watermark=cache.num_pages,
+        )  # fmt: skip
         if made is not None:
             made.append(memory)
         return memory
@@ -119,27 +118,12 @@ def test_a_prefix_that_bounces_is_written_once():
     assert links["device>host"].num_bytes == 2 * 10 * PAGE
 
 
-def random_requests(seed, n=60, every=0.5):
-    """Prompts that share prefixes in a random tree."""
-    rng = np.random.default_rng(seed)
-    prompts, requests, fresh = [[]], [], iter(range(10**6))
-    for i in range(n):
-        base = prompts[rng.integers(len(prompts))]
-        ids = base[: rng.integers(len(base) + 1)] + [
-            next(fresh) for _ in range(rng.integers(1, 12))
-        ]
-        prompts.append(ids)
-        size = len(ids) * 16 - int(rng.integers(16))
-        requests.append(Request(i * every, i, size, int(rng.integers(1, 20)), np.array(ids), 16))
-    return requests
-
-
 @pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
 def test_an_infinite_host_is_an_infinite_pool(groups):
     timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
     pages = 40 if groups is DENSE else 120
     for seed in range(2):
-        requests = random_requests(seed)
+        requests = random_requests(seed, every=0.5, lookups=0)
         infinite = run(requests, 20_000, groups, timing, retention="dense")
         small = run(requests, pages, groups, timing, retention="dense", policy=LRU())
         tiers = run(
@@ -154,7 +138,7 @@ def test_an_infinite_host_is_an_infinite_pool(groups):
 def test_tiers_are_within_the_bounds_of_their_bytes():
     timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
     for seed, policy in ((3, LRU), (4, Adaptive)):
-        workload = Workload("random", random_requests(seed))
+        workload = Workload("random", random_requests(seed, every=0.5, lookups=0))
         made = []
         tiers = replay(
             workload, DENSE, num_pages=41, timing=timing, policy=policy(),
@@ -166,9 +150,9 @@ def test_tiers_are_within_the_bounds_of_their_bytes():
 
 
 def test_pages_that_serve_hits():
-    """Counted by asking for every prefix of every chain; a chain without a resume point serves none."""
+    """Counted over every prefix of every chain; a chain without a resume point serves none."""
     timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
-    requests, made = random_requests(2), []
+    requests, made = random_requests(2, every=0.5, lookups=0), []
     run(requests, 80, HYBRID, timing, behind=behind(timing, host=200, link=INFINITE, made=made))
     index, serving, points = made[0].tiers.index, set(), set()
     for run_ in index.runs():
@@ -193,34 +177,3 @@ def test_rows():
         assert 0 <= over["waste"] < 1 and over["bytes host>device"] > 0
         assert 0 < over["device_tokens"] < over["hit_tokens"]
         assert over["recomputed_tokens"] == infinite["hit_tokens"] - over["hit_tokens"]
-
-
-def test_command_line(tmp_path, capsys):
-    out = tmp_path / "rows.json"
-    assert main(
-        ["--workload", "agent-pauses:agents=4,steps=4,root=1024,rate=1.0", "--preset", "llama-like", "--pool", "80%",
-         "--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru", "--quiet", "--json", str(out)]
-    ) == 0  # fmt: skip
-    rows = [r for r in json.loads(out.read_text()) if "host" in r]
-    assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
-    assert "to host" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--host", "x"], ["--host", "-1"], ["--host", "1%", "2%%"], ["--host", "1%", "--link", "0"],
-        ["--host", "1%", "--plot", "a.svg"], ["--ahead", "0"],
-    ],
-)  # fmt: skip
-def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
-    assert main([*arguments, "--quiet"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and "expected" in captured.err
-
-
-def test_sizes_that_are_none_are_named(capsys):
-    arguments = ["--workload", "round-robin", "--limit", "3", "--pool", "100%"]
-    for size in ("x", "-1", "nan", "5%%", "pages", "", "5"):
-        assert main([*arguments, "--host", size]) == 2
-        assert "error: host: expected" in capsys.readouterr().err
