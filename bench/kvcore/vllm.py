@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from .measure import CHUNK, MILLION, SPECS, Row, Times, row
+from . import measure
+from .measure import CHUNK, SPECS, Row, Times, row
 
 LATEST = 0  # retention of vLLM: keep the last window tail only; None: at every boundary
 # (tokens a block, window): V4's compressor states, which vLLM keeps in windows.
@@ -76,7 +77,7 @@ def build(spec: str, num_blocks: int, retention: int | None = LATEST) -> KVCache
     ]
     layers = [KVCacheGroupSpec([f"layer.{i}"], each) for i, each in enumerate(specs)]
     config = KVCacheConfig(num_blocks, [], layers, prefix_cache_retention_interval=retention)
-    return KVCacheManager(config, 2 * MILLION, max_in_flight_tokens=CHUNK, **sizes(spec))
+    return KVCacheManager(config, 2 * measure.MILLION, max_in_flight_tokens=CHUNK, **sizes(spec))
 
 
 def allocate(manager: KVCacheManager, request: Request, count: int, **options: bool) -> None:
@@ -96,12 +97,12 @@ def prefill(manager: KVCacheManager, request: Request) -> None:
 
 def million(spec: str, times: Times) -> None:
     """The life of a million-token prompt, under two retentions."""
-    tokens = [i % 50021 for i in range(MILLION)]
+    tokens = [i % 50021 for i in range(measure.MILLION)]
     unit = sizes(spec)["scheduler_block_size"]
-    longest = (MILLION - 1) // unit * unit  # at least one token is left to compute
+    longest = (measure.MILLION - 1) // unit * unit  # at least one token is left to compute
     hasher = get_request_block_hasher(sizes(spec)["hash_block_size"], sha256)
     for name, retention in (("admit_1m_interval", 32768), ("admit_1m_dense", None)):
-        manager = times.run("pool_1m_build", lambda r=retention: build(spec, MILLION, r))
+        manager = times.run("pool_1m_build", lambda r=retention: build(spec, measure.MILLION, r))
         request = Request("a", tokens, SamplingParams(), None)
         freeze()
         request.block_hashes = times.run("hash_1m", lambda r=request: hasher(r))
@@ -119,7 +120,7 @@ def million(spec: str, times: Times) -> None:
 def pool_bytes(spec: str) -> Row:
     """Bytes of a manager of a million blocks before its first request."""
     tracemalloc.start()
-    manager = build(spec, MILLION)  # noqa: F841  it has to live
+    manager = build(spec, measure.MILLION)  # noqa: F841  it has to live
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return row("pool_1m_bytes", spec, used, "B")
@@ -127,7 +128,7 @@ def pool_bytes(spec: str) -> Row:
 
 def decode_step(spec: str, num_requests: int, steps: int, times: Times) -> None:
     """A slot for each request, then the sampled tokens, hashed where they fill a block."""
-    manager = build(spec, 4 * MILLION)
+    manager = build(spec, 4 * measure.MILLION)
     freeze()
     hasher = get_request_block_hasher(sizes(spec)["hash_block_size"], sha256)
     tokens = [i % 50021 for i in range(64 * num_requests + 2 * CHUNK)]

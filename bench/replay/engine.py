@@ -161,7 +161,7 @@ class Engine:
                 self.from_device[number] = self.cache.match(self.prompts[number]).num_saved_tokens
             self._num_loads[number] = loads + 1
             self._loading.add(number)
-            if not transfer.waiting:
+            if not transfer.waiting:  # else it is on its way
                 self._at(transfer.end, partial(self._loaded, transfer))
             transfer.waiting.append(number)
         return transfer != "later"

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from quire.bench import kvcore
 from quire.bench.kvcore import measure, scaling, tiers
 from quire.bench.kvcore.__main__ import VLLM_VERSION, main, vllm_rows
 
@@ -87,8 +88,10 @@ def test_curves(tmp_path, monkeypatch):
 def test_a_vllm_that_cannot_be_measured_is_named(
     version, text, reason, tmp_path, monkeypatch, capsys
 ):
-    for name in [n for n in sys.modules if n.split(".")[0] == "vllm" or n.endswith("kvcore.vllm")]:
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "quire.bench.kvcore.vllm", raising=False)
+    monkeypatch.delattr(kvcore, "vllm", raising=False)
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
     (tmp_path / "vllm" / "sampling_params.py").write_text(text)
@@ -109,7 +112,6 @@ def test_a_vllm_that_cannot_be_measured_is_named(
 def test_every_figure_of_an_installed_vllm(spec, monkeypatch, capsys):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     monkeypatch.setattr(measure, "MILLION", 1 << 16)
-    monkeypatch.delitem(sys.modules, "quire.bench.kvcore.vllm", raising=False)
     rows = vllm_rows(spec, [3], 1, 8)
     if not rows:
         pytest.skip(f"needs vLLM {VLLM_VERSION}: {capsys.readouterr().out}")
