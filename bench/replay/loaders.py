@@ -7,8 +7,8 @@
   Ids of `block_size` prompt tokens belong to one session unless ``hash_id_scope`` is "global".
   Requests of subagents are nested in those of their parent.
 
-Files with names that end in ``.xz`` are decompressed. Loaders raise ValueError naming file, line and
-the fault.
+Files with names that end in ``.xz`` are decompressed. Loaders raise ValueError naming file, line
+and the fault.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_mooncake(path: str | Path, limit: int | None = None) -> list[Request]:
 
 
 def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
-    """The first `limit` requests of a Qwen-Bailian trace; turns of a conversation share a session."""
+    """The first `limit` requests of a Qwen-Bailian trace; turns of a chat share a session."""
     check_size(limit, 1.0)
     number, sessions = Numbering(BAILIAN_BLOCK), dict[int, int]()
     requests: list[Request] = []

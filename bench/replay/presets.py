@@ -7,8 +7,8 @@ from quire.kvcore import GroupSpec
 
 def _v4(page_bytes: int) -> list[GroupSpec]:
     # A page of 256 tokens holds the compressed entries and index keys of all layers. Window rows
-    # lie in two groups of 64 tokens a page. At a multiple of 256 the compressors carry over only the
-    # last 4 rows of the ratio-4 ones: a window of 5, one page.
+    # lie in two groups of 64 tokens a page. At a multiple of 256 the compressors carry over only
+    # the last 4 rows of the ratio-4 ones: a window of 5, one page.
     return [
         GroupSpec("compressed", "dense", 256, page_bytes),
         *(GroupSpec(f"window.{i}", "window", 64, page_bytes, 128) for i in range(2)),
