@@ -25,7 +25,7 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {
-        "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton",
+        "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton", "vllm",
         "quire.bench", "quire.kernels", "quire.kvcore", "quire.models",
     },
 }  # fmt: skip

@@ -3,10 +3,10 @@ tokens.
 
     python -m bench.kvcore
     python -m bench.kvcore --spec gemma4-31b --json kvcore.json
-    python -m bench.kvcore --scaling --plot kvcore.png
+    python -m bench.kvcore --scaling
 
 Everything runs in this process on one core; figures are medians. Nothing here touches a device:
-`kvcore` is integers. Where vLLM is importable, the same table follows for its allocator.
+`kvcore` is integers. Where vLLM is installed, the same table follows for its allocator.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ if __name__ == "__main__":
 
     run("quire.bench.kvcore.__main__")
 
-import argparse
 import json
 from collections.abc import Sequence
+from importlib import metadata
 
 from quire.models.command import Parser, integer, output_file, program
 
-from ..common.plot import require_matplotlib
-from . import scaling, vllm
 from .measure import (
     SPECS,
     Row,
@@ -35,54 +33,65 @@ from .measure import (
     shown,
     split_lookup,
 )
+from .scaling import curves
 from .tiers import entry_times
 
+VLLM_VERSION = "0.33"
 
-def peer_rows(spec: str, args: argparse.Namespace) -> list[Row]:
-    """The same figures of vLLM, as ``vllm_<name>``, where it is importable; prints them."""
-    version = vllm.available()
-    if version is None:
-        return []
-    names = [*(vllm.PROMPT if args.repeats else ()), "pool_1m_bytes"]
-    names += [f"decode_step_{n}" for n in args.requests]
+
+def spec_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
+    """All figures of one spec."""
+    rows = million(spec, repeats)
+    rows.append(pool_bytes(spec))
+    for n in requests:
+        rows += decode_step(spec, n, steps)
+        rows.append(drafts_step(spec, n, steps))
+    if repeats:
+        rows += split_lookup(spec, 1024)
+        rows += entry_times(spec, 64)
+    return rows
+
+
+def vllm_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
+    """The same figures of vLLM, where it is installed; prints them."""
     try:
-        rows = vllm.rows(spec, *names, repeats=max(1, args.repeats), steps=args.steps)
-    except (ImportError, NotImplementedError) as error:
+        version = metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return []
+    try:
+        if not version.startswith(f"{VLLM_VERSION}."):
+            raise ImportError(f"expected {VLLM_VERSION}")
+        from . import vllm
+    except ImportError as error:
         print(f"vllm {version}: not measured: {error}")
         return []
+    rows = vllm.rows(spec, requests, repeats, steps)
     print(f"vllm {version}:")
-    print("\n".join(shown(r) for r in rows), flush=True)
+    show(rows)
     return [{**r, "name": f"vllm_{r['name']}"} for r in rows]
+
+
+def show(rows: list[Row]) -> None:
+    """Print rows, one a line."""
+    print("\n".join(map(shown, rows)), flush=True)
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write it where `--json` says; returns the exit status."""
     args = _parser().parse_args(argv)
-    if args.plot:
-        require_matplotlib(args.plot)
     rows: list[Row] = []
     for spec in SPECS if args.spec == "all" else [args.spec]:
-        if args.scaling or args.plot:
-            new = scaling.curves(spec, args.steps)
-        else:
-            new = million(spec, args.repeats) if args.repeats else []
-            new.append(pool_bytes(spec))
-            for n in args.requests:
-                new += decode_step(spec, n, args.steps)
-                new.append(drafts_step(spec, n, args.steps))
-            if args.repeats:
-                new += split_lookup(spec, 1024)
-                new += entry_times(spec, 64)
-            print("\n".join(shown(r) for r in new), flush=True)
-            new += peer_rows(spec, args)
-        rows += new
-    if args.repeats and not (args.scaling or args.plot):
+        if args.scaling:
+            rows += curves(spec, args.steps)
+            continue
+        new = spec_rows(spec, args.requests, args.repeats, args.steps)
+        show(new)
+        rows += new + vllm_rows(spec, args.requests, args.repeats, args.steps)
+    if args.repeats and not args.scaling:
         new = full_pool(args.repeats)
-        print("\n".join(shown(r) for r in new), flush=True)
+        show(new)
         rows += new
-    if args.plot:
-        scaling.save_plot(rows, args.plot)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return 0
@@ -90,25 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser("bench.kvcore", __doc__)
-    parser.add_argument("--spec", choices=[*SPECS, "all"], default="all", help="cache groups")
-    parser.add_argument(
-        "--repeats", type=integer(0, 10**6), default=3, help="runs of the million-token prompt"
-    )
-    parser.add_argument(
-        "--steps", type=integer(most=10**6), default=300, help="decode steps to time"
-    )
-    parser.add_argument(
-        "--requests",
-        type=integer(most=65536),
-        nargs="*",
-        default=[256, 4096],
+    add = parser.add_argument
+    add("--spec", choices=[*SPECS, "all"], default="all", help="cache groups")
+    add("--repeats", type=integer(0, 10**6), default=3, help="runs of the million-token prompt")
+    add("--steps", type=integer(most=10**6), default=300, help="decode steps to time")
+    add(
+        "--requests", type=integer(most=65536), nargs="*", default=[256, 4096],
         help="decode batch sizes",
-    )
-    parser.add_argument(
-        "--scaling", action="store_true", help="how a decode step grows, and with what"
-    )
-    parser.add_argument("--plot", type=output_file, metavar="FILE", help="picture of --scaling")
-    parser.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write the rows as a list of objects"
-    )
+    )  # fmt: skip
+    add("--scaling", action="store_true", help="times of a decode step over four sizes")
+    add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     return parser

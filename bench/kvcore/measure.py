@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from statistics import fmean, median
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,13 +26,44 @@ SPECS: dict[str, list[GroupSpec]] = {
     ],
 }
 Row = dict[str, object]
+T = TypeVar("T")
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+def row(name: str, spec: str, value: float, unit: str) -> Row:
+    """One figure, in seconds ("s") or bytes ("B")."""
+    return {"name": name, "spec": spec, "value": value, "unit": unit}
+
+
+def shown(r: Row) -> str:
+    """One line of the table."""
+    value = float(r["value"])  # type: ignore[arg-type]
+    if r["unit"] == "B":
+        text = f"{value / 2**20:10.1f} MiB" if abs(value) > 1e5 else f"{value:10.1f} B"
+    else:
+        text = f"{value * 1e6:10.1f} us" if value < 1e-3 else f"{value * 1e3:10.2f} ms"
+    return f"{r['name']:<24} {r['spec']:<12} {text}"
+
+
+class Times:
+    """Seconds of calls, by the name of a figure.
+
+    Attributes:
+        seconds: name -> seconds of each call, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+
+    def run(self, name: str, call: Callable[[], T]) -> T:
+        """Call once, note the time, and return the result."""
+        start = time.perf_counter()
+        result = call()
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    def rows(self, spec: str) -> list[Row]:
+        """The median of each name."""
+        return [row(name, spec, median(t), "s") for name, t in self.seconds.items()]
 
 
 def planned(cache: KVCache, slots: object, counts: object) -> StepPlan:
@@ -48,49 +80,42 @@ def prefill(cache: KVCache, slot: int, tokens: np.ndarray) -> None:
         cache.commit(planned(cache, [slot], [len(part)]), part)
 
 
-def drop_resume_points(cache: KVCache) -> None:
-    """Take every resume point away and leave the dense blocks, as eviction does first."""
-    for run in cache.index.runs():
-        for point in list(run.points.values()):
-            cache.index.drop_point(point)
-    assert cache.index.num_points == 0
-
-
 def million(spec: str, repeats: int) -> list[Row]:
-    """One prompt of 1,048,576 tokens: hash, admit, look up, release."""
+    """One prompt of 1,048,576 tokens: hash, admit, look up, release.
+
+    ``_tails_gone`` is the look-up after all resume points were evicted.
+    """
     tokens = np.arange(MILLION, dtype=np.int32) % 50021
-    times: dict[str, list[float]] = {}
+    times = Times()
     for _ in range(repeats):
         for retention, name in ((32768, "admit_1m_interval"), ("dense", "admit_1m_dense")):
-            start = time.perf_counter()
-            cache = KVCache(
-                SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION,
-                retention=retention,
-            )  # fmt: skip
-            times.setdefault("pool_1m_build", []).append(time.perf_counter() - start)
-            times.setdefault("hash_1m", []).append(seconds(lambda c=cache: c.match(tokens)))
-            match = cache.match(tokens)
+            cache = times.run("pool_1m_build", lambda r=retention: million_pages(spec, r))
+            match = times.run("hash_1m", lambda c=cache: c.match(tokens))
             slot = cache.admit("a", match)
-            times.setdefault(name, []).append(
-                seconds(lambda c=cache, s=slot: prefill(c, s, tokens))
-            )
-            times.setdefault("release_1m", []).append(seconds(lambda c=cache: c.release("a")))
-            hit = seconds(lambda c=cache, m=match: c.match(m.prompt))
-            times.setdefault("lookup_1m_hit", []).append(hit)
+            times.run(name, lambda c=cache, s=slot: prefill(c, s, tokens))
+            times.run("release_1m", lambda c=cache: c.release("a"))
+            hit = times.run("lookup_1m_hit", lambda c=cache, m=match: c.match(m.prompt))
             # A state can be kept only where a chunk ends.
-            assert cache.match(match.prompt).num_tokens >= MILLION - 32768
-        drop_resume_points(cache)
-        times.setdefault("lookup_1m_tails_gone", []).append(
-            seconds(lambda c=cache, m=match: c.match(m.prompt))
-        )
-        assert cache.match(match.prompt).dense_tokens == MILLION
-    return [row(name, spec, statistics.median(t), "s") for name, t in times.items()]
+            assert hit.num_tokens >= MILLION - 32768
+        for run in cache.index.runs():
+            for point in list(run.points.values()):
+                cache.index.drop_point(point)
+        gone = times.run("lookup_1m_tails_gone", lambda c=cache, m=match: c.match(m.prompt))
+        assert gone.num_tokens == 0 and gone.dense_tokens == MILLION
+    return times.rows(spec)
+
+
+def million_pages(spec: str, retention: str | int = "auto") -> KVCache:
+    """An empty cache of a million pages."""
+    return KVCache(
+        SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION, retention=retention
+    )
 
 
 def pool_bytes(spec: str) -> Row:
-    """Bytes of a cache of a million pages before its first request (two request slots)."""
+    """Bytes of a cache of a million pages before its first request."""
     tracemalloc.start()
-    cache = KVCache(SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION)
+    cache = million_pages(spec)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert cache.num_pages == MILLION
@@ -98,16 +123,13 @@ def pool_bytes(spec: str) -> Row:
 
 
 def decoding(
-    spec: list[GroupSpec],
-    num_requests: int,
-    context: int = CHUNK,
-    num_pages: int = MILLION,
+    groups: list[GroupSpec], num_requests: int, num_pages: int, *, context: int = CHUNK,
     drafts: int = 0,
-) -> tuple[KVCache, np.ndarray]:
-    """A cache with so many requests, staggered around `context` tokens, and their slots."""
+) -> tuple[KVCache, np.ndarray]:  # fmt: skip
+    """A cache with requests staggered around `context` tokens, and their slots."""
     cache = KVCache(
-        spec, num_pages=num_pages, max_requests=num_requests + 1, max_model_len=context + CHUNK,
-        max_draft_tokens=drafts,
+        groups, num_pages=num_pages, max_requests=num_requests + 1,
+        max_model_len=context + CHUNK, max_draft_tokens=drafts,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     slots = []
@@ -116,6 +138,13 @@ def decoding(
         slots.append(cache.admit(i, cache.match(tokens)))
         prefill(cache, slots[-1], tokens)
     return cache, np.array(slots)
+
+
+def pool_for(spec: str, num_requests: int) -> int:
+    """Pages for requests of up to two chunks with their window rings, in whole millions."""
+    reach = [2 * CHUNK if g.kind == "dense" else (g.sliding_window or 0) + 256 for g in SPECS[spec]]
+    pages = sum(-(-n // g.block_size) + 1 for n, g in zip(reach, SPECS[spec], strict=True))
+    return -(-num_requests * pages // MILLION) * MILLION
 
 
 def decode_times(cache: KVCache, slots: np.ndarray, steps: int) -> tuple[list[float], list[float]]:
@@ -132,9 +161,10 @@ def decode_times(cache: KVCache, slots: np.ndarray, steps: int) -> tuple[list[fl
     return plans, totals
 
 
-def add_times(cache: KVCache, slots: np.ndarray, steps: int) -> list[float]:
-    """Seconds that the pages of one request take (a look at its `room`, and `reserve` past that),
-    on average in each of `steps` decode steps that are reserved one by one.
+def reserve_times(cache: KVCache, slots: np.ndarray, steps: int) -> list[float]:
+    """Mean seconds a request of each decode step whose pages are reserved one by one.
+
+    That is a look at the `room` of each request, and `reserve` past it.
     """
     ids, times = np.zeros(len(slots), dtype=np.int32), []
     for _ in range(steps):
@@ -151,60 +181,81 @@ def add_times(cache: KVCache, slots: np.ndarray, steps: int) -> list[float]:
     return times
 
 
-def pool_for(spec: str, num_requests: int) -> int:
-    """A million pages, or as many millions as requests of up to two chunks and their window rings
-    need.
-    """
-    reach = [2 * CHUNK if g.kind == "dense" else (g.sliding_window or 0) + 256 for g in SPECS[spec]]
-    pages = sum(
-        -(-tokens // g.block_size) + 1 for tokens, g in zip(reach, SPECS[spec], strict=True)
-    )
-    return -(-num_requests * pages // MILLION) * MILLION
-
-
 def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
     """Plan and commit of one token for each of `num_requests` requests, staggered around 8k tokens.
 
-    ``_churn`` is the same where each step has another batch: one request ends and one comes, as in
-    a busy server. ``_add`` is one request where pages are reserved one by one.
+    ``_churn`` is the same where each step has another batch, as in a busy server. ``_add`` is one
+    request where pages are reserved one by one.
     """
-    cache, slots = decoding(SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests))
+    cache, slots = decoding(SPECS[spec], num_requests, pool_for(spec, num_requests))
     plans, totals = decode_times(cache, slots, steps)
-    name = f"decode_step_{num_requests}"
     churn = []
-    for i in range(steps // 2):
-        out = i % num_requests
-        one = decode_times(cache, np.delete(slots, out), 1)[1]
-        churn += one
+    for i in range(max(1, steps // 2)):
+        batch = np.delete(slots, i % num_requests) if num_requests > 1 else slots
+        churn += decode_times(cache, batch, 1)[1]
+    name = f"decode_step_{num_requests}"
     return [
-        row(name, spec, statistics.median(totals), "s"),
-        row(f"{name}_mean", spec, statistics.fmean(totals), "s"),
-        row(f"{name}_plan", spec, statistics.median(plans), "s"),
-        row(f"{name}_churn", spec, statistics.median(churn), "s"),
-        row(f"{name}_add", spec, statistics.median(add_times(cache, slots, steps)), "s"),
+        row(name, spec, median(totals), "s"),
+        row(f"{name}_mean", spec, fmean(totals), "s"),
+        row(f"{name}_plan", spec, median(plans), "s"),
+        row(f"{name}_churn", spec, median(churn), "s"),
+        row(f"{name}_add", spec, median(reserve_times(cache, slots, steps)), "s"),
         row(f"{name}_garbage", spec, garbage(cache, slots, steps), "B"),
     ]
 
 
+def garbage(cache: KVCache, slots: np.ndarray, steps: int) -> float:
+    """Bytes that a decode step leaves behind on average, beyond the keys and pages that it caches.
+
+    Keys take 32 bytes a segment twice (with the request and in the index), pages 4 bytes each.
+    Arrays grow by doubling, so the figure is only about zero.
+    """
+    ones, ids = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int32)
+    tracemalloc.start()
+    decode_times(cache, slots, 20)
+    before, segments = tracemalloc.get_traced_memory()[0], cache.index.num_segments
+    for _ in range(steps):
+        cache.commit(planned(cache, slots, ones), ids)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    cached = (cache.index.num_segments - segments) * (64 + 4 * cache.layout.pages_per_segment)
+    return (grown - cached) / steps
+
+
 def drafts_step(spec: str, num_requests: int, steps: int) -> Row:
     """Plan and commit of four tokens a request, of which up to three are rejected at random."""
-    cache, slots = decoding(
-        SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests), drafts=3
-    )
+    cache, slots = decoding(SPECS[spec], num_requests, pool_for(spec, num_requests), drafts=3)
     counts, ids = np.full(len(slots), 4), np.zeros(4 * len(slots), dtype=np.int32)
-    rng, times = np.random.default_rng(0), []
+    rng, times = np.random.default_rng(0), Times()
     for _ in range(steps):
         accepted = rng.integers(1, 5, len(slots))
-        start = time.perf_counter()
-        cache.commit(planned(cache, slots, counts), ids, accepted)
-        times.append(time.perf_counter() - start)
-    return row(f"drafts_step_{num_requests}", spec, statistics.median(times), "s")
+        times.run(
+            f"drafts_step_{num_requests}",
+            lambda a=accepted: cache.commit(planned(cache, slots, counts), ids, a),
+        )
+    return times.rows(spec)[0]
+
+
+def split_lookup(spec: str, branches: int) -> list[Row]:
+    """Look-up of a chain that one request left, and of one that a request left at each boundary."""
+    cache = KVCache(
+        SPECS[spec], num_pages=MILLION, max_requests=1, max_model_len=MILLION, retention="dense"
+    )
+    tokens = np.arange((branches + 1) * cache.alignment, dtype=np.int32)
+    prefixes = [tokens[: (i + 1) * cache.alignment + 1] for i in range(branches)]
+    times = Times()
+    for name, left in (("lookup_whole", [tokens]), ("lookup_left", prefixes)):
+        for part in left:
+            prefill(cache, cache.admit("a", cache.match(part)), part)
+            cache.release("a")
+        prompt = cache.match(tokens).prompt
+        for _ in range(50):
+            times.run(f"{name}_{branches}", lambda p=prompt: cache.match(p))
+    return times.rows(spec)
 
 
 def full_pool(repeats: int) -> list[Row]:
-    """Plan of 8,192 tokens where chains that keep every boundary of 16 tokens must make room, for
-    each policy.
-    """
+    """Plan of 8,192 tokens in a full pool of chains that keep every boundary, for each policy."""
     groups = [GroupSpec("full", "dense", 16, 1), GroupSpec("sliding", "window", 16, 1, 128)]
     rows = []
     for policy in (Adaptive, LRU):
@@ -223,59 +274,5 @@ def full_pool(repeats: int) -> list[Row]:
             cache.commit(plan, tokens)
             cache.release("a")
         name = f"plan_8k_full_{policy.__name__.lower()}"
-        rows.append(row(name, "dense-16", statistics.median(times), "s"))
+        rows.append(row(name, "dense-16", median(times), "s"))
     return rows
-
-
-def split_lookup(spec: str, branches: int) -> list[Row]:
-    """Look-up of a chain that requests left at each of so many boundaries, and of one that nobody
-    left.
-    """
-    cache = KVCache(
-        SPECS[spec], num_pages=MILLION, max_requests=1, max_model_len=MILLION, retention="dense"
-    )
-    tokens = np.arange((branches + 1) * cache.alignment, dtype=np.int32)
-    rows = []
-    for name, cuts in (("lookup_whole", 1), ("lookup_left", branches)):
-        for depth in range(cuts):
-            part = tokens[: (depth + 1) * cache.alignment + 1] if cuts > 1 else tokens
-            slot = cache.admit("a", cache.match(part))
-            prefill(cache, slot, part)
-            cache.release("a")
-        prompt = cache.match(tokens).prompt
-        times = [seconds(lambda p=prompt: cache.match(p)) for _ in range(50)]
-        rows.append(row(f"{name}_{branches}", spec, statistics.median(times), "s"))
-    return rows
-
-
-def garbage(cache: KVCache, slots: np.ndarray, steps: int) -> float:
-    """Bytes that a decode step leaves behind, on average, beyond the keys and pages that it caches.
-
-    Keys take 32 bytes a segment twice (with the request and in the index), pages 4 bytes each;
-    arrays grow by doubling, so that the figure is about zero, not zero.
-    """
-    ones, ids = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int32)
-    tracemalloc.start()
-    decode_times(cache, slots, 20)
-    before, segments = tracemalloc.get_traced_memory()[0], cache.index.num_segments
-    for _ in range(steps):
-        cache.commit(planned(cache, slots, ones), ids)
-    grown = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    cached = (cache.index.num_segments - segments) * (64 + 4 * cache.layout.pages_per_segment)
-    return (grown - cached) / steps
-
-
-def row(name: str, spec: str, value: float, unit: str) -> Row:
-    """One figure."""
-    return {"name": name, "spec": spec, "value": value, "unit": unit}
-
-
-def shown(r: Row) -> str:
-    """One line of the table."""
-    value = float(r["value"])  # type: ignore[arg-type]
-    if r["unit"] == "B":
-        text = f"{value / 2**20:10.1f} MiB" if abs(value) > 1e5 else f"{value:10.1f} B"
-    else:
-        text = f"{value * 1e6:10.1f} us" if value < 1e-3 else f"{value * 1e3:10.2f} ms"
-    return f"{r['name']:<24} {r['spec']:<12} {text}"

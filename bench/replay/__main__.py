@@ -1,11 +1,15 @@
-"""Which retention and eviction for a model, a pool and a trace, and how far from the best possible it is.
+"""Compare retentions and evictions for a model, a pool and a trace, beside the best possible.
 
     python -m bench.replay --workload round-robin --preset gemma-4-31b --pool 25% 50% 100%
-    python -m bench.replay --workload mooncake:conversation.jsonl --limit 4000 --preset v4-flash --pool 5% 10% 20% 40% --max-requests 1
-    python -m bench.replay --workload pr43447 --preset v4-flash --pool 106126pages --retention 32768 4096
-    python -m bench.replay --workload agent-pauses --preset v4-flash --pool 20% --host 20% 40% --link 50
+    python -m bench.replay --workload mooncake:conversation.jsonl --limit 4000 --preset v4-flash \\
+        --pool 5% 10% 20% 40% --max-requests 1
+    python -m bench.replay --workload pr43447 --preset v4-flash --pool 106126pages \\
+        --retention 32768 4096
+    python -m bench.replay --workload agent-pauses --preset v4-flash --pool 20% --host 20% 40% \\
+        --link 50
 
-Requests go through the allocator on a simulated clock; nothing touches a device. Times follow from the rates given here, and only compare.
+Requests go through the allocator on a simulated clock; nothing touches a device. Times follow from
+the given rates: they serve only to compare rows.
 """
 
 from __future__ import annotations
@@ -24,7 +28,6 @@ from quire.kvcore.policies.retention import parse_retention
 from quire.models.command import Parser, integer, number, output_file, program
 
 from ..common.plot import require_matplotlib
-from ..common.workload import check_size
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
 from .loaders import LOADERS
@@ -32,26 +35,37 @@ from .plot import save_plot
 from .presets import PRESETS
 from .simulate import Timing, Workload
 
+# (title, key of a row, format)
 COLUMNS = (
-    ("retention", "retention", "{}"), ("eviction", "eviction", "{}"), ("pool", "pool", "{}"), ("GiB", "pool_bytes", "{:.1f}"),
+    ("retention", "retention", "{}"),
+    ("eviction", "eviction", "{}"),
+    ("pool", "pool", "{}"),
+    ("GiB", "pool_bytes", "{:.1f}"),
     ("host", "host", "{}"),
-    ("hit rate", "hit_rate", "{:.2%}"), ("mean hit", "mean_hit", "{:.2%}"), ("TTFT p50", "ttft_p50", "{:.2f}"),
-    ("p99", "ttft_p99", "{:.2f}"), ("tokens/s", "tokens_per_s", "{:.0f}"), ("recomputed", "recomputed_tokens", "{}"),
-    ("evicted points", "evicted_resume_points", "{}"), ("segments", "evicted_segments", "{}"),
-)  # fmt: skip
-
+    ("hit rate", "hit_rate", "{:.2%}"),
+    ("mean hit", "mean_hit", "{:.2%}"),
+    ("TTFT p50", "ttft_p50", "{:.2f}"),
+    ("p99", "ttft_p99", "{:.2f}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("recomputed", "recomputed_tokens", "{}"),
+    ("evicted points", "evicted_resume_points", "{}"),
+    ("segments", "evicted_segments", "{}"),
+)
 HOST_COLUMNS = (
-    ("on device", "device_tokens", "{}"), ("stalled", "stalled_s", "{:.2f}"), ("to host", "bytes device>host", "{:.1f}"),
-    ("back", "bytes host>device", "{:.1f}"), ("waste", "waste", "{:.1%}"),
-)  # fmt: skip
+    ("on device", "device_tokens", "{}"),
+    ("stalled", "stalled_s", "{:.2f}"),
+    ("to host", "bytes device>host", "{:.1f}"),
+    ("back", "bytes host>device", "{:.1f}"),
+    ("waste", "waste", "{:.1%}"),
+)
 
 
 def make_workload(text: str, limit: int | None, seed: int) -> Workload:
-    """A workload from ``format:path`` or ``generator[:name=value,...]``.
+    """The workload of ``format:path`` or ``generator[:name=value,...]``.
 
-    Raises: ValueError naming what is known.
+    Raises:
+        ValueError: an unknown name, or a value that the generator cannot have.
     """
-    check_size(limit, 1.0)
     name, _, rest = text.partition(":")
     if name in LOADERS:
         if not rest:
@@ -66,8 +80,10 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
         key, _, value = part.partition("=")
         if key not in known:
             raise ValueError(f"workload: {name} has {list(known)}, got {key!r}")
-        kind = type(known[key].default)
-        parse = number(above=key == "rate") if kind is float else integer(0 if key == "seed" else 1)
+        if isinstance(known[key].default, float):
+            parse = number(above=key == "rate")
+        else:
+            parse = integer(0 if key == "seed" else 1)
         try:
             options[key] = parse(value)
         except ValueError as error:
@@ -76,61 +92,55 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
 
 
 def table(rows: list[Row], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:
-    """Rows as aligned text; bytes in GiB. Columns are (title, key, format)."""
+    """Rows as aligned text; bytes in GiB."""
     lines = [[title for title, _, _ in columns]]
     for row in rows:
         shown = {k: v / 2**30 if v and "bytes" in k else v for k, v in row.items()}
         lines.append(
-            [
-                form.format(shown[key]) if shown.get(key) is not None else "-"
-                for _, key, form in columns
-            ]
+            [form.format(shown[k]) if shown.get(k) is not None else "-" for _, k, form in columns]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
     )
 
 
 def retention(text: str) -> str | int:
-    """The type of an option: a retention by name, or an interval in tokens."""
+    """Type of an option: a retention by name, or an interval in tokens."""
     return int(text) if text.isdecimal() else text
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replays, prints the tables, and writes what is asked for; returns the exit status."""
+    """Replay, print the tables, write `--json` and `--plot`; returns the exit status."""
     args = _parser().parse_args(argv)
     if args.plot:
         require_matplotlib(args.plot)
+        if args.host:
+            raise ValueError("plot: expected no --host with it, got both")
     timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead)
-    # All of them before the first is replayed: what is wrong with one is said at once.
+    # A fault of any workload or size is reported before the first one is replayed.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
-    if args.plot and args.host:
-        raise ValueError("plot: expected no --host with it, got both")
     for workload, preset in itertools.product(workloads, args.preset):
-        for pool in args.pool:
-            pool_pages(pool, PRESETS[preset], workload)
-        for size in args.host:
-            try:
-                pool_pages(size, PRESETS[preset], workload)
-            except ValueError as error:
-                raise ValueError(f"host: {str(error).removeprefix('pool: ')}") from error
+        groups = PRESETS[preset]
+        for name, sizes in (("pool", args.pool), ("host", args.host)):
+            for size in sizes:
+                pool_pages(size, groups, workload, name)
         for kept in args.retention:
-            parse_retention(kept, empty_cache(PRESETS[preset], workload).layout)
+            parse_retention(kept, empty_cache(groups, workload).layout)
+    columns = (*COLUMNS, *HOST_COLUMNS) if args.host else COLUMNS
     rows: list[Row] = []
     for name, workload in zip(args.workload, workloads, strict=True):
         for preset in args.preset:
             new = run_grid(
-                workload, preset, args.pool, args.retention, args.eviction, timing, hosts=args.host,
-                link=args.link * 1e9, progress=not args.quiet,
+                workload, preset, args.pool, args.retention, args.eviction, timing,
+                hosts=args.host, link=args.link * 1e9, progress=not args.quiet,
             )  # fmt: skip
-            columns = COLUMNS + HOST_COLUMNS * bool(args.host)
-            print(
-                f"{name} ({len(workload.requests)} requests), {preset}\n{table(new, columns)}\n", flush=True
-            )  # fmt: skip
+            title = f"{name} ({len(workload.requests)} requests), {preset}"
+            print(f"{title}\n{table(new, columns)}\n", flush=True)
             rows += new
-            if args.json:  # so that a later grid that cannot be, or an interrupt, loses nothing
+            if args.json:  # after each grid: a later error or Ctrl-C loses nothing
                 args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if args.plot:
         save_plot(rows, args.plot)
@@ -140,20 +150,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser("bench.replay", __doc__)
     add = parser.add_argument
-    add("--workload", nargs="+", default=["round-robin"], help=f"FORMAT:PATH ({', '.join(LOADERS)}) or a generator ({', '.join(GENERATORS)}), with :name=value,... for its arguments")  # fmt: skip
+    loaders, generators = ", ".join(LOADERS), ", ".join(GENERATORS)
+    add(
+        "--workload", nargs="+", default=["round-robin"],
+        help=f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,...",
+    )  # fmt: skip
     add("--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model")
-    add("--pool", nargs="+", default=["25%", "50%", "100%"], help="e.g. 64GiB, 10%% of the dense working set, 20requests, 5000pages")  # fmt: skip
-    add("--retention", nargs="+", type=retention, default=["auto"], help="auto, latest, dense, or an interval in tokens; default: auto")  # fmt: skip
+    add(
+        "--pool", nargs="+", default=["25%", "50%", "100%"],
+        help="e.g. 64GiB, 10%% of the dense working set, 5000pages",
+    )  # fmt: skip
+    add(
+        "--retention", nargs="+", type=retention, default=["auto"],
+        help="auto, latest, dense, or an interval in tokens; default: auto",
+    )  # fmt: skip
     add("--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS))
-    add("--host", nargs="+", default=[], metavar="SIZE", help="host memory behind each pool, as --pool has sizes; default: none")  # fmt: skip
-    add("--link", type=number(above=True), default=50.0, help="GB/s of each direction between device and host; default: 50")  # fmt: skip
+    add(
+        "--host", nargs="+", default=[], metavar="SIZE",
+        help="host memory behind each pool, in sizes as of --pool; default: none",
+    )  # fmt: skip
+    rate = number(above=True)
+    add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")
     add("--limit", type=integer(), help="requests at most")
     add("--seed", type=integer(0, 2**63 - 1), default=0)
-    add("--prefill-rate", type=number(above=True), default=Timing.prefill_rate, help="prompt tokens a second")  # fmt: skip
-    add("--decode-rate", type=number(above=True), default=Timing.decode_rate, help="answer tokens a second, each request")  # fmt: skip
+    add("--prefill-rate", type=rate, default=Timing.prefill_rate, help="prompt tokens a second")
+    add("--decode-rate", type=rate, default=Timing.decode_rate, help="answer tokens a second, each")
     add("--chunk", type=integer(), default=Timing.chunk, help="tokens of a prefill chunk")
-    add("--max-requests", type=integer(most=65536), default=Timing.max_requests, help="at once; 1 = one after another")  # fmt: skip
-    add("--ahead", type=integer(most=65536), default=Timing.ahead, help="waiting requests whose loads may start")  # fmt: skip
+    most = integer(most=65536)
+    add("--max-requests", type=most, default=Timing.max_requests, help="at once; 1: one by one")
+    add("--ahead", type=most, default=Timing.ahead, help="waiting requests whose loads may start")
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
     add("--quiet", action="store_true", help="no progress bar")

@@ -1,16 +1,14 @@
-"""What no policy can exceed, computed from the whole trace.
+"""Upper bounds of the hits, computed from the whole trace.
 
-A prompt is seen as its aligned segments (equal keys mean equal prefixes). A segment is served if it is there, whatever else is. That relaxes:
+A prompt is seen as its aligned segments (equal keys mean equal prefixes). A segment is a hit if it
+is there. That relaxes five rules: resume points exist at every boundary, and neither they nor
+window and state groups take pages; a hit does not need the segments before it; running requests
+hold no page; a request is cached before the next one arrives; a look-up leaves its prompt behind.
 
-* resume points cost no page and exist at every boundary; window and state groups take no page at all;
-* a segment is served even without the segments before it (the schedule below keeps those anyway: they are used whenever it is);
-* running requests hold no page: a segment need not be kept once it was used;
-* nothing is in flight: what a request computes is there for the next one, in the order of arrival;
-* a look-up leaves behind what it asked for.
-
-Then keeping a segment from one use to its next is an interval that is worth one segment, and at most `capacity` intervals may
-overlap. Dropping the one that ends last whenever there are too many is optimal for that (Belady 1966, with the freedom not to
-keep what was just used), so `clairvoyant_hits` is the most hits of any schedule, and no policy of any retention can have more.
+Then keeping a segment from one use to its next is an interval worth one segment, and at most
+`capacity` intervals may overlap. Dropping the one that ends last whenever there are too many is
+optimal (Belady 1966, with the freedom not to keep a segment that was just used). So no policy of
+any retention has more hits.
 """
 
 from __future__ import annotations
@@ -25,18 +23,16 @@ KEY_BYTES = 32
 NEVER = 1 << 60
 
 
-def infinite_hits(workload: Workload, cache: KVCache) -> int:
-    """Tokens served when nothing is ever dropped and every boundary is resumable. `cache`: for the alignment only."""
-    return clairvoyant_hits(workload, cache, NEVER)
+def clairvoyant_hits(workload: Workload, cache: KVCache, capacity: int = NEVER) -> int:
+    """Tokens that the best schedule of `capacity` segments takes from the cache.
 
-
-def clairvoyant_hits(workload: Workload, cache: KVCache, capacity: int) -> int:
-    """Tokens served by the best schedule of `capacity` segments."""
-    uses = _uses(workload, cache)
+    Args:
+        cache: any cache of the model; gives the alignment.
+        capacity: segments; the default keeps all of them.
+    """
+    uses = segment_uses(workload, cache)
     following: list[list[int]] = []
-    later: dict[
-        bytes, int
-    ] = {}  # -> next request that is served this segment; NEVER if it is computed anew before
+    later: dict[bytes, int] = {}  # -> next request that can hit it; NEVER if it is recomputed first
     for i in range(len(uses) - 1, -1, -1):
         usable, keys = uses[i]
         following.append([later.get(key, NEVER) for key in keys])
@@ -59,15 +55,8 @@ def clairvoyant_hits(workload: Workload, cache: KVCache, capacity: int) -> int:
     return hits * cache.alignment
 
 
-def dense_working_set(workload: Workload, cache: KVCache) -> int:
-    """Dense pages of everything that the ids of the trace stand for, each once."""
-    distinct = {(r.scope, i, r.ids_block_size) for r in workload.requests for i in r.ids.tolist()}
-    tokens = sum(size for _, _, size in distinct)
-    return -(-tokens // cache.alignment) * cache.layout.pages_per_segment
-
-
-def _uses(workload: Workload, cache: KVCache) -> list[tuple[int, list[bytes]]]:
-    """Of each request: segments that a hit may have, and the keys of its prompt and of its answer."""
+def segment_uses(workload: Workload, cache: KVCache) -> list[tuple[int, list[bytes]]]:
+    """(segments that a hit may have, keys of prompt and answer) of each request."""
     return [
         (
             (request.input - 1) // cache.alignment,
@@ -75,3 +64,10 @@ def _uses(workload: Workload, cache: KVCache) -> list[tuple[int, list[bytes]]]:
         )
         for request, keys in zip(workload.requests, workload.chains(cache), strict=True)
     ]
+
+
+def dense_working_set(workload: Workload, cache: KVCache) -> int:
+    """Dense pages of all distinct ids of the trace, each counted once."""
+    distinct = {(r.scope, i, r.ids_block_size) for r in workload.requests for i in r.ids.tolist()}
+    tokens = sum(size for _, _, size in distinct)
+    return -(-tokens // cache.alignment) * cache.layout.pages_per_segment

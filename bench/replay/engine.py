@@ -1,35 +1,42 @@
-"""One engine on a simulated clock: what it does when, with or without a host tier behind its pool.
+"""A serving engine on a simulated clock, with or without a host tier behind its pool.
 
 Prompts are computed one at a time, in chunks; answers are decoded beside them. Requests start in
-the order of their arrival, but one that waits for a load does not hold up those behind it: loads go
-over their link while others compute. A load starts when its request is among the first that wait,
-and holds no slot; when it is there, its request is admitted if a slot is free, so that what came
-stays.
+the order of their arrival, when there is a slot and the next chunk finds pages. A request takes the
+pages of its whole answer when its prompt is computed, so that no answer is ever interrupted.
+
+A load from the host starts when its request is among the first that wait, and holds no slot. Its
+request does not hold up those behind it. It is admitted when the load ends and a slot is free, so
+that the loaded entries stay. Nothing is random.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from quire.kvcore import KVCache, Prompt, StepPlan
 
-from .links import Transfer
 from .requests import Request
-from .tiers import TierMemory
+from .tiers import TierMemory, Transfer
 
-LOADS = 3  # loads of one request, at most: what came for it may be evicted before its turn
+MAX_LOADS = 3  # of one request: loaded entries may be evicted before it is admitted
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How fast the engine is.
+    """Rates and limits of the engine.
 
-    prefill_rate: prompt tokens a second, of all requests together. decode_rate: answer tokens a second, of each request.
-    chunk: tokens of a prefill chunk. max_requests: requests at once. ahead: waiting requests whose loads may start.
+    Attributes:
+        prefill_rate: prompt tokens a second, of all requests together.
+        decode_rate: answer tokens a second, of each request.
+        chunk: tokens of a prefill chunk.
+        max_requests: requests at once.
+        ahead: waiting requests whose loads may start.
     """
 
     prefill_rate: float = 20_000.0
@@ -39,151 +46,142 @@ class Timing:
     ahead: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("prefill_rate", "decode_rate", "chunk", "max_requests", "ahead"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected > 0, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}: expected > 0, got {value}")
 
 
 class Engine:
-    """Serves requests.
+    """Serve requests; `run` does it.
 
     Args:
         cache: an empty one.
-        timing: how fast it is.
-        requests, prompts: sorted by arrival.
-        behind: the host tier behind the pool; None: there is only the pool.
-        progress: called with 1 when a prompt is computed.
+        timing: rates and limits.
+        requests, prompts: [n], sorted by arrival.
+        behind: host tier behind the pool; None: no tier.
+        progress: called with 1 after each prompt.
 
     Attributes:
-        now: seconds.
-        hits, from_device: [n] tokens that were not computed; those of them that no load brought.
-        ttft: [n] seconds, 0 of look-ups.
-        stalled: seconds in which no prompt was computed because all that waited had loads to wait
-            for.
+        now: seconds since the start of the trace; after `run` the end of the last answer.
+        hits: [n] tokens of each prompt taken from the cache.
+        from_device: [n] those of them that no load brought.
+        ttft: [n] seconds to the first token; 0 for look-ups.
+        stalled: seconds in which no prompt was computed because all waiting requests had loads.
     """
 
     def __init__(
-        self, cache: KVCache, timing: Timing, requests: Sequence[Request], prompts: Sequence[Prompt],
-        behind: TierMemory | None = None, progress: Callable[[int], object] = lambda n: None,
+        self, cache: KVCache, timing: Timing, requests: Sequence[Request],
+        prompts: Sequence[Prompt], behind: TierMemory | None = None,
+        progress: Callable[[int], object] = lambda n: None,
     ) -> None:  # fmt: skip
         self.cache, self.timing, self.behind = cache, timing, behind
-        self.requests, self.prompts = requests, prompts
+        self.requests, self.prompts, self.progress = requests, prompts, progress
         self.now, self.stalled = 0.0, 0.0
         n = len(requests)
         self.hits, self.from_device = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.ttft = np.zeros(n)
-        self._progress = progress
-        self._arrived = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # ends of answers, transfers
-        self._count = 0
-        self._waiting: dict[int, None] = {}  # numbers of requests, by arrival
-        self._slots: dict[int, int] = {}  # of those that are admitted and wait
-        self._loading: dict[int, Transfer] = {}
-        self._loads: dict[int, int] = {}  # so far, of those that wait
+        self._num_events = 0
+        self._arrived = 0
+        # Of requests by number:
+        self._waiting: dict[int, None] = {}
+        self._slots: dict[int, int] = {}  # admitted, but still waiting
+        self._loading: set[int] = set()
+        self._num_loads: dict[int, int] = {}
         self._storing = 0
 
-    # The clock.
+    # Clock.
 
-    def run(self) -> float:
-        """Serve everything; returns when the last answer ends."""
+    @property
+    def makespan(self) -> float:
+        """Seconds since the first arrival."""
+        return self.now - self.requests[0].arrival
+
+    def run(self) -> None:
+        """Serve everything."""
         while True:
             number = self._next()
             if number is not None:
                 self._serve(number)
                 continue
-            before, stalled = self.now, bool(self._loading)
-            if self._arrived < len(self.requests):
-                arrival = self.requests[self._arrived].arrival
-                self._advance(min([arrival, *(e[0] for e in self._events[:1])]))
-            elif self._events:
-                self._advance(self._events[0][0])
-            else:
+            time = min(self._next_event(), self._next_arrival())
+            if time == math.inf:
                 assert not self._waiting
-                return self.now
+                return
+            before, stalled = self.now, bool(self._loading)
+            self._advance(time)
             if stalled:
                 self.stalled += self.now - before
 
+    def _next_event(self) -> float:
+        return self._events[0][0] if self._events else math.inf
+
+    def _next_arrival(self) -> float:
+        if self._arrived == len(self.requests):
+            return math.inf
+        return self.requests[self._arrived].arrival
+
     def _advance(self, time: float) -> None:
-        """Go to `time`; answers and transfers end, and requests arrive, on the way."""
-        while True:
-            event = self._events[0][0] if self._events else np.inf
-            arrival = np.inf
-            if self._arrived < len(self.requests):
-                arrival = self.requests[self._arrived].arrival
-            if min(event, arrival) > time:
-                break
+        """Go on to `time`; on the way answers and transfers end, and requests arrive."""
+        while min(event := self._next_event(), arrival := self._next_arrival()) <= time:
+            self.now = max(self.now, min(event, arrival))
             if event <= arrival:
-                self._next_event()
+                heapq.heappop(self._events)[2]()
             else:
-                self.now = max(self.now, arrival)
                 self._waiting[self._arrived] = None
                 self._arrived += 1
-                self._look_ahead()
+                self._start_loads()
         self.now = max(self.now, time)
 
     def _at(self, time: float, call: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (time, self._count, call))
-
-    def _next_event(self) -> None:
-        time, _, call = heapq.heappop(self._events)
-        self.now = max(self.now, time)
-        call()
+        self._num_events += 1
+        heapq.heappush(self._events, (time, self._num_events, call))
 
     # Loads and stores.
 
-    def _look_ahead(self) -> None:
+    def _start_loads(self) -> None:
         """Start the loads of the first requests that wait."""
-        if self.behind is None:
-            return
-        for number in [*self._waiting][: self.timing.ahead]:
-            if number not in self._loads:
-                self._look(number)
+        if self.behind is not None:
+            for number in [*self._waiting][: self.timing.ahead]:
+                if number not in self._num_loads:
+                    self._load(number)
 
-    def _look(self, number: int) -> bool:
-        """Whether there is room for what a waiting request should load now; starts the load."""
-        if (
-            self.behind is None or number in self._slots or number in self._loading
-            or self._loads.get(number, 0) >= LOADS or not self.requests[number].output
-        ):  # fmt: skip
+    def _load(self, number: int) -> bool:
+        """Start the load of a waiting request, if it needs one; False: there is no room for it."""
+        if self.behind is None:
             return True
-        transfer = self.behind.look(self, number)
-        self._loads.setdefault(number, 0)
+        loads = self._num_loads.get(number, 0)
+        is_placed = number in self._slots or number in self._loading
+        if is_placed or loads >= MAX_LOADS or not self.requests[number].output:
+            return True
+        transfer = self.behind.load(self.prompts[number], self.now)
+        self._num_loads[number] = loads
         if isinstance(transfer, Transfer):
-            if self._loads[number] == 0:
+            if loads == 0:
                 self.from_device[number] = self.cache.match(self.prompts[number]).num_saved_tokens
-            self._loads[number] += 1
-            self._loading[number] = transfer
+            self._num_loads[number] = loads + 1
+            self._loading.add(number)
+            if not transfer.waiting:  # else it is on its way
+                self._at(transfer.end, partial(self._loaded, transfer))
             transfer.waiting.append(number)
-            self.start(transfer)
         return transfer != "later"
 
-    def start(self, transfer: Transfer, then: Callable[[], None] = lambda: None) -> None:
-        """Queue a transfer on its link, once."""
-        if transfer.is_started:
-            return
-        transfer.is_started = True
-        end = transfer.link.send(self.now, transfer.num_bytes)
-
-        def ended() -> None:
-            transfer.done()
-            for number in transfer.waiting:
-                del self._loading[number]
-            for number in transfer.waiting:
-                is_waiting = number not in self._slots and self.cache.num_free_slots
-                if is_waiting and self._look(number) and number not in self._loading:
-                    self.admit(number)
-            then()
-
-        self._at(end, ended)
+    def _loaded(self, transfer: Transfer) -> None:
+        transfer.done()
+        self._loading.difference_update(transfer.waiting)
+        for number in transfer.waiting:
+            can_start = number not in self._slots and self.cache.num_free_slots
+            if can_start and self._load(number) and number not in self._loading:
+                self._admit(number)
 
     def _store(self) -> None:
         if self.behind is not None:
-            for transfer in self.behind.stores(self):
+            for transfer in self.behind.stores(self.now):
                 self._storing += 1
-                self.start(transfer, self._stored)
+                self._at(transfer.end, partial(self._stored, transfer))
 
-    def _stored(self) -> None:
+    def _stored(self, transfer: Transfer) -> None:
+        transfer.done()
         self._storing -= 1
         if not self._storing:
             self._store()
@@ -200,65 +198,60 @@ class Engine:
                 return number
             if has_room and (self.cache.num_free_slots or not self.requests[number].output):
                 return number
-            has_room = False  # and nobody but those that have a slot goes before this one
+            has_room = False  # only requests that have a slot go before this one
         return None
 
-    def admit(self, number: int) -> int:
-        """Give a waiting request its slot and what is cached of it; returns its hit."""
-        match = self.cache.match(self.prompts[number])
-        slot = self._slots[number] = self.cache.admit(number, match)
-        hit = self.hits[number] = int(self.cache.num_computed[slot])
-        if not self._loads.get(number):
-            self.from_device[number] = hit
-        return hit
-
     def _serve(self, number: int) -> None:
-        """Compute the prompt of a request and start its answer; or find that it is to load first,
-        or that others are to end before."""
+        """Compute the prompt of a request and start its answer, unless it has to load first."""
         request = self.requests[number]
         if request.output == 0:
             self.hits[number] = self.cache.match(self.prompts[number]).num_tokens
             self.from_device[number] = self.hits[number]
-            self._leave(number)
+            del self._waiting[number]
+            self.progress(1)
+            self._start_loads()
             return
-        if not self._look(number) and self._events:
-            self._advance(self._events[0][0])
+        if not self._load(number) and self._events:
+            self._advance(self._next_event())
             return
         if number in self._loading:
             return
         if number not in self._slots:
-            self.admit(number)
+            self._admit(number)
         slot = self._slots.pop(number)
         del self._waiting[number]
-        self._look_ahead()
+        self._start_loads()
         start, tokens = int(self.cache.num_computed[slot]), request.tokens(number)
-        for end, rate in ((request.input, self.timing.prefill_rate), (len(tokens), None)):
-            while start < end:
-                count = self._commit(number, slot, tokens, start, end)
-                if rate:
-                    self._advance(self.now + count / rate)
-                if self.behind is not None:
-                    self._store()
-                start += count
+        while start < len(tokens):
+            in_prompt = start < request.input
+            count = self._commit(number, slot, tokens, request.input if in_prompt else len(tokens))
+            if in_prompt:
+                self._advance(self.now + count / self.timing.prefill_rate)
+            self._store()
+            start += count
         self.ttft[number] = self.now - request.arrival
-        self._progress(1)
-        self._at(self.now + request.output / self.timing.decode_rate, lambda: self._release(number))
+        self.progress(1)
+        end = self.now + request.output / self.timing.decode_rate
+        self._at(end, partial(self._release, number))
 
-    def _leave(self, number: int) -> None:
-        del self._waiting[number]
-        self._progress(1)
-        self._look_ahead()
+    def _admit(self, number: int) -> None:
+        """Give a waiting request its slot and the cached part of its prompt."""
+        match = self.cache.match(self.prompts[number])
+        slot = self._slots[number] = self.cache.admit(number, match)
+        self.hits[number] = int(self.cache.num_computed[slot])
+        if not self._num_loads.get(number):
+            self.from_device[number] = self.hits[number]
 
-    def _commit(self, number: int, slot: int, tokens: np.ndarray, start: int, end: int) -> int:
-        """Put the next chunk into pages; returns its tokens."""
+    def _commit(self, number: int, slot: int, tokens: np.ndarray, end: int) -> int:
+        """Put the next chunk, which ends at `end` at the latest, into pages; returns its tokens."""
         cache = self.cache
-        count = min(self.timing.chunk, end - start)
-        [count] = cache.cut([slot], [count]).tolist()
+        start = int(cache.num_computed[slot])
+        [count] = cache.cut([slot], [min(self.timing.chunk, end - start)]).tolist()
         plan = cache.plan([slot], [count])
         while not isinstance(plan, StepPlan):
             if self._events:
-                self._advance(self._events[0][0])
-            elif self._slots:  # those that came last go back
+                self._advance(self._next_event())
+            elif self._slots:  # the last ones go back to those that wait
                 self._release(next(reversed(self._slots)))
             else:
                 raise ValueError(
@@ -269,7 +262,7 @@ class Engine:
         return count
 
     def _release(self, number: int) -> None:
-        """An answer ends; or an admitted request goes back to those that wait."""
+        """End an answer, or send an admitted request back to those that wait."""
         self._slots.pop(number, None)
         self.cache.release(number)
         self._store()

@@ -1,11 +1,14 @@
 """Traces in three public formats, as `Request`s.
 
 * Mooncake (kvcache-ai, ``FAST25-release/traces``): ids of 512 prompt tokens, no sessions.
-* Qwen-Bailian (alibaba-edu, ``qwen-bailian-usagetraces-anon``): ids of 16 prompt tokens, turns linked by ``parent_chat_id``.
-* Weka: agentic coding sessions, one JSON object each (a file, a folder of files, or one a line), ids of `block_size` prompt tokens, requests of
-  subagents nested in those of their parent. Ids are of one session unless ``hash_id_scope`` is "global".
+* Qwen-Bailian (alibaba-edu, ``qwen-bailian-usagetraces-anon``): ids of 16 prompt tokens; turns are
+  linked by ``parent_chat_id``.
+* Weka: agentic coding sessions, one JSON object each (a file, a folder of files, or one a line).
+  Ids of `block_size` prompt tokens belong to one session unless ``hash_id_scope`` is "global".
+  Requests of subagents are nested in those of their parent.
 
-Files whose names end in ``.xz`` are decompressed. Lengths are in tokens, times in seconds since the start.
+Files with names that end in ``.xz`` are decompressed. Loaders raise ValueError naming file, line
+and the fault.
 """
 
 from __future__ import annotations
@@ -23,45 +26,34 @@ MAX_BLOCK = 1 << 16
 
 
 def load_mooncake(path: str | Path, limit: int | None = None) -> list[Request]:
-    """The first `limit` requests of a Mooncake trace; each is a session of its own.
-
-    Raises: ValueError naming file, line and what is wrong with it.
-    """
-    number = Numbering(BLOCK_TOKENS)
+    """The first `limit` requests of a Mooncake trace; each is a session of its own."""
+    size, number = BLOCK_TOKENS, Numbering(BLOCK_TOKENS)
     return [
-        Request(r.timestamp / 1000, i, r.input_length, r.output_length, number(r.hash_ids), BLOCK_TOKENS)
+        Request(r.timestamp / 1000, i, r.input_length, r.output_length, number(r.hash_ids), size)
         for i, r in enumerate(read_trace(path, limit=limit))
-    ]  # fmt: skip
+    ]
 
 
 def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
-    """The first `limit` requests of a Qwen-Bailian trace; turns of one conversation share a session.
-
-    Raises: ValueError naming file, line and what is wrong with it.
-    """
+    """The first `limit` requests of a Qwen-Bailian trace; turns of a chat share a session."""
     check_size(limit, 1.0)
     number, sessions = Numbering(BAILIAN_BLOCK), dict[int, int]()
-    requests = []
+    requests: list[Request] = []
     for where, row in _objects(path):
         if len(requests) == limit:
             break
         chat, parent = _get(row, "chat_id", int, where), _get(row, "parent_chat_id", int, where)
-        session = sessions[chat] = (
-            sessions.get(parent, len(requests)) if parent >= 0 else len(requests)
-        )
-        tokens = _get(row, "input_length", int, where), _get(row, "output_length", int, where)
-        ids = _get(row, "hash_ids", list, where)
-        arrival = _get(row, "timestamp", (int, float), where)
-        requests.append(_request(where, arrival, session, *tokens, ids, BAILIAN_BLOCK, "", number))
+        session = sessions[chat] = sessions.get(parent, len(requests))
+        fields = ("timestamp", "input_length", "output_length", "hash_ids")
+        requests.append(_request(row, fields, where, session, BAILIAN_BLOCK, number))
     return _some(requests, path)
 
 
 def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
     """The first `limit` requests of Weka sessions, in the order of their times.
 
-    Each session starts at its own recorded time. A prompt whose last, partial block has no id ends in tokens of its own.
-
-    Raises: ValueError naming file, line and what is wrong with it.
+    Each session starts at its own recorded time. A prompt whose last, partial block has no id ends
+    in tokens of its own.
     """
     check_size(limit, 1.0)
     requests: list[Request] = []
@@ -80,12 +72,9 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
             )
         name = "" if scope == "global" else str(trace.get("id", session))
         for row in _calls(trace, where):
-            tokens = _get(row, "in", int, where), _get(row, "out", int, where)
-            ids = list(_get(row, "hash_ids", list, where))
-            if len(ids) == tokens[0] // size and tokens[0] % size:
-                ids.append(("tail", session, len(requests)))
-            arrival = _get(row, "t", (int, float), where)
-            requests.append(_request(where, arrival, session, *tokens, ids, size, name, number))
+            tail = ("tail", session, len(requests))
+            fields = ("t", "in", "out", "hash_ids")
+            requests.append(_request(row, fields, where, session, size, number, name, tail))
     requests.sort(key=lambda r: r.arrival)
     return _some(requests[:limit], path)
 
@@ -98,7 +87,7 @@ LOADERS: dict[str, Callable[[str | Path, int | None], list[Request]]] = {
 
 
 def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """Model calls of a session, those of its subagents included."""
+    """Model calls of a session and of its subagents."""
     for row in _get(trace, "requests", list, where):
         if not isinstance(row, dict):
             raise ValueError(f"trace: {where}: requests: expected objects, got {row!r:.60}")
@@ -109,15 +98,22 @@ def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 
 def _request(
-    where: str, arrival: float, session: int, input: int, output: int, ids: list[Any], size: int, scope: str, number: Numbering
+    row: dict[str, Any], fields: tuple[str, str, str, str], where: str, session: int, size: int,
+    number: Numbering, scope: str = "", tail: object = None,
 ) -> Request:  # fmt: skip
-    if output == 0:  # which would be a look-up
-        output = 1
+    """The request of a row; `fields` name its time, lengths and ids; `tail`: id of a last block."""
+    time, length, answer, blocks = fields
+    arrival = _get(row, time, (int, float), where)
+    input, output = _get(row, length, int, where), _get(row, answer, int, where)
+    ids = list(_get(row, blocks, list, where))
+    if tail is not None and input % size and len(ids) == input // size:
+        ids.append(tail)
     needed = -(-input // size)
     if len(ids) < needed:
         raise ValueError(
             f"trace: {where}: hash_ids: expected {needed} ids for {input} tokens, got {len(ids)}"
         )
+    output = output or 1  # an output of 0 would be a look-up
     try:
         return Request(float(arrival), session, input, output, number(ids[:needed]), size, scope)
     except (TypeError, ValueError, OverflowError) as error:
@@ -125,7 +121,7 @@ def _request(
 
 
 def _objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """JSON objects of a file (one in all, or one a line), each with where it stands."""
+    """(place, JSON object) of a file that holds one object in all or one a line."""
     path = Path(path)
     with open_trace(path) as lines:
         if path.name.removesuffix(".xz").endswith(".json"):
@@ -147,7 +143,6 @@ def _get(row: dict[str, Any], field: str, kind: Any, where: str) -> Any:
 
 def _some(requests: list[Request], path: str | Path) -> list[Request]:
     if not requests:
-        raise ValueError(
-            f"trace: expected at least one request in {Path(path).name}, got an empty file"
-        )
+        name = Path(path).name
+        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
     return requests

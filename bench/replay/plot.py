@@ -1,4 +1,4 @@
-"""A picture of a table: hit rate and median time to the first token over the size of the pool."""
+"""Picture of a table: hit rate and median time to the first token over the size of the pool."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from .experiment import Row
 
 
 def save_plot(rows: list[Row], path: str | Path) -> None:
-    """One column of axes for each workload and preset; one line for each retention and eviction. The suffix gives the format.
+    """Draw one column of axes a workload and preset, one line a retention and eviction.
 
-    Raises: ImportError when matplotlib is missing; OSError, ValueError when the file cannot be written.
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError, ValueError: the file cannot be written, or has an unknown suffix.
     """
     require_matplotlib(path)
     import matplotlib
@@ -22,42 +24,36 @@ def save_plot(rows: list[Row], path: str | Path) -> None:
     figure = Figure(figsize=(5.2 * len(cases), 6.4), layout="constrained")
     axes = figure.subplots(2, len(cases), squeeze=False)
     for column, case in enumerate(cases):
-        mine = [r for r in rows if (r["workload"], r["preset"]) == case]
-        sized = [r for r in mine if r["pool_bytes"] is not None]
-        hit, ttft = axes[0][column], axes[1][column]
-        for name in dict.fromkeys((r["retention"], r["eviction"]) for r in sized):
-            line = sorted(
-                (r for r in sized if (r["retention"], r["eviction"]) == name),
-                key=lambda r: r["pool_bytes"],
-            )
+        hit, ttft = axes[:, column]
+        lines: dict[tuple[object, str], list[Row]] = {}
+        for row in (r for r in rows if (r["workload"], r["preset"]) == case):
+            lines.setdefault((row["retention"], row["eviction"]), []).append(row)
+        bounds_last = sorted(lines.items(), key=lambda item: item[0][1] == "infinite")
+        for (retention, eviction), line in bounds_last:
+            if eviction == "infinite":
+                x, side = (0, "left") if retention == "any" else (1, "right")  # both may be close
+                level = line[0]["hit_rate"]
+                hit.axhline(level, color="gray", linewidth=0.8, linestyle="--")
+                hit.annotate(
+                    f" infinite pool, {retention} ", (x, level), xycoords=("axes fraction", "data"),
+                    ha=side, va="bottom", fontsize=7, color="gray",
+                )  # fmt: skip
+                continue
+            line.sort(key=lambda r: r["pool_bytes"])
             x = [r["pool_bytes"] / 2**30 for r in line]
-            bound = name[1] == "clairvoyant"
-            style = (
-                {"color": "black", "linestyle": ":"} if bound else {"marker": "o", "markersize": 3}
-            )
-            label = "clairvoyant bound" if bound else f"{name[1]}, {name[0]}"
-            [drawn] = hit.plot(x, [r["hit_rate"] for r in line], label=label, **style)
-            if not bound:
-                ttft.plot(
-                    x,
-                    [r["ttft_p50"] for r in line],
-                    color=drawn.get_color(),
-                    marker="o",
-                    markersize=3,
-                )
-        for r in mine:
-            if r["eviction"] == "infinite":
-                hit.axhline(r["hit_rate"], color="gray", linewidth=0.8, linestyle="--")
-                # The two may be close.
-                x, side = (0, "left") if r["retention"] == "any" else (1, "right")
-                hit.annotate(f" infinite pool, {r['retention']} ", (x, r["hit_rate"]), xycoords=("axes fraction", "data"), ha=side, va="bottom", fontsize=7, color="gray")  # fmt: skip
+            rates = [r["hit_rate"] for r in line]
+            if eviction == "clairvoyant":
+                hit.plot(x, rates, label="clairvoyant bound", color="black", linestyle=":")
+                continue
+            dots = {"marker": "o", "markersize": 3}
+            [drawn] = hit.plot(x, rates, label=f"{eviction}, {retention}", **dots)
+            ttft.plot(x, [r["ttft_p50"] for r in line], color=drawn.get_color(), **dots)
         hit.set(title=f"{case[0]}, {case[1]}", ylabel="hit rate of prompt tokens", ylim=(0, None))
         hit.yaxis.set_major_formatter(PercentFormatter(1.0))
         hit.legend(fontsize=7)
         ttft.set(xlabel="pool, GiB", ylabel="time to first token, p50, s", ylim=(0, None))
         for ax in (hit, ttft):
             ax.grid(alpha=0.3)
+    date = {"Date": None} if str(path).endswith(".svg") else None
     with matplotlib.rc_context({"svg.hashsalt": "quire"}):  # the same bytes every time
-        figure.savefig(
-            path, dpi=110, metadata={"Date": None} if str(path).endswith(".svg") else None
-        )
+        figure.savefig(path, dpi=110, metadata=date)

@@ -1,4 +1,4 @@
-"""Cache groups of real models: what a page covers, and how many bytes it takes."""
+"""Cache groups of real models: block sizes and bytes of their pages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from quire.kvcore import GroupSpec
 
 
 def _v4(page_bytes: int) -> list[GroupSpec]:
-    # A page of 256 tokens holds compressed entries and index keys of all layers. Window rows are dealt to two groups of 64 tokens a page.
-    # At a multiple of 256 the compressors carry nothing over but the last 4 rows of the ratio-4 ones: a window of 5, one page.
+    # A page of 256 tokens holds the compressed entries and index keys of all layers. Window rows
+    # lie in two groups of 64 tokens a page. At a multiple of 256 the compressors carry over only
+    # the last 4 rows of the ratio-4 ones: a window of 5, one page.
     return [
         GroupSpec("compressed", "dense", 256, page_bytes),
         *(GroupSpec(f"window.{i}", "window", 64, page_bytes, 128) for i in range(2)),
@@ -16,7 +17,7 @@ def _v4(page_bytes: int) -> list[GroupSpec]:
 
 
 PRESETS: dict[str, list[GroupSpec]] = {
-    "v4-flash": _v4(1_002_240),  # fp8 rows; bytes of 21 + 20 compressed layers and 21 of index keys
+    "v4-flash": _v4(1_002_240),  # fp8 rows; 21 + 20 compressed layers and 21 of index keys
     "v4-pro": _v4(1_435_968),
     # 10 global layers of 8,192 B a token; 50 local ones of 16,384 B in five groups of 10.
     "gemma-4-31b": [

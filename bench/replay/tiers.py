@@ -1,78 +1,112 @@
-"""`kvcore.tier` behind the pool of a replay."""
+"""Host memory (`kvcore.tier`) behind the pool of a replay, and the link to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from quire.kvcore import KVCache
+from quire.kvcore import KVCache, Prompt
 from quire.kvcore.policies.base import EvictionPolicy
 from quire.kvcore.prefix.index import PrefixIndex
 from quire.kvcore.tier import Job, Tiers
 
-from .links import Link, Transfer
-
-if TYPE_CHECKING:
-    from .engine import Engine, Timing
-
 STORE, LOAD = "device>host", "host>device"
 
 
+class Link:
+    """One direction of a link: transfers go over it one after another, in the order of their start.
+
+    Attributes:
+        bytes_per_second: rate.
+        free_at: end of the last transfer so far, in seconds.
+        num_bytes: sum over all transfers so far.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.free_at = 0.0
+        self.num_bytes = 0
+
+    def send(self, now: float, num_bytes: int) -> float:
+        """Queue `num_bytes` at time `now`; returns the time of their arrival."""
+        self.free_at = max(now, self.free_at) + num_bytes / self.bytes_per_second
+        self.num_bytes += num_bytes
+        return self.free_at
+
+    def room(self, now: float, seconds: float) -> int:
+        """Bytes that arrive within `seconds` when queued at time `now`."""
+        return max(0, int((now + seconds - max(now, self.free_at)) * self.bytes_per_second))
+
+
+@dataclass(eq=False)
+class Transfer:
+    """A job on its way over the link.
+
+    Attributes:
+        end: time at which all bytes are there.
+        done: to be called then.
+        waiting: numbers of the requests that wait for it.
+    """
+
+    end: float
+    done: Callable[[], object]
+    waiting: list[int] = field(default_factory=list)
+
+
 class TierMemory:
-    """Host memory that keeps what `Tiers` chooses.
+    """Host memory that keeps the entries chosen by `Tiers`.
 
     Args:
         cache: an empty one.
-        host: pages of the pool that it has the bytes of.
+        host: size, in pages of the pool.
         link: bytes a second of each direction between device and host.
-        policy: makes the eviction policy of the host; None: its own default.
-        timing: of the engine.
-        watermark: of `Tiers`.
+        prefill_rate: prompt tokens that the engine computes in a second.
+        chunk: tokens of a prefill chunk.
+        policy: makes the eviction policy of the host; None: the default of `Tiers`.
+        watermark: see `Tiers`.
 
     Attributes:
         links: by direction, `STORE` and `LOAD`.
     """
 
     def __init__(
-        self, cache: KVCache, *, host: int, link: float, timing: Timing,
+        self, cache: KVCache, *, host: int, link: float, prefill_rate: float, chunk: int,
         policy: Callable[[], EvictionPolicy] | None = None, watermark: int | None = None,
     ) -> None:  # fmt: skip
-        self._timing = timing
         self.tiers = Tiers(
             cache, num_pages=host + 1, bytes_per_second=link,
-            prefill_tokens_per_second=timing.prefill_rate,
+            prefill_tokens_per_second=prefill_rate,
             policy=None if policy is None else policy(), watermark=watermark,
         )  # fmt: skip
         self.links = {STORE: Link(link), LOAD: Link(link)}
+        self._chunk_seconds = chunk / prefill_rate
         self._transfers: dict[Job, Transfer] = {}
 
-    def look(self, engine: Engine, number: int) -> Transfer | Literal["later"] | None:
-        """The load that a waiting request should wait for; None: there is none; "later": there is
-        no room for it now."""
-        match = self.tiers.match(engine.prompts[number])
+    def load(self, prompt: Prompt, now: float) -> Transfer | Literal["later"] | None:
+        """The load that a waiting request needs, if any; "later": there is no room for it now."""
+        match = self.tiers.match(prompt)
         pending = match.pending
         if pending is not None and pending.num_tokens > match.device.num_saved_tokens:
             return self._transfers[pending]
         if not match.num_bytes:
             return None
         job = self.tiers.load(match)
-        return "later" if job is None else self._transfer(job)
+        return "later" if job is None else self._transfer(job, now)
 
-    def _transfer(self, job: Job) -> Transfer:
+    def stores(self, now: float) -> list[Transfer]:
+        """Transfers to start now: as much as the link takes while the next chunk is computed."""
+        room = self.links[STORE].room(now, self._chunk_seconds)
+        return [self._transfer(job, now) for job in self.tiers.stores(room)] if room else []
+
+    def _transfer(self, job: Job, now: float) -> Transfer:
         def done() -> None:
             del self._transfers[job]
             self.tiers.done(job)
 
         link = self.links[STORE if job.kind == "store" else LOAD]
-        transfer = self._transfers[job] = Transfer(link, job.num_bytes, done)
+        transfer = self._transfers[job] = Transfer(link.send(now, job.num_bytes), done)
         return transfer
-
-    def stores(self, engine: Engine) -> list[Transfer]:
-        """Transfers to the host to start now: as much as the link takes while the next chunk is
-        computed."""
-        seconds = self._timing.chunk / self._timing.prefill_rate
-        room = self.links[STORE].room(engine.now, seconds)
-        return [self._transfer(job) for job in self.tiers.stores(room)] if room else []
 
     def report(self) -> dict[str, float | int]:
         """Figures of the whole replay, for a row."""
@@ -84,10 +118,13 @@ class TierMemory:
 
 
 def serving_pages(index: PrefixIndex) -> int:
-    """Pages of an index that a hit could have: segments up to the last resume point of their chain,
-    and the pages of resume points, each once."""
+    """Pages of an index that a hit could use.
+
+    These are segments up to the last resume point of their chain, and the pages of resume points,
+    each counted once.
+    """
     pages, segments = set[int](), 0
-    ends: dict[int, int] = {}  # by the run: segments up to which a point below needs it
+    ends: dict[int, int] = {}  # id(run) -> segments up to which a point below needs it
     for run in reversed(list(index.runs())):  # children first
         last = run.depth if not index.hybrid else max(run.points, default=0)
         end = max(ends.pop(id(run), 0), last)

@@ -1,32 +1,59 @@
-"""`bench.kvcore` as its readers see it: the names of its figures, its curves, and that decoding leaves nothing behind."""
+"""`bench.kvcore`: names of its figures, curves, garbage of a decode step, and vLLM beside it."""
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 
-import numpy as np
 import pytest
 
+from quire.bench import kvcore
 from quire.bench.kvcore import measure, scaling, tiers
-from quire.bench.kvcore.__main__ import main
+from quire.bench.kvcore.__main__ import VLLM_VERSION, main, vllm_rows
+
+STEP = ("", "_mean", "_plan", "_churn", "_add", "_garbage")
+PROMPT = (
+    "pool_1m_build", "hash_1m", "admit_1m_interval", "release_1m", "lookup_1m_hit",
+    "admit_1m_dense", "lookup_1m_tails_gone",
+)  # fmt: skip
+TIERS = [f"{tier}_{call}" for tier in ("tier", "tier_batch", "tier_chain") for call in tiers.CALLS]
 
 
-def test_the_figures_have_the_names_that_others_read(tmp_path, capsys):
+def test_rows_of_the_command(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    main(["--spec", "v4", "--repeats", "0", "--requests", "3", "--steps", "4", "--json", str(path)])
-    rows = json.loads(path.read_text())
-    names = {r["name"]: r for r in rows}
-    assert {"pool_1m_bytes", "decode_step_3", "decode_step_3_churn", "drafts_step_3"} <= set(names)
+    arguments = ["--spec", "v4", "--repeats", "0", "--requests", "1", "3", "--steps", "1"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    rows = [r for r in json.loads(path.read_text()) if not r["name"].startswith("vllm_")]
     assert all(set(r) == {"name", "spec", "value", "unit"} and r["spec"] == "v4" for r in rows)
-    assert names["decode_step_3"]["unit"] == "s" and 0 < names["decode_step_3"]["value"] < 1
-    assert names["pool_1m_bytes"]["unit"] == "B"
-    assert names["pool_1m_bytes"]["value"] < 64 * 2**20
+    values = {r["name"]: (r["value"], r["unit"]) for r in rows}
+    names = [f"decode_step_{n}{part}" for n in (1, 3) for part in STEP]
+    assert set(values) == {"pool_1m_bytes", *names, "drafts_step_1", "drafts_step_3"}
+    assert values["decode_step_3"][1] == "s" and 0 < values["decode_step_3"][0] < 1
+    assert values["pool_1m_bytes"][1] == "B" and values["pool_1m_bytes"][0] < 64 * 2**20
     assert "decode_step_3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spec", list(measure.SPECS))
+@pytest.mark.parametrize("spec", measure.SPECS)
+def test_other_figures(spec, monkeypatch):
+    """Each function checks what it measures; here on smaller prompts and pools."""
+    monkeypatch.setattr(measure, "MILLION", 1 << 17)
+    rows = measure.million(spec, 1) + measure.split_lookup(spec, 8) + tiers.entry_times(spec, 2)
+    assert [r["name"] for r in rows] == [*PROMPT, "lookup_whole_8", "lookup_left_8", *TIERS]
+    assert all(0 < r["value"] < 10 and (r["spec"], r["unit"]) == (spec, "s") for r in rows)
+
+
+def test_a_full_pool_makes_room(monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK", 1024)
+    monkeypatch.setattr(measure, "MILLION", 1 << 17)
+    rows = measure.full_pool(1)
+    assert [r["name"] for r in rows] == ["plan_8k_full_adaptive", "plan_8k_full_lru"]
+    assert all(0 < r["value"] < 10 for r in rows)
+
+
+@pytest.mark.parametrize("spec", measure.SPECS)
 def test_a_decode_step_leaves_no_garbage(spec):
-    cache, slots = measure.decoding(measure.SPECS[spec], 16, context=512, num_pages=10_000)
+    cache, slots = measure.decoding(measure.SPECS[spec], 16, 10_000, context=512)
     left = measure.garbage(cache, slots, 200)
     assert abs(left) < 16 * 4, "a few bytes a request would be noticed"
     kept = []
@@ -35,44 +62,60 @@ def test_a_decode_step_leaves_no_garbage(spec):
     assert measure.garbage(cache, slots, 50) > 1000, "a kept plan is noticed"
 
 
-def test_curves_and_their_picture(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+def test_curves(tmp_path, monkeypatch):
     few = {"requests": [2, 4], "context": [512, 1024], "pages": [1 << 12], "groups": [1, 8]}
-    monkeypatch.setattr(scaling, "CURVES", few)
-    monkeypatch.setattr(scaling, "CONTEXT", 512)
-    monkeypatch.setattr(scaling, "PAGES", 1 << 12)
-    monkeypatch.setattr(scaling, "REQUESTS", 2)
-    picture = tmp_path / "curves.png"
-    numbers = tmp_path / "curves.json"
-    arguments = ["--spec", "v4", "--steps", "3", "--plot", str(picture), "--json", str(numbers)]
-    assert main(arguments) == 0
-    rows = json.loads(numbers.read_text())
-    expected = [f"scaling_{what}_{v}" for what, values in few.items() for v in values]
-    assert [r["name"] for r in rows] == expected
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_more_groups_are_windows_like_the_first():
-    groups = scaling.some_groups("v4", 8)
+    sizes = {"CURVES": few, "CONTEXT": 512, "PAGES": 1 << 12, "REQUESTS": 2}
+    for name, value in sizes.items():
+        monkeypatch.setattr(scaling, name, value)
+    path = tmp_path / "rows.json"
+    assert main(["--spec", "v4", "--steps", "3", "--scaling", "--json", str(path)]) == 0
+    expected = [f"scaling_{curve}_{value}" for curve, values in few.items() for value in values]
+    assert [r["name"] for r in json.loads(path.read_text())] == expected
+    groups = scaling.first_groups("v4", 8)
     assert [g.kind for g in groups] == ["dense", "window", "window", "state"] + ["window"] * 4
-    assert len({g.name for g in groups}) == 8 and np.all([g.page_bytes == 1 for g in groups])
+    assert len({g.name for g in groups}) == 8
 
 
-@pytest.mark.parametrize("spec", list(measure.SPECS))
-def test_entries_of_tiers_go_to_the_host_and_come_back(spec, monkeypatch):
-    monkeypatch.setattr(measure, "MILLION", 1 << 14)
-    rows = tiers.entry_times(spec, 2)
-    which = ("tier", "tier_batch", "tier_chain")
-    names = [f"{tier}_{name}" for tier in which for name in tiers.CALLS]
-    assert [r["name"] for r in rows] == names
-    assert all(0 < r["value"] < 1 and (r["spec"], r["unit"]) == (spec, "s") for r in rows)
+@pytest.mark.parametrize(
+    ("version", "text", "reason"),
+    [
+        ("0.32.0", "raise AssertionError('imported')", "expected 0.33"),
+        ("0.330.0", "raise AssertionError('imported')", "expected 0.33"),
+        ("0.33.1", "raise ImportError('no libcudart')", "no libcudart"),
+        ("0.33.1", "", "cannot import name"),
+    ],
+)
+def test_a_vllm_that_cannot_be_measured_is_named(
+    version, text, reason, tmp_path, monkeypatch, capsys
+):
+    for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "quire.bench.kvcore.vllm", raising=False)
+    monkeypatch.delattr(kvcore, "vllm", raising=False)
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "sampling_params.py").write_text(text)
+    info = tmp_path / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert vllm_rows("v4", [1], 1, 1) == []
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "vllm"]:
+            del sys.modules[name]
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"vllm {version}: not measured: ") and reason in printed
 
 
-def test_a_chain_that_was_left_everywhere_is_looked_up_and_a_full_pool_makes_room(monkeypatch):
-    monkeypatch.setattr(measure, "CHUNK", 1024)
-    monkeypatch.setattr(measure, "MILLION", 1 << 17)
-    rows = [*measure.split_lookup("v4", 8), *measure.full_pool(1)]
-    assert [r["name"] for r in rows] == [
-        "lookup_whole_8", "lookup_left_8", "plan_8k_full_adaptive", "plan_8k_full_lru",
-    ]  # fmt: skip
-    assert all(0 < r["value"] < 10 and r["unit"] == "s" for r in rows)
+@pytest.mark.parametrize("spec", measure.SPECS)
+def test_every_figure_of_an_installed_vllm(spec, monkeypatch, capsys):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.setattr(measure, "MILLION", 1 << 16)
+    rows = vllm_rows(spec, [3], 1, 8)
+    if not rows:
+        pytest.skip(f"needs vLLM {VLLM_VERSION}: {capsys.readouterr().out}")
+    names = {f"vllm_{name}" for name in (*PROMPT, "pool_1m_bytes", "decode_step_3")}
+    assert {r["name"] for r in rows} == names and all(r["value"] > 0 for r in rows)
+    assert [r["name"] for r in rows if r["unit"] == "B"] == ["vllm_pool_1m_bytes"]
+    assert gc.get_freeze_count() == 0

@@ -1,53 +1,50 @@
-"""A host tier behind a replayed pool: times by hand, bytes that are moved once, and what an infinite tier must equal."""
-
-import json
+"""A host tier behind a replayed pool: times by hand, bytes, and an infinite tier."""
 
 import numpy as np
 import pytest
 import torch
 
-from quire.bench.replay.__main__ import main, make_workload
+from quire.bench.replay.__main__ import make_workload
 from quire.bench.replay.bounds import clairvoyant_hits
 from quire.bench.replay.engine import Timing
 from quire.bench.replay.experiment import empty_cache, run_grid
-from quire.bench.replay.links import Link
 from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Workload, replay
-from quire.bench.replay.tiers import TierMemory, serving_pages
+from quire.bench.replay.tiers import Link, TierMemory, serving_pages
 from quire.kvcore import LRU, Adaptive, GroupSpec
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
+from tests.bench.replay.traffic import random_requests
 
 PAGE = 100  # bytes
 DENSE = [GroupSpec("d", "dense", 32, PAGE)]
 HYBRID = [GroupSpec("d", "dense", 32, PAGE), GroupSpec("w", "window", 16, PAGE, 64)]
 TIMING = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=2)
+FAST = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
 INFINITE = 1e15  # bytes a second
 
 
-def behind(timing=TIMING, *, host=1000, link=10_000.0, policy=LRU, made=None):
-    """Makes a `TierMemory` that stores everything as soon as it may, and puts it into `made`."""
-
-    def make(cache):
-        memory = TierMemory(
-            cache, host=host, link=link, policy=policy, timing=timing, watermark=cache.num_pages
-        )
-        if made is not None:
-            made.append(memory)
-        return memory
-
-    return make
-
-
-def request(arrival, first, tokens=320, output=1):
+def request(arrival, first, tokens=320):
     """A prompt of blocks `first`, `first` + 1 .. of 32 tokens."""
-    return Request(arrival, 0, tokens, output, np.arange(first, first + -(-tokens // 32)), 32)
+    return Request(arrival, 0, tokens, 1, np.arange(first, first + -(-tokens // 32)), 32)
 
 
-def run(requests, pages, groups=DENSE, timing=TIMING, **options):
-    options.setdefault("policy", LRU())
-    return replay(Workload("w", requests), groups, num_pages=1 + pages, timing=timing, **options)
+def run(
+    requests, pages, groups=DENSE, timing=TIMING, *, host=0, link=10_000.0, policy=LRU, **options
+):
+    """Replay over a host of `host` pages that stores at once; 0: over none."""
+
+    def behind(cache):
+        return TierMemory(
+            cache, host=host, link=link, policy=policy, prefill_rate=timing.prefill_rate,
+            chunk=timing.chunk, watermark=cache.num_pages,
+        )  # fmt: skip
+
+    return replay(
+        Workload("w", requests), groups, num_pages=1 + pages, timing=timing, policy=policy(),
+        behind=behind if host else None, **options,
+    )  # fmt: skip
 
 
 def test_a_link_is_a_queue():
@@ -62,7 +59,7 @@ def test_a_load_takes_the_time_of_its_bytes():
     requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
     alone = run(requests, 11)
     assert alone.hits.tolist() == [0, 0, 0] and alone.ttft == pytest.approx([0.32] * 3)
-    tiers = run(requests, 11, behind=behind())
+    tiers = run(requests, 11, host=1000)
     assert tiers.hits.tolist() == [0, 0, 288]
     assert tiers.from_device.tolist() == [0, 0, 0]
     assert tiers.ttft == pytest.approx([0.32, 0.32, 9 * PAGE / 10_000 + 0.032])
@@ -73,7 +70,7 @@ def test_a_load_takes_the_time_of_its_bytes():
 def test_a_load_does_not_hold_up_the_request_behind_it(tokens, expected):
     requests = [request(0.0, 0), request(1.0, 100, 23 * 32)]  # which fills the pool
     requests += [request(10.0, 0), request(10.0, 200, tokens)]
-    tiers = run(requests, 24, behind=behind())
+    tiers = run(requests, 24, host=1000)
     assert tiers.hits[2] == 288
     assert tiers.ttft[2:] == pytest.approx([expected, tokens / 1000])
 
@@ -83,97 +80,52 @@ def test_loads_wait_for_each_other_on_their_link():
     first's prefix, waits for that load and moves nothing."""
     requests = [request(0.0, 0), request(1.0, 100), request(2.0, 200, 33 * 32)]
     requests += [request(10.0, 0), request(10.0, 100), request(10.0, 0)]
-    made = []
     timing = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=4)
-    tiers = run(requests, 34, timing=timing, behind=behind(timing, made=made))
+    tiers = run(requests, 34, timing=timing, host=1000)
     assert tiers.hits[3:].tolist() == [288, 288, 288]
     assert tiers.ttft[3:] == pytest.approx([0.09 + 0.032, 0.18 + 0.032, 0.09 + 0.064])
-    assert made[0].links["host>device"].num_bytes == 2 * 9 * PAGE
+    assert tiers.behind.links["host>device"].num_bytes == 2 * 9 * PAGE
 
 
 @pytest.mark.parametrize("preset", ["v4-flash", "v4-pro"])
 def test_presets_are_what_an_engine_has(preset):
-    plan = plan_cache(
-        V4_CONFIGS[f"deepseek-{preset}"], CacheFormat(torch.bfloat16, True), drafters=False
-    )
+    config = V4_CONFIGS[f"deepseek-{preset}"]
+    plan = plan_cache(config, CacheFormat(torch.bfloat16, True), drafters=False)
     shapes = [(g.kind, g.block_size, g.page_bytes, g.sliding_window) for g in PRESETS[preset]]
     assert shapes == [(g.kind, g.block_size, g.page_bytes, g.sliding_window) for g in plan.groups]
 
 
-def test_what_would_be_slower_than_computing_is_not_loaded():
-    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
-    made = []
-    slow = 9 * PAGE / 0.289  # the prefill of these tokens takes 0.288 s
-    tiers = run(requests, 11, behind=behind(link=slow, made=made))
-    assert tiers.ttft[2] == pytest.approx(0.32)
-    assert made[0].links["host>device"].num_bytes == 0
-
-
-def test_a_prefix_that_bounces_is_written_once():
-    requests = [request(float(i), 100 * (i % 2)) for i in range(8)]
-    made = []
-    tiers = run(requests, 11, behind=behind(made=made))
-    links = made[0].links
-    assert tiers.hits.tolist() == [0, 0] + [288] * 6
-    assert links["host>device"].num_bytes == 6 * 9 * PAGE
-    assert links["device>host"].num_bytes == 2 * 10 * PAGE
-
-
-def random_requests(seed, n=60, every=0.5):
-    """Prompts that share prefixes in a random tree."""
-    rng = np.random.default_rng(seed)
-    prompts, requests, fresh = [[]], [], iter(range(10**6))
-    for i in range(n):
-        base = prompts[rng.integers(len(prompts))]
-        ids = base[: rng.integers(len(base) + 1)] + [
-            next(fresh) for _ in range(rng.integers(1, 12))
-        ]
-        prompts.append(ids)
-        size = len(ids) * 16 - int(rng.integers(16))
-        requests.append(Request(i * every, i, size, int(rng.integers(1, 20)), np.array(ids), 16))
-    return requests
-
-
 @pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
 def test_an_infinite_host_is_an_infinite_pool(groups):
-    timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
     pages = 40 if groups is DENSE else 120
     for seed in range(2):
-        requests = random_requests(seed)
-        infinite = run(requests, 20_000, groups, timing, retention="dense")
-        small = run(requests, pages, groups, timing, retention="dense", policy=LRU())
-        tiers = run(
-            requests, pages, groups, timing, retention="dense", policy=LRU(),
-            behind=behind(timing, host=20_000, link=INFINITE, policy=LRU),
-        )  # fmt: skip
+        requests = random_requests(seed, every=0.5, lookups=0)
+        infinite = run(requests, 20_000, groups, FAST, retention="dense")
+        small = run(requests, pages, groups, FAST, retention="dense")
+        tiers = run(requests, pages, groups, FAST, host=20_000, link=INFINITE, retention="dense")
         assert tiers.hits.tolist() == infinite.hits.tolist()
         assert small.hits.sum() < infinite.hits.sum()
         assert tiers.from_device.sum() < tiers.hits.sum()
 
 
-def test_tiers_are_within_the_bounds_of_their_bytes():
-    timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
-    for seed, policy in ((3, LRU), (4, Adaptive)):
-        workload = Workload("random", random_requests(seed))
-        made = []
-        tiers = replay(
-            workload, DENSE, num_pages=41, timing=timing, policy=policy(),
-            behind=behind(timing, host=60, link=INFINITE, policy=policy, made=made),
-        )  # fmt: skip
-        alone = replay(workload, DENSE, num_pages=41, timing=timing, policy=policy())
-        bound = clairvoyant_hits(workload, empty_cache(DENSE, workload), 100)
-        assert alone.hits.sum() < tiers.hits.sum() <= bound
+@pytest.mark.parametrize(("seed", "policy"), [(3, LRU), (4, Adaptive)])
+def test_tiers_are_within_the_bounds_of_their_bytes(seed, policy):
+    requests = random_requests(seed, every=0.5, lookups=0)
+    workload = Workload("random", requests)
+    alone = run(requests, 40, timing=FAST, policy=policy)
+    tiers = run(requests, 40, timing=FAST, host=60, link=INFINITE, policy=policy)
+    bound = clairvoyant_hits(workload, empty_cache(DENSE, workload), 100)
+    assert alone.hits.sum() < tiers.hits.sum() <= bound
 
 
 def test_pages_that_serve_hits():
-    """Counted by asking for every prefix of every chain; a chain without a resume point serves none."""
-    timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
-    requests, made = random_requests(2), []
-    run(requests, 80, HYBRID, timing, behind=behind(timing, host=200, link=INFINITE, made=made))
-    index, serving, points = made[0].tiers.index, set(), set()
-    for run_ in index.runs():
-        for depth, point in run_.points.items():
-            serving.update(index.pages_between(run_, 0, depth).ravel().tolist())
+    """Counted over every prefix of every chain; a chain without a resume point serves none."""
+    requests = random_requests(2, every=0.5, lookups=0)
+    index = run(requests, 80, HYBRID, FAST, host=200, link=INFINITE).behind.tiers.index
+    serving, points = set(), set()
+    for chain in index.runs():
+        for depth, point in chain.points.items():
+            serving.update(index.pages_between(chain, 0, depth).ravel().tolist())
             points.update(point.pages[point.pages != 0].tolist())
     assert serving_pages(index) == len(serving) + len(points) > 0
 
@@ -193,34 +145,3 @@ def test_rows():
         assert 0 <= over["waste"] < 1 and over["bytes host>device"] > 0
         assert 0 < over["device_tokens"] < over["hit_tokens"]
         assert over["recomputed_tokens"] == infinite["hit_tokens"] - over["hit_tokens"]
-
-
-def test_command_line(tmp_path, capsys):
-    out = tmp_path / "rows.json"
-    assert main(
-        ["--workload", "agent-pauses:agents=4,steps=4,root=1024,rate=1.0", "--preset", "llama-like", "--pool", "80%",
-         "--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru", "--quiet", "--json", str(out)]
-    ) == 0  # fmt: skip
-    rows = [r for r in json.loads(out.read_text()) if "host" in r]
-    assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
-    assert "to host" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--host", "x"], ["--host", "-1"], ["--host", "1%", "2%%"], ["--host", "1%", "--link", "0"],
-        ["--host", "1%", "--plot", "a.svg"], ["--ahead", "0"],
-    ],
-)  # fmt: skip
-def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
-    assert main([*arguments, "--quiet"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and "expected" in captured.err
-
-
-def test_sizes_that_are_none_are_named(capsys):
-    arguments = ["--workload", "round-robin", "--limit", "3", "--pool", "100%"]
-    for size in ("x", "-1", "nan", "5%%", "pages", "", "5"):
-        assert main([*arguments, "--host", size]) == 2
-        assert "error: host: expected" in capsys.readouterr().err

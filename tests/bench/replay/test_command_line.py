@@ -1,0 +1,70 @@
+"""`python -m bench.replay`: rows, pictures, and input that cannot be replayed."""
+
+import json
+
+import pytest
+
+from quire.bench.replay.__main__ import main
+
+CHATS = "round-robin:sessions=3,turns=2,first=512,user=64,answer=32"
+AGENTS = "agent-pauses:agents=4,steps=4,root=1024,rate=1.0"
+
+
+def test_rows_and_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "rows.json", tmp_path / "plot.svg"
+    arguments = ["--workload", CHATS, "--preset", "v4-flash", "llama-like", "--quiet"]
+    arguments += ["--pool", "3000pages", "1GiB", "--eviction", "lru", "adaptive"]
+    assert main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
+    rows = json.loads(out.read_text())
+    assert {r["preset"] for r in rows} == {"v4-flash", "llama-like"}
+    bound = {"workload", "preset", "retention", "eviction", "pool", "pool_bytes"}
+    bound |= {"hit_rate", "hit_tokens"}
+    more = {"mean_hit", "ttft_p50", "ttft_p99", "tokens_per_s", "recomputed_tokens"}
+    more |= {"evicted_resume_points", "evicted_segments"}
+    for row in rows:
+        assert row.keys() == (bound if row["retention"] == "any" else bound | more)
+        assert 0 <= row["hit_rate"] <= 1
+    assert picture.read_text().startswith("<?xml")
+    assert "clairvoyant" in capsys.readouterr().out
+
+
+def test_hosts(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    arguments = ["--workload", AGENTS, "--preset", "llama-like", "--pool", "80%", "--quiet"]
+    arguments += ["--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru"]
+    assert main([*arguments, "--json", str(out)]) == 0
+    rows = [r for r in json.loads(out.read_text()) if "host" in r]
+    assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
+    assert "to host" in capsys.readouterr().out
+
+
+def test_rows_are_written_before_a_later_error(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    longer = "round-robin:sessions=2,turns=2,first=131072"  # more than the pool
+    arguments = ["--workload", CHATS, longer, "--preset", "v4-flash", "--pool", "300pages"]
+    assert main([*arguments, "--eviction", "lru", "--quiet", "--json", str(out)]) == 2
+    assert "error: pool: expected room for request 0" in capsys.readouterr().err
+    assert {r["workload"] for r in json.loads(out.read_text())} == {CHATS}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--workload round-robin nonsense", "--workload round-robin:sessions=-1",
+        "--workload round-robin:sessions=1e3", "--workload round-robin:sessions=__import__('os')",
+        "--workload round-robin:gap=nan", "--workload round-robin:gap",
+        "--workload pr40676:rate=0", "--workload round-robin:sessions=2000000000",
+        "--workload pr43447:tokens=2000000000", "--workload mooncake:",
+        "--workload mooncake:/nowhere", "--workload weka:/", "--pool 25% 25", "--pool nan%",
+        "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0", "--max-requests 0",
+        "--prefill-rate nan", "--plot rows.txt", "--host x", "--host 1% 2%%",
+        "--host 1% --link 0", "--host 1% --plot a.svg", "--ahead 0",
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_before_any_replay(arguments, capsys):
+    assert main([*arguments.split(), "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ")
+    assert "expected" in captured.err or "cannot read" in captured.err
