@@ -1,7 +1,6 @@
-"""Loads and saves of overlapping compression windows in one launch, a program a row of kv and gate.
+"""Load and save overlapping compression windows in one launch, a program per row of kv and gate.
 
-Rows of several widths take one kernel: channels past the end are masked. Memory bounds it; in
-decode most programs find nothing to do.
+Rows of several widths take one kernel: channels past the end are masked.
 
 Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
 """
@@ -34,27 +33,27 @@ def copy_overlap(
     to_pages: torch.Tensor,
     impl: str | None = None,
 ) -> None:
-    """What a compressor with overlap needs where a sequence is resumed: saved, and loaded again.
+    """Save and load the rows that a compressor with overlap needs to resume a sequence.
 
-    A page keeps kv and gate + ape of the series a of a block's last ``ratio`` tokens, a whole
-    compression window. Those of ``from_pages`` go to ``state``, before ``compress`` reads it; those
-    of the step's ``tokens`` go to ``to_pages``. No page is read and written in one call.
+    A page keeps series a, kv and gate + ape, of a block's last ``ratio`` tokens: a whole
+    compression window. Pages ``from_pages`` are loaded to ``state``, before ``compress`` reads it.
+    The rows ``tokens`` of the step are saved to ``to_pages``. No page is read and written in one
+    call.
 
     Args:
-        kv, gate, ape, state: as of ``compress`` with overlap, kv and gate fp32: of their 2 * width
-            channels the first half is series a.
+        kv, gate, ape, state: arguments of ``compress`` with overlap, kv and gate fp32. Series a is
+            the first half of their 2 * width channels.
         pages: [num_pages, ratio, 2, width] fp32, any strides with last stride 1.
         from_pages: [num_seqs] int64, the page that a sequence loads.
-        state_index: [num_seqs] int64, the state that it goes to; -1 = none: nothing is loaded.
-        state_rows: [num_seqs, ratio] int64, rows of the state that it goes to.
-        tokens: [num_saved] int64, rows of kv; ``ratio`` of a page after each other, in the order of
-            their rows in it.
-        to_pages: [num_saved] int64; 0 = nowhere: the row of ``tokens`` is not saved.
+        state_index: [num_seqs] int64, the state to load it to; -1 = load nothing.
+        state_rows: [num_seqs, ratio] int64, the rows of that state.
+        tokens: [num_saved] int64, rows of kv; the ``ratio`` rows of a page one after another.
+        to_pages: [num_saved] int64; 0 = do not save the row.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a page,
-            state, row or token that there is not, of what is loaded or saved.
+            state, row or token out of range.
 
     Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
     """

@@ -1,15 +1,12 @@
 """Pages of a pool: rows of keys and values written to their slots, and whole pages copied.
 
-Rows: one program moves or quantizes some heads of one row; a row with slot -1 moves nothing. What
-e4m3 pages get is what ``common.e4m3`` says, bit for bit (but for the sign of a NaN): the division
-is IEEE's, and the rounding to e4m3 is integer arithmetic, which is exact also where there is no
-such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
+Rows: one program copies or quantizes some heads of one row; it skips a row with slot -1. e4m3
+pages get the bits of ``common.e4m3``, except for the sign of a NaN. Division is IEEE's and rounding
+is integer arithmetic: sm_80 has no instruction for it, and the interpreter's cast is not exact.
 
 Whole pages: a page of one tensor is divided into pieces of BLOCK words of 4 bytes, which the
 programs of one launch take in turn. Few programs saturate the link to host memory; the other
 multiprocessors stay free for the model.
-
-Memory bounds both: each row is read once and written once.
 
 Source: PagedAttention (arXiv 2309.06180) 4.3; vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel``
     transfers for copies by a kernel and by copy engines.
@@ -66,8 +63,9 @@ def write_kv(
     v_scale: float | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantized,
-    as ``common.e4m3`` says.
+    """Write rows of keys and values to their slots in the pages, in place.
+
+    e4m3 pages get quantized rows (``common.e4m3``).
 
     Args:
         k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
@@ -75,14 +73,15 @@ def write_kv(
             torch.float8_e4m3fn, any strides with last stride 1 (two views of one pool, head-major
             pages). No two of the slots written may share memory.
         slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
-        k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 []
-            (or [1]): the scale of all rows, read. fp32 [num_pages, block_size, num_kv_heads], any
-            strides: the scales of the rows, written beside them. (Host numbers in 2**-30 .. 2**30.)
+        k_scale, v_scale: scales of e4m3 pages, both of one kind; None with other pages. One scale
+            of all rows, which is read, is a number in 2**-30 .. 2**30, or fp32 [] (or [1]). Scales
+            of each row, which are written, are fp32 [num_pages, block_size, num_kv_heads], any
+            strides.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above; with torch and on
-            a CPU, a slot that there is not.
+            a CPU, a slot out of range.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
@@ -291,7 +290,7 @@ def gather_pages(
 
     Raises:
         ValueError: invalid shape, dtype, stride, alignment or device; with torch and on a CPU, an
-            id or a row that there is not.
+            id or a row out of range.
 
     Source: vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel`` transfers for the two ways.
     """
@@ -315,7 +314,7 @@ def scatter_pages(
 
     Raises:
         ValueError: invalid shape, dtype, stride, alignment or device; with torch and on a CPU, an
-            id or a row that there is not.
+            id or a row out of range.
 
     Source: see ``gather_pages``.
     """

@@ -1,4 +1,4 @@
-"""Chat templates: messages to the text that a model was trained on.
+"""Chat templates: from messages to the model's text format.
 
 Templates run through transformers (extra "hf"), in Jinja's immutable sandbox, in this process.
 Template, messages and text are bounded in size; the time that a template takes is not.
@@ -35,7 +35,7 @@ class NamedTemplate:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """What is read of ``tokenizer_config.json`` besides its ``*_token`` keys."""
+    """Keys read from ``tokenizer_config.json``, in addition to ``*_token``."""
 
     chat_template: str | tuple[NamedTemplate, ...] | None = None
 
@@ -46,7 +46,7 @@ class ChatTemplate:
     Args:
         source: jinja, at most 1,000,000 characters.
         special_tokens: their texts by name, such as ``bos_token``.
-        file: where it is from, for messages.
+        file: name of its file, for error messages.
 
     Raises:
         ImportError: without transformers or jinja2.
@@ -129,11 +129,11 @@ class ChatTemplate:
         """Text of a chat, special tokens spelled out.
 
         Args:
-            messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one
-                first, and whatever else the template reads; a key whose value is None counts as
-                absent. With the tools at most 100,000,000 characters.
+            messages: ``{"role": "system" | "user" | "assistant", "content": text}``, the earliest
+                first, with any other keys that the template reads; None = absent. With the tools
+                at most 100,000,000 characters.
             tools: JSON schemas of functions that the model may call.
-            add_generation_prompt: end with what introduces the model's answer.
+            add_generation_prompt: True = end with the start of the model's answer.
 
         Raises:
             ValueError: the template refuses the messages, or they or their text are too long.

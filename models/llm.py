@@ -51,10 +51,10 @@ class ModelSource:
     """A model that each rank builds its part of.
 
     Attributes:
-        config: of the whole model.
+        config: configuration of the whole model.
         directory: a Hugging Face directory; None = random weights.
-        dtype, seed: as of `LLM`.
-        family: of the configuration; where processes are started, they register it too.
+        dtype, seed: arguments of `LLM`.
+        family: the model's family; started processes register it too.
     """
 
     config: Any
@@ -88,23 +88,22 @@ class LLM:
         model: a named configuration (random weights), a Hugging Face directory, or a built model.
         engine: settings; default `EngineConfig()`. With tensor_parallel_size above 1, and a name or
             a directory as model, this process is rank 0 and starts the others. Under ``torchrun``,
-            and where torch.distributed is initialized, all ranks make the same `LLM`: that of rank
-            0 is used, and in the others this call does not return; it ends the process when rank
-            0's `LLM` is closed.
+            and where torch.distributed is initialized, all ranks make the same `LLM`. Rank 0's is
+            used; in the others this call ends the process when rank 0's `LLM` is closed.
         drafter: speculates (`quire.models.engine.speculative`), or a function that makes it from
             the model; None = no speculation.
         device: default: the GPU if there is one. None with a built model.
         dtype: one of torch, or its name; default: that of the checkpoint; for random weights
             bfloat16 on a GPU and float32 on a CPU. None with a built model.
-        seed: of random weights.
+        seed: seed of random weights.
 
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
         default_params: SamplingParams of prompts without (`default_params`).
 
     Raises:
-        ValueError: a model that is neither a name, a directory nor a module, for one that does not
-            fit the memory, and what `find_device`, `load_model` and `Engine` raise.
+        ValueError: a model that is no name, directory or module, or does not fit the memory; errors
+            of `find_device`, `load_model` and `Engine`.
     """
 
     def __init__(
@@ -198,8 +197,8 @@ class LLM:
             after another. One with finish_reason "nan" or "error" failed alone, with its ``error``.
 
         Raises:
-            ValueError: prompts that the engine refuses (none is then queued), for texts without a
-                tokenizer, or for params of another count.
+            ValueError: prompts that the engine refuses (none is then queued), texts without a
+                tokenizer, or another number of params than of prompts.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):

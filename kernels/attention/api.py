@@ -6,18 +6,17 @@ Torch is imported here and Triton only by the functions that launch a kernel, so
 ``impl="torch"`` works where Triton is missing.
 
 Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the
-page of block b of sequence s: a linear table has b < width, so the modulo changes nothing; a ring
-table (window layers) reuses its entries. Without a window the table is taken for linear: where
-``seq_lens`` reach past its last entry, that entry stands for all blocks behind. A sequence has fewer than 2**30 tokens.
+page of block b of sequence s. A linear table has b < width, so the modulo changes nothing. A ring
+table (window layers) reuses its entries. Without a window the table is linear: where ``seq_lens``
+reach past its last entry, that entry stands for all later blocks. A sequence has fewer than 2**30
+tokens.
 
-Values in device memory are not looked at: a wrong page id reads what lies there. On a CPU, and with
-``impl="torch"``, wrong page ids, lengths and prefix sums are refused. Triton's own interpreter
-(TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns (seen in 3.7 to 3.9):
-give it fp32 or fp16.
+Values in device memory are not checked: a wrong page id reads what is there. On a CPU, and with
+``impl="torch"``, wrong page ids, lengths and prefix sums are refused. Triton's interpreter
+(TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns: give it fp32 or fp16.
 
-What a call writes (``out``, ``lse``, ``workspace``, pages) may share memory with nothing else that
-it is given. Nothing is differentiated: results have no gradient, whatever the arguments require.
-Kernels run on the device of the tensors, whichever is the current one, and on its current stream.
+Outputs (``out``, ``lse``, ``workspace``, pages) must share no memory with other arguments. Results
+have no gradient. Kernels run on the device of the tensors, on its current stream.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch over paged keys and values, optionally with the step's own
-    rows beside the pages.
+    """Causal attention of a ragged batch over paged keys and values, and the step's new rows.
 
     Query i of sequence s stands at position p = seq_lens[s] - q_len + i and sees the keys j <= p.
     With ``k`` and ``v`` the pages hold keys [0, seq_len - q_len) and the new rows are the last
@@ -77,25 +75,24 @@ def paged_attention(
             row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles.
-            Where all sequences take the decode path, the call trusts it that none is too long for
-            them: too small a value leaves rows of longer sequences unwritten. (Device values are
-            not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the
-            result does not depend on it.
+            Where all sequences take the decode path it is trusted: with too small a value, rows of
+            longer sequences stay unwritten. (Device values are not read; only fewer than q's rows
+            in all is refused.) Elsewhere the result does not depend on it.
         k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the step's new rows, ragged like q; both or
             neither. They are never quantized. Without them the pages must hold every row that a
-            query sees: those of a kvcore window group do so only for one new token.
-        context_only: the step's own keys are left out: every query sees the keys [0, seq_len -
+            query sees. Pages of a kvcore window group do so for one new token only.
+        context_only: True = leave out the step's own keys: every query sees the keys [0, seq_len -
             q_len), all of them in the pages. The other part is a call with ``k`` and ``v`` and
             seq_lens = q_len; ``merge_partials`` joins the two. Needs ``k`` and ``v`` None.
-        k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its
-            quantized values times its scale. A number in 2**-30 .. 2**30, or fp32 [] (or [1]): of all rows. fp32
-            [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves
-            them.
+        k_scale, v_scale: scales of e4m3 pages, both of one kind; None with other pages. A key is
+            its quantized values times its scale. One scale of all rows is a number in 2**-30 ..
+            2**30, or fp32 [] (or [1]). Scales of each row are fp32 [num_pages, block_size,
+            num_kv_heads], any strides, as ``write_kv`` writes them.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode
             work.
-        num_decodes: host int, how many sequences at the front take the split-KV path made for few
-            new tokens; the others take the prefill path. Default: all if max_seqlen_q <= 1, else
-            none. Any choice gives the right result.
+        num_decodes: host int, number of sequences at the front that take the split-KV path, which
+            is for few new tokens; the others take the prefill path. Default: all if max_seqlen_q
+            <= 1, else none. Any choice gives the right result.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
         softcap: logits become softcap * tanh(logit / softcap), in 2**-30 .. 2**30; None = no cap.
         sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
@@ -113,7 +110,7 @@ def paged_attention(
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs *
             max_seqlen_q < num_tokens on the decode path; on a CPU and with torch, a page id, a
-            length or prefix sums that cannot be.
+            length or prefix sums out of range.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online
@@ -168,16 +165,15 @@ def sliding_window_attention(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """``paged_attention`` where query i sees only the last ``sliding_window`` keys: 0 <= p - j <
-    sliding_window.
+    """``paged_attention`` over the last ``sliding_window`` keys only: 0 <= p - j < sliding_window.
 
     Only tiles with a visible key are visited, so the cost does not grow with the context. The table
-    may be a ring whose width * block_size covers the window and, without new rows, the step's own
-    keys; a linear table serves as well.
+    may be a ring. Its width * block_size must cover the window and, without new rows, the step's
+    own keys. A linear table works as well.
 
     Args:
-        sliding_window: tokens that a query sees, its own included; >= 1, and from 2**30 on all that
-            there are.
+        sliding_window: tokens that a query sees, its own included; >= 1. From 2**30 on a query sees
+            all.
         q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, k_scale,
             v_scale, max_seq_len, num_decodes,
             softmax_scale, softcap, sinks, out, lse, workspace, impl: as in ``paged_attention``.
@@ -217,8 +213,7 @@ def sliding_window_attention(
 
 
 def attention_for(sliding_window: int | None) -> Callable[..., torch.Tensor]:
-    """``sliding_window_attention`` with this window, or ``paged_attention`` if it is None: one call
-    for the layers of a model, whichever they are.
+    """``sliding_window_attention`` with this window, or ``paged_attention`` if it is None.
 
     Args:
         sliding_window: as in ``sliding_window_attention``; None = no window.
@@ -244,7 +239,7 @@ def merge_partials(
     sink in once.
 
     out = sum_p exp(lse_p - z) out_p with z = log(sum_p exp(lse_p) + exp(sink)). A part with lse
-    -inf counts nothing, whatever its rows hold.
+    -inf counts nothing; its rows may hold anything.
 
     Args:
         partial_out: [num_parts, num_tokens, num_heads, head_dim] bf16, fp16 or fp32, each part
@@ -285,14 +280,13 @@ def workspace_numel(
     head_dim: int,
     num_sms: int,
 ) -> int:
-    """How many fp32 elements ``workspace`` needs for any batch of up to ``num_decodes`` sequences
-    on the decode path.
+    """Elements (fp32) of ``workspace`` for any batch of at most ``num_decodes`` decode sequences.
 
     Args:
-        num_decodes: sequences on the decode path, at most.
-        max_seqlen_q: as passed to the attention call; 1 for batches that also hold prefill
+        num_decodes: most sequences on the decode path.
+        max_seqlen_q: value passed to the attention call; 1 for batches that also hold prefill
             sequences.
-        num_heads, num_kv_heads, head_dim: of the layer.
+        num_heads, num_kv_heads, head_dim: sizes of the layer.
         num_sms: streaming multiprocessors,
             ``torch.cuda.get_device_properties(device).multi_processor_count``.
 

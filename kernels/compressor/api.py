@@ -1,8 +1,8 @@
 """``compress``: checks, and the choice between ``kernel`` and ``torch_impl``.
 
-The state holds the last ``ring`` rows of a sequence by position, not running sums, so rejected
-drafts need no undo, a snapshot is valid at any position, and results do not depend on how a
-sequence is split into steps.
+The state holds the last ``ring`` rows of a sequence by position, not running sums. So rejected
+drafts need no undo, and a snapshot is valid at any position. Results do not depend on the split of
+a sequence into steps.
 """
 
 from __future__ import annotations

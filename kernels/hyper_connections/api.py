@@ -82,14 +82,14 @@ def expand_streams(
 ) -> torch.Tensor:
     """Add the output of a sub-block to the streams: post[k] z + sum over j of comb[j, k] streams[j].
 
-    z is y; with ``rows`` it is y + the sum of weight * row over a token's rows in their order, which
-    the kernel does not round. post and comb are first rounded to the dtype of the streams; the
-    arithmetic of the kernel is fp32.
+    z is y. With ``rows`` it is y + the sum of weight * row over a token's rows, in their order and
+    not rounded. post and comb are first rounded to the dtype of the streams; the arithmetic is
+    fp32.
 
     Args:
         streams: [num_tokens, n, hidden_size] bf16, fp16 or fp32, last stride 1.
-        y: [num_tokens, hidden_size] in the same dtype, output of the sub-block; with rows that of
-            the shared expert.
+        y: [num_tokens, hidden_size] in the same dtype, output of the sub-block; with rows, output
+            of the shared expert.
         post, comb: [num_tokens, n] and [num_tokens, n, n] fp32, from ``collapse_streams``.
         rows: [num_tokens * k, hidden_size] in the same dtype, contiguous, from ``expert_mlp``; None
             = no rows.

@@ -39,11 +39,11 @@ def index_topk(
 
     over entries w < floor((p_t + 1) / compress_ratio), where p_t = seq_len - q_len + i is the
     position of query i of its sequence. A query that sees at most ``topk`` entries gets them all
-    without scores. Scores are summed in an order that does not depend on the batch, on chunks, or
-    on decode or prefill, so the selection does not either. A score of NaN counts as infinity.
+    without scores. The order of the sum does not depend on the batch, on chunks, or on decode or
+    prefill; so neither does the selection. A score of NaN counts as infinity.
 
-    Workspace: the scores of a chunk of queries, and the candidates of each level of the selection:
-    4 bytes an entry and query, and 8 * topk bytes for each 8192 entries. At most 64 MiB are
+    The workspace holds the scores of a chunk of queries and the candidates of the selection. That
+    is 4 bytes per entry and query, and 8 * topk bytes for each 8192 entries. At most 64 MiB are
     allocated, or the need of one query if that is more (1.3 MB at 262,144 entries and topk 1024);
     a longer step runs chunk by chunk.
 

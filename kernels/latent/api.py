@@ -61,7 +61,7 @@ def mla_attention(
             (the roped key) only score.
         kv: [num_tokens, head_dim] q's dtype, the step's own rows, ragged like q.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
-        num_decodes: host int, how many sequences at the front take the split-KV path, as in
+        num_decodes: host int, number of sequences at the front that take the split-KV path, as in
             ``paged_attention``.
         out: [num_tokens, num_heads, head_dim_v] q's dtype, filled in place; None allocates.
         lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
@@ -167,40 +167,38 @@ def compressed_attention(
             one after another. Any number of heads.
         window_pages: raw rows, roped; q's dtype, or quantized (q bf16 or fp32).
         window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a
-            linear table. Only the last width * storage_block_size positions in the pages are seen:
-            a later row overwrites the one so many positions before. With width 0 and no ``kv`` a
-            query sees entries alone.
+            linear table. Only the last width * storage_block_size positions in the pages are seen,
+            as later rows overwrite earlier ones. With width 0 and no ``kv`` a query sees entries
+            alone.
         seq_lens: [num_seqs] int32, tokens of each sequence including this step's, fewer than 2**30;
             0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        sliding_window: raw rows that a query sees, its own included; >= 1, and from 2**30 on all
-            that there are.
+        sliding_window: raw rows that a query sees, its own included; >= 1. From 2**30 on a query
+            sees all.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. Where all sequences
             take the decode path, the call trusts it: rows of longer sequences stay unwritten.
             Elsewhere the result does not depend on it.
-        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: then only positions before
-            the step are read from the pages, whatever these hold of the step itself. Where the
-            pages are quantized these should be what a reader of them would see (``write_latent``
-            returns it). None: the pages hold all.
-        compressed_pages: entries of all closed windows, those that this step closed included; the
+        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows. Then only positions before
+            the step are read from the pages. With quantized pages pass the rows that
+            ``write_latent`` returns, rounded as in the pages. None: the pages hold all.
+        compressed_pages: entries of all closed windows, also of those that this step closed; the
             same format as ``window_pages``.
         compressed_table: [num_seqs, width] int32, page of entry w at w // storage_block_size.
-            Entries behind its end are not there.
+            Entries past its end do not exist.
         compress_ratio: raw tokens of an entry, 1..2**30.
         topk_indices: [num_tokens, topk] int32, entries of the token's own sequence, each at most
             once, in any order. -1 = none; entries that the query does not see yet count nothing.
-        topk_lens: [num_tokens] int32, how many of a row's first indices count: below 0 none, above
-            topk all; None = all.
+        topk_lens: [num_tokens] int32, number of leading indices of a row that count: below 0 none,
+            above topk all; None = all.
         sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
             nothing.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
-        cos_sin: [max_position, rope_dim] fp32, cosines then sines: the inverse RoPE of the query's
-            position is applied to the trailing rope_dim channels of the output: rows are values
-            too, which carry the rotation of their own positions. None leaves them.
+        cos_sin: [max_position, rope_dim] fp32, cosines then sines. The inverse RoPE of the query's
+            position is applied to the trailing rope_dim channels of the output, because values
+            carry the rotation of their own positions. None = not applied.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
-        num_decodes: host int, how many sequences at the front take the split-KV path made for few
-            new tokens; the others take the prefill path. Default: all if max_seqlen_q <= 1, else
-            none. Any choice gives the right result.
+        num_decodes: host int, number of sequences at the front that take the split-KV path, as in
+            ``paged_attention``.
         out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
         lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
             logits, without the sink.
@@ -214,8 +212,8 @@ def compressed_attention(
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or
             num_seqs * max_seqlen_q < num_tokens on the decode path.
-        NotImplementedError: quantized beside plain pages, quantized pages with fp16 queries, a
-            rope_dim that is no power of two, or a pool of 2**31 rows or more.
+        NotImplementedError: quantized pages together with plain ones or with fp16 queries; a
+            rope_dim that is no power of two; a pool of 2**31 rows or more.
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
@@ -282,7 +280,7 @@ def compressed_attention(
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
-    """How many fp32 elements ``workspace`` needs for any batch, any heads and any lengths.
+    """Elements (fp32) of ``workspace`` for any batch, any heads and any lengths.
 
     Args:
         head_dim: channels of a row.

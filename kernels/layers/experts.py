@@ -1,15 +1,15 @@
-"""The MLPs of experts in three kernels, none of which asks the host for anything.
+"""MLPs of experts in three kernels, without a copy to the host.
 
-1. order: rows (a token once for each of its experts) sorted by expert, and the tiles of BLOCK_M of
-   an expert's rows. A program takes one expert: it counts the rows of lower experts and its own,
-   which says where its rows begin, and then writes them there, first token first. Where its tiles
-   are listed follows from the same two numbers. So the list has gaps, whose entries say 0 rows.
-2. gate_up: a tile's rows times rows of gate and up in turns, so that both sums of a pair end in one
-   thread; bias and gated product before anything is stored.
-3. down: the products times the second matrix, stored at the rows' places before they were sorted.
+1. order: sort the rows (a token once for each of its experts) by expert, and list the tiles of
+   BLOCK_M rows of each expert. A program takes one expert. It counts the rows of lower experts and
+   its own, which gives the start of its rows and of its tiles. Unused tiles in the list have 0
+   rows.
+2. gate_up: multiply a tile's rows by gate and up rows alternately, so that both sums of a pair end
+   in one thread. Bias and gated product come before the store.
+3. down: multiply the products by the second matrix, and store them in the unsorted order.
 
-Quantized weights are widened in registers, on their way to the product. Decode is bound by the
-weights of the experts, of which each is read once for up to BLOCK_M rows.
+Quantized weights are widened in registers. Decode is bound by reading the weights, once for up to
+BLOCK_M rows.
 
 Layout: order int32: [num_rows] rows sorted by expert, then [num_tiles, 3] of expert, first sorted
 row, and number of rows. gated [num_rows, width], sorted.
@@ -69,10 +69,10 @@ def select_tile(num_rows: int, num_experts: int, dtype_bytes: int, packed: bool)
     """Tile of both products.
 
     Args:
-        num_rows: of all experts together, num_tokens * k.
-        num_experts: those that there are.
-        dtype_bytes: of a value of x, 2 or 4.
-        packed: whether the weights are quantized.
+        num_rows: rows of all experts, num_tokens * k.
+        num_experts: number of experts.
+        dtype_bytes: bytes of a value of x, 2 or 4.
+        packed: True if the weights are quantized.
     """
     few, many = TILES["fp32" if dtype_bytes == 4 else "packed" if packed else "plain"]
     return few if num_rows <= 16 * num_experts else many
@@ -94,33 +94,33 @@ def expert_mlp(
     down_bias: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """What each expert of each token gives, for ``combine_experts`` or ``expand_streams`` to add up::
+    """MLP of each expert of each token, for ``combine_experts`` or ``expand_streams`` to add up::
 
         gate, up = gate_up[e] x + gate_up_bias[e]
         row      = down[e] gated_product(gate, up) + down_bias[e]
 
     with fp32 sums; the gated product is rounded to the dtype of x, and so is the row.
 
-    Weights are in the dtype of x, or quantized: e4m3 with a scale for each block of 128 x 128, or
-    e2m1 (fp4, MXFP4), two values a byte, the earlier one in the low bits, with an E8M0 scale byte
-    for each 32 columns. A quantized weight times its scale is rounded to the dtype of x before it
-    is multiplied. Of a quantized weight no value and no scale may be NaN.
+    Weights are in the dtype of x, or quantized. e4m3 weights have a scale for each block of 128 x
+    128. e2m1 weights (fp4, MXFP4) have two values a byte, the earlier one in the low bits, and an
+    E8M0 scale byte for each 32 columns. A quantized weight times its scale is rounded to the dtype
+    of x before it is multiplied. No quantized value and no scale may be NaN.
 
-    A row depends on its token, on its expert and on the tile shape, which goes by the number of
-    tokens; never on what other tokens hold or choose.
+    A row depends on its token, its expert and the tile shape, which depends on the number of
+    tokens. It does not depend on other tokens or their experts.
 
     Args:
         x: [num_tokens, hidden_size] bf16, fp16 or fp32, last stride 1.
         ids: [num_tokens, k] int64 in 0..num_experts - 1, last stride 1.
-        gate_up: [num_experts, 2, width, hidden_size], the gate first, of any strides: gate and up
-            rows may lie in turns, and matrices transposed. e4m3: last stride 1. uint8 (e2m1):
+        gate_up: [num_experts, 2, width, hidden_size], the gate first, any strides: gate and up rows
+            may alternate, and matrices may be transposed. e4m3: last stride 1. uint8 (e2m1):
             [num_experts, 2, width, hidden_size / 2], last stride 1.
         down: [num_experts, hidden_size, width], or as above.
         activation, limit, alpha, up_offset: as in ``gated_product``.
-        gate_up_scale: of e4m3 [num_experts, 2, ceil(width / 128), ceil(hidden_size / 128)] fp32, of
-            e2m1 [num_experts, 2, width, hidden_size / 32] uint8; None for plain weights.
-        down_scale: the same of [hidden_size, width].
-        gate_up_bias: [num_experts, 2, width] bf16, fp16 or fp32, of any strides; None = 0.
+        gate_up_scale: e4m3: [num_experts, 2, ceil(width / 128), ceil(hidden_size / 128)] fp32;
+            e2m1: [num_experts, 2, width, hidden_size / 32] uint8; None for plain weights.
+        down_scale: the same for [hidden_size, width].
+        gate_up_bias: [num_experts, 2, width] bf16, fp16 or fp32, any strides; None = 0.
         down_bias: [num_experts, hidden_size] of these dtypes; None = 0.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors), a loop over
             experts that reads the choices on the host.
@@ -130,7 +130,7 @@ def expert_mlp(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, an
-            expert that there is not.
+            expert id out of range.
         NotImplementedError: Triton with a matrix of 2**31 elements or more.
 
     Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP
@@ -217,7 +217,7 @@ def expert_mlp(
 
 
 def weight_format(weight: torch.Tensor) -> str:
-    """How the values of a weight are stored: "plain", "fp8" or "fp4"."""
+    """Storage of a weight's values: "plain", "fp8" or "fp4"."""
     return {E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
 
 
@@ -356,8 +356,8 @@ def _multiply(
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N] fp32: rows times the rows of a matrix, over SIZE columns.
 
-    rows, matrix: pointers to rows [BLOCK_M] and [BLOCK_N], of which ``live`` and ``real`` say which
-        are there. scale: pointers [BLOCK_N] to the scales of the matrix' rows.
+    rows, matrix: pointers to rows [BLOCK_M] and [BLOCK_N], masked by ``live`` and ``real``.
+    scale: pointers [BLOCK_N] to the scales of the matrix' rows.
     """
     dtype = rows.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

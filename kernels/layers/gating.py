@@ -39,7 +39,7 @@ def gated_product(
     out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """What an MLP hands to its second matrix::
+    """Gated product of an MLP, the input of its second matrix::
 
         activation(min(gate, limit)) * (clamp(up, -limit, limit) + up_offset)
 
@@ -49,12 +49,12 @@ def gated_product(
     in fp32, rounded once.
 
     Args:
-        gate, up: [num_rows, width] bf16, fp16 or fp32, of any strides: the two halves of a merged
-            product's rows, or their even and odd columns.
+        gate, up: [num_rows, width] bf16, fp16 or fp32, any strides: halves of a merged product's
+            rows, or its even and odd columns.
         activation: "silu" or "gelu_tanh".
         limit: > 0, in 2**-30 .. 2**30; None = no clamp. gpt-oss has 7.
-        alpha: of silu, in 2**-30 .. 2**30. gpt-oss has 1.702.
-        up_offset: gpt-oss has 1.
+        alpha: factor in silu, in 2**-30 .. 2**30. gpt-oss has 1.702.
+        up_offset: added to up. gpt-oss has 1.
         out: [num_rows, width] of gate's dtype, last stride 1; None = new memory.
         impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
 

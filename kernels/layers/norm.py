@@ -1,7 +1,6 @@
 """Residual sum and RMS norm in one pass, a program a row.
 
-A row stays in registers from its load to its stores: memory bounds it, as each of the rows is read
-once and written once.
+A row stays in registers from its load to its stores, so each row is read once and written once.
 
 Source: RMSNorm (arXiv 1910.07467).
 """
@@ -50,7 +49,7 @@ def residual_norm(
 
         norm(x, w) = x / sqrt(mean(x^2) + eps) * (w + offset)
 
-    In fp32, rounded where it is stored: the second norm is that of the rounded residual.
+    in fp32, rounded where it is stored. The second norm reads the rounded residual.
 
     Args:
         x: [num_rows, size] bf16, fp16 or fp32, last stride 1.

@@ -44,7 +44,7 @@ def norm_rope(
     out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """What attention takes of the merged projection of queries, keys and values::
+    """Norm and rotate the heads of a merged projection of queries, keys and values::
 
         q <- rope(norm(q, q_weight)),  k <- rope(norm(k, k_weight)),  v <- norm(v, 1)
 
@@ -54,14 +54,15 @@ def norm_rope(
     in fp32, rounded once. Values without a norm are left where they are.
 
     Args:
-        qkv: [num_tokens, heads, head_dim] bf16, fp16 or fp32, last stride 1: the heads of the
-            queries, then ``num_kv_heads`` of keys, then as many of values.
-        cos, sin: [num_tokens, head_dim // 2] fp32, last stride 1; of each token's angles.
+        qkv: [num_tokens, heads, head_dim] bf16, fp16 or fp32, last stride 1: query heads, then
+            ``num_kv_heads`` key heads, then ``num_kv_heads`` value heads.
+        cos, sin: [num_tokens, head_dim // 2] fp32, last stride 1; cosines and sines of each token's
+            angles.
         num_kv_heads: 0 = queries alone.
-        has_v: qkv has values; without them keys are values too, before their norm and RoPE.
+        has_v: True if qkv has values; else keys are values too, before their norm and RoPE.
         q_weight, k_weight: [head_dim] bf16, fp16 or fp32; None = no norm. Both or neither, where
             there are keys.
-        norm_v: norm the values as well, without a weight and ``offset``, to ``out``.
+        norm_v: True = norm the values too, without weight and ``offset``, into ``out``.
         eps: in 2**-100 .. 2**30.
         offset: added to both weights in fp32; 1 where they are stored around 0 (Gemma-3).
         out: [num_tokens, out_heads, head_dim] of qkv's dtype, last stride 1; None = new memory. It

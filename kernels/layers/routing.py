@@ -1,9 +1,9 @@
 """Routing of a mixture of experts in two kernels, one program a token.
 
-route: scores of all experts stay in registers; the choice is top_k times the best that is left. A
-softmax is that of the chosen logits, against the largest of them.
+route: keep the scores of all experts in registers, and take the best remaining one top_k times. The
+softmax is over the chosen logits alone.
 
-combine: the rows of a token times their weights, added up in the order of its experts.
+combine: add up the rows of a token times their weights, in the order of its experts.
 
 Launches bound both in decode, and memory in prefill.
 
@@ -49,7 +49,7 @@ def route_tokens(
     token_ids: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token, and their weights::
+    """Choose the experts of each token, and compute their weights::
 
         score  = sqrt(softplus(logit))
         ids    = the top_k experts of score + bias, best first; or table[token_id]
@@ -61,21 +61,21 @@ def route_tokens(
         ids    = the top_k experts of z, best first
         weight = exp(z[id]) / (sum of the exp(z) of ids) * scale * expert_scale[id]
 
-    in fp32; the same as a softmax over all experts whose top_k are divided by their sum. ``bias``
-    takes part in the choice only. Of equal scores Triton takes the lowest expert first; torch does
-    not say which.
+    in fp32. This equals a softmax over all experts whose top_k are divided by their sum. ``bias``
+    changes the choice only. Among equal scores Triton takes the lowest expert first; with torch the
+    order is undefined.
 
     Args:
         logits: [num_tokens, num_experts] fp32, last stride 1.
         top_k: experts of a token, 1..num_experts.
         score: "sqrt_softplus" or "softmax".
         scale: factor of the weights, in 2**-30 .. 2**30.
-        logits_factor: in 2**-30 .. 2**30; 1 unless with "softmax".
+        logits_factor: factor of the logits, in 2**-30 .. 2**30; 1 unless with "softmax".
         logits_bias, expert_scale: [num_experts] bf16, fp16 or fp32, with "softmax" only; None = 0,
             and 1.
         bias: [num_experts] fp32, not with "softmax"; None = 0.
         table: [num_ids, top_k] int64, experts by token id, not with "softmax"; None = by score.
-        token_ids: [num_tokens] int64, rows of the table, with which they come.
+        token_ids: [num_tokens] int64, rows of the table; given with it.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
@@ -83,7 +83,7 @@ def route_tokens(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a token
-            id or an expert that there is not.
+            id or an expert id out of range.
         NotImplementedError: Triton with more than 4096 experts.
 
     Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
@@ -160,10 +160,9 @@ def combine_experts(
     The sum is rounded to the dtype of the rows, and once more with ``addend``.
 
     Args:
-        rows: [num_tokens * k, size] bf16, fp16 or fp32, last stride 1, those of a token one after
-            another.
+        rows: [num_tokens * k, size] bf16, fp16 or fp32, last stride 1, grouped by token.
         weights: [num_tokens, k] bf16, fp16 or fp32.
-        addend: [num_tokens, size] in the dtype of rows, what the shared expert gives; None = none.
+        addend: [num_tokens, size] in the dtype of rows, output of the shared expert; None = none.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
@@ -204,7 +203,7 @@ def combine_experts(
 
 
 def _check_score(score, logits_factor, logits_bias, expert_scale, bias, table) -> None:
-    """Check that only what belongs to a score is given with it."""
+    """Refuse arguments that do not belong to the score."""
     if score not in SCORES:
         raise ValueError(f"score: expected one of {list(SCORES)}, got {score!r}")
     others = {"logits_bias": logits_bias, "expert_scale": expert_scale}

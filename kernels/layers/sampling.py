@@ -1,16 +1,13 @@
-"""Tokens of rows of logits in one kernel, one program a row, without a sort.
+"""Sample a token from each row of logits in one kernel, one program a row, without a sort.
 
-A row is read for its largest logit, with which a greedy row is done. The tokens that top_k and
-top_p keep are those above some x, and of those that equal it the ones with the lowest ids: a search
-for that x suffices. Its steps count how many tokens reach the middle of what may be x, as integers
-of the same order, and add up their weights. Where a row is longer than a block, the search begins
-at a bound that all kept tokens reach, and looks only at the tokens that reach it: their ids are
-written down once (the candidates), and a few thousand are left of any real row. Then the weights of
-what is kept are added up, and added up again as far as the draw goes.
+The first pass finds the largest logit, which is the result of a greedy row. top_k and top_p keep
+the tokens above some x, and the lowest ids of those equal to it. A bisection finds that x: each
+step counts the tokens above the middle and adds up their weights. In a row longer than a block,
+the search starts at a bound below all kept tokens. The ids above it (the candidates) are listed
+once, and later passes read these alone. The last two passes add up the weights of the kept tokens,
+then find the drawn one.
 
-A weight is exp(x) as an integer, in units of 2**-42: sums are exact in any order.
-
-The latency of a row's passes bounds it, each from the L2 cache but the first.
+A weight is exp(x) as an integer, in units of 2**-42, so sums are exact in any order.
 
 Source: transformers ``generation/logits_process`` for the filters and their order.
 """
@@ -61,38 +58,36 @@ def sample_tokens(
     probs: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """One token for each row: of temperature 0 that of the largest logit, else a draw::
+    """Sample one token for each row: the largest logit at temperature 0, else a draw::
 
         x = (logit - largest logit) / temperature       in fp32
-        keep the top_k highest x                        of equal ones those with the lowest ids
-        of these the highest whose exp(x) first reach the share top_p of their sum
-        of these those with exp(x) >= min_p
-        the first id at which the sum of exp(x), in the order of ids, exceeds u times the whole sum
+        top_k: keep the top_k highest x                 ties: lowest ids first
+        top_p: of these, the highest whose exp(x) first reach the share top_p of their sum
+        min_p: of these, the ones with exp(x) >= min_p
+        token: first id at which the running sum of exp(x), by id, exceeds u times the whole sum
 
-    Of equal largest logits the lowest id is taken. Triton sums exp(x) in integers of 2**-42,
-    rounded down: a smaller one counts as 0, and no result depends on the order of summation. Torch
-    sums in fp32 for top_p and in fp64 for the draw. So the two may differ where a share, or u, is
-    within rounding of a border.
+    Among equal largest logits the lowest id wins. Triton sums exp(x) as integers of 2**-42, rounded
+    down, so no result depends on the order of summation. Torch sums in fp32 for top_p and in fp64
+    for the draw. The two may differ where a share, or u, is within rounding of a border.
 
     Args:
-        logits: [num_rows, vocab_size] bf16, fp16 or fp32, last stride 1; -inf for a token that is
-            not to come.
-        temperature: [num_rows] fp32, >= 0; None = 0 for all. The four others come with it.
+        logits: [num_rows, vocab_size] bf16, fp16 or fp32, last stride 1; -inf excludes a token.
+        temperature: [num_rows] fp32, >= 0; None = 0 for all. The next four are given with it.
         top_k: [num_rows] int32; 0 = all.
         top_p: [num_rows] fp32, > 0; 1 = all.
         min_p: [num_rows] fp32 in [0, 1]; 0 = all.
-        u: [num_rows] fp64 in [0, 1), of which Triton takes 32 bits.
-        probs: [num_rows, vocab_size] fp32, last stride 1, filled in place with what rows are drawn
-            from; 1 at the token of a row of temperature 0. Only with temperature.
+        u: [num_rows] fp64 in [0, 1), the random numbers; Triton uses 32 bits of each.
+        probs: [num_rows, vocab_size] fp32, last stride 1, filled in place with the distribution of
+            each row; at temperature 0 it is 1 at the token. Only with temperature.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
-        [num_rows] int64; -1 for a row that gives no token: one with NaN or +inf in it, or with -inf
-        alone. Such a row's probs mean nothing.
+        [num_rows] int64; -1 for a row without a token: with a NaN or +inf, or with -inf only. The
+        probs of such a row are undefined.
 
     Raises:
         ValueError: a shape, dtype, stride or device is not as above; on a CPU, a value of
-            temperature, top_k, top_p, min_p or u.
+            temperature, top_k, top_p, min_p or u out of range.
         NotImplementedError: Triton with more than 2**20 tokens.
 
     Source: transformers ``generation/logits_process`` for the filters and their order.
@@ -134,7 +129,7 @@ def sample_tokens(
 
 
 def _check_rows(logits, columns, probs) -> None:
-    """Check what says how rows are drawn, and ``probs``."""
+    """Check the sampling parameters and ``probs``."""
     given = dict(zip(OF_ROWS, columns, strict=True))
     greedy = all(value is None for value in columns)
     for name, value in given.items():
@@ -176,7 +171,7 @@ def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
 
 
 def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
-    """What rows are drawn from, [num_rows, vocab_size] fp32: each adds up to 1."""
+    """Distribution of each row, [num_rows, vocab_size] fp32."""
     top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     # Largest logit 0 first: then no temperature overflows.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
@@ -208,7 +203,7 @@ def draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
         u: [num_rows] float64 in [0, 1).
 
     Returns:
-        [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
+        [num_rows] int64; never an index of mass 0. The last one for a row of NaN.
     """
     total = mass.cumsum(dim=-1, dtype=torch.float64)
     last = total[:, -1:]
@@ -253,9 +248,9 @@ def _share(part, whole, ROUND_UP: tl.constexpr):
 
 @triton.jit
 def _tokens(row, count, start, BLOCK: tl.constexpr):
-    """Tokens of a row from a place on, which of them there are, and their x.
+    """Ids of a block of a row's tokens, their mask and their x.
 
-    count: how many candidates there are to look at; -1: look at all tokens.
+    count: number of candidates to look at; -1: look at all tokens.
     """
     place = start + tl.arange(0, BLOCK)
     token = place
@@ -270,13 +265,13 @@ def _tokens(row, count, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _places(row, count):
-    """How many tokens there are to look at."""
+    """Number of tokens to look at."""
     return tl.where(count >= 0, count, row.vocab_size)
 
 
 @triton.jit
 def _reached(row, count, bound, BLOCK: tl.constexpr):
-    """How many tokens reach a bound, and what they weigh."""
+    """Number and weight of the tokens that reach a bound."""
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.int64)
     for start in range(0, _places(row, count), BLOCK):
@@ -289,14 +284,14 @@ def _reached(row, count, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search(row, count, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest x at which the tokens that reach it are ``goal`` many, or weigh that much.
+    """Find the highest x that ``goal`` tokens reach, or tokens of weight ``goal``.
 
     Args:
-        low: a bound at which they are.
+        low: a bound that enough tokens reach.
 
     Returns:
-        (low, high, how many are above high, what they weigh, how many lie from low to high, what
-        they weigh). Those from low to high are equal, or one, or, of a count, all of them needed.
+        (low, high, number above high, their weight, number from low to high, their weight). The
+        tokens from low to high are equal, or one, or, for a count, all needed.
     """
     high = ordered(tl.zeros([], tl.float32))
     found, weight = _reached(row, count, low, BLOCK)
@@ -342,12 +337,12 @@ def _list_candidates(row, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bounds(row, best, k, p, BLOCK: tl.constexpr):
-    """What top_k and top_p keep: all above high, and num_equal of those from low to high.
+    """Bounds of top_k and top_p: keep all above high, and num_equal of those from low to high.
 
-    best: of each lane the largest logit.
+    best: the largest logit of each lane.
 
     Returns:
-        (how many candidates there are, or -1, low, high, num_equal).
+        (number of candidates, or -1, low, high, num_equal).
     """
     low = tl.zeros([], tl.uint32)
     high = tl.zeros([], tl.uint32)
@@ -393,9 +388,9 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_kept(x, live, kept, seen):
-    """Which tokens of a block are kept, and ``seen`` for the next block.
+    """Mask of the kept tokens of a block, and ``seen`` for the next block.
 
-    seen: how many of those from low to high the blocks before had.
+    seen: number of tokens from low to high in earlier blocks.
     """
     value = ordered(x)
     equal = live & (value >= kept.low) & (value <= kept.high)
@@ -406,7 +401,7 @@ def _is_kept(x, live, kept, seen):
 
 @triton.jit
 def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
-    """What all kept tokens weigh."""
+    """Weight of all kept tokens."""
     weights = tl.zeros([BLOCK], tl.int64)
     seen = tl.zeros([], tl.int32)
     for start in range(0, _places(row, count), BLOCK):
@@ -438,7 +433,7 @@ def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lane_maxima(logits, vocab_size, BLOCK: tl.constexpr):
-    """Of each lane the largest logit and its lowest id; NaN where there is one."""
+    """Largest logit of each lane and its lowest id; NaN where there is one."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab_size, BLOCK):

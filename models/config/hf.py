@@ -15,18 +15,18 @@ from .model import ModelConfig
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
-    """Reads a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
+    """Read a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
 
     Args:
         config: the parsed file.
-        name: what to call the model; default: its ``model_type``.
+        name: name of the model; default: its ``model_type``.
 
     Returns:
         ModelConfig, or the configuration of a family that has its own.
 
     Raises:
         NotImplementedError: naming each feature of the file that is not supported.
-        ValueError: keys of another type or range, and for contradictions.
+        ValueError: keys of another type or range, or that contradict each other.
 
     Source: transformers ``configuration_*`` of each family.
     """
@@ -49,7 +49,7 @@ def to_hf(config: Any) -> dict[str, Any]:
         dict that `from_hf` and transformers' ``AutoConfig`` read.
 
     Raises:
-        NotImplementedError: a family whose checkpoints are not written.
+        NotImplementedError: a family without ``config_to_hf``.
     """
     family = family_of(config)
     if family.config_to_hf is None:

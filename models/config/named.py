@@ -1,6 +1,6 @@
 """Named configurations: real ones, tiny ones for tests, and a small one for CPU runs.
 
-What their fields mean: `models.config.model`. Families bring more (`Family.configs`).
+`models.config.model` explains the fields. Families add more (`Family.configs`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ CONFIGS = {config.name: config for config in _CONFIGS}
 
 
 def named_configs() -> dict[str, Any]:
-    """All named configurations: ``CONFIGS``, and those that families bring."""
+    """All named configurations: ``CONFIGS`` and `Family.configs`."""
     return CONFIGS | {config.name: config for family in families() for config in family.configs}
 
 

@@ -1,14 +1,14 @@
 """Drafts of DeepSeek-V4's own drafter layers (`model.MTP`).
 
-Draft i comes from layer i, drafts past the last layer from that one again. The first comes from the
-rows of the step itself, which go to the layers' pages. Later ones are computed from guesses, so
-nothing is written: each draft computes all guessed rows of its sequence as new rows of one layer.
+Draft i comes from layer i; drafts past the last layer come from the last layer. The first draft
+uses the rows of the step itself, which are written to the layers' pages. Later drafts use guesses
+and write nothing: each computes all guessed rows of its sequence as new rows of one layer.
 
-Layer i's row for the streams at position t and the token at t + 1 + i is kept at position t + i. So
-the step that brings a position makes the rows of all layers there, and all their pages look ahead
-by one token; RoPE rotates rows only relative to each other. Rows of layer i > 0 without streams of
-the layer before (positions below i, and the first row after a prefix hit) are made from zeros. That
-touches drafts within a window, and never the output.
+Layer i keeps its row of the streams at position t and the token at t + 1 + i at position t + i. So
+a step computes the rows of all layers at its positions, and their pages look ahead by one token.
+RoPE depends on relative positions only. Rows of layer i > 0 without streams of the layer before
+(positions below i, and the first row after a prefix hit) are made from zeros. That changes drafts
+within a window, never the output.
 
 Source: DeepSeek-V3 report 2.2 (arXiv 2412.19437); vLLM 0.33 for chained drafts.
 """

@@ -27,27 +27,27 @@ class EngineConfig:
         kv_cache_dtype: "auto" = pages of the model's dtype; "fp8" = e4m3 with a scale for each row,
             where the model can; "fp8_per_tensor" = e4m3 with one scale for a layer's keys and one
             for its values, the model's ``kv_scales`` (1.0 unless set).
-        retention, enable_caching: as in `quire.kvcore.KVCache`.
-        replay: where full attention has cached far more of a prompt than any resume point reaches,
-            compute only the tokens that restore the windows of sliding layers. Not with
-            DeepSeek-V4: replayed tokens would be pooled into cached entries again.
+        retention, enable_caching: arguments of `quire.kvcore.KVCache`.
+        replay: True = where dense blocks are cached far beyond any resume point, compute only the
+            tokens that restore the windows. Not with DeepSeek-V4: replayed tokens would be pooled
+            into cached entries again.
         host_cache_gib: GiB of host memory behind the pool. Cached pages that leave the pool go
             there, and come back where a load is quicker than a prefill; None = none.
         seed: seed of requests without one, in order of arrival.
         impl: "triton" or "torch" for the kernels; None = by device.
-        rejection_sample_method: how drafts of sampled requests are verified
-            (`quire.models.engine.speculative`). "strict" = the output is that of the same seed
-            without drafts. "standard" = the same distribution, other tokens, more accepted drafts.
+        rejection_sample_method: verification of drafts of sampled requests
+            (`quire.models.engine.speculative`). "strict" = the same output as without drafts, by
+            seed. "standard" = the same distribution, other tokens, more accepted drafts.
         decode_graphs: decode through CUDA graphs of a few batch sizes, captured at start; on a CPU
             through the same buffers. None = on a GPU, unless impl is "torch".
         async_scheduling: prepare the next step while the device runs one; a step's tokens are in
-            the report of the call after it. The output is the same. Steps that preempt wait, and
-            all do where there are drafts. None = on a GPU.
-        tensor_parallel_size: ranks that run the model together, each on a device of its own, with a
-            part of its weights and of its cache (`quire.models.parallel`).
+            the report of the call after it. The output is the same. A step that preempts waits for
+            the one before, and so does every step with drafts. None = on a GPU.
+        tensor_parallel_size: ranks that run the model together, each with its own device, a part
+            of the weights and a part of the cache (`quire.models.parallel`).
 
     Raises:
-        ValueError: a value of another type or out of range, or unless 1 <= max_num_seqs <=
+        ValueError: a value of another type or out of range, or max_num_seqs >
             max_num_batched_tokens.
     """
 

@@ -10,10 +10,10 @@ One step, `Engine._step`::
            -> OutputQueue.deliver   appends each token to its request, whose next step computes it;
                                     after the last one `KVCache.release`
 
-With `EngineConfig.async_scheduling` a step is launched before the tokens of the one before are on
-the host: its input ids are placeholders, which the device replaces (`BatchBuilder.sampled`). Then
-these tokens are waited for, the commit takes them as the step's input, and they are delivered. A
-request that they end has computed a row whose token is dropped.
+With `EngineConfig.async_scheduling` a step is launched before the tokens of the previous step are
+on the host. Its input ids are placeholders, which the device replaces (`BatchBuilder.sampled`).
+Then the engine waits for these tokens, commits them as the step's input, and delivers them. A
+request that ends by one of them has computed one row too many, whose token is dropped.
 
 A model has ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size),
 ``dtype``, ``device``, ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
@@ -74,7 +74,7 @@ class Engine:
     a step runs, from another thread or from within the step, raises RuntimeError.
 
     Args:
-        model: see the docstring of the module.
+        model: module with the attributes in this file's docstring.
         config: settings; None = `EngineConfig()`.
         tokenizer: for stop strings and streamed text.
         drafter: speculates; None = one token a step.
@@ -89,7 +89,7 @@ class Engine:
         totals: sums over steps.
 
     Raises:
-        ValueError: settings out of range or of more than the memory, or a pool that does not hold
+        ValueError: settings out of range or too large for the memory, or a pool that does not hold
             one request.
         NotImplementedError: settings that the model or the kernels do not support.
     """
@@ -222,7 +222,7 @@ class Engine:
         """A copy of the prompt, [num_tokens] int32. Queues nothing.
 
         Raises:
-            ValueError: as `add_request`.
+            ValueError: the errors of `add_request`.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {shown(params)}")
@@ -245,8 +245,9 @@ class Engine:
         return self.outputs.abort(request_id)
 
     def close(self) -> None:
-        """End the other ranks, and wait for the copies of the host tier. No step may follow: it
-        raises RuntimeError. Without ranks and host tier, and a second time, it does nothing.
+        """End the other ranks, and wait for the copies of the host tier.
+
+        A later step raises RuntimeError. Without ranks and host tier this does nothing.
         """
         self._expect_between_steps("close")
         if self.tiers is not None:

@@ -111,7 +111,7 @@ class MemoryPlan:
         page_bytes: bytes behind one page id.
         max_model_len: longest sequence in tokens.
         max_num_seqs: requests at once.
-        retention: as in `quire.kvcore.KVCache`.
+        retention: argument of `quire.kvcore.KVCache`.
         free_bytes: free memory that the pool was sized from; None = the size was given.
         fixed_bytes: memory of requests that is not in pages.
         host_bytes: bytes of the host tier.

@@ -28,7 +28,7 @@ class TokenLogprobs:
     """Natural-log probabilities of one position, before penalties, temperature and filters.
 
     Attributes:
-        logprob: of the generated token.
+        logprob: natural-log probability of the generated token.
         top: (token id, logprob) of the likeliest tokens, best first.
     """
 
@@ -48,13 +48,13 @@ class RequestOutput:
         sample: 0 unless `SamplingParams.n` is above 1.
         token_ids: generated tokens.
         text: their text without the stopping id or string, or None without a tokenizer.
-        finish_reason: "stop" (stop_reason has the id or string), "length" (max_tokens or the
-            longest sequence was reached), "abort", "nan" = the model's logits give no token, or
-            "error" = this request failed otherwise.
+        finish_reason: "stop" (stop_reason has the id or string); "length" (max_tokens or the
+            longest sequence was reached); "abort"; "nan" (the model's logits give no token);
+            "error" (another failure).
         num_cached_tokens: prompt tokens found in the prefix cache when the request was first
             admitted.
-        limited_by: why they were not more (`quire.kvcore.Match.limited_by`, with a host tier
-            `quire.kvcore.tier.TierMatch.limited_by`); "" when it never was admitted.
+        limited_by: the limit of that hit (`quire.kvcore.Match.limited_by`, with a host tier
+            `quire.kvcore.tier.TierMatch.limited_by`); "" if the request was never admitted.
         dense_tokens: prompt tokens whose full-attention rows were cached then, on the device or the
             host.
         num_loaded_tokens: tokens added to its hits by loads from host memory.
@@ -111,7 +111,7 @@ class OutputDelta:
 
     Attributes:
         text: text that no later token can take back.
-        finish_reason, error: as in `RequestOutput`, None before the end.
+        finish_reason, error: fields of `RequestOutput`; None before the end.
     """
 
     request_id: str

@@ -31,7 +31,7 @@ LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to generate. The defaults decode greedily.
+    """Settings of a request's generation. The defaults decode greedily.
 
     Numbers may be of any kind, numpy's, fractions and decimals included; they become ints and
     floats.
@@ -40,22 +40,22 @@ class SamplingParams:
 
     Attributes:
         max_tokens: tokens to generate at most.
-        stop_token_ids: ids that end the output besides the model's own; the stopping id is its last
-            token.
+        stop_token_ids: ids that end the output, added to the model's own; the stopping id is the
+            last token.
         ignore_eos: True = the model's own stop ids do not end the output.
         stop: strings that end the output; the text ends before the first of them. They need a
             tokenizer. At most 4,096 characters in all.
         temperature: divides the logits, at most 1e30; 0 = greedy, and then top_k, top_p and min_p
             change nothing.
-        top_k: only the k likeliest tokens, of equal ones those with the lowest ids; 0 = all.
-        top_p: only the likeliest tokens whose probabilities first add up to it.
+        top_k: only the k likeliest tokens, ties by lowest id; 0 = all.
+        top_p: only the likeliest tokens whose probabilities first add up to this share.
         min_p: only tokens with at least this share of the likeliest one's probability.
         repetition_penalty: positive logits of tokens in prompt or output are divided by it,
             negative ones multiplied; in 1e-30..1e30.
-        seed: of the draws, taken modulo 2**64. They depend on seed, sample and position alone,
-            never on what else the engine runs; None = one of the engine's own.
+        seed: seed of the draws, taken modulo 2**64. Draws depend on seed, sample and position
+            alone, not on other requests; None = a seed of the engine.
         n: samples of the prompt, at most 16,384; they share its pages.
-        logprobs: None, or how many of the likeliest tokens to report at each position.
+        logprobs: number of the likeliest tokens to report at each position; None = none.
 
     Raises:
         ValueError: a value out of range.

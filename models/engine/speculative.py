@@ -125,8 +125,8 @@ class NGramDrafter:
     """Prompt lookup: draft the continuation of the last earlier match of the sequence's end.
 
     Args:
-        max_draft_tokens: drafts at most.
-        max_ngram, min_ngram: tokens that have to agree; longer ones are tried first.
+        max_draft_tokens: most drafts of a request in a step.
+        max_ngram, min_ngram: lengths of the match; longer ones are tried first.
 
     Raises:
         ValueError: unless 1 <= min_ngram <= max_ngram and max_draft_tokens >= 1.

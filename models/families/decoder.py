@@ -1,9 +1,8 @@
-"""What all text models share: embed, run the layers, norm, project.
+"""Forward pass of all text models: embed, run the layers, norm, project.
 
-The layers and what else they need is each family's. A layer, such as `llama.DecoderLayer`, computes
-q, k and v of the step's rows, rotates q and k, and calls ``attend(layer, q, k, v)``; all that a
-forward pass knows of pages and requests is in ``attend``. So rows of any sequences may follow each
-other, and a decode step is a forward pass over one row for each.
+Each family has its layers. A layer, such as `llama.DecoderLayer`, computes q, k and v of the step's
+rows, rotates q and k, and calls ``attend(layer, q, k, v)``. Only ``attend`` knows pages and
+requests. So a batch is rows of any sequences, and a decode step has one row of each.
 """
 
 from __future__ import annotations
@@ -34,19 +33,18 @@ Rotary = tuple[Tensor, Tensor]
 class Decoder(nn.Module):
     """A text model with uninitialized weights; `models.loading.weights` fills them.
 
-    Families derive from it and set ``layers``. docs/add-a-model.md says how.
+    Families derive from it and set ``layers``: see docs/add-a-model.md.
 
     Args:
-        config: shapes; where several ranks run the model, those of this one
-            (`quire.models.parallel.shard`).
-        device, dtype: of all weights but those that stay on the host; activations have the same
-            dtype.
-        group: these ranks; None = one runs it all.
+        config: shapes, of this rank's part of the model (`quire.models.parallel.shard`).
+        device: device of the weights; some families keep some on the host.
+        dtype: data type of weights and activations.
+        group: the ranks that run the model; None = one.
 
     Attributes:
-        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that its cache can have.
-        kv_scales: [num_layers] scale of all keys and that of all values of a layer, for
-            "fp8_per_tensor"; an engine takes them when it is made.
+        kv_cache_dtypes: supported values of `EngineConfig.kv_cache_dtype`.
+        kv_scales: [num_layers] pairs, the scale of a layer's keys and of its values, for
+            "fp8_per_tensor"; set them before an engine is made.
     """
 
     kv_cache_dtypes = ("auto", "fp8", "fp8_per_tensor")
@@ -76,7 +74,7 @@ class Decoder(nn.Module):
             self.lm_head = Linear(size, self.embed_tokens.vocabulary.num_rows, device, dtype)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
-        """Gives a model on the meta device weights on ``device``, but for those of these names."""
+        """Give a model on the meta device weights on ``device``, except for these names."""
         kept = {id(w) for name, w in self.named_parameters() if name in except_for}
         for module in self.modules():
             for stacked in vars(module).values():
@@ -101,7 +99,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
@@ -110,7 +108,7 @@ class Decoder(nn.Module):
         return self.embed_tokens.weight.dtype
 
     def expect_impl(self, impl: str) -> None:
-        """Raises NotImplementedError for a head size that the kernels are not made for."""
+        """Raise NotImplementedError for a head size that the kernels do not support."""
         for kind in sorted(set(self.config.layer_types)):
             head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
             if impl == "triton" and head_dim not in HEAD_DIMS:
@@ -167,7 +165,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """One step of a ragged batch.
 
-        Each layer reads the context from ``pool``, then writes the rows that somebody reads again.
+        Each layer reads the context from ``pool``, then writes the rows that later steps read.
 
         Args:
             input_ids, positions: [num_tokens] int64.
@@ -191,7 +189,7 @@ class Decoder(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence in plain torch, without any cache: what a paged run must agree with.
+        """Run one whole sequence in plain torch without a cache, as the reference of paged runs.
 
         Arguments and result as in `forward`; stored: as in `UnpagedAttend`.
         """
@@ -233,7 +231,7 @@ class Decoder(nn.Module):
         return branch
 
     def following_norms(self) -> list[RMSNorm]:
-        """The norm behind each layer: what the next one's attention reads, or the logits."""
+        """The norm after each layer; the next layer's attention, or the logits, read its output."""
         return [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
 
     def logits(self, x: Tensor) -> Tensor:

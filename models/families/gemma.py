@@ -252,7 +252,7 @@ class Gemma(Decoder):
         return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What each layer gets of each token: [num_tokens, num_layers, per_layer_input_size].
+        """Per-layer inputs of each token, [num_tokens, num_layers, per_layer_input_size].
 
         The mean, up to sqrt(2), of a projection of x and of the token's own row. x: embedded and
         scaled. None where the model has no such inputs.

@@ -90,7 +90,7 @@ class Attention(nn.Module):
     """Projections and RoPE around the attention operator of one layer.
 
     Attributes:
-        has_sinks: whether every head has a logit that joins the denominator of its softmax only.
+        has_sinks: True if every head has a logit that joins the denominator of its softmax only.
     """
 
     has_sinks: ClassVar[bool] = False
@@ -167,7 +167,7 @@ class Llama(Decoder):
     """A Llama model; arguments as in `Decoder`.
 
     Attributes:
-        attention: what makes the attention branch of a layer, called as `Attention`.
+        attention: class of a layer's attention branch, called as `Attention`.
     """
 
     attention: ClassVar[type[Attention]] = Attention

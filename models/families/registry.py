@@ -1,6 +1,6 @@
-"""Families of models: all that config reading, weight loading, `LLM` and the benches know of each.
+"""Registry of model families, for config reading, weight loading, `LLM` and the benches.
 
-A family is one file, here or in a package of its own, that ends with `register_family`::
+A family is one file, here or in another package, that ends with `register_family`::
 
     register_family(
         Family("qwen3", ("qwen3",), config_from_hf=..., config_to_hf=..., build=Qwen3)
@@ -25,22 +25,22 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: what its configurations have as ``family``.
-        model_types: values of ``model_type`` in config.json, that of text-only files first.
+        name: value of ``family`` in its configurations.
+        model_types: values of ``model_type`` in config.json, first the one of text-only files.
         config_from_hf: (keys of config.json, name of the model) -> configuration, a `ModelConfig`
             unless the family brings its own loader. Keys of a multimodal file's ``text_config``
             come alone, with those beside it that belong to the text model.
         build: (configuration, device=, dtype=, group=) -> model with uninitialized weights, a
-            `Decoder` or what answers the same calls. Parameters have the names of the
+            `Decoder` or a class with the same methods. Parameters have the names of the
             checkpoint's tensors, without "model.".
-        config_to_hf: the reverse of config_from_hf, without ``model_type``; None = its checkpoints
-            are not written.
+        config_to_hf: reverse of config_from_hf, without ``model_type``; None = checkpoints cannot
+            be written.
         weight_name: (name of a stored tensor without "model.", configuration) -> name of the
             parameter, None where the tensor is not read; None = the same name.
         draw: (name, weight, configuration, generator) fills a weight with random numbers; None =
             as `quire.models.loading.random_weights.draw`.
-        load: loads a directory otherwise than `quire.models.loading.weights.load_model` does:
-            (path, configuration, device, dtype, fp8, group) -> model.
+        load: loader used instead of `quire.models.loading.weights.load_model`: (path,
+            configuration, device, dtype, fp8, group) -> model.
         configs: named configurations, which `LLM` and the benches take.
     """
 
@@ -59,7 +59,7 @@ _registered: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Makes a family known; one of the same name is replaced.
+    """Register a family; it replaces one of the same name.
 
     Raises:
         ValueError: a ``model_type`` that another family has.
@@ -75,7 +75,7 @@ def register_family(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    """All families: those of this package, and registered ones."""
+    """All families: built in and registered."""
     for name in SHIPPED:
         import_module(f".{name}", __package__)
     import_module("..deepseek_v4.hf", __package__)

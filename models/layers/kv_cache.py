@@ -1,8 +1,7 @@
 """Page tensors of keys and values, and the cache groups of layers (`quire.kvcore.cache_groups`).
 
-A layer that shares another layer's keys and values has the pages of its donor. Pages of e4m3 hold
-the scales of their rows too, unless a layer has one scale for all keys and one for all values:
-behind K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads them.
+A layer that shares another layer's keys and values has the pages of its donor. e4m3 pages with row
+scales hold them after K and V: fp32 [2, num_kv_heads, block_size], a head's rows side by side.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ def cache_groups(
     base_block_size: int = 16,
     row_scales: bool = True,
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deal the layers of a model into groups, as `quire.kvcore.cache_groups` does by their shapes.
+    """Split the layers of a model into cache groups, by `quire.kvcore.cache_groups`.
 
     Args:
-        dtype: of K and V.
+        dtype: data type of K and V in pages.
         base_block_size: tokens in a page of the heaviest kind of layer.
-        row_scales: pages of e4m3 hold a scale for each row; block sizes do not depend on it.
+        row_scales: True = e4m3 pages hold a scale for each row; block sizes do not depend on it.
 
     Returns:
         (groups, placement of each layer). Full-attention groups come first.
@@ -99,10 +98,10 @@ class PageTensors:
     """The page tensors of a model.
 
     Args:
-        groups, placement: of `cache_groups`, as is dtype.
+        groups, placement, dtype: results and argument of `cache_groups`.
         num_pages: page ids, including the null page 0.
-        kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and
-            that of all values.
+        kv_scales: [num_layers] pairs, the scale of a layer's keys and of its values, for e4m3
+            pages without row scales.
 
     Attributes:
         layers: LayerCache of each layer.

@@ -32,9 +32,8 @@ def random_model(
     Args:
         config: shapes.
         seed: the same one gives the same weights on the same kind of device.
-        device, dtype: of the model.
-        group: the ranks of which this one has a part of the same weights; each weight is drawn
-            whole.
+        device, dtype: device and data type of the model.
+        group: the ranks; each draws whole weights and keeps its part. None = one.
     """
     model = build_model(config, device=device, dtype=dtype, group=group)
     whole = model if group is None else build_model(config, device="meta", dtype=dtype)

@@ -1,10 +1,10 @@
 """Weights of a model, read from a Hugging Face directory.
 
-Headers first: every tensor's name, shape and dtype is compared with the model's (`names`) before
-any is read. Then tensor by tensor into its place (`dequantize`), of which a rank reads its part
+First the headers: every tensor's name, shape and dtype is compared with the model's (`names`). Then
+the tensors, one at a time, are read into their parameters (`dequantize`); a rank reads its part
 (`shards`).
 
-safetensors is imported where files are read, so that random weights need nothing but torch.
+safetensors is imported where files are read, so that random weights need only torch.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def build_model(
     group: Group | None = None,
     unit: int = 1,
 ) -> nn.Module:
-    """The model of ``config`` with uninitialized weights, or what one of several ranks has of it.
+    """Build a model with uninitialized weights, or one rank's part of it.
 
     Args:
-        config: of a registered family (`quire.models.families.registry`).
-        group: the ranks; None = one has it all.
-        unit: as in `quire.models.parallel.shard.shard_config`.
+        config: configuration of a registered family (`quire.models.families.registry`).
+        group: the ranks; None = one.
+        unit: argument of `quire.models.parallel.shard.shard_config`.
     """
     if group is not None:
         config = shard_config(config, group.size, unit)
@@ -62,32 +62,29 @@ def load_model(
     fp8: str = "auto",
     group: Group | None = None,
 ) -> nn.Module:
-    """Builds the model of a Hugging Face directory, one tensor at a time on its final device.
+    """Load the model of a Hugging Face directory, one tensor at a time on its final device.
 
-    The host holds no more than one tensor of the files at a time, or what a rank reads of it.
+    The host holds at most one tensor of the files at a time, or a rank's part of it.
 
     Args:
         path: directory with config.json and model.safetensors, or shards with their index. Drafters
             that the config of a DeepSeek-V4 counts but the files do not hold are left out.
-        device: of the weights.
-        dtype: of the model; None = that of config.json, else bfloat16. Tensors of other dtypes are
-            converted.
-        fp8: what becomes of matrices stored in fp8 and of experts of gpt-oss in MXFP4; of
-            DeepSeek-V4, of the routed experts, in fp8 or fp4, while its other quantized matrices
-            are dequantized. "dequantize": once, here. "keep": held as they are stored, and
-            dequantized anew in every forward pass, layer by layer, or those experts that a step
-            needs. "auto": kept only if the dequantized model would fill more than 80 % of the free
-            memory; experts of gpt-oss are kept on a GPU in any case, whose kernel reads their
-            values as they are stored.
-        group: the ranks of which this one is to have a part; it reads no more than that. None = all
-            of the model.
+        device: device of the weights.
+        dtype: data type of the model; None = as in config.json, else bfloat16. Tensors of other
+            dtypes are converted.
+        fp8: treatment of quantized matrices: fp8 ones, gpt-oss's experts in MXFP4 and DeepSeek-V4's
+            routed experts in fp8 or fp4. Other matrices of DeepSeek-V4 are always dequantized.
+            "dequantize" = once, here. "keep" = held as stored, and dequantized in every forward
+            pass, layer by layer or for the experts of a step. "auto" = kept only if the dequantized
+            model would fill more than 80 % of the free memory. "auto" always keeps gpt-oss's
+            experts on a GPU, whose kernel reads them as stored.
+        group: the ranks; this one reads its part only. None = the whole model.
 
     Raises:
-        ValueError: naming at once every tensor that is missing, unexpected, there twice, without
-            its scales, or of another shape or dtype, or each file that is missing or cut off,
-            before any tensor is read; naming the first tensor with a weight that is NaN or
-            infinite, or becomes so in ``dtype``; experts of a DeepSeek-V4 that are to be kept and
-            are not quantized.
+        ValueError: tensors that are missing, unexpected, duplicated, without scales or of another
+            shape or dtype, all named before any is read; files that are missing or truncated; the
+            first tensor with a NaN or an infinity, also after conversion to ``dtype``;
+            DeepSeek-V4's experts to be kept that are not quantized.
         NotImplementedError: unsupported models.
     """
     if fp8 not in FP8_MODES:
@@ -106,7 +103,7 @@ def load_decoder(
     fp8: str,
     group: Group | None,
 ) -> nn.Module:
-    """What `load_model` does for all families that bring no loader of their own."""
+    """Load a family that has no loader: see `load_model`."""
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     whole = build_model(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
@@ -132,7 +129,7 @@ def load_decoder(
 
 @dataclass(frozen=True)
 class StorageKeys:
-    """What ``config.json`` says of how weights are stored."""
+    """Keys of ``config.json`` about the storage of weights."""
 
     dtype: str | None = None
     torch_dtype: str | None = None
