@@ -73,7 +73,7 @@ def bounded(value: Tensor, error: Tensor | None = None) -> Bounded:
 
 
 def allowed(exact: Bounded, dtype: torch.dtype) -> Tensor:
-    """How far each element of a result may be from ``exact`` when it has been rounded to ``dtype``;
+    """Largest distance of each element of a result from ``exact``, when rounded to ``dtype``;
     float64, NaN or infinite where ``exact`` is.
     """
     value, error = _parts(exact)
@@ -86,7 +86,7 @@ def gamma(count: int | Tensor) -> Any:
 
 
 def rounded(x: Bounded, dtype: torch.dtype) -> Bounded:
-    """What a program has of ``x`` that keeps it in ``dtype`` before it goes on."""
+    """Bounded value of ``x`` after it is stored in ``dtype``."""
     with torch._C.DisableTorchFunction():
         return bounded(x, allowed(x, dtype))
 
@@ -182,7 +182,7 @@ def _parts(x: Any) -> tuple[Tensor, Tensor]:
 
 
 def _move(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What only moves numbers does the same to their errors."""
+    """Apply an operation that only moves numbers to their errors too."""
     values = func(*_map(_value, args), **_map(_value, kwargs))
 
     def error(x: Any) -> Any:
@@ -360,7 +360,7 @@ def _smallest(dtype: torch.dtype) -> float:
 
 
 def _rounding(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rounding to nearest changes numbers of these magnitudes by."""
+    """Largest error of rounding numbers of these magnitudes to nearest."""
     return torch.finfo(dtype).eps / 2 * size + _smallest(dtype)
 
 

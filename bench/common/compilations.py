@@ -1,4 +1,4 @@
-"""Which kernels Triton compiled, and which it found compiled.
+"""List of the kernels that Triton compiled or found compiled.
 
 With ``QUIRE_COMPILATIONS`` set each process of `bench` and of the tests adds a line of JSON to that
 file for each kernel that it loads.

@@ -1,4 +1,4 @@
-"""Whether a picture can be drawn, asked before the work starts."""
+"""Check that a picture can be drawn, before the work starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of each test of a part: lines of JSON, one when a test starts and one when it ends.
+"""Outcome of each test of a part: lines of JSON, one when a test starts and one when it ends.
 
 A test without a second line ended its process, or was ended with it.
 """
@@ -29,6 +29,6 @@ def read_outcomes(path: Path) -> dict[str, str]:
 
 
 def summary_of(outcomes: dict[str, str]) -> dict[str, Any]:
-    """How many tests had each outcome, and the names of those that had a bad one."""
+    """Number of tests by outcome, and the names of failed ones."""
     bad = sorted(test for test, outcome in outcomes.items() if outcome not in GOOD)
     return {"counts": dict(Counter(outcomes.values())), "bad": bad}

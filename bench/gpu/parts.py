@@ -1,4 +1,4 @@
-"""What runs on a GPU, in which order, and how long each part may take."""
+"""Parts of `bench.gpu`, in order, with their time limits."""
 
 from __future__ import annotations
 

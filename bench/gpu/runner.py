@@ -72,7 +72,7 @@ class Runner:
             _kill(process)
 
     def record(self, part: Part) -> dict[str, Any] | None:
-        """What was written of a part, by this call or an earlier one."""
+        """Record of a part, of this call or an earlier one."""
         path = self.out / f"{part.name}.json"
         if not path.is_file():
             return None
@@ -80,7 +80,7 @@ class Runner:
         return record if record["dry_run"] == self.dry_run else None
 
     def finished(self, part: Part) -> bool:
-        """Whether an earlier call ran this part to a good end."""
+        """True if an earlier call completed this part."""
         record = self.record(part)
         return record is not None and record["status"] == "ok"
 
@@ -112,9 +112,7 @@ class Runner:
         return self.out / f"{part.name}.{suffix}"
 
     def _peers_folder(self) -> Path | None:
-        """Where peers can be loaded from: the unpacked folder where there is one, else what was
-        given.
-        """
+        """Folder to load peers from: the unpacked one where there is one, else the given one."""
         unpacked = self.out / PEERS_TARGET
         return unpacked if unpacked.is_dir() else self.peers
 

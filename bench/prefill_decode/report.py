@@ -114,7 +114,7 @@ def metrics(
 
 
 def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
-    """Where the engine's thread spent its CPU time; see the file's docstring.
+    """CPU time of the engine's thread by part; see the file's docstring.
 
     Args:
         runs: the steps of one run or of several, in which they are the same: of each step the
@@ -156,7 +156,7 @@ def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
 
 
 def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
-    """How two runs of the same prompts differ; tokens are compared position by position."""
+    """Compare two runs of the same prompts; tokens position by position."""
     pairs = [(o.token_ids, uncached.outputs[key].token_ids) for key, o in cached.outputs.items()]
     ttft = [_percentiles(o.ttft for o in run.outputs.values())["p50"] for run in (uncached, cached)]
     return {
@@ -170,9 +170,7 @@ def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
 
 
 def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
-    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without
-    drafts.
-    """
+    """Drafts of ``run``, compared with the same prompts without drafts in ``plain``."""
     outputs = run.outputs.values()
     same = comparison(run, plain)
     # Tokens of one step have one time; the first token comes from a prompt's last chunk.

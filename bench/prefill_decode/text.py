@@ -8,7 +8,7 @@ from ..common.table import aligned
 
 
 def header(result: dict[str, Any]) -> str:
-    """What ran where, and what the check found."""
+    """Machine, model and workload, and the result of the check."""
     machine, model, engine = result["machine"], result["model"], result["engine"]
     work, check, rates = result["workload"], result["check"], result["rates"]
     driver = f", driver {machine['driver']}" if machine["driver"] else ""
@@ -82,7 +82,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def split_table(result: dict[str, Any]) -> str:
-    """Where the CPU time of a step goes, with caching on: a row for each part of a step."""
+    """CPU time of a step with caching on, a row for each part."""
     split = result["cached"]["split"]
     rows = [("part", "CPU s", "share", "decode step, us", "prefill step, us", "worst step, us")]
     for name, part in split["parts"].items():
@@ -97,7 +97,7 @@ def split_table(result: dict[str, Any]) -> str:
 
 
 def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    """What was stored, loaded and moved, and what it was good for."""
+    """Pages stored and loaded by the host tier, and the gain."""
     same, rates = (
         behind["comparison"],
         [result["cached"]["hit"]["rate"], behind["without"]["hit"]["rate"]],
@@ -114,7 +114,7 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
 
 
 def _ranks(parallel: dict[str, Any], result: dict[str, Any]) -> list[str]:
-    """What ranks send, and how they compare with one."""
+    """Bytes that ranks send, and a comparison with one rank."""
     same, tokens = parallel["comparison"], parallel["tokens_per_step"]
     share, least = parallel["sent_share"], parallel["least_bytes_per_layer_token"]
     summed = parallel["sum_bytes_per_layer_token"]

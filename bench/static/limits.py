@@ -1,4 +1,4 @@
-"""What an SM (AMD: a CU) shares among programs, and how many programs it holds at once."""
+"""Resources of an SM (AMD: a CU), and the programs that it holds at once."""
 
 from __future__ import annotations
 

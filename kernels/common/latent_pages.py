@@ -1,5 +1,6 @@
-"""What a page of latents or of index keys is, byte by byte: views for the kernels, and exact reads
-and writes in torch.
+"""Byte layout of pages of latents and of index keys.
+
+Views for the kernels, and exact reads and writes in torch.
 
 Plain pages are rows [num_pages, storage_block_size, dim]. The two quantized layouts keep their
 scales behind all rows of a page:
@@ -9,13 +10,13 @@ scales behind all rows of a page:
                                    byte (at n * 576 + row * 8)
     index keys, dim + 4 bytes      n rows of dim e4m3 values, then n fp32 scales
 
-n is ``storage_block_size``. Pages are padded to a multiple of 576 bytes; what a page holds beyond
-that is not touched.
+n is ``storage_block_size``. Pages are padded to a multiple of 576 bytes; bytes after that are not
+touched.
 
-Quantization, of each 64 latent values or each index key: x is first rounded to bf16, a =
-max(|x|_max, 1e-4), e = ceil(log2(a / 448)), value = e4m3(clamp(x * 2^-e, +-448)), scale = 2^e. 448
-is the largest e4m3 value, so only infinities are clamped; a NaN becomes the e4m3 NaN and does not
-count in the maximum. Reading gives e4m3 * 2^e, which bf16 holds exactly.
+Each 64 latent values, and each index key, are quantized together. x is first rounded to bf16. Then
+a = max(|x|_max, 1e-4), e = ceil(log2(a / 448)), value = e4m3(clamp(x * 2^-e, +-448)), scale = 2^e.
+448 is the largest e4m3 value, so only infinities are clamped. A NaN becomes the e4m3 NaN and does
+not count in the maximum. Reading gives e4m3 * 2^e, which bf16 holds exactly.
 
 Source: DeepSeek-V4 (``fp8_ds_mla`` rows; FlashMLA's tests/quant.py, where they are MODEL1).
 """
@@ -48,8 +49,7 @@ DIMS = (16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, eq=False)
 class LatentPages:
-    """Pages of latent rows: one key-and-value vector a row, its trailing ``rope_dim`` channels
-    roped.
+    """Pages of latent rows, each a key-and-value vector with ``rope_dim`` trailing roped channels.
 
     Args:
         data: [num_pages, storage_block_size, head_dim] bf16, fp16 or fp32 rows, any page and row
@@ -88,7 +88,7 @@ class LatentPages:
 
     @property
     def fp8(self) -> bool:
-        """Whether the pages are in the quantized layout."""
+        """True if the pages are in the quantized layout."""
         return _is_bytes(self.data)
 
     @property
@@ -118,9 +118,8 @@ class LatentPages:
         """Gather rows.
 
         Args:
-            slots: [...] int64, page * storage_block_size + row; a negative one gives zeros and
-                reads nothing of use.
-            dtype: of the result.
+            slots: [...] int64, page * storage_block_size + row; a negative slot gives zeros.
+            dtype: data type of the result.
 
         Returns:
             [..., head_dim]; quantized rows are dequantized exactly.
@@ -135,8 +134,8 @@ class LatentPages:
         return torch.where((slots >= 0)[..., None], rows, 0).to(dtype)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Scatter ``rows`` [n, head_dim] (already normed and roped) to ``slots`` [n] int64,
-        quantizing them; -1 = skip."""
+        """Write normed and roped ``rows`` [n, head_dim] to ``slots`` [n] int64, quantized where the
+        pages are; -1 = skip."""
         live = slots >= 0
         page, row = _locate(slots[live], self.storage_block_size)
         if not self.fp8:
@@ -150,8 +149,8 @@ class LatentPages:
         self.scales[page, row] = torch.nn.functional.pad(biased, (0, 1))
 
     def seen(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [n, head_dim] as a reader of these pages sees them once they are written: [n,
-        head_dim] fp32."""
+        """Values [n, head_dim] fp32 that these pages hold after ``rows`` [n, head_dim] are
+        written."""
         if not self.fp8:
             return rows.to(self.data.dtype).float()
         nope = dequantize_groups(*quantize_groups(rows[:, :NOPE_DIM], QUANT_GROUP))
@@ -190,7 +189,7 @@ class IndexPages:
 
     @property
     def fp8(self) -> bool:
-        """Whether the pages are in the quantized layout."""
+        """True if the pages are in the quantized layout."""
         return _is_bytes(self.data)
 
     @property
@@ -223,8 +222,8 @@ class IndexPages:
         return torch.where((slots >= 0)[..., None], rows, 0).to(dtype)
 
     def write(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Scatter ``rows`` [n, index_dim] (already normed and roped) to ``slots`` [n] int64,
-        quantizing them; -1 = skip."""
+        """Write normed and roped ``rows`` [n, index_dim] to ``slots`` [n] int64, quantized where the
+        pages are; -1 = skip."""
         live = slots >= 0
         page, row = _locate(slots[live], self.storage_block_size)
         if not self.fp8:
@@ -240,7 +239,7 @@ def page_bytes(storage_block_size: int, row_bytes: int = ROW_BYTES + SCALE_BYTES
 
     Args:
         storage_block_size: rows that the page stores.
-        row_bytes: of one row with its scales: 584 for latents, index_dim + 4 for index keys.
+        row_bytes: bytes of a row with its scales: 584 for latents, index_dim + 4 for index keys.
 
     Returns:
         A multiple of 576: 37,440 for 64 latents, 1,728 for 2, and 8,640 for 64 index keys of 128

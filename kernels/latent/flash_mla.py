@@ -1,6 +1,6 @@
 """FlashMLA's calling convention for DeepSeek-V4 over the kernel of ``compressed_attention``.
 
-It takes any number of heads (FlashMLA: 64 and 128), plain bf16 caches besides the quantized ones,
+It takes any number of heads (FlashMLA: 64 and 128), plain bf16 caches as well as quantized ones,
 and every architecture that Triton compiles for.
 
 Source: FlashMLA, flash_mla_interface; its tests for empty rows.
@@ -49,25 +49,24 @@ def flash_mla_with_kvcache(
 
     Args:
         q: [batch, seq_len_q, num_heads, 512] bf16, fp16 or fp32, last stride 1.
-        k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout (any block
-            stride of a multiple of 16 bytes, the page's own padding included), or
-            [num_blocks, block_size, 1, 512] of q's dtype.
+        k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout, any block
+            stride that is a multiple of 16 bytes; or [num_blocks, block_size, 1, 512] of q's dtype.
         block_table, cache_seqlens, num_splits: None.
         head_dim_v: 512.
         tile_scheduler_metadata: ignored.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default 512 ** -0.5.
         causal: False.
-        is_fp8_kvcache: whether the caches are quantized.
+        is_fp8_kvcache: True if the caches are quantized.
         indices: [batch, seq_len_q, topk] int32 physical rows of k_cache,
             block * block_size + offset; -1 = none.
         attn_sink: [num_heads] fp32 logits that join the denominator only.
         extra_k_cache, extra_indices_in_kvcache: the same for the second cache; both or neither.
-        topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count: below
-            0 none, above topk all; None = all.
+        topk_length, extra_topk_length: [batch] int32, number of leading indices that count: below 0
+            none, above topk all; None = all.
         out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None
             allocates.
         lse: [num_heads, batch * seq_len_q] fp32, filled in place; None allocates.
-        workspace: as in ``compressed_attention``.
+        workspace: scratch, as in ``compressed_attention``.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:

@@ -108,7 +108,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token is simply the largest logit."""
+        """True if the next token is the largest logit."""
         return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
 
 
