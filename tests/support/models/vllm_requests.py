@@ -595,11 +595,6 @@ def failures(where):
             manager.free(request)
     said["usage"] = scheduler.get_kv_cache_usage()
     said["reset"] = [scheduler.reset_prefix_cache(), cache.num_free_pages]
-    for name in ("evict_blocks", "remove_skipped_blocks"):
-        try:
-            getattr(scheduler.kv_cache_manager, name)("a0")
-        except NotImplementedError as error:
-            said[name] = str(error)
     return said
 
 
