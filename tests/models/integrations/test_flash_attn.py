@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import sys
 from itertools import accumulate
 
 import pytest
 import torch
 
-from quire.bench.common.bounds import bounding
 from quire.kernels.attention import api
 from quire.models.integrations import flash_attn
 from quire.models.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.models import exact_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # Arguments of a call: softmax_scale, causal, window_size, softcap.
@@ -63,31 +62,13 @@ def offsets(lengths):
     return ints([0, *accumulate(lengths)])
 
 
-def attention(q, k, v, *, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
-    """One sequence in float64 with bounds: q [n, heads, dim], k and v [m, kv_heads, dim]; out, and lse [heads, n]."""
-    n, m, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+def attention(q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
+    """One sequence in float64, by flash-attn's arguments."""
     left, right = window_size
     right = 0 if causal else right
-    outs, lses = [], []
-    with bounding(weights=q.dtype):
-        q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-        for h in range(q.shape[0]):
-            logits = q[h] @ k[h // group].mT * (softmax_scale or q.shape[-1] ** -0.5)
-            if softcap:
-                logits = torch.tanh(logits / softcap) * softcap
-            # Query i is aligned with key i + m - n.
-            behind = torch.arange(m, device=q.device) - torch.arange(m - n, m, device=q.device)[:, None]  # fmt: skip
-            hidden = torch.zeros(n, m, dtype=torch.bool, device=q.device)
-            if left >= 0:
-                hidden |= behind < -left
-            if right >= 0:
-                hidden |= behind > right
-            logits = logits.masked_fill(hidden, -math.inf)
-            none = hidden.all(1)
-            weights = torch.softmax(logits.masked_fill(none[:, None], 0.0), -1)
-            outs.append(weights.masked_fill(none[:, None], 0.0) @ v[h // group])
-            lses.append(torch.logsumexp(logits, -1).masked_fill(none, math.inf))
-        return torch.stack(outs, 1), torch.stack(lses)
+    return exact_attention.attention(
+        q, k, v, scale=softmax_scale, softcap=softcap, left=left, right=right
+    )
 
 
 def expect_equal(out, lse, sequences, mask):
