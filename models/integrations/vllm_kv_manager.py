@@ -152,9 +152,9 @@ class CacheManager(KVCacheManager):
         running = request.status == RequestStatus.RUNNING
         slots = min(end + num_lookahead_tokens, self.max_model_len)
         pages = self.empty_kv_cache_blocks
+        if tracked is not None and self._has_windows:
+            self._let_go(tracked)
         if tracked is None or slots > tracked.paged:
-            if tracked is not None and self._has_windows:
-                self._let_go(tracked)
             least = 0
             if not running or full_sequence_must_fit:
                 full = request.num_tokens if full_sequence_must_fit else 0
