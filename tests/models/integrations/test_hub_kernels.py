@@ -95,7 +95,7 @@ def test_the_files_are_those_of_the_package(repository):
     expected |= {Path(f"build/torch-{backend}/metadata.json") for backend in ("cpu", "cuda")}
     files = {path.relative_to(repository) for path in repository.rglob("*") if path.is_file()}
     assert files == expected
-    assert Path("__init__.py") in own and any(path.suffix == ".json" for path in own)
+    assert Path("mla/tiles.json") in own
 
 
 def test_the_metadata_has_what_the_hub_asks_for(repository):
