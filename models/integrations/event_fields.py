@@ -1,16 +1,15 @@
-"""What events name besides tokens, in the terms of vLLM's, SGLang's and Dynamo's event formats.
+"""Adapters and images in KV-cache events, as vLLM, SGLang and Dynamo name them.
 
-These formats have an adapter's name, images and a salt where kvcore has a salt and extra keys. A
-request of such an engine is looked up as
+kvcore has a salt and extra keys for all that separates prompts of equal tokens. A request of such
+an engine is looked up as
 
     kv.match(tokens, salt=cache_salt.encode(), extra_keys=[
-        (0, None, lora_key("sql")),   # its adapter, from the token on that it starts at
+        (0, None, lora_key("sql")),     # its adapter, from the token on that it starts at
         (4, 580, b"image-identifier"),  # each image: where its placeholders are
     ])
 
-and an `EventLog` with `identities` tells the events of it, from which these functions get the
-formats' fields. A key that `lora_key` did not make is an image. Bytes that are no text are named in
-hexadecimal digits.
+and an `EventLog` with `identities` reports them in its events. A key that `lora_key` did not make
+is an image.
 """
 
 from __future__ import annotations
@@ -45,14 +44,9 @@ def text_of(value: bytes) -> str:
     return text if text.isprintable() else value.hex()
 
 
-def short_hash(block_hash: bytes) -> int:
-    """The last 8 bytes of a block's hash as an unsigned integer: vLLM's and Dynamo's name of it."""
-    return int.from_bytes(block_hash[-8:], "big")
-
-
 def images_of(event: BlockStored) -> list[list[tuple[str, int]]]:
-    """Of each block of an event the images in it: identifier, and first token relative to the
-    block's (negative where the image begins before it)."""
+    """The images in each block of an event: identifier, and first token relative to the block's
+    (negative where the image begins before it)."""
     blocks = event.extra_keys or ((),) * len(event.block_hashes)
     return [
         [
@@ -64,19 +58,14 @@ def images_of(event: BlockStored) -> list[list[tuple[str, int]]]:
     ]
 
 
-def mm_infos(event: BlockStored) -> list[dict[str, Any] | None]:
-    """Of each block of an event its images as Dynamo has them, None if it has none."""
-    return [
-        {"mm_objects": [{"mm_hash": image_hash(text), "offsets": []} for text, _ in images]}
-        if images
-        else None
-        for images in images_of(event)
-    ]
+def mm_info(images: list[tuple[str, int]]) -> dict[str, Any] | None:
+    """The images of a block in Dynamo's form; None if it has none."""
+    objects = [{"mm_hash": _image_hash(text), "offsets": []} for text, _ in images]
+    return {"mm_objects": objects} if objects else None
 
 
-def image_hash(identifier: str) -> int:
-    """What Dynamo puts in a block's hash for an image with this identifier: of 64 hexadecimal
-    digits the first 16, of any other XXH3."""
+def _image_hash(identifier: str) -> int:
+    """Dynamo's number of an image: the first 16 of 64 hexadecimal digits, else XXH3 of the text."""
     if len(identifier) == 64 and not set(identifier.lower()) - set("0123456789abcdef"):
         return int(identifier[:16], 16)
     try:
@@ -91,10 +80,9 @@ def image_hash(identifier: str) -> int:
 
 
 def by_lora(event: BlockStored) -> Iterator[tuple[str | None, BlockStored]]:
-    """The parts of an event whose blocks have one adapter, or none, and its name.
+    """Split an event, which names one adapter, where the adapter of its blocks changes.
 
-    The formats name one adapter of an event. Of several over one block the name is theirs, joined
-    by ``+``.
+    Yields the adapter's name, None for none; several over one block are joined by ``+``.
     """
     if not event.extra_keys:
         yield None, event

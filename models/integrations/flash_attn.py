@@ -1,15 +1,12 @@
 """flash-attn's inference functions, computed by this project's kernels.
 
-An engine that calls ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache`` keeps its calls.
-Names, arguments, defaults and results are those of flash-attn 2.6 to 2.8. ``install()`` puts these
-functions where ``import flash_attn`` finds them.
-
-Differences:
+An engine that calls ``flash_attn_varlen_func`` and ``flash_attn_with_kvcache`` keeps its calls:
+names, arguments, defaults and results are those of flash-attn 2.6 to 2.8. ``install()`` puts these
+functions where ``import flash_attn`` finds them. Differences:
 
 - An argument that is not served is refused by name: dropout, ALiBi, left padding, the rotary
-  embedding of ``flash_attn_with_kvcache``, a given ``num_splits``, and queries that see keys behind
-  them. (A single new token sees no key behind it, whatever ``causal`` says.)
-- No gradients: tensors that require one are refused where autograd is on.
+  embedding of ``flash_attn_with_kvcache``, a given ``num_splits``, queries that see keys behind
+  them (a single new token sees none, whatever ``causal`` says), and tensors that need a gradient.
 - Pages may have any size, fp32 works too, and so do CPU tensors.
 - Packed K and V are read where they lie, as pages of one row, or as the step's own rows, without a
   table, if ``cu_seqlens_k`` is the tensor ``cu_seqlens_q``.
@@ -39,23 +36,13 @@ STANDS_IN_FOR = "2.8.3"
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
     """Attention of a ragged batch over packed or paged keys, which hold the step's own.
 
     Args:
@@ -111,26 +98,15 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of equally long queries over a cache, which new rows of K and V are first written to.
 
     Args:
@@ -177,6 +153,9 @@ def flash_attn_with_kvcache(
     elif cache_batch_idx is not None:
         raise ValueError("cache_batch_idx: expected None with block_table, got a tensor")
     capacity = block_table.shape[1] * k_cache.shape[1]
+    if (k is None) != (v is None):
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing}: expected rows of both k and v or of neither, got None")
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("cache_seqlens: expected lengths with k, got None")
@@ -184,9 +163,6 @@ def flash_attn_with_kvcache(
     if not isinstance(cache_seqlens, torch.Tensor):
         cache_seqlens = torch.full((num_seqs,), cache_seqlens, dtype=torch.int32, device=q.device)
     expect_tensor("cache_seqlens", cache_seqlens, (num_seqs,), torch.int32, device=q.device)
-    if (k is None) != (v is None):
-        missing = "k" if k is None else "v"
-        raise ValueError(f"{missing}: expected rows of both k and v or of neither, got None")
     seq_lens = cache_seqlens
     if k is not None and v is not None:
         k, v = _inference(k=k, v=v)
@@ -209,10 +185,9 @@ def flash_attn_with_kvcache(
         slots = page * k_cache.shape[1] + position % k_cache.shape[1]
         write_kv(k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots.flatten())
     out, lse = _attend(call, return_softmax_lse)
-    out = out.view(q.shape)
     if lse is None:
-        return out
-    return out, lse.view(num_heads, num_seqs, seqlen_q).transpose(0, 1)
+        return out.view(q.shape)
+    return out.view(q.shape), lse.view(num_heads, num_seqs, seqlen_q).transpose(0, 1)
 
 
 def install() -> ModuleType:

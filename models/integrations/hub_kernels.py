@@ -70,7 +70,9 @@ def export(directory: Path) -> None:
 def metadata(folder: Path, backend: str) -> dict[str, object]:
     """``metadata.json`` for the files in a folder; its id depends on their contents."""
     digests = {
-        path.relative_to(folder).as_posix(): base64.b64encode(_sha256(path)).decode()
+        path.relative_to(folder).as_posix(): base64.b64encode(
+            hashlib.sha256(path.read_bytes()).digest()
+        ).decode()
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -86,10 +88,6 @@ def metadata(folder: Path, backend: str) -> dict[str, object]:
         "backend": {"type": backend} | ({"archs": archs} if archs else {}),
         "digest": {"algorithm": "sha256", "files": digests},
     }
-
-
-def _sha256(path: Path) -> bytes:
-    return hashlib.sha256(path.read_bytes()).digest()
 
 
 @program

@@ -3,14 +3,14 @@
     sglang serve --attention-backend quire --disable-prefill-cuda-graph --model-path MODEL
 
 SGLang finds it by the entry point ``sglang.srt.plugins``. It reads the pools that SGLang makes, of
-any page size: for each step a block table of the token slots of its requests, and one of the slots
-in the pool of window layers where there is such a pool. New rows of K and V are attended to as they
-come, and written to the pool.
+any page size: each step has a block table of its requests' token slots, and another one where window
+layers have a pool of their own. New rows of K and V are attended to as they come, and written to the
+pool.
 
 Served: decode, prefill, chunked prefill and mixed batches of decoder layers whose keys and values
-have one head size, with windows, soft caps, sinks and layers that share another's cache; CUDA
-graphs of decode. All else is refused by name: MLA, speculative decoding, cross attention,
-bidirectional layers, quantized pools, returned lse.
+have one head size, with windows, soft caps, sinks and shared caches; CUDA graphs of decode. All else
+is refused by name: MLA, speculative decoding, cross attention, bidirectional layers, quantized
+pools, returned lse.
 
 Source: sglang 0.5.23, ``srt/plugins``, ``srt/layers/attention/{base_attn_backend,triton_backend}.py``.
 """
@@ -18,7 +18,7 @@ Source: sglang 0.5.23, ``srt/plugins``, ``srt/layers/attention/{base_attn_backen
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,13 +49,12 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of a step share.
+    """The tensors that the layers of a step share.
 
     Attributes:
-        table: [num_seqs, width] int32, page ids of full layers.
-        window_table: the same of window layers; ``table`` itself where they have no pool.
-        slots: [num_tokens] int64, where the new rows go; None: they go nowhere.
-        window_slots: the same of window layers.
+        table, window_table: [num_seqs, width] int32, page ids of full and of window layers; the
+            same tensor where window layers have no pool of their own.
+        slots, window_slots: [num_tokens] int64, where the new rows go; None: nowhere.
         seq_lens: [num_seqs] int32, keys with the new ones.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         max_seqlen_q, max_seq_len: host ints, at least the longest.
@@ -134,14 +133,11 @@ class QuireAttention:
             raise RuntimeError("init_cuda_graph_state: expected a call before a graph's step")
         static, bs = self._graph, forward_batch.batch_size
         new = self._step(forward_batch, static.max_seq_len)
-        kept = Step(
-            static.table[:bs], static.window_table[:bs], static.slots[:bs],
-            static.window_slots[:bs], static.seq_lens[:bs], static.cu_seqlens_q[: bs + 1],
-            1, static.max_seq_len,
-        )  # fmt: skip
+        kept = {}
         for name in ("table", "window_table", "slots", "window_slots", "seq_lens"):
-            getattr(kept, name).copy_(getattr(new, name))
-        self.forward_metadata = kept
+            kept[name] = getattr(static, name)[:bs].copy_(getattr(new, name))
+        kept["cu_seqlens_q"] = static.cu_seqlens_q[: bs + 1]
+        self.forward_metadata = replace(static, **kept)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Keys of a padding row of a graph's batch."""
@@ -187,19 +183,18 @@ class QuireAttention:
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
             window = layer.sliding_window_size + 1  # SGLang counts the keys before the query's own
         heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
-        q = q.reshape(-1, heads, dim)
-        pages = [
-            self._pages(get(layer.layer_id), kv_heads, dim)
-            for get in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
-        ]  # fmt: skip
+        table, slots = step.table, step.slots
+        if window is not None:
+            table, slots = step.window_table, step.window_slots
+        q, pool = q.reshape(-1, heads, dim), self.token_to_kv_pool
+        rows = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        pages = [self._pages(x, kv_heads, dim) for x in rows]
         if k is not None and v is not None:
             k, v = k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-            slots = step.slots if window is None else step.window_slots
             if save_kv_cache and slots is not None:
                 write_kv(k, v, *pages, slots[: k.shape[0]])
         out = attention_for(window)(
-            q, *pages, step.table if window is None else step.window_table,
-            step.seq_lens, step.cu_seqlens_q, k=k, v=v,
+            q, *pages, table, step.seq_lens, step.cu_seqlens_q, k=k, v=v,
             max_seqlen_q=step.max_seqlen_q, max_seq_len=step.max_seq_len,
             softmax_scale=layer.scaling, softcap=layer.logit_cap or None,
             sinks=None if sinks is None else sinks.float(),

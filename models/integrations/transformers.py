@@ -6,9 +6,9 @@ What one call computed, the next ones find: turns of a chat, prompts with a comm
     ids = model.generate(ids, past_key_values=QuireCache(pool, ids), max_new_tokens=100)
 
 Before a forward, its tokens become a plan of `quire.kvcore`, which reaches the attention of each
-layer as one more keyword argument; afterwards it is committed. Tokens in pages already (rows have
-hits of different lengths; with drafts transformers passes whole prompts) and padding on the left
-take no part in attention: their output is 0, and nothing depends on it.
+layer as one more keyword argument; afterwards it is committed. Tokens in pages already (of rows with
+longer hits, or of a whole prompt that is passed again) and padding on the left take no part in
+attention: their output is 0, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -84,14 +84,9 @@ class QuirePool:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        num_pages: int,
-        max_model_len: int,
-        block_size: int = 16,
+        self, model: Any, *, num_pages: int, max_model_len: int, block_size: int = 16,
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._before, self._model = model.config._attn_implementation, model
         if self._before == NAME:
             raise ValueError("model: expected one without a QuirePool; close its pool first")

@@ -6,11 +6,10 @@
     model.set_attn_implementation("paged|eager")
     model.generate_batch(prompts, generation_config)
 
-transformers keeps its own allocator, pages and scheduler there, and refuses attention of names that
-it does not know, so this replaces what it calls ``paged|eager`` in the process. It gathers the rows
-that a step sees, one request after another, and attention takes each row for a page. It still makes
-masks of all tokens with all tokens, which nobody reads here. So this runs the kernels there, but
-not fast; CUDA graphs and compilation are not tested.
+transformers keeps its own allocator, pages and scheduler there and refuses attention of other names,
+so this replaces ``paged|eager`` in the process. transformers gathers the rows that a step sees, one
+request after another, and makes masks that nobody reads here: this runs the kernels, but not fast.
+CUDA graphs and compilation are not tested.
 """
 
 from __future__ import annotations
@@ -53,14 +52,8 @@ def _attention(
     rows = torch.arange(int(given["max_length_k"]), dtype=torch.int32, device=cu_k.device)
     table = (cu_k[:-1, None] + rows).clamp_(max=len(pages[0]) - 1)
     out = attention_for(window)(
-        query.squeeze(0).transpose(0, 1).contiguous(),
-        *pages,
-        table,
-        cu_k.diff(),
-        cu_q,
-        max_seqlen_q=int(given["max_length_q"]),
-        sinks=None if sinks is None else sinks.float(),
-        softmax_scale=given.get("scaling"),
-        softcap=given.get("softcap"),
-    )
+        query.squeeze(0).transpose(0, 1).contiguous(), *pages, table, cu_k.diff(), cu_q,
+        max_seqlen_q=int(given["max_length_q"]), sinks=None if sinks is None else sinks.float(),
+        softmax_scale=given.get("scaling"), softcap=given.get("softcap"),
+    )  # fmt: skip
     return out.unsqueeze(0), None

@@ -6,14 +6,13 @@ it::
     vllm serve MODEL --attention-backend CUSTOM
 
 A layer's pages are views of vLLM's tensor [num_blocks, num_kv_heads, block_size, 2 * head_size], in
-whatever order it lies in memory. All rows of a step are written first, for vLLM lets a request hit
-blocks that another one computes in the same step; so its manager must give a place to every row
-that a query sees, as its own does. Attention then takes a request's own new rows from the layer and
-the rest from pages. Layers that share another layer's keys find all rows in pages.
+any memory order. All rows of a step are written first, for vLLM lets a request hit blocks that
+another one computes in the same step. Attention takes a request's own new rows from the layer and
+the rest from pages; layers that share another layer's keys find all rows in pages.
 
-Not served, and refused by name: other versions of vLLM, MLA, encoders, ALiBi, bidirectional ranges
-of images, R-SWA, context parallelism, quantized caches but e4m3 with one scale for all keys, head
-sizes that are no power of two. CUDA graphs hold what lies between attention calls (``PIECEWISE``).
+Refused by name: other versions of vLLM, MLA, encoders, ALiBi, bidirectional ranges of images,
+R-SWA, context parallelism, quantized caches but e4m3 with one scale for all keys, head sizes that
+are no power of two. CUDA graphs hold what lies between attention calls (``PIECEWISE``).
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class QuireBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """As vLLM knows it."""
+        """The name in vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod
@@ -69,7 +68,7 @@ class QuireBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[QuireBuilder]:
-        """What makes the metadata of a step."""
+        """The maker of a step's metadata."""
         return QuireBuilder
 
     @staticmethod
@@ -87,10 +86,7 @@ class QuireBackend(AttentionBackend):
         """Yes."""
         return True
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Yes."""
-        return True
+    supports_sliding_window = supports_sink
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -118,10 +114,8 @@ class QuireBuilder(AttentionMetadataBuilder[QuireMetadata]):
 
     reorder_batch_threshold = 1
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)  # abstract there
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -145,10 +139,12 @@ class QuireBuilder(AttentionMetadataBuilder[QuireMetadata]):
             "max_seq_len": given.max_seq_len,
             "num_decodes": int(longer[0]) if len(longer) else num_seqs,
         }
-        tables = given.block_table_tensor, given.seq_lens, given.query_start_loc
-        lengths = num_seqs, num_seqs, num_seqs + 1
-        cut = tuple(t[:n] for t, n in zip(tables, lengths, strict=True))
-        return QuireMetadata(given.num_actual_tokens, cut, sizes)  # type: ignore[arg-type]
+        tables = (
+            given.block_table_tensor[:num_seqs],
+            given.seq_lens[:num_seqs],
+            given.query_start_loc[: num_seqs + 1],
+        )
+        return QuireMetadata(given.num_actual_tokens, tables, sizes)
 
 
 class QuireAttention(AttentionImpl[QuireMetadata]):
@@ -159,20 +155,11 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: Any = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int,
+        alibi_slopes: Any = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **others: Any,
+    ) -> None:  # fmt: skip
         others |= {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
         others |= {} if attn_type == "decoder" else {"attn_type": attn_type}
         if kv_cache_dtype not in QuireBackend.supported_kv_cache_dtypes:
@@ -200,17 +187,10 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         write_kv(key[:n], value[:n], *pages, slot_mapping, **scales)
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: QuireMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: QuireMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Attention of a step.
 
         Args:

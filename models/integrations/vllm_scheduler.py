@@ -2,12 +2,10 @@
 
     vllm serve MODEL --scheduler-cls quire.models.integrations.vllm_scheduler.QuireScheduler
 
-One class serves both: with asynchronous scheduling it is vLLM's AsyncScheduler. Queues, budgets,
-preemption, drafts and outputs are vLLM's; which pages requests get, what stays cached and where a
-prompt may resume are kvcore's (`vllm_kv_manager`, `KVCache(append_only=True)`). Workers and
-attention backends are as before: tables are append-only, and all rows that queries see are in pages.
-
-What it does not serve is refused when the engine starts, by name: see `refusals`.
+Queues, budgets, preemption, drafts and outputs are vLLM's, with asynchronous scheduling too; which
+pages requests get, what stays cached and where a prompt may resume are kvcore's (`vllm_kv_manager`).
+Workers and attention backends are as before: tables are append-only, and all rows that queries see
+are in pages. What is not served is refused by name when the engine starts: see `refusals`.
 """
 
 from __future__ import annotations
@@ -57,11 +55,11 @@ def group_specs(config: Any) -> list[GroupSpec]:
     """A model's cache groups; pages count as one byte each."""
     groups = []
     for i, group in enumerate(config.kv_cache_groups):
-        spec, window = group.kv_cache_spec, None
-        if type(spec) in WINDOWS:
-            window = spec.sliding_window
-        kind = "window" if window else "dense"
-        groups.append(GroupSpec(str(i), kind, spec.block_size, 1, window))
+        spec = group.kv_cache_spec
+        window = spec.sliding_window if type(spec) in WINDOWS else None
+        groups.append(
+            GroupSpec(str(i), "window" if window else "dense", spec.block_size, 1, window)
+        )
     return groups
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import math
 import sys
 from itertools import accumulate
 
 import pytest
 import torch
 
-from quire.bench.common.bounds import bounding
 from quire.kernels.attention import api
 from quire.models.integrations import flash_attn
 from quire.models.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.models import exact_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # Arguments of a call: softmax_scale, causal, window_size, softcap.
@@ -63,31 +62,13 @@ def offsets(lengths):
     return ints([0, *accumulate(lengths)])
 
 
-def attention(q, k, v, *, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
-    """One sequence in float64 with bounds: q [n, heads, dim], k and v [m, kv_heads, dim]; out, and lse [heads, n]."""
-    n, m, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+def attention(q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
+    """One sequence in float64, by flash-attn's arguments."""
     left, right = window_size
     right = 0 if causal else right
-    outs, lses = [], []
-    with bounding(weights=q.dtype):
-        q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-        for h in range(q.shape[0]):
-            logits = q[h] @ k[h // group].mT * (softmax_scale or q.shape[-1] ** -0.5)
-            if softcap:
-                logits = torch.tanh(logits / softcap) * softcap
-            # Query i is aligned with key i + m - n.
-            behind = torch.arange(m, device=q.device) - torch.arange(m - n, m, device=q.device)[:, None]  # fmt: skip
-            hidden = torch.zeros(n, m, dtype=torch.bool, device=q.device)
-            if left >= 0:
-                hidden |= behind < -left
-            if right >= 0:
-                hidden |= behind > right
-            logits = logits.masked_fill(hidden, -math.inf)
-            none = hidden.all(1)
-            weights = torch.softmax(logits.masked_fill(none[:, None], 0.0), -1)
-            outs.append(weights.masked_fill(none[:, None], 0.0) @ v[h // group])
-            lses.append(torch.logsumexp(logits, -1).masked_fill(none, math.inf))
-        return torch.stack(outs, 1), torch.stack(lses)
+    return exact_attention.attention(
+        q, k, v, scale=softmax_scale, softcap=softcap, left=left, right=right
+    )
 
 
 def expect_equal(out, lse, sequences, mask):
@@ -120,11 +101,8 @@ def lengths_of(q_lens, k_lens, dtype=torch.float32):
 
 def varlen(q, k, v, q_lens, k_lens, **options):
     cu_q = offsets(q_lens)
-    cu_k = cu_q if k_lens is q_lens else offsets(k_lens)
-    longest = max(q_lens), max(k_lens)
-    return flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, *longest, return_attn_probs=True, **options
-    )  # fmt: skip
+    lengths = cu_q, cu_q if k_lens is q_lens else offsets(k_lens), max(q_lens), max(k_lens)
+    return flash_attn_varlen_func(q, k, v, *lengths, return_attn_probs=True, **options)
 
 
 @runs
@@ -148,15 +126,14 @@ def test_varlen_against_float64(impl, cache, mask):
 def test_prompts_with_one_tensor_of_offsets(impl, mask):
     lens = [9, 1, 17]
     q, k, v = lengths_of(lens, lens, torch.float16)
-    out, lse, _ = varlen(torch.cat(q), torch.cat(k), torch.cat(v), lens, lens, **mask)
+    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), lens, lens, **mask)
     assert out.dtype == torch.float16
     expect_equal(out, lse, zip(q, k, v, strict=True), mask)
 
 
 def test_as_many_keys_as_tokens_need_not_be_prompts():
-    q_lens, k_lens = [3, 6], [6, 3]
-    q, k, v = lengths_of(q_lens, k_lens)
-    out, lse, _ = varlen(torch.cat(q), torch.cat(k), torch.cat(v), q_lens, k_lens, **PLAIN)
+    q, k, v = lengths_of([3, 6], [6, 3])
+    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), [3, 6], [6, 3], **PLAIN)
     expect_equal(out, lse, zip(q, k, v, strict=True), PLAIN)
 
 
@@ -164,7 +141,7 @@ def test_as_many_keys_as_tokens_need_not_be_prompts():
 @pytest.mark.parametrize("mask", [{}, {"window_size": (4, 2)}, {"window_size": (-1, 7)}], ids=str)
 def test_one_new_token_each_needs_no_causal(impl, mask):
     q, k, v = lengths_of([1, 1, 1], [23, 1, 6])
-    out, lse, _ = varlen(torch.cat(q), torch.cat(k), torch.cat(v), [1, 1, 1], [23, 1, 6], **mask)
+    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), [1, 1, 1], [23, 1, 6], **mask)
     # Bottom-right aligned, so no key is behind the query.
     expect_equal(out, lse, zip(q, k, v, strict=True), mask)
 
@@ -226,38 +203,38 @@ def test_lengths_as_one_number_and_a_full_cache():
     assert not full.equal(flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=11))
     # Rows whose last stride is not 1 are taken too, as by flash-attn.
     odd = torch.stack(q).transpose(2, 3).contiguous().transpose(2, 3)
-    assert full.equal(flash_attn_with_kvcache(odd, *caches))
+    out = flash_attn_with_kvcache(odd, *caches)
+    for i in range(2):
+        assert_within_budget("out", out[i], attention(q[i], k[i], v[i])[0])
 
 
 def test_without_lse_a_tensor_comes_alone():
     q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
     out = flash_attn_varlen_func(q, k, v, offsets([3]), offsets([3]), 3, 3, causal=True)
-    assert out.equal(varlen(q, k, v, [3], [3], causal=True)[0])
+    assert_within_budget("out", out, attention(q, k, v, **PLAIN)[0])
 
 
-VARLEN = {
-    "dropout_p": 0.1, "alibi_slopes": torch.zeros(HEADS), "causal": False, "window_size": (2, 1),
+REFUSED = {
+    flash_attn_varlen_func: {
+        "dropout_p": 0.1, "alibi_slopes": torch.zeros(HEADS), "causal": False, "window_size": (2, 1),
+    },
+    flash_attn_with_kvcache: {
+        "rotary_cos": torch.zeros(4, 8), "rotary_sin": torch.zeros(4, 8), "num_splits": 1,
+        "cache_leftpad": ints([0]), "alibi_slopes": torch.zeros(HEADS),
+    },
 }  # fmt: skip
-WITH_CACHE = {
-    "rotary_cos": torch.zeros(4, 8), "rotary_sin": torch.zeros(4, 8), "num_splits": 1,
-    "cache_leftpad": ints([0]), "alibi_slopes": torch.zeros(HEADS),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", VARLEN)
-def test_varlen_refuses_by_name(name):
-    q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
-    options = {"causal": name != "window_size", name: VARLEN[name]}
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f in REFUSED for name in REFUSED[f]])
+def test_what_is_not_served_is_refused_by_name(function, name):
+    if function is flash_attn_with_kvcache:
+        args, options = [torch.stack(x) for x in lengths_of([1], [3])], {}
+    else:
+        args = [*(torch.cat(x) for x in lengths_of([3], [3])), offsets([3]), offsets([3]), 3, 3]
+        options = {"causal": name != "window_size"}
     shown = "causal" if name == "window_size" else name
     with pytest.raises(NotImplementedError, match=f"^{shown}: "):
-        flash_attn_varlen_func(q, k, v, offsets([3]), offsets([3]), 3, 3, **options)
-
-
-@pytest.mark.parametrize("name", WITH_CACHE)
-def test_with_kvcache_refuses_by_name(name):
-    q, k, v = (torch.stack(x) for x in lengths_of([1], [3]))
-    with pytest.raises(NotImplementedError, match=f"^{name}: "):
-        flash_attn_with_kvcache(q, k, v, **{name: WITH_CACHE[name]})
+        function(*args, **options | {name: REFUSED[function][name]})
 
 
 def test_gradients_are_refused():

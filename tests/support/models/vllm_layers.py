@@ -18,6 +18,7 @@ del sys.path[0]
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from exact_attention import attention  # noqa: E402
 from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.layers.attention import Attention  # noqa: E402
@@ -36,7 +37,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
 
-from quire.bench.common.bounds import allowed, bounding  # noqa: E402
+from quire.bench.common.bounds import allowed  # noqa: E402
 
 BLOCK, HEADS, KV_HEADS, SIZE, VOCAB, LONGEST, CHUNK = 16, 4, 2, 32, 50, 160, 32
 CASES = {
@@ -168,22 +169,9 @@ class Case:
             for x, scale in zip((k, v), self.scales, strict=True):
                 held = (x[:from_pages].float() / scale).to(torch.float8_e4m3fn)
                 x[:from_pages] = held.double() * scale
-        group = HEADS // KV_HEADS
-        k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-        gap = torch.arange(start, start + n)[:, None] - torch.arange(start + n)
-        hidden = gap < 0
-        if self.windows[i] is not None:
-            hidden |= gap >= self.windows[i]
-        with bounding(weights=self.dtype):
-            logits = q.double().transpose(0, 1) @ k.mT * SIZE**-0.5
-            if self.softcap:
-                logits = (logits / self.softcap).tanh() * self.softcap
-            logits = logits.masked_fill(hidden, float("-inf"))
-            if self.sinks:
-                sink = self.sinks[i].to(self.dtype).double()[:, None, None].expand(-1, n, 1)
-                logits = torch.cat([logits, sink], dim=-1)
-            weights = torch.softmax(logits, dim=-1)[..., : start + n]
-            exact = (weights @ v).transpose(0, 1)
+        mask = {"softcap": self.softcap, "left": (self.windows[i] or 0) - 1}
+        sinks = self.sinks[i].to(self.dtype) if self.sinks else None
+        exact, _ = attention(q, k, v, sinks=sinks, **mask)
         budget = allowed(exact, self.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             off = (out.view(n, HEADS, SIZE).double() - exact.as_subclass(torch.Tensor)).abs()

@@ -1,5 +1,6 @@
 """A Python that has vLLM: the one that ``VLLM_PYTHON`` names (``make test-vllm``), or this one."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -51,16 +52,24 @@ class _AnyName(ModuleType):
         return object
 
 
-def other_version(monkeypatch: pytest.MonkeyPatch, version: str, *modules: str) -> None:
-    """Puts a vLLM of another version in place of any, as far as an import goes.
+def expect_refused(monkeypatch: pytest.MonkeyPatch, module: str, version: str, *used: str) -> None:
+    """An integration does not import with a vLLM of another version.
 
     Args:
-        modules: below ``vllm.v1``, which are imported from it.
+        used: modules below ``vllm.v1`` that it imports.
     """
-    for module in modules:
-        parts = ["vllm", "v1", *module.split(".")]
+    for name in used:
+        parts = ["vllm", "v1", *name.split(".")]
         for count in range(1, len(parts) + 1):
-            name = ".".join(parts[:count])
-            stand_in = _AnyName(name)
+            stand_in = _AnyName(".".join(parts[:count]))
             stand_in.__version__ = version
-            monkeypatch.setitem(sys.modules, name, stand_in)
+            monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    with pytest.raises(ImportError, match=rf"vllm: expected 0\.33, got {version}"):
+        importlib.import_module(f"quire.models.integrations.{module}")
+
+
+def expect_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Without vLLM an integration says what to install."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.33: pip install 'quire\[vllm\]'"):
+        importlib.import_module(f"quire.models.integrations.{module}")
