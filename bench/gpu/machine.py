@@ -1,7 +1,7 @@
 """The first part of `bench.gpu`: whether a kernel can be launched here, and what the machine is.
 
     python -m bench.gpu.machine --json machine.json
-    python -m bench.gpu.machine --unpack .peers --target bench/out/gpu/peers
+    python -m bench.gpu.machine --unpack .peers bench/out/gpu/peers
 
 A kernel is launched before all else: without a C compiler or Python's headers, which Triton builds
 its launcher with, exit status 2 and what is missing.
@@ -120,10 +120,8 @@ def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    if (args.unpack is None) != (args.target is None):
-        raise ValueError("unpack: expected --target with it, and with --target this")
     if args.unpack is not None:
-        result = prepare_peers(args.unpack, args.target)
+        result = prepare_peers(*args.unpack)
     else:
         result = describe(find_device(None))
     print(json.dumps(result, indent=1))
@@ -134,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser("bench.gpu.machine", __doc__)
     add = parser.add_argument
-    add("--unpack", type=Path, metavar="DIR", help="folder of packed peers")
-    add("--target", type=Path, metavar="DIR", help="where to unpack them")
+    folders = ("DIR", "TARGET")
+    add("--unpack", nargs=2, type=Path, metavar=folders, help="packed peers, and where to put them")
     add("--json", type=output_file, metavar="FILE", help="write the result")
     return parser

@@ -79,7 +79,7 @@ class Runner:
         values = {
             "{json}": [str(self._file(part, "result.json"))],
             "{peers}": ["--peers", str(folder)] if folder is not None else [],
-            "{unpack}": ["--unpack", str(self.peers), "--target", str(self.out / "peers")],
+            "{unpack}": ["--unpack", str(self.peers), str(self.out / "peers")],
         }
         arguments = [word for one in part.arguments for word in values.get(one, [one])]
         # Tests spend most of their time in the compiler, on one core each.

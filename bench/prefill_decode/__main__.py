@@ -18,32 +18,26 @@ finished, so the time to the first token has no queue in front. Every answer has
 stop tokens do not end it.
 
 Exit status 1, and no numbers, when a checked token is not what a full forward pass without any
-cache says (`bench.prefill_decode.verify`). With caching off the same prompts run again; a request
-whose output then differs is checked too, in both runs. Engines are warmed up with the first
+cache says (`bench.prefill_decode.verify`). Then the same prompts run again with caching off, and
+each request whose output differs is checked in both runs. Engines are warmed up with the first
 requests, apart from the runs that are measured. Keys of --json: `bench.prefill_decode.report`.
+
+These run the prompts once more, and print both runs side by side or how they differ:
+
+    --compare               with the other implementation, whose output is checked as well
+    --host-cache            without the host memory that keeps what leaves the pool
+    --speculate             without a drafter: "ngram" repeats earlier text, "mtp" is the model's
+                            own drafter layer. How often a random model's is right depends on how
+                            its weights were drawn (`bench.prefill_decode.build`)
+    --tensor-parallel-size  on N ranks of this machine, each with a part of the model, checked by
+                            passes of one rank; with the bytes that a rank sends, against the least
+                            possible, and the context that a pool of the same bytes holds
 
 With --kv-cache-dtype fp8 pages hold keys and values in e4m3, and which of them a query sees rounded
 depends on where its prompt was cut into steps: at a hit elsewhere than in a cold run. So outputs
 need not be identical with caching off, and of those that differ only the requests that are checked
 anyway are checked there. A token may be as far below the largest logit of the full pass, whose keys
-and values are not rounded, as rounding all of them moves two logits
-(`bench.prefill_decode.verify`).
-
-With --speculate all of these runs have a drafter: "ngram" repeats earlier text, "mtp" is the
-model's own drafter layer. The prompts then run once more, with caching and without a drafter, and
-outputs that differ are checked in both runs. How often a random model's drafter is right is a
-matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
-
-With --host-cache what leaves the pool is kept in host memory, and the prompts run once more without
-it, which outputs of the first run are compared with.
-
-With --tensor-parallel-size N the prompts run once more on N ranks of this machine, each with a
-part of the model. What they generate is checked by the passes of one rank, which has to hold the
-whole model; then come the bytes that a rank sends, against the least that tensor parallel can, and
-the context that a pool of the same bytes holds, against one rank's.
-
-With --compare the prompts run once more, with caching and the other implementation, and both are
-printed side by side; what it generates is checked as well.
+and values are not rounded, as rounding all of them moves two logits.
 """
 
 from __future__ import annotations

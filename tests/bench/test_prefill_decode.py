@@ -27,7 +27,6 @@ from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.report import PARTS
 from quire.models.layers import attention
-from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 # The default pool would take longer to make than the runs take.
@@ -275,19 +274,6 @@ def test_what_ranks_send(name, capacity, tmp_path, capsys):
     assert f"holds {capacity:.2f} x the context" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_bench_never_imports_transformers():
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "from quire.bench.prefill_decode import __main__ as prefill_decode\n"
-        f"sys.exit(prefill_decode.main({[*ONE, '--no-baseline']!r}))"
-    )
-    printed(code)
-
-
-# Refusals.
-
-
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_refuses_when_the_cache_holds_wrong_values(kv_cache_dtype, monkeypatch, capsys, tmp_path):
     def broken(k, v, *arguments, **options):
@@ -367,9 +353,6 @@ def test_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert prefill_decode.main([*TINY, "--plot", "x.png"]) == 2
     assert "pip install 'quire[plot]'" in capsys.readouterr().err
-
-
-# Parts.
 
 
 def test_answers_depend_on_more_than_the_last_token(run):
