@@ -1,13 +1,13 @@
 """Benchmarks, each run as ``python -m bench.<name>``: a table on the screen, numbers in a file with
 ``--json``.
 
-    prefill_decode   the main job, end to end       kernels   kernels beside those of others
-    kvcore           the allocator                  static    compiled code, without a GPU
-    replay           hit rates of traces            tune      tile shapes, measured
-    gpu              all that needs a GPU           deepseek_v4_memory   bytes of its caches
+    prefill_decode       the main job, end to end     kernels   kernels beside those of others
+    kvcore               the allocator                static    compiled code, without a GPU
+    replay               hit rates of traces          tune      tile shapes, measured
+    deepseek_v4_memory   bytes of its caches          gpu       all that needs a GPU
 
-What these share: ``common`` (timing, error bounds, workloads), ``cases`` (named shapes, their tensors
-and results), ``peers`` (implementations that are compared). ``results`` has rows of past runs.
+These share ``common`` (timing, error bounds, workloads), ``cases`` (named shapes, their tensors and
+results) and ``peers`` (implementations that are compared). ``results`` has rows of past runs.
 """
 
 if __name__ == "bench":  # started by ``python -m``

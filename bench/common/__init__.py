@@ -1,3 +1,3 @@
-"""What several benchmarks share: rates of the machine, times, error bounds, workloads, traces,
+"""Shared by several benchmarks: rates of the machine, times, error bounds, workloads, traces,
 worker processes.
 """

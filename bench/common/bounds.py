@@ -11,11 +11,14 @@ once in float64, tells both what is right and what must be allowed::
 
 This is running error analysis, with worst cases added up and never a sample of them:
 
-    one operation       errs by at most UNIT = 2^-23 of its result: twice what rounding to nearest gives, all that truncating matrix units lose
-    a sum of n terms    errs by gamma(n) = n UNIT / (1 - n UNIT) of the sum of magnitudes, in whatever order and pieces it is taken
-    softmax, lse        n logits in tiles of TILE or more, each with an exponential and a rescaling of what came before (`_slack`, `_steps`);
-                        logits that are off by d_j change weight j by at most exp(d_j + log sum_k p_k exp(d_k)) - 1
-    weights, results    are rounded to nearest in the dtype that the program keeps them in
+    one operation     errs by at most UNIT = 2^-23 of its result: twice what rounding to nearest
+                      gives, all that truncating matrix units lose
+    a sum of n terms  errs by gamma(n) = n UNIT / (1 - n UNIT) of the sum of magnitudes, in whatever
+                      order and pieces it is taken
+    softmax, lse      n logits in tiles of TILE or more, each with an exponential and a rescaling of
+                      what came before (`_slack`, `_steps`); logits that are off by d_j change
+                      weight j by at most exp(d_j + log sum_k p_k exp(d_k)) - 1
+    weights, results  are rounded to nearest in the dtype that the program keeps them in
 
 Values that go in are exact: they are what the program reads. What is not a rounding (a key too
 many, a scale forgotten) is not allowed for.
@@ -73,7 +76,7 @@ def bounded(value: Tensor, error: Tensor | None = None) -> Bounded:
 
 
 def allowed(exact: Bounded, dtype: torch.dtype) -> Tensor:
-    """How far each element of a result may be from ``exact`` when it has been rounded to ``dtype``;
+    """The error that a result may have beside ``exact`` when it has been rounded to ``dtype``:
     float64, NaN or infinite where ``exact`` is.
     """
     value, error = _parts(exact)
@@ -86,7 +89,7 @@ def gamma(count: int | Tensor) -> Any:
 
 
 def rounded(x: Bounded, dtype: torch.dtype) -> Bounded:
-    """What a program has of ``x`` that keeps it in ``dtype`` before it goes on."""
+    """``x`` as a program has it that keeps it in ``dtype`` before it goes on."""
     with torch._C.DisableTorchFunction():
         return bounded(x, allowed(x, dtype))
 
@@ -182,7 +185,7 @@ def _parts(x: Any) -> tuple[Tensor, Tensor]:
 
 
 def _move(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What only moves numbers does the same to their errors."""
+    """An operation that only moves numbers does the same to their errors."""
     values = func(*_map(_value, args), **_map(_value, kwargs))
 
     def error(x: Any) -> Any:
@@ -284,7 +287,9 @@ def _neg(x: Any) -> tuple[Tensor, Tensor, float]:
     return -a, da, 0
 
 
-def _clamp(x: Any, min: float | None = None, max: float | None = None) -> tuple[Tensor, Tensor, float]:  # fmt: skip
+def _clamp(
+    x: Any, min: float | None = None, max: float | None = None
+) -> tuple[Tensor, Tensor, float]:
     a, da = _parts(x)
     return a.clamp(min, max), da, 0
 
@@ -360,7 +365,7 @@ def _smallest(dtype: torch.dtype) -> float:
 
 
 def _rounding(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """What rounding to nearest changes numbers of these magnitudes by."""
+    """The most that rounding to nearest changes numbers of these magnitudes by."""
     return torch.finfo(dtype).eps / 2 * size + _smallest(dtype)
 
 
@@ -392,8 +397,9 @@ RULES = {
 }
 MADE = {"empty", "zeros", "full", "ones", "empty_like", "zeros_like", "full_like", "clone"}
 MOVED = {
-    "__getitem__", "to", "double", "cpu", "clone", "contiguous", "reshape", "view", "flatten", "unflatten", "transpose", "permute",
-    "unbind", "squeeze", "unsqueeze", "expand", "split", "chunk", "stack", "cat", "detach", "index_select", "gather", "repeat_interleave",
+    "__getitem__", "to", "double", "cpu", "clone", "contiguous", "reshape", "view", "flatten",
+    "unflatten", "transpose", "permute", "unbind", "squeeze", "unsqueeze", "expand", "split",
+    "chunk", "stack", "cat", "detach", "index_select", "gather", "repeat_interleave",
 }  # fmt: skip
 LOOKED_UP = {"__getitem__", "__get__", "item", "tolist", "to"}
 MOVED_PROPERTIES = {Tensor.T.__get__, Tensor.mT.__get__}

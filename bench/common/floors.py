@@ -1,4 +1,4 @@
-"""How fast a step could be: bytes that decode must read and products that prefill must form, over
+"""The least time of a step: bytes that decode must read and products that prefill must form, over
 rates measured on this machine.
 
 Decode is bound by memory: every weight and, in every layer, every live key and value is read once a

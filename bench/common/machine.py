@@ -1,4 +1,4 @@
-"""Which machine and which software a result comes from."""
+"""Machine and software that a result comes from."""
 
 from __future__ import annotations
 

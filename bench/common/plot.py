@@ -1,4 +1,4 @@
-"""Whether a picture can be drawn, asked before the work starts."""
+"""Pictures are refused before the work starts, where they cannot be drawn."""
 
 from __future__ import annotations
 

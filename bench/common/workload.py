@@ -1,4 +1,4 @@
-"""What a bench generates: chats of several turns, each turn a prompt that continues the whole
+"""Work of a bench: chats of several turns, each turn a prompt that continues the whole
 conversation before it.
 """
 

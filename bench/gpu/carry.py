@@ -9,8 +9,8 @@ from pathlib import Path
 
 CACHE = "triton"
 RESULTS = (".json", ".jsonl", ".log")
-# Of a kernel: its binary, what the launcher has to know of it, and Triton's own launchers. These are
-# a tenth of what Triton stores.
+# Of a kernel: its binary, what the launcher has to know of it, and Triton's own launchers: a tenth
+# of what Triton stores.
 KERNELS = (".cubin", ".json", ".so")
 
 

@@ -89,7 +89,7 @@ def launch_first(device: torch.device) -> float:
 
 
 def missing_tools() -> list[str]:
-    """What Triton builds its launcher with, and is not there."""
+    """Tools that Triton builds its launcher with and this machine lacks."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     lacking = []
     if not any(map(shutil.which, compilers)):

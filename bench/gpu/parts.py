@@ -1,4 +1,4 @@
-"""What runs on a GPU, in which order, and how long each part may take."""
+"""Parts of `bench.gpu` in their order, each with the seconds that it may take."""
 
 from __future__ import annotations
 

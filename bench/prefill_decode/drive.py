@@ -24,7 +24,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Run:
-    """What happened.
+    """Outputs, steps, times and pages of a run.
 
     Attributes:
         outputs: of every request, in order of (session, turn).

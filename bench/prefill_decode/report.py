@@ -117,7 +117,7 @@ def metrics(
 
 
 def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
-    """Where the engine's thread spent its CPU time; see the file's docstring.
+    """CPU time of the engine's thread, by the parts of a step; see the file's docstring.
 
     Args:
         runs: the steps of one run or of several, in which they are the same: of each step the
@@ -159,7 +159,7 @@ def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
 
 
 def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
-    """How two runs of the same prompts differ; tokens are compared position by position."""
+    """Times and outputs of two runs of the same prompts, compared token by token."""
     pairs = [(o.token_ids, uncached.outputs[key].token_ids) for key, o in cached.outputs.items()]
     ttft = [_percentiles(o.ttft for o in run.outputs.values())["p50"] for run in (uncached, cached)]
     return {

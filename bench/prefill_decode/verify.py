@@ -166,9 +166,9 @@ def e4m3_values(rows: Tensor) -> Tensor:
 
 
 def e4m3_latents(rows: Tensor) -> Tensor:
-    """Rows of DeepSeek-V4 as its quantised pages give them back, a power of two as the scale of each
-    block: latents [..., 512] have 7 blocks of 64 channels, then 64 rotated channels in bf16; index
-    keys have one block.
+    """Rows of DeepSeek-V4 as its quantised pages give them back. The scale of a block is a power of
+    two; latents [..., 512] have 7 blocks of 64 channels and 64 rotated channels in bf16, index keys
+    one block.
 
     Source: FlashMLA's layout of 584 bytes.
     """

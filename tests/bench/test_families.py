@@ -29,7 +29,7 @@ def test_output_is_checked(built):
 
 
 def test_other_precision_reaches_every_weight(built):
-    """Everything but the table whose rows are converted as they are read; and it leaves the weights alone."""
+    """All but the table whose rows are converted as they are read; the weights are left alone."""
     model, ids = built.model, torch.arange(3, 40)
     before = [(name, w.data_ptr(), w.clone()) for name, w in model.named_parameters()]
     exact, seen = model.full_forward(ids), set()

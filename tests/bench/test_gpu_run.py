@@ -1,4 +1,4 @@
-"""bench.gpu on a CPU: every part of its dry run, and what it does when a part crashes, hangs, is done already or lacks something."""
+"""bench.gpu on a CPU: every part of its dry run; parts that crash, hang or are done already."""
 
 import json
 import os
@@ -21,14 +21,16 @@ from quire.bench.gpu.runner import Runner, read_outcomes
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in ("environment", "peers", "warm-up")]  # fmt: skip
+OTHERS = ("environment", "peers", "warm-up")
+PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in OTHERS]
 
 
 @pytest.mark.parametrize("part", PROGRAMS, ids=lambda part: part.name)
 def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
     """As the dry run calls it, but in this process, which has torch already."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("quire.bench.kernels.__main__.device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))  # fmt: skip
+    rates = "quire.bench.kernels.__main__.device_rates"
+    monkeypatch.setattr(rates, lambda *a: Rates(1e9, 1, 1e12, 1))
     module, *arguments = Runner(tmp_path, None, dry_run=True).arguments(part)[1:]
     assert any(word.startswith(("gemma4-tiny", "deepseek-v4-tiny", "tiny")) for word in arguments)
     found = import_module(f"quire.{module}")
@@ -62,10 +64,12 @@ sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_checkout_in_a_bare_environment_is_enough(tmp_path):
-    """The command itself, its results carried to another folder, and a second call, which has nothing left to do."""
+    """The command itself; its results carried to another folder leave a second call no work."""
     (tmp_path / "sitecustomize.py").write_text(BARE)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QUIRE", "PYTEST", "TRITON"))}  # fmt: skip
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # fmt: skip
+    others = ("PYTHON", "QUIRE", "PYTEST", "TRITON")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
+    environment |= {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment["OMP_NUM_THREADS"] = "1"
     missing = (
         "import importlib.util as u; assert not u.find_spec('quire') and not u.find_spec('tqdm')"
     )
@@ -133,7 +137,7 @@ def test_what_the_machine_is_and_which_peers_load(tmp_path, monkeypatch):
 
 
 def test_a_machine_that_cannot_launch_says_what_it_lacks(tmp_path, monkeypatch, capsys):
-    """Triton builds its launcher with a C compiler and Python's headers; in its place here is what it raises without them."""
+    """Without a C compiler and Python's headers, which Triton builds its launcher with."""
 
     def launch(*args, **options):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
@@ -182,7 +186,10 @@ def test_a_crash_and_a_hang_lose_only_themselves(tmp_path):
 
 
 def test_a_part_that_is_ended_leaves_no_process_behind(tmp_path):
-    child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
+    child = (
+        "import subprocess, time; p = subprocess.Popen(['sleep', '60']); "
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
     [record] = run(tmp_path, code("parent", child, limit=2.0))
     pid = int(record["tail"].split()[0])
     for _ in range(50):
@@ -269,7 +276,8 @@ def test_an_illegal_access_a_crash_and_a_hang_cost_one_test_each(tmp_path, monke
     (tmp_path / "test_fake.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     more = "-p xdist.plugin -n 2 --dist worksteal --max-worker-restart 99" if workers else ""
-    part = Part("tests", 60.0, ("-m", "pytest", "-vv", "-p", "no:cacheprovider", *more.split(), str(tmp_path)), tests=True)  # fmt: skip
+    options = ("-vv", "-p", "no:cacheprovider", *more.split())
+    part = Part("tests", 60.0, ("-m", "pytest", *options, str(tmp_path)), tests=True)
     monkeypatch.setattr("quire.bench.gpu.runner.TEST_SECONDS", 0.5)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
     [record] = run(tmp_path, part)
@@ -297,8 +305,8 @@ def re_run(folder):
 
 def test_outcomes_of_a_run_that_was_ended(tmp_path):
     file = tmp_path / "x.jsonl"
-    rows = [("a", "unfinished"), ("a", "passed"), ("b", "unfinished"), ("c", "unfinished"), ("c", "skipped")]  # fmt: skip
-    lines = [json.dumps({"test": test, "outcome": outcome}) for test, outcome in rows]
+    rows = ["a unfinished", "a passed", "b unfinished", "c unfinished", "c skipped"]
+    lines = [json.dumps(dict(zip(("test", "outcome"), row.split(), strict=True))) for row in rows]
     file.write_text("\n".join([*lines, '{"test": "d", "outc']))
     assert read_outcomes(file) == {"a": "passed", "b": "unfinished", "c": "skipped"}
 
