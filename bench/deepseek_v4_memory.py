@@ -41,7 +41,7 @@ class CacheCost:
 
     Attributes:
         token: of context: pages of entries and index keys.
-        request: besides, while it decodes: windows, rings and the resume point of the last boundary.
+        request: besides, while it decodes: windows, rings, the resume point of the last boundary.
         prefill: the same while it computes a chunk of `CHUNK` tokens.
         resume_point: pages that a prefix needs to be resumed, besides its entries.
         resume_pages: the same in pages.
@@ -79,8 +79,8 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
 def vllm_cost(config: DeepseekV4Config) -> CacheCost:
     """Bytes of vLLM 0.33's fp8 groups, for the released ratios (4 and 128).
 
-    Every block has the bytes of the largest. Windows are two groups; compressor state is in pages of
-    4 and 8 tokens.
+    Every block has the bytes of the largest. Windows are two groups; compressor state is in pages
+    of 4 and 8 tokens.
     """
     page = plan_cache(config, FP8).groups[0].page_bytes
     window, csa, hca = config.sliding_window, 2 * config.csa_ratio, config.hca_ratio

@@ -195,7 +195,7 @@ NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
 # Ints whose least value is not 1, and numbers that may be 0; by program too where programs differ.
 LEAST = {
     "seed": 0, "models.generate seed": -(2**63), "model_seed": 0, "top_k": 0, "models.generate speculate": 0, "bench.kvcore repeats": 0,
-    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "bench.gpu seconds": 1, "prompt_tokens": 2,
+    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "prompt_tokens": 2,
     "bench.prefill_decode tensor_parallel_size": 2,
 }  # fmt: skip
 # Of what takes memory for each.
@@ -207,7 +207,7 @@ MOST = {
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "host",
+    "baseline", "unpack", "retention", "host",
 }  # fmt: skip
 
 

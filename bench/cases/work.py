@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..common.floors import visible_pairs
+from ..common.visible import visible_pairs
 from .latent_shapes import LatentCase
 from .shapes import Case
 

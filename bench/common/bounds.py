@@ -11,11 +11,14 @@ once in float64, tells both what is right and what must be allowed::
 
 This is running error analysis, with worst cases added up and never a sample of them:
 
-    one operation       errs by at most UNIT = 2^-23 of its result: twice what rounding to nearest gives, all that truncating matrix units lose
-    a sum of n terms    errs by gamma(n) = n UNIT / (1 - n UNIT) of the sum of magnitudes, in whatever order and pieces it is taken
-    softmax, lse        n logits in tiles of TILE or more, each with an exponential and a rescaling of what came before (`_slack`, `_steps`);
-                        logits that are off by d_j change weight j by at most exp(d_j + log sum_k p_k exp(d_k)) - 1
-    weights, results    are rounded to nearest in the dtype that the program keeps them in
+    one operation     errs by at most UNIT = 2^-23 of its result: twice what rounding to nearest
+                      gives, all that truncating matrix units lose
+    a sum of n terms  errs by gamma(n) = n UNIT / (1 - n UNIT) of the sum of magnitudes, in whatever
+                      order and pieces it is taken
+    softmax, lse      n logits in tiles of TILE or more, each with an exponential and a rescaling of
+                      what came before (`_slack`, `_steps`); logits that are off by d_j change
+                      weight j by at most exp(d_j + log sum_k p_k exp(d_k)) - 1
+    weights, results  are rounded to nearest in the dtype that the program keeps them in
 
 Values that go in are exact: they are what the program reads. What is not a rounding (a key too
 many, a scale forgotten) is not allowed for.
@@ -284,7 +287,9 @@ def _neg(x: Any) -> tuple[Tensor, Tensor, float]:
     return -a, da, 0
 
 
-def _clamp(x: Any, min: float | None = None, max: float | None = None) -> tuple[Tensor, Tensor, float]:  # fmt: skip
+def _clamp(
+    x: Any, min: float | None = None, max: float | None = None
+) -> tuple[Tensor, Tensor, float]:
     a, da = _parts(x)
     return a.clamp(min, max), da, 0
 
@@ -392,8 +397,9 @@ RULES = {
 }
 MADE = {"empty", "zeros", "full", "ones", "empty_like", "zeros_like", "full_like", "clone"}
 MOVED = {
-    "__getitem__", "to", "double", "cpu", "clone", "contiguous", "reshape", "view", "flatten", "unflatten", "transpose", "permute",
-    "unbind", "squeeze", "unsqueeze", "expand", "split", "chunk", "stack", "cat", "detach", "index_select", "gather", "repeat_interleave",
+    "__getitem__", "to", "double", "cpu", "clone", "contiguous", "reshape", "view", "flatten",
+    "unflatten", "transpose", "permute", "unbind", "squeeze", "unsqueeze", "expand", "split",
+    "chunk", "stack", "cat", "detach", "index_select", "gather", "repeat_interleave",
 }  # fmt: skip
 LOOKED_UP = {"__getitem__", "__get__", "item", "tolist", "to"}
 MOVED_PROPERTIES = {Tensor.T.__get__, Tensor.mT.__get__}

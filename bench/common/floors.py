@@ -26,6 +26,7 @@ from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import token_bytes
 
 from . import floors_v4
+from .visible import visible_pairs
 
 MAX_COPY_BYTES = 2**30
 REPEATS = 7
@@ -146,20 +147,6 @@ def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray)
             weights += config.hidden_size * (config.moe.num_experts + chosen)
         total += 4 * q_size * visible_pairs(q_lens, seq_lens, shape.sliding_window)
     return total + 2 * weights * num_tokens
-
-
-def visible_pairs(q_lens: np.ndarray, seq_lens: np.ndarray, sliding_window: int | None) -> int:
-    """(query, key) pairs of causal attention: the query at position p sees min(p + 1,
-    sliding_window) keys.
-    """
-    last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
-    return int((_seen(last, sliding_window) - _seen(first, sliding_window)).sum())
-
-
-def _seen(length: np.ndarray, sliding_window: int | None) -> np.ndarray:
-    """Pairs of a whole sequence: sum over p < length of min(p + 1, sliding_window)."""
-    ramp = length if sliding_window is None else np.minimum(length, sliding_window)
-    return ramp * (ramp + 1) // 2 + (length - ramp) * ramp
 
 
 def _best(call: Callable[[], object], on_gpu: bool) -> float:

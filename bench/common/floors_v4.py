@@ -16,10 +16,10 @@ import torch
 from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4.model import DeepseekV4
 
-LATENT_BYTES, SCALE_BYTES = (
-    584,
-    4,
-)  # of a quantised latent row, scales included; of the scale of an index key
+from .visible import visible_pairs
+
+LATENT_BYTES = 584  # of a quantised latent row, scales included
+SCALE_BYTES = 4  # of an index key
 
 
 def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
@@ -65,31 +65,16 @@ def prefill_flops(config: DeepseekV4Config, q_lens: np.ndarray, seq_lens: np.nda
     """
     total = 2 * _weights_of_a_token(config) * int(q_lens.sum())
     for kind in config.layer_types:
-        pairs = visible(q_lens, seq_lens, 1, config.sliding_window)
+        pairs = visible_pairs(q_lens, seq_lens, config.sliding_window)
         if kind != SLIDING:
             ratio = config.csa_ratio if kind == CSA else config.hca_ratio
-            pairs += visible(q_lens, seq_lens, ratio, config.index_topk if kind == CSA else None)
+            limit = config.index_topk if kind == CSA else None
+            pairs += visible_pairs(q_lens, seq_lens, limit, ratio)
         if kind == CSA:
-            scored = visible(q_lens, seq_lens, config.csa_ratio, None)
+            scored = visible_pairs(q_lens, seq_lens, None, config.csa_ratio)
             total += 2 * scored * config.index_num_heads * config.index_head_dim
         total += 4 * pairs * config.num_heads * config.head_dim
     return round(total)
-
-
-def visible(q_lens: np.ndarray, seq_lens: np.ndarray, ratio: int, limit: int | None) -> int:
-    """(query, entry) pairs: the query at position p sees min((p + 1) // ratio, limit) entries;
-    ratio 1 = raw rows.
-    """
-    last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
-    return int((_seen(last, ratio, limit) - _seen(first, ratio, limit)).sum())
-
-
-def _seen(length: np.ndarray, ratio: int, limit: int | None) -> np.ndarray:
-    """Pairs of a whole sequence: sum over n = 1 .. length of min(n // ratio, limit)."""
-    ramp = length if limit is None else np.minimum(length, ratio * limit - 1)
-    whole, rest = ramp // ratio, ramp % ratio
-    pairs = ratio * (whole * (whole - 1) // 2) + whole * (rest + 1)
-    return pairs if limit is None else pairs + (length - ramp) * limit
 
 
 @cache

@@ -122,7 +122,10 @@ def trace_workload(
         group = 1 + i * NUM_GROUPS // len(requests)
         turn = Turn(np.concatenate(ids), scaled(request.output_length, scale), group)
         sessions.append((turn,))
-    title = f"trace {Path(path).name}: {len(requests)} requests, lengths x {scale:g} (blocks of {block} tokens)"
+    title = (
+        f"trace {Path(path).name}: {len(requests)} requests, "
+        f"lengths x {scale:g} (blocks of {block} tokens)"
+    )
     return Workload(title, "fifth of the trace", tuple(sessions))
 
 
@@ -177,7 +180,8 @@ def _parse(line: bytes, where: str) -> TraceRequest:
     needed = -(-record["input_length"] // BLOCK_TOKENS)
     if len(ids) != needed:
         raise ValueError(
-            f"trace: {where}: hash_ids: expected {needed} ids for {record['input_length']} tokens, got {len(ids)}"
+            f"trace: {where}: hash_ids: expected {needed} ids for {record['input_length']} tokens, "
+            f"got {len(ids)}"
         )
     return TraceRequest(*(record[field] for field in FIELDS[:3]), tuple(ids))
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, replace
 
-# Limits are of a GPU's time. A dry run checks that parts work, however slow or busy its CPU is.
-RANKS_SECONDS = 150.0
-DRY_RUN_FACTOR = 4
-# All but FlexAttention, whose compilation takes long for each case.
+DRY_RUN_FACTOR = 4  # limits are of a GPU's time
 COMPARED = "quire,quire-in-step,flashinfer,fa3,vllm-triton,sdpa"
 LATENT_COMPARED = "quire,quire-in-step,flashmla,flashinfer-mla"
 JOBS = 12  # processes that compile
@@ -69,90 +66,89 @@ class Part:
 
     Attributes:
         limit: seconds it may take.
-        what: for the plan.
-        arguments: of python; {json}, {peers}, {unpack}, {target} are replaced.
+        arguments: of python; {json}, {peers}, {unpack} are replaced.
         background: whether it runs beside the parts behind it, until one that waits for it.
         waits: names of the background parts that must have ended before.
-        needs_peers: whether it is skipped without a folder of peers.
         tests: whether it is a run of pytest, one test after the other on record.
         vital: whether nothing else is worth trying when it fails.
     """
 
     name: str
     limit: float
-    what: str
     arguments: tuple[str, ...]
     background: bool = False
     waits: tuple[str, ...] = ()
-    needs_peers: bool = False
     tests: bool = False
     vital: bool = False
 
 
-def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
-    """The parts in order. In a dry run their limits are `DRY_RUN_FACTOR` times as long.
+def plan(dry_run: bool, num_gpus: int = 1, peers: bool = True) -> list[Part]:
+    """The parts in order; in a dry run tiny, with limits `DRY_RUN_FACTOR` times as long.
 
     Args:
         num_gpus: of the machine; with several there is a part that runs one model on them.
+        peers: whether there is a folder of peers.
     """
 
-    def size(real: str, dry: str) -> tuple[str, ...]:
-        return tuple(shlex.split(dry if dry_run else real))
+    def run(module: str, real: str = "", dry: str = "") -> tuple[str, ...]:
+        return ("-m", module, "--json", "{json}", *shlex.split(dry if dry_run else real))
+
+    def kernels(real: str, dry: str) -> tuple[str, ...]:
+        return (*run("bench.kernels", real, dry), "{peers}")
 
     def tests(files: str) -> tuple[str, ...]:
         # In a dry run only those that no CPU runs otherwise.
         names = [name for name in files.split() if not dry_run or name.startswith("tests/gpu/")]
         return ("-m", "pytest", "-vv", "-rs", "--color=no", "-p", "no:cacheprovider", *names)
 
-    kernels = ("-m", "bench.kernels", "--json", "{json}", "{peers}")
-    job = ("-m", "bench.prefill_decode", "--json", "{json}")
+    job, machine = "bench.prefill_decode", "bench.gpu.machine"
     tiny = "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1"
+    tiny_kernels = "--set tiny --skip tiny-latents --per-call 0.01"
     parts = [
-        Part("environment", 35, "machine, versions, a first launch, copy and matmul rates",
-             ("-m", "bench.environment", "--json", "{json}", "{peers}"), vital=True),
-        Part("peers", 170, "unpack and load peers, compile FlashInfer's kernels",
-             ("-m", "bench.environment", "--json", "{json}", "{unpack}"), background=True, needs_peers=True),
-        Part("warm-up", 100, "the main job in small, which compiles its kernels",
-             (*job, *size("--limit 2 --num-pages 2000 --no-baseline --check 1", tiny)), background=True),
-        Part("attention", 80, "attention against float64: case tables, real shapes, graphs, no host sync",
-             tests(ATTENTION_TESTS), tests=True),
-        Part("prefill-decode", 60, "the main job: bench.prefill_decode",
-             (*job, *size("--no-baseline --check 4", tiny)), waits=("warm-up",)),
-        Part("v4", 70, "kernels and engine of DeepSeek-V4, and V3's, against float64 and full passes",
-             tests(V4_TESTS), tests=True),
-        Part("operators", 26, "what models have around attention, against float64",
-             tests(OPERATOR_TESTS), tests=True),
-        Part("compile", 25, "the kernels that are timed next, in parallel",
-             (*kernels, *size(f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}", "--set tiny --only decode --impl quire --compile 1"))),
-        Part("kernels", 40, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 31", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
-        Part("latents", 35, "kernels of DeepSeek-V4 and V3, and FlashMLA",
-             (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 30", "--set tiny-latents --only decode --per-call 0.01 --impl quire"))),
-        Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
-             tests(ENGINE_TESTS), tests=True),
-        Part("oracle", 15, "peers as a second, independent oracle",
-             tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
-        Part("kernels-rest", 12, "more batches, contexts, shards and page sizes, as far as time goes",
-             (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 8", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa"))),
-        Part("flex", 10, "FlexAttention beside quire",
-             (*kernels, *size("--set attention --impl quire,flex --seconds 6", "--set tiny --skip tiny-latents --only 'global decode' --per-call 0.01 --impl flex"))),
+        # A first launch, versions, copy and matmul rates.
+        Part("environment", 35, run(machine), vital=True),
+        # Compiles FlashInfer's kernels.
+        Part("peers", 170, (*run(machine), "{unpack}"), background=True),
+        # Compiles the kernels of the main job.
+        Part("warm-up", 100, run(job, "--limit 2 --num-pages 2000 --no-baseline --check 1", tiny),
+             background=True),
+        # Attention against float64: case tables, real shapes, graphs, no host sync.
+        Part("attention", 80, tests(ATTENTION_TESTS), tests=True),
+        Part("prefill-decode", 60, run(job, "--no-baseline --check 4", tiny), waits=("warm-up",)),
+        # Kernels and engine of DeepSeek-V4, and V3's, against float64 and full passes.
+        Part("v4", 70, tests(V4_TESTS), tests=True),
+        Part("operators", 26, tests(OPERATOR_TESTS), tests=True),
+        # The kernels that are timed next, in parallel.
+        Part("compile", 25, kernels(
+            f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}",
+            "--set tiny --only decode --impl quire --compile 1")),
+        # Attention beside peers, the cases that matter most.
+        Part("kernels", 40, kernels(
+            f"--set attention --impl {COMPARED} --seconds 31",
+            f"{tiny_kernels} --only decode --impl quire,quire-in-step,sdpa"), waits=("peers",)),
+        # DeepSeek-V4 and V3 beside FlashMLA.
+        Part("latents", 35, kernels(
+            f"--set latents --impl {LATENT_COMPARED} --seconds 30",
+            "--set tiny-latents --only decode --per-call 0.01 --impl quire")),
+        # Engines of all families: caches in e4m3, drafts, preemption, replay, graphs.
+        Part("engine", 40, tests(ENGINE_TESTS), tests=True),
+        # Peers as a second, independent oracle.
+        Part("oracle", 15, tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
+        # More batches, contexts, shards and page sizes, as far as time goes.
+        Part("kernels-rest", 12, kernels(
+            f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla "
+            "--per-call 0.1 --seconds 8",
+            "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")),
+        # FlexAttention, whose compilation takes long for each case.
+        Part("flex", 10, kernels(
+            "--set attention --impl quire,flex --seconds 6",
+            f"{tiny_kernels} --only 'global decode' --impl flex")),
     ]  # fmt: skip
+    if not peers:
+        parts = [part for part in parts if part.name != "peers"]
     if num_gpus > 1:
-        ranks = 2 ** min(3, num_gpus.bit_length() - 1)
-        parts.append(Part(
-            "ranks", RANKS_SECONDS, f"the main job on {ranks} GPUs beside one",
-            (*job, *size("--limit 4 --num-pages 2000 --no-baseline --check 2", tiny), "--tensor-parallel-size", str(ranks)),
-        ))  # fmt: skip
+        size = 2 ** min(3, num_gpus.bit_length() - 1)
+        ranks = run(job, "--limit 4 --num-pages 2000 --no-baseline --check 2", tiny)
+        parts.append(Part("ranks", 150, (*ranks, "--tensor-parallel-size", str(size))))
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]
-
-
-def print_plan(parts: list[Part], seconds: float) -> None:
-    """The time plan: when a part starts at the latest if all before it use up their limits."""
-    print(f"{'latest start':>12}  {'limit':>6}  part")
-    start = 0.0
-    for part in parts:
-        beside = " (beside the next parts)" if part.background else ""
-        print(f"{start:10.0f} s  {part.limit:4.0f} s  {part.name:16} {part.what}{beside}")
-        start += 0 if part.background else part.limit
-    print(f"{min(start, seconds):10.0f} s  in all, at most {seconds:.0f} s")

@@ -31,8 +31,9 @@ SHRINK_OF_LAYERS = 1 / 4
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model, how text becomes its tokens, one phrase on where the weights come from, and their
-    directory, where they are in one."""
+    """A model with its tokenizer, one phrase on where its weights come from, and their directory
+    where they have one.
+    """
 
     model: Decoder
     tokenizer: Tokenizer
@@ -50,13 +51,19 @@ def build_model(
 ) -> BenchModel:
     """Loads a Hugging Face directory, or makes random weights for a named configuration.
 
-    A small random model is written as a checkpoint to a temporary directory and read back, so that a
-    default run covers the way real weights take (not where safetensors or pydantic is missing). Models without a tokenizer.json read bytes.
+    A small random model is written as a checkpoint to a temporary directory and read back, so that
+    a default run covers the way real weights take (not where safetensors or pydantic is missing).
+    Models without a tokenizer.json read bytes.
 
-    name: a named configuration, or a directory. dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU and
-    float32 on a CPU. kv_cache_dtype: of the engine that it is for. seed: of random weights.
+    Args:
+        name: a named configuration, or a directory.
+        dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU, else float32.
+        kv_cache_dtype: of the engine that it is for.
+        seed: of random weights.
 
-    Raises: ValueError for a name that is neither or a model that does not fit the memory, and what `load_model` raises.
+    Raises:
+        ValueError for a name that is neither or a model that does not fit the memory, and what
+        `load_model` raises.
     """
     configs = named_configs()
     if name in configs:
@@ -95,14 +102,20 @@ def _random(
 
 
 def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
-    # With its usual size the embedding drowns what the layers add, and the tied output repeats the last token for ever, whatever
-    # attention did: a check of such tokens would prove nothing. The final norm keeps the logits at order one.
+    """Makes output depend on what attention read.
+
+    With its usual size the embedding drowns what the layers add, and the tied output repeats the
+    last token for ever: a check of such tokens would prove nothing. The final norm keeps the logits
+    at order one.
+
+    Trained queries carry the scale that the softmax lacks. Without it scores have a deviation of
+    sqrt(head_dim), and rounding decides which keys attention picks: in bf16, or over pages of e4m3,
+    two right programs would then generate different texts. In fp32 a deviation of SHARPNESS is
+    harmless, and gives more varied answers.
+    """
     if config.tie_word_embeddings:
         model.embed_tokens.weight.mul_(EMBEDDING_SHRINK)
         _scale_norm(model.norm, 1 / EMBEDDING_SHRINK)
-    # Trained queries carry the scale that the softmax lacks. Without it scores have a deviation of sqrt(head_dim), attention
-    # picks single keys, and rounding decides which: in bf16, or over pages of e4m3, two correct programs would then generate different
-    # texts. In fp32 a deviation of SHARPNESS is still harmless, and gives more varied answers.
     for layer in model.layers:
         attention = layer.self_attn
         factor = sharpness / (config.softmax_scale * attention.head_dim**0.5)
@@ -114,8 +127,9 @@ def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
 
 
 def _shrink_choices(model: Decoder) -> None:
-    """What experts and per-layer inputs add: in random models a rounded row becomes another expert's, or moves a gate, and then logits by
-    more than they spread."""
+    """Shrinks what experts and per-layer inputs add: in random models a rounded row becomes another
+    expert's, or moves a gate, and then logits by more than they spread.
+    """
     for name, module in model.named_modules():
         if name.endswith(("post_feedforward_layernorm_2", "post_per_layer_input_norm")):
             _scale_norm(module, SHRINK_OF_CHOICES)
@@ -125,10 +139,8 @@ def _shrink_choices(model: Decoder) -> None:
 
 
 def _adjust_v4(model: DeepseekV4) -> None:
-    """Makes the drafter guess right now and then, as no random one does: both parts lean on the newest token.
-
-    Layers add less to the streams. The drafter passes on the token that it is told, and collapses and normalises as the trunk does.
-    How often it is right says nothing of a trained one, but accepted and rejected drafts both come up.
+    """Makes the drafter guess right now and then, as no random one does: it and the trunk lean on
+    the newest token, and it collapses and normalises as the trunk does.
     """
     for layer in [*model.layers, *model.mtp]:
         layer.self_attn.o_b_proj.weight.mul_(SHRINK_OF_LAYERS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, process_time
 
 import numpy as np
@@ -24,7 +24,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Run:
-    """What happened.
+    """Outputs, steps, times and pages of a run.
 
     Attributes:
         outputs: of every request, in order of (session, turn).
@@ -37,6 +37,8 @@ class Run:
         peak_pages_in_use, peak_pages_cached: most pages that running requests held at the end of a
             step, and most that held anything at all, what is only cached included.
         stats: counters of the cache at the end.
+        num_pages, bytes_per_token, describe: of the engine's cache; the last one in words.
+        moved: bytes that went to host memory and back, where there is a host tier.
     """
 
     outputs: dict[Key, RequestOutput]
@@ -48,6 +50,10 @@ class Run:
     peak_pages_in_use: int
     peak_pages_cached: int
     stats: dict[str, int]
+    num_pages: int
+    bytes_per_token: float
+    describe: str
+    moved: dict[str, int] = field(default_factory=dict)
 
     @property
     def prompts(self) -> dict[Key, tuple[int, ...]]:
@@ -127,4 +133,7 @@ def run_workload(
         peak_pages_in_use=in_use,
         peak_pages_cached=cached,
         stats=engine.kv.stats(),
+        num_pages=engine.kv.num_pages,
+        bytes_per_token=engine.memory.bytes_per_token,
+        describe=engine.kv.describe(),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,67 +16,54 @@ from quire.models.llm import LLM
 from ..common.hf_checkpoint import save_checkpoint
 from ..common.workload import Workload
 from .build import BenchModel
-from .drive import Key, Run, run_workload
+from .drive import Run, run_workload
 
 SUMS = 2  # of a layer at least: what attention gives, and what the MLP or the experts do
 COUNTED = 64  # tokens
 
 
 def run_on_ranks(
-    built: BenchModel,
-    directory: Path | None,
-    workload: Workload,
-    settings: EngineConfig,
-    prompts: Mapping[Key, tuple[int, ...]],
-    *,
-    bytes_per_token: float,
+    built: BenchModel, workload: Workload, settings: EngineConfig, one: Run
 ) -> tuple[Run, dict[str, Any]]:
-    """Runs a workload on several ranks of this machine.
+    """Runs the prompts of ``one``, a run on one rank, on several ranks of this machine.
 
     Args:
-        directory: of the model's weights; None = they are written to a temporary one.
         settings: with the number of ranks.
-        prompts: of another run.
-        bytes_per_token: of the pool of one rank that has all of the model.
 
     Returns:
         (the run, {name: number} of what was sent: see `bench.prefill_decode.report`).
     """
-    size = settings.tensor_parallel_size
+    size, model = settings.tensor_parallel_size, built.model
     with ExitStack() as stack:
+        directory = built.directory
         if directory is None:
-            made = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-"))
-            save_checkpoint(built.model, made)
-            directory = Path(made)
-        llm = LLM(
-            directory,
-            engine=settings,
-            device=built.model.device.type,
-            dtype=built.model.dtype,
-        )
+            directory = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-bench-"))
+            )
+            save_checkpoint(model, directory)
+        llm = LLM(directory, engine=settings, device=model.device.type, dtype=model.dtype)
         stack.callback(llm.close)
-        concurrency = settings.max_num_seqs
         run = run_workload(
-            llm.engine, workload, concurrency=concurrency, prompts=prompts, label=f"{size} ranks"
+            llm.engine,
+            workload,
+            concurrency=settings.max_num_seqs,
+            prompts=one.prompts,
+            label=f"{size} ranks",
         )
         memory = llm.engine.memory
         counted = min(COUNTED, memory.max_model_len - 1)
         sent = bytes_sent(llm.engine, counted)
     gc.collect()
-    config = built.model.config
-    steps = [step.num_tokens for step in run.steps]
-    each = counted * config.num_layers
-    # Of what is summed, a ring sends all but one part twice: once to add it up, once the sum.
-    sent_share = 2 * (size - 1) / size
     return run, {
         "size": size,
         "memory": memory.describe(),
-        "tokens_per_step": sum(steps) / len(steps),
-        "sum_bytes_per_layer_token": sent["sum"] / each,
-        "least_bytes_per_layer_token": SUMS * config.hidden_size * built.model.dtype.itemsize,
+        "tokens_per_step": sum(step.num_tokens for step in run.steps) / len(run.steps),
+        "sum_bytes_per_layer_token": sent["sum"] / (counted * model.config.num_layers),
+        "least_bytes_per_layer_token": SUMS * model.config.hidden_size * model.dtype.itemsize,
         "gather_bytes_per_row": sent["gather"] / counted,
-        "sent_share": sent_share,
-        "capacity": bytes_per_token / memory.bytes_per_token,
+        # Of what is summed, a ring sends all but one part twice: once to add it up, once the sum.
+        "sent_share": 2 * (size - 1) / size,
+        "capacity": one.bytes_per_token / run.bytes_per_token,
     }
 
 

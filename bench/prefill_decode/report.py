@@ -1,46 +1,54 @@
-"""The numbers of a run as one dictionary with stable keys, and as text. ``--json`` writes the
-dictionary::
+"""The numbers of a run under stable keys. ``--json`` writes the dictionary::
 
-    schema                 int, raised when a key changes its meaning or goes
-    machine                device, threads, driver, python, torch, triton, commit
-    model                  name, source, parameters, weight_bytes, dtype
-    engine                 impl, kv_cache_dtype, retention, num_pages, max_num_seqs, max_num_batched_tokens, describe
-    workload               title, group_name, requests, prompt_tokens, output_tokens
-    check                  requests, of_requests, tokens, exact_tokens, largest_bound
-    rates                  copy_bytes_per_s, copy_bytes, matmul_flops_per_s, matmul_size
-    cached, uncached       with prefix caching on, and off (null with --no-baseline), each:
+    schema               int, raised when a key changes its meaning or goes
+    machine              device, threads, driver, python, torch, triton, commit
+    model                name, source, parameters, weight_bytes, dtype
+    engine               impl, kv_cache_dtype, retention, num_pages, max_num_seqs,
+                         max_num_batched_tokens, describe
+    workload             title, group_name, requests, prompt_tokens, output_tokens
+    check                requests, of_requests, tokens, exact_tokens, largest_bound
+    rates                copy_bytes_per_s, copy_bytes, matmul_flops_per_s, matmul_size
+    cached, uncached     with prefix caching on, and off (null with --no-baseline), each:
       seconds, cpu_seconds, steps, preemptions, output_tokens_per_s
-      prefill, decode      steps with a chunk of more than one token, and the others: steps, tokens, seconds, tokens_per_s, over_floor
-      ttft_ms, itl_ms      p50, p99
-      hit                  tokens, prompt_tokens, rate, limited_by {reason: requests}
-      pages                peak_in_use, peak_cached, in_use, cached, total
-      allocator            us_per_step, share_of_step, hashing_us_per_request
-      idle_us_per_step     device with nothing to do between two steps, by CUDA events; on a CPU, which is host and device, by its clock
-      split                CPU time of the engine's thread, of each step the median of --split runs: outside_model {worst, p95, overall},
-                           the share of a step that is not the model's arithmetic (forward passes, sampling, waiting for them); cpu_s; and for each
-                           part of a step (`quire.models.engine.report`)
-                           parts {schedule, allocator, draft, tensors, model, sample, wait, deliver}: cpu_s, share, decode_us, prefill_us
-                           (medians of steps), worst_us (in the step with the largest share outside)
-      groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
-    comparison             speedup, cpu_speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
-    speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
-                           hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
-                           decoding request, 1 without drafts (the acceptance length)
-    tiers                  with --host-cache: host_gib; counters {name: count}; moved {to_host, to_device: bytes}; without, of the same
-                           prompts without it, as cached; comparison, of cached against it; or null
-    ranks                  with --tensor-parallel-size: size; memory of a rank, in words;
-                           capacity, tokens of a rank's pool by those of one that has all of the model, in as many bytes; tokens_per_step; sum_bytes_per_layer_token, what is
-                           summed of a token in a layer (embedding included), least_bytes_per_layer_token, of two sums of its hidden state;
-                           gather_bytes_per_row, logits of a rank; sent_share, how often a rank sends what is summed; run and comparison as of
-                           other_impl; or null
-    other_impl             with --compare: impl; run, of the same prompts with caching on, as cached; comparison, of it against cached; or null
+      prefill, decode    steps with a chunk of more than one token, and the others:
+                         steps, tokens, seconds, tokens_per_s, over_floor
+      ttft_ms, itl_ms    p50, p99
+      hit                tokens, prompt_tokens, rate, limited_by {reason: requests}
+      pages              peak_in_use, peak_cached, in_use, cached, total
+      allocator          us_per_step, share_of_step, hashing_us_per_request
+      idle_us_per_step   device with nothing to do between two steps, by CUDA events;
+                         on a CPU, which is host and device, by its clock
+      split              CPU time of the engine's thread, of each step the median of --split runs:
+                         outside_model {worst, p95, overall}, the share of a step that is not the
+                         model's arithmetic (forward passes, sampling, waiting for them); cpu_s;
+                         parts {schedule, allocator, draft, tensors, model, sample, wait, deliver}:
+                         cpu_s, share, decode_us, prefill_us (medians of steps), worst_us (in the
+                         step with the largest share outside)
+      groups             list of {group, requests, hit_rate, ttft_p50_ms}, by workload.group_name
+    comparison           speedup, cpu_speedup, ttft_speedup (p50), identical_requests,
+                         identical_tokens, output_tokens; or null
+    speculation          kind, draft_tokens, drafts, accepted, tokens_per_step (of one decoding
+                         request, 1 without drafts: the acceptance length), steps, steps_without,
+                         cpu_speedup, hit_tokens, hit_tokens_without, identical_requests,
+                         identical_tokens, output_tokens; or null
+    tiers                with --host-cache: host_gib; counters {name: count}; moved {to_host,
+                         to_device: bytes}; without, of the same prompts without it, as cached;
+                         comparison, of cached against it; or null
+    ranks                with --tensor-parallel-size: size; memory of a rank, in words; capacity,
+                         tokens of a rank's pool by those of one that has all of the model, in as
+                         many bytes; tokens_per_step; sum_bytes_per_layer_token, what is summed of a
+                         token in a layer (embedding included), least_bytes_per_layer_token, of two
+                         sums of its hidden state; gather_bytes_per_row, logits of a rank;
+                         sent_share, how often a rank sends what is summed; run and comparison as of
+                         other_impl; or null
+    other_impl           with --compare: impl; run, of the same prompts with caching on, as cached;
+                         comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -52,41 +60,36 @@ from quire.models.engine.report import PARTS, StepReport, outside_model
 from quire.models.families.decoder import Decoder
 
 from ..common.floors import Rates, decode_bytes, prefill_flops
-from ..common.workload import Workload
 from .drive import Run
-from .verify import Check
 
 SCHEMA = 1
 
 
 def metrics(
-    run: Run,
-    model: Decoder,
-    rates: Rates,
-    num_pages: int,
-    *,
-    kv_cache_dtype: str = "auto",
-    again: Sequence[Run] = (),
+    run: Run, model: Decoder, rates: Rates, *, kv_cache_dtype: str = "auto"
 ) -> dict[str, Any]:
     """Everything known of one run; the keys are in the file's docstring.
 
     Args:
         kv_cache_dtype: of its pages.
-        again: runs of the same steps, for `split`.
     """
     outputs = run.outputs.values()
     total_seconds = sum(step.total for step in run.steps)
     allocator = sum(step.allocator for step in run.steps)
     hit = sum(o.num_cached_tokens for o in outputs)
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
-    last = run.stats
+    prefills = [step for step in run.steps if step.num_prefills]
+    decodes = [step for step in run.steps if not step.num_prefills]
+    flops = sum(prefill_flops(model.config, s.q_lens, s.seq_lens) for s in prefills)
+    read = sum(decode_bytes(model, s.seq_lens, kv_cache_dtype) for s in decodes)
     return {
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
         "steps": len(run.steps),
         "preemptions": sum(step.num_preempted for step in run.steps),
         "output_tokens_per_s": sum(len(o.token_ids) for o in outputs) / run.seconds,
-        **_phases(run.steps, model, rates, kv_cache_dtype),
+        "prefill": _phase(prefills, flops / rates.matmul_flops_per_s),
+        "decode": _phase(decodes, read / rates.copy_bytes_per_s),
         "ttft_ms": _percentiles(o.ttft for o in outputs),
         "itl_ms": _percentiles(gap for o in outputs for gap in o.itl),
         "hit": {
@@ -98,9 +101,9 @@ def metrics(
         "pages": {
             "peak_in_use": run.peak_pages_in_use,
             "peak_cached": run.peak_pages_cached,
-            "in_use": last["pages_in_use"],
-            "cached": num_pages - 1 - last["free_pages"],
-            "total": num_pages - 1,
+            "in_use": run.stats["pages_in_use"],
+            "cached": run.num_pages - 1 - run.stats["free_pages"],
+            "total": run.num_pages - 1,
         },
         "allocator": {
             "us_per_step": 1e6 * allocator / len(run.steps),
@@ -108,7 +111,7 @@ def metrics(
             "hashing_us_per_request": 1e6 * run.hashing / len(run.outputs),
         },
         "idle_us_per_step": 1e6 * sum(step.idle for step in run.steps) / len(run.steps),
-        "split": split([run.steps, *(other.steps for other in again)]),
+        "split": split([run.steps]),
         "groups": _groups(run),
     }
 
@@ -173,6 +176,7 @@ def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str,
     """Drafts of ``run``, compared with the same prompts without drafts in ``plain``."""
     outputs = run.outputs.values()
     same = comparison(run, plain)
+    kept = ("cpu_speedup", "identical_requests", "identical_tokens", "output_tokens")
     # Tokens of one step have one time; the first token comes from a prompt's last chunk.
     steps = sum(len(set(o.token_times)) - 1 for o in outputs)
     decoded = sum(len(o.token_ids) - 1 for o in outputs)
@@ -186,26 +190,13 @@ def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str,
         "steps_without": len(plain.steps),
         "hit_tokens": sum(o.num_cached_tokens for o in outputs),
         "hit_tokens_without": sum(o.num_cached_tokens for o in plain.outputs.values()),
-        **{
-            key: same[key]
-            for key in ("cpu_speedup", "identical_requests", "identical_tokens", "output_tokens")
-        },
+        **{key: same[key] for key in kept},
     }
 
 
-def tiers(
-    settings: EngineConfig,
-    run: Run,
-    moved: dict[str, int],
-    plain: Run,
-    without: dict[str, Any],
-) -> dict[str, Any]:
+def tiers(settings: EngineConfig, run: Run, plain: Run, without: dict[str, Any]) -> dict[str, Any]:
     """Counts of the host tier in ``run``, and how it differs from the same prompts in ``plain``,
-    without it.
-
-    Args:
-        moved: bytes by direction.
-        without: metrics of ``plain``.
+    without it, whose metrics are ``without``.
     """
     counters = {
         name.removeprefix("tier_").removesuffix("/host"): count
@@ -215,69 +206,9 @@ def tiers(
     return {
         "host_gib": settings.host_cache_gib,
         "counters": counters,
-        "moved": moved,
+        "moved": run.moved,
         "without": without,
         "comparison": comparison(run, plain),
-    }
-
-
-def report(
-    *,
-    machine: dict[str, Any],
-    model: dict[str, Any],
-    engine: dict[str, Any],
-    workload: Workload,
-    check: Check,
-    rates: Rates,
-    cached: dict[str, Any],
-    uncached: dict[str, Any] | None,
-    compared: dict[str, Any] | None,
-    speculated: dict[str, Any] | None = None,
-    tiers: dict[str, Any] | None = None,
-    ranks: dict[str, Any] | None = None,
-    other_impl: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The whole dictionary of the file's docstring."""
-    return {
-        "schema": SCHEMA,
-        "machine": machine,
-        "model": model,
-        "engine": engine,
-        "workload": {
-            "title": workload.title,
-            "group_name": workload.group_name,
-            "requests": workload.num_requests,
-            "prompt_tokens": cached["hit"]["prompt_tokens"],
-            "output_tokens": sum(t.max_tokens for session in workload.sessions for t in session),
-        },
-        "check": {
-            "requests": check.num_requests,
-            "of_requests": workload.num_requests,
-            "tokens": check.num_tokens,
-            "exact_tokens": check.num_exact,
-            "largest_bound": check.largest_bound,
-        },
-        "rates": dataclasses.asdict(rates),
-        "cached": cached,
-        "uncached": uncached,
-        "comparison": compared,
-        "speculation": speculated,
-        "tiers": tiers,
-        "ranks": ranks,
-        "other_impl": other_impl,
-    }
-
-
-def _phases(
-    steps: list[StepReport], model: Decoder, rates: Rates, kv_cache_dtype: str
-) -> dict[str, Any]:
-    prefills = [step for step in steps if step.num_prefills]
-    decodes = [step for step in steps if not step.num_prefills]
-    flops = sum(prefill_flops(model.config, s.q_lens, s.seq_lens) for s in prefills)
-    read = sum(decode_bytes(model, s.seq_lens, kv_cache_dtype) for s in decodes)
-    return {
-        "prefill": _phase(prefills, flops / rates.matmul_flops_per_s),
-        "decode": _phase(decodes, read / rates.copy_bytes_per_s),
     }
 
 

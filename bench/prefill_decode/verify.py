@@ -108,7 +108,8 @@ def check_outputs(
         spread = float(reference.std())
         if bound >= spread:
             problems.append(
-                f"{where}: cannot be checked, rounding moves its logits by {bound:.3g}, and they spread by {spread:.3g} only"
+                f"{where}: cannot be checked, rounding moves its logits by {bound:.3g}, "
+                f"and they spread by {spread:.3g} only"
             )
             continue
         wrong = ~(gap < bound) & (chosen != best_ids) | ~torch.isfinite(best)
@@ -118,9 +119,9 @@ def check_outputs(
         if wrong.any():
             i = int(wrong.nonzero()[0])
             problems.append(
-                f"{where}, output token {i}: got {int(chosen[i])}, the full forward "
-                f"says {int(best_ids[i])}, {float(gap[i]):.3g} logits above (allowed for a near-tie: {bound:.3g}); "
-                f"{int(wrong.sum())} of its {len(rows)} tokens are wrong"
+                f"{where}, output token {i}: got {int(chosen[i])}, the full forward says "
+                f"{int(best_ids[i])}, {float(gap[i]):.3g} logits above (allowed for a near-tie: "
+                f"{bound:.3g}); {int(wrong.sum())} of its {len(rows)} tokens are wrong"
             )
     return Check(len(outputs), num_tokens, num_exact, largest, tuple(problems))
 
@@ -154,33 +155,34 @@ def reference_logits(
 
 
 def e4m3_rows(rows: Tensor) -> Tensor:
-    """Rows [..., head_dim] of keys or of values as pages of e4m3 give them back: each with a scale
-    of its own.
-    """
+    """Keys or values [..., head_dim] as pages of e4m3 give them back: a scale for each row."""
     scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX
-    return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
+    return (_in_e4m3(rows / scale) * scale).to(rows.dtype)
 
 
 def e4m3_values(rows: Tensor) -> Tensor:
     """Keys or values as pages of e4m3 with the scale 1 give them back."""
-    return rows.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(rows.dtype)
+    return _in_e4m3(rows.float().clamp(-E4M3_MAX, E4M3_MAX)).to(rows.dtype)
 
 
 def e4m3_latents(rows: Tensor) -> Tensor:
-    """Rows of DeepSeek-V4 as its quantised pages give them back: of latents [..., 512] the first
-    448 channels in blocks of 64, the rotated 64 in bf16; index keys [..., 128] in one block. The
-    scale of a block is a power of two.
+    """Rows of DeepSeek-V4 as its quantised pages give them back. The scale of a block is a power of
+    two; latents [..., 512] have 7 blocks of 64 channels and 64 rotated channels in bf16, index keys
+    one block.
 
     Source: FlashMLA's layout of 584 bytes.
     """
     rounded = rows.bfloat16().float()
-    is_latent = rows.shape[-1] == LATENT
-    blocks = rounded[..., :-ROTATED].unflatten(-1, (-1, BLOCK)) if is_latent else rounded[..., None, :]  # fmt: skip
+    width = rows.shape[-1]
+    num_plain, block = (LATENT - ROTATED, BLOCK) if width == LATENT else (width, width)
+    plain, rotated = rounded[..., :num_plain], rounded[..., num_plain:]
+    blocks = plain.unflatten(-1, (-1, block))
     scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / E4M3_MAX).log2().ceil().exp2()
-    values = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-    return (torch.cat([values, rounded[..., -ROTATED:]], dim=-1) if is_latent else values).to(
-        rows.dtype
-    )
+    return torch.cat([(_in_e4m3(blocks / scale) * scale).flatten(-2), rotated], -1).to(rows.dtype)
+
+
+def _in_e4m3(values: Tensor) -> Tensor:
+    return values.to(torch.float8_e4m3fn).float()
 
 
 @cache

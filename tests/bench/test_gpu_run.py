@@ -1,4 +1,4 @@
-"""bench.gpu on a CPU: every part of its dry run, and what it does when a part crashes, hangs, is done already or lacks something."""
+"""bench.gpu on a CPU: every part of its dry run; parts that crash, hang or are done already."""
 
 import json
 import os
@@ -7,30 +7,31 @@ import subprocess
 import sys
 import tarfile
 import time
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
-from quire.bench import environment
 from quire.bench.common.floors import Rates
 from quire.bench.gpu import __main__ as gpu
-from quire.bench.gpu import carry
-from quire.bench.gpu.outcomes import read_outcomes, summary_of
+from quire.bench.gpu import carry, machine
 from quire.bench.gpu.parts import Part, plan
-from quire.bench.gpu.runner import Runner
+from quire.bench.gpu.runner import Runner, read_outcomes
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in ("environment", "peers", "warm-up")]  # fmt: skip
+OTHERS = ("environment", "peers", "warm-up")
+PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in OTHERS]
 
 
 @pytest.mark.parametrize("part", PROGRAMS, ids=lambda part: part.name)
 def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
     """As the dry run calls it, but in this process, which has torch already."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("quire.bench.kernels.__main__.device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))  # fmt: skip
-    module, *arguments = Runner(tmp_path, None, 60.0, dry_run=True).arguments(part)[1:]
+    rates = "quire.bench.kernels.__main__.device_rates"
+    monkeypatch.setattr(rates, lambda *a: Rates(1e9, 1, 1e12, 1))
+    module, *arguments = Runner(tmp_path, None, dry_run=True).arguments(part)[1:]
     assert any(word.startswith(("gemma4-tiny", "deepseek-v4-tiny", "tiny")) for word in arguments)
     found = import_module(f"quire.{module}")
     program = getattr(found, "main", None) or import_module(f"quire.{module}.__main__").main
@@ -45,71 +46,60 @@ def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
         assert result["check"]["requests"] == 1
 
 
-def bare_python(folder, *wanted):
-    """The python of a new environment with these distributions of this one and what they need, and nothing else."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    [packages] = folder.glob("lib/python*/site-packages")
-    names, todo = set(), list(wanted)
-    while todo:
-        name = todo.pop()
-        if name in names:
-            continue
-        names.add(name)
-        try:
-            found = metadata.distribution(name)
-        except metadata.PackageNotFoundError:  # of another system or an extra
-            continue
-        todo += [line.split(";")[0].strip("() ").split(" ")[0].split("=")[0].split("<")[0].split(">")[0].split("!")[0].split("[")[0] for line in found.requires or [] if "extra ==" not in line]  # fmt: skip
-        for top in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
-            if not (packages / top).exists():
-                (packages / top).symlink_to(found.locate_file(top))
-    return folder / "bin" / "python"
+# Hides what an environment with torch, triton, numpy and pytest alone would not have.
+BARE = """
+import sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+
+class Bare(PathFinder):
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        hidden = name in ("pydantic", "safetensors", "tqdm", "transformers", "xdist")
+        return None if hidden else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]
+"""
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_bare_checkout_and_a_bare_environment_are_enough(tmp_path):
-    """The command itself, its results carried to another folder, and a second call, which has nothing left to do."""
-    python = bare_python(tmp_path / "venv", "torch", "triton", "numpy", "pytest")
-    missing = "import importlib.util as u; assert not [n for n in ('quire', 'tqdm', 'safetensors', 'xdist', 'transformers') if u.find_spec(n)]"  # fmt: skip
-    subprocess.run([python, "-c", missing], cwd=tmp_path, check=True)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "QUIRE", "PYTEST", "TRITON"))}  # fmt: skip
+def test_a_checkout_in_a_bare_environment_is_enough(tmp_path):
+    """The command itself; its results carried to another folder leave a second call no work."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    others = ("PYTHON", "QUIRE", "PYTEST", "TRITON")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
+    environment |= {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment["OMP_NUM_THREADS"] = "1"
+    missing = (
+        "import importlib.util as u; assert not u.find_spec('quire') and not u.find_spec('tqdm')"
+    )
+    subprocess.run([sys.executable, "-c", missing], cwd=tmp_path, env=environment, check=True)
     tar = tmp_path / "results.tar.gz"
-    command = [
-        python,
-        "-m",
-        "bench.gpu",
-        "--dry-run",
-        "--parts",
-        "environment,prefill-decode,engine",
-    ]
+    parts = "environment,prefill-decode,engine"
+    command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--parts", parts]
     first = [*command, "--out", str(tmp_path / "one"), "--tar", str(tar)]
     done = subprocess.run(first, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     second = [*command, "--out", str(tmp_path / "two"), "--resume", str(tar)]
     again = subprocess.run(second, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert again.returncode == 0 and again.stdout.count("finished earlier") == 3, again.stdout
-    tests = json.loads((tmp_path / "two" / "engine.json").read_text())["tests"]
+    tests = json.loads((tmp_path / "two" / "dry-run" / "engine.json").read_text())["tests"]
     assert tests["counts"]["passed"] >= 1 and not tests["bad"]
 
 
 def test_the_limits_add_up_to_less_than_nine_minutes():
     parts = plan(False)
-    assert sum(part.limit for part in parts if not part.background) <= gpu.SECONDS < 9 * 60
+    assert sum(part.limit for part in parts if not part.background) < 9 * 60
     assert len({part.name for part in parts}) == len(parts)
     assert [part.name for part in plan(True)] == [part.name for part in parts]
     background = {part.name for part in parts if part.background}
     assert {name for part in parts for name in part.waits} == background
     order = [part.name for part in parts if not part.background]
     assert order[:4] == ["environment", "attention", "prefill-decode", "v4"]
-
-
-def test_several_gpus_run_one_model():
+    assert [p.name for p in parts if p not in plan(False, peers=False)] == ["peers"]
     for count, size in ((2, "2"), (3, "2"), (4, "4"), (8, "8"), (16, "8")):
-        *parts, ranks = plan(False, count)
-        assert [p.name for p in parts] == [p.name for p in plan(False)]
-        assert ranks.arguments[-2:] == ("--tensor-parallel-size", size)
+        *same, ranks = plan(False, count)
+        assert same == parts and ranks.arguments[-2:] == ("--tensor-parallel-size", size)
 
 
 def test_the_tests_of_every_part_are_there():
@@ -122,49 +112,52 @@ def test_the_tests_of_every_part_are_there():
                 assert not test or f"def {test}(" in (ROOT / file).read_text(), name
 
 
-def test_the_plan_runs_nothing(tmp_path, capsys):
-    assert gpu.main(["--plan", "--out", str(tmp_path / "none")]) == 0
+def test_a_part_that_is_not_there(tmp_path, capsys):
+    assert gpu.main(["--parts", "kernels,nothing", "--out", str(tmp_path / "none")]) == 2
+    assert "parts: expected some of ['environment', " in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(plan(False, gpu.num_gpus())) + 2
-    assert gpu.main(["--parts", "kernels,nothing"]) == 2
 
 
-def test_the_environment_names_the_peers_of_every_family(tmp_path, monkeypatch):
-    """With the very arguments that it gets where there is a folder of peers (here without any that loads)."""
-    monkeypatch.setattr(environment, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
-    runner = Runner(tmp_path, tmp_path, 60.0, dry_run=True)
-    [part] = [part for part in plan(False) if part.name == "environment"]
-    module, *arguments = runner.arguments(part)[1:]
-    assert module == "bench.environment" and "--peers" in arguments
-    assert environment.main([*arguments, "--device", "cpu"]) == 0
-    result = json.loads((tmp_path / "environment.result.json").read_text())
+def test_what_the_machine_is_and_which_peers_load(tmp_path, monkeypatch):
+    """With the arguments of their parts, without a GPU and with an empty folder of peers."""
+    monkeypatch.setattr(machine, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
+    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    runner, results = Runner(tmp_path, tmp_path, dry_run=True), {}
+    for part in plan(False)[:2]:
+        module, *arguments = runner.arguments(part)[1:]
+        assert module == "bench.gpu.machine" and machine.main(arguments) == 0
+        results[part.name] = json.loads((tmp_path / f"{part.name}.result.json").read_text())
+    assert {"machine", "first_launch_s", "rates"} <= set(results["environment"])
+    peers = results["peers"]
     names = {"quire", "quire-in-step", "sdpa", "flex", "flashinfer", "fa3", "vllm-triton"}
-    assert names | {"flashmla", "flashinfer-mla"} == {*result["present"], *result["missing"]}
-    assert {"quire", "sdpa"} <= set(result["present"])
+    assert names | {"flashmla", "flashinfer-mla"} == {*peers["present"], *peers["missing"]}
+    assert {"quire", "sdpa"} <= set(peers["present"])
 
 
 def test_a_machine_that_cannot_launch_says_what_it_lacks(tmp_path, monkeypatch, capsys):
-    """Triton compiles its launcher with a C compiler and Python's headers; stood in for here by what it raises without them."""
+    """Without a C compiler and Python's headers, which Triton builds its launcher with."""
 
     def launch(*args, **options):
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(environment, "write_kv", launch)
+    monkeypatch.setattr(machine, "write_kv", launch)
+    monkeypatch.setattr(machine, "find_device", lambda name: torch.device("cpu"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert environment.main(["--device", "cpu"]) == 2
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert machine.main([]) == 2
     said = capsys.readouterr().err
     assert f"this machine has no C compiler (gcc or clang) and no {tmp_path}/Python.h" in said
     monkeypatch.setenv("CC", "/bin/sh")
     (tmp_path / "Python.h").touch()
-    assert environment.missing_tools() == []
+    assert machine.missing_tools() == []
 
 
-def run(out, *parts, seconds=60.0, peers=None):
-    runner = Runner(out, peers, seconds, dry_run=True)
+def run(out, *parts):
+    runner = Runner(out, None, dry_run=True)
     for part in parts:
         runner.run(part)
     runner.wait()
@@ -172,7 +165,7 @@ def run(out, *parts, seconds=60.0, peers=None):
 
 
 def code(name, text, limit=20.0, **more):
-    return Part(name, limit, "", ("-c", text, "{json}"), **more)
+    return Part(name, limit, ("-c", text, "{json}"), **more)
 
 
 WRITE = "import sys, json; json.dump({'rows': 3}, open(sys.argv[1], 'w'));"
@@ -193,7 +186,10 @@ def test_a_crash_and_a_hang_lose_only_themselves(tmp_path):
 
 
 def test_a_part_that_is_ended_leaves_no_process_behind(tmp_path):
-    child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(p.pid, flush=True); time.sleep(60)"
+    child = (
+        "import subprocess, time; p = subprocess.Popen(['sleep', '60']); "
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
     [record] = run(tmp_path, code("parent", child, limit=2.0))
     pid = int(record["tail"].split()[0])
     for _ in range(50):
@@ -212,28 +208,18 @@ def test_background_parts_run_beside_others_until_one_waits(tmp_path):
         code("beside", slow, background=True),
         code("first", f"import os; print(os.path.exists({str(mark)!r}))"),
         code("second", f"import os; print(os.path.exists({str(mark)!r}))", waits=("beside",)),
-        peers=tmp_path,
     )
     assert beside["status"] == "ok"
     assert (first["tail"].strip(), second["tail"].strip()) == ("False", "True")
 
 
-def test_parts_without_time_or_peers_are_not_started(tmp_path):
-    [missing] = run(tmp_path, code("missing", "raise SystemExit(1)", needs_peers=True))
-    [late] = run(tmp_path, code("late", "raise SystemExit(1)"), seconds=5.0)
-    assert missing["status"] == "skipped" and missing["tail"] == "no --peers"
-    assert late["status"] == "no time"
-
-
 def test_parts_are_resumed_by_their_result(tmp_path):
-    part = code("one", "print(1)")
-    dry, real = (Runner(tmp_path, None, 60.0, dry_run=dry) for dry in (True, False))
-    assert not dry.finished(part)
+    part, runner = code("one", "print(1)"), Runner(tmp_path, None, dry_run=True)
+    assert not runner.is_done(part)
     run(tmp_path, part)
-    assert dry.finished(part)
-    assert not real.finished(part)  # a dry run proves nothing of a real one
+    assert runner.is_done(part)
     run(tmp_path, code("one", "raise SystemExit(3)"))
-    assert not dry.finished(part)
+    assert not runner.is_done(part)
 
 
 def test_nothing_runs_where_no_kernel_can_be_launched(tmp_path, monkeypatch, capsys):
@@ -241,9 +227,12 @@ def test_nothing_runs_where_no_kernel_can_be_launched(tmp_path, monkeypatch, cap
         code("first", "raise SystemExit('error: no C compiler')", vital=True),
         code("second", ""),
     ]
-    monkeypatch.setattr(gpu, "plan", lambda dry_run, num_gpus: parts)
+    monkeypatch.setattr(gpu, "plan", lambda *arguments: parts)
     assert gpu.main(["--dry-run", "--out", str(tmp_path)]) == 1
-    assert "no C compiler" in capsys.readouterr().out and not (tmp_path / "second.json").exists()
+    assert (
+        "no C compiler" in capsys.readouterr().out
+        and not (tmp_path / "dry-run" / "second.json").exists()
+    )
 
 
 # A device that is lost after the first bad test, in place of torch.
@@ -276,26 +265,6 @@ def test_one(i):
     cuda.synchronize()
     assert i != 9
 """
-# A worker that ends before the controller of xdist knows: what is sent to it next is lost.
-ENDS = """
-import contextlib, os, signal
-from pathlib import Path
-from xdist.workermanage import WorkerController
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    Path(__file__).with_name(worker).write_text(str(os.getpid()))
-send = WorkerController.sendcommand
-ended = []
-
-def sendcommand(node, name, **arguments):
-    if name == "steal" and not ended:
-        ended.append(node)
-        os.kill(int(Path(__file__).with_name(node.gateway.id).read_text()), signal.SIGKILL)
-        with contextlib.suppress(EOFError):
-            node.channel.waitclose(30)
-    send(node, name, **arguments)
-
-WorkerController.sendcommand = sendcommand
-"""
 BAD = {f"test_fake.py::test_one[{i}]" for i in (7, 9, 11, 13)}
 
 
@@ -307,7 +276,8 @@ def test_an_illegal_access_a_crash_and_a_hang_cost_one_test_each(tmp_path, monke
     (tmp_path / "test_fake.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     more = "-p xdist.plugin -n 2 --dist worksteal --max-worker-restart 99" if workers else ""
-    part = Part("tests", 60.0, "", ("-m", "pytest", "-vv", "-p", "no:cacheprovider", *more.split(), str(tmp_path)), tests=True)  # fmt: skip
+    options = ("-vv", "-p", "no:cacheprovider", *more.split())
+    part = Part("tests", 60.0, ("-m", "pytest", *options, str(tmp_path)), tests=True)
     monkeypatch.setattr("quire.bench.gpu.runner.TEST_SECONDS", 0.5)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the tests
     [record] = run(tmp_path, part)
@@ -326,80 +296,52 @@ def test_an_illegal_access_a_crash_and_a_hang_cost_one_test_each(tmp_path, monke
     assert re_run(tmp_path) == BAD
 
 
-def test_a_worker_that_ends_while_it_is_sent_tests_takes_no_other_with_it(tmp_path, monkeypatch):
-    pytest.importorskip("xdist")
-    (tmp_path / "conftest.py").write_text(FAKE + ENDS)
-    (tmp_path / "test_fake.py").write_text(
-        "import time, pytest\n\n"
-        "@pytest.mark.parametrize('i', range(40))\n"
-        "def test_one(i):\n    time.sleep(0.05 * (i < 20))\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    more = "-p xdist.plugin -n 2 --dist worksteal --max-worker-restart 99"
-    part = Part("tests", 60.0, "", ("-m", "pytest", "-p", "no:cacheprovider", *more.split(), str(tmp_path)), tests=True)  # fmt: skip
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    [record] = run(tmp_path, part)
-    assert record["status"] == "exit status 1"
-    log = (tmp_path / "tests.log").read_text()
-    assert "replacing crashed worker" in log and "INTERNALERROR" not in log
-    # The test that it was running is the only one that is bad.
-    assert len(record["tests"]["bad"]) == 1 and record["tests"]["counts"]["passed"] == 39
-
-
 def re_run(folder):
     """Tests that were started more than once in all runs."""
-    rows = [json.loads(line) for line in (folder / "tests.dry.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
     starts = [row["test"].split("/")[-1] for row in rows if row["outcome"] == "unfinished"]
     return {name for name in starts if starts.count(name) > 1}
 
 
 def test_outcomes_of_a_run_that_was_ended(tmp_path):
     file = tmp_path / "x.jsonl"
-    rows = [("a", "unfinished"), ("a", "passed"), ("b", "unfinished"), ("c", "unfinished"), ("c", "skipped")]  # fmt: skip
-    lines = [json.dumps({"test": test, "outcome": outcome}) for test, outcome in rows]
+    rows = ["a unfinished", "a passed", "b unfinished", "c unfinished", "c skipped"]
+    lines = [json.dumps(dict(zip(("test", "outcome"), row.split(), strict=True))) for row in rows]
     file.write_text("\n".join([*lines, '{"test": "d", "outc']))
-    found = read_outcomes(file)
-    assert found == {"a": "passed", "b": "unfinished", "c": "skipped"}
-    assert summary_of(found) == {
-        "counts": {"passed": 1, "unfinished": 1, "skipped": 1},
-        "bad": ["b"],
-    }
+    assert read_outcomes(file) == {"a": "passed", "b": "unfinished", "c": "skipped"}
 
 
 COMPILE = """
-import sys, triton
-from quire.bench.common.compilations import record_compilations
+from triton import knobs
 from quire.bench.static.compiling import measure
-record_compilations(sys.argv[1])
+hits = []
+knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 measure("write-d128", "sm_90", 0)
+[hit] = hits
+print(int(hit))
 """
 
 
-def compile_one(cache, file):
+def compile_one(cache):
     """Compiles a kernel for sm_90 with this cache; returns whether it was found there."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    printed(COMPILE, str(file), cwd=ROOT, env=environment)
-    [line] = file.read_text().splitlines()
-    file.unlink()
-    return json.loads(line)["hit"]
+    return bool(int(printed(COMPILE, cwd=ROOT, env=environment)))
 
 
 @pytest.mark.slow
 def test_compiled_kernels_are_found_again_in_another_folder(tmp_path):
     one, two, tar = tmp_path / "one", tmp_path / "two", tmp_path / "results.tar.gz"
     one.mkdir(), two.mkdir()
-    assert not compile_one(one / carry.CACHE, tmp_path / "rows")
+    assert not compile_one(one / carry.CACHE)
     (one / "part.json").write_text("{}")
-    (one / "part.log").write_text("x" * (2 << 20))
-    assert carry.pack(one, tar) == 0
+    carry.pack(one, tar)
     with tarfile.open(tar) as archive:
         names = archive.getnames()
+    assert "part.json" in names
     assert not [name for name in names if name.endswith((".ttir", ".ptx", ".llir"))]
     shutil.rmtree(one)
     assert carry.unpack(tar, two) == 1
-    assert compile_one(two / carry.CACHE, tmp_path / "rows")
-    assert (two / "part.log").stat().st_size == carry.MAX_LOG_BYTES
-    assert carry.pack(two, tar, max_bytes=0) == 1, "kernels that do not fit are left out"
-    with pytest.raises(ValueError, match="resume: expected what --tar wrote"):
+    assert compile_one(two / carry.CACHE)
+    with pytest.raises(ValueError, match="resume: expected a file of --tar"):
         carry.unpack(Path(__file__), two)

@@ -55,12 +55,6 @@ def test_limit_and_scale_of_chats():
             chat_workload(ENCODE, **bad)
 
 
-def test_longest_counts_all_turns_and_answers():
-    workload = chat_workload(ENCODE, limit=1)
-    [session] = workload.sessions
-    assert workload.longest == sum(len(t.token_ids) + t.max_tokens for t in session)
-
-
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.xz"])
 def test_trace_files(tmp_path, name):
     path = write(tmp_path / name, LINE % (5, 513, 9, [7, 8]), "", LINE % (6, 1, 1, [7]))

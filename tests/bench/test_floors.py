@@ -1,0 +1,110 @@
+"""Floors of the main benchmark, counted by hand, of every family."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.bench.common import floors
+from quire.bench.common.visible import visible_pairs
+from quire.bench.prefill_decode.build import build_model
+
+CPU = torch.device("cpu")
+NAMES = ("gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def built(request):
+    return build_model(request.param, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("limit", "ratio"),
+    [(None, 1), (1, 1), (4, 1), (5, 1), (100, 1), (4, 4), (None, 4), (None, 128)],
+)
+def test_visible_pairs(limit, ratio):
+    q_lens, seq_lens = np.array([1, 300, 17, 3, 1]), np.array([1, 300, 140, 10, 515])
+    expected = sum(
+        min((p + 1) // ratio, limit or 10**9)
+        for q, s in zip(q_lens, seq_lens, strict=True)
+        for p in range(s - q, s)
+    )
+    assert visible_pairs(q_lens, seq_lens, limit, ratio) == expected
+
+
+def test_prefill_counts_the_matrices_that_a_token_passes(built):
+    model, config = built.model, built.model.config
+    shared = tuple(f"layers.{i}." for i in range(config.num_kv_owners, config.num_layers))
+    left_out = ("embed_tokens", "lm_head", *shared)
+    matrices = 0
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 or "bias" in name or name.startswith(left_out):
+            continue
+        size = weight.numel()
+        if ".experts." in name:
+            size = size // config.moe.num_experts * config.moe.top_k
+        if name == "per_layer_model_projection.weight":
+            size = size // config.num_layers * config.num_kv_owners
+        matrices += size
+    q_lens, seq_lens = np.array([5, 30]), np.array([11, 30])
+    pairs = 0
+    for layer in range(config.num_kv_owners):
+        shape = config.attention(layer)
+        for new, length in zip(q_lens, seq_lens, strict=True):
+            for p in range(length - new, length):
+                pairs += (
+                    min(p + 1, shape.sliding_window or p + 1) * shape.num_heads * shape.head_dim
+                )
+    expected = 2 * int(q_lens.sum()) * matrices + 4 * pairs
+    assert floors.prefill_flops(config, q_lens, seq_lens) == expected
+
+
+def test_decode_reads_rows_of_tables_and_chosen_experts(built):
+    model, config = built.model, built.model.config
+    batch = np.array([100, 9, 40])
+    expected = 0
+    for layer in range(config.num_layers):
+        shape = config.attention(layer)
+        for length in batch:
+            seen = min(length, shape.sliding_window or length)
+            expected += 4 * 2 * shape.num_kv_heads * shape.head_dim * seen
+    for name, weight in model.named_parameters():
+        share = 1.0
+        if "experts" in name:
+            # Each of the tokens leaves an expert out with this probability.
+            share -= (1 - config.moe.top_k / config.moe.num_experts) ** len(batch)
+        if name == "embed_tokens_per_layer.weight":
+            share = len(batch) / len(weight)
+        if name == "embed_tokens.weight" and model.lm_head is not None:
+            share = len(batch) / len(weight)
+        expected += 4 * share * weight.numel()
+    assert floors.decode_bytes(model, batch) == pytest.approx(expected, abs=100)
+
+
+def test_fp8_pages_are_a_byte_an_element_and_4_for_the_scale_of_a_row():
+    model, lens = build_model("gemma4-tiny", device=CPU).model, np.array([100, 40])
+    weights = sum(w.numel() for w in model.parameters()) * 4
+    # Four sliding layers: 2 KV heads of 16, 16 tokens seen. Two full layers: 1 KV head of 32.
+    kv = 4 * 2 * (2 * 2 * (16 + 4)) * 16 + 2 * (2 * (32 + 4)) * (100 + 40)
+    assert floors.decode_bytes(model, lens, "fp8") == weights + kv
+
+
+def test_floors_of_deepseek_v4():
+    """One sequence of one token: its share of experts, a row a layer; operations twice the matrices
+    and what it attends to.
+    """
+    model = build_model("deepseek-v4-tiny", device=CPU).model
+    config, one = model.config, np.array([1])
+    layers = 6
+    experts = sum(w.numel() for n, w in model.layers.named_parameters() if ".experts." in n)
+    weights = {n: w for n, w in model.named_parameters() if not n.startswith(("mtp.", "embed_"))}
+    rest = tables = 0
+    for name, weight in weights.items():
+        if "tid2eid" in name:
+            tables += weight[0].numel() * weight.element_size()
+        elif ".experts." not in name:
+            rest += weight.numel() * weight.element_size()
+    want = experts // 4 * 4 + rest + tables + 4 * config.hidden_size + layers * config.head_dim * 4
+    assert floors.decode_bytes(model, one) == want
+    fewer = layers * (config.head_dim * 4 - 584)
+    assert floors.decode_bytes(model, one, "fp8") == want - fewer
+    assert floors.prefill_flops(config, one, one) > 2 * experts // 4
