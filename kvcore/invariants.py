@@ -33,7 +33,7 @@ def check_invariants(cache: KVCache) -> None:
         assert cached % a == 0
         lowest = min(computed, cache._lowest(slot))
         run = cache._chains.runs[slot]
-        waits = slot in cache._known and cache._linear is None
+        waits = cache._known[slot] >= 0 and cache._linear is None
         assert run.depth * a == cached or (waits and run.depth * a < cached), (
             "a request's prefix ends at the end of its run"
         )
@@ -79,9 +79,7 @@ def check_invariants(cache: KVCache) -> None:
             differs = part.reshape(c.num_tables, -1) != row[:, :whole]
             twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
             assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
-    owners += [
-        np.array([*held.pages.values()], np.int64) for held in cache._reserved.by_slot.values()
-    ]
+    owners += [np.array([*held.values()], np.int64) for held in cache._reserved.pages.values()]
     points = cache._chains.waiting.values()
     waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
     users += waiting

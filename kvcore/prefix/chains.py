@@ -314,12 +314,13 @@ class Chains:
         """Cache what steps of these requests completed whose tokens `upto` some are known now."""
         ready: list[int] = []
         ends: list[int] = []
-        for slot, known in zip(slots, upto, strict=True):
-            end = min(self.cached.item(slot), known) // self.alignment
-            end = min(end, self.sequences.num_keys(slot))
+        for slot, known, cached in zip(slots, upto, self.cached[slots].tolist(), strict=True):
+            end = min(cached, known) // self.alignment
             if end > self.runs[slot].depth:
-                ready.append(slot)
-                ends.append(end)
+                end = min(end, self.sequences.num_keys(slot))
+                if end > self.runs[slot].depth:
+                    ready.append(slot)
+                    ends.append(end)
         if ready:
             self._cache_segments(ready, ends)
         for slot in [slot for slot in slots if slot in self.waiting]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..arrays import Flags
 from .index import PrefixIndex
-from .tree import ResumePoint, Run, merge, split
+from .tree import ResumePoint, Run, split
 
 
 def evict_pages(index: PrefixIndex, is_wanted: Flags) -> None:
@@ -33,7 +33,7 @@ def evict_pages(index: PrefixIndex, is_wanted: Flags) -> None:
         index.remove(run)
     for parent in parents:  # merging earlier could join runs that stay with runs that go
         index.became_leaf(parent)
-        merge(parent, index.hybrid)
+        index.merge(parent)
 
 
 def _ends_before(index: PrefixIndex, is_wanted: Flags) -> dict[Run, int]:

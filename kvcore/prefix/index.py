@@ -59,6 +59,7 @@ class PrefixIndex:
     Attributes:
         root: the run without segments at the start of every chain.
         tick: time of uses, counted in admissions, commits and releases.
+        changes: changes of the tree; what a look-up found holds as long as this stays.
         num_segments, num_locked_segments, num_points: cached content, and the part that running
             requests lock.
         num_evicted_points, num_evicted_segments: evictions so far. num_useless_evicted: evicted
@@ -82,7 +83,7 @@ class PrefixIndex:
         self.policy, self.span, self._tail_between = policy, span, tail_between
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
-        self.tick = 0
+        self.tick = self.changes = 0
         self.num_segments = self.num_locked_segments = self.num_points = 0
         self.num_evicted_points = self.num_evicted_segments = self.num_useless_evicted = 0
         self.pins = Pins(self, max_pinned_pages)
@@ -196,8 +197,13 @@ class PrefixIndex:
                 self.num_locked_segments -= node.length
         self.became_leaf(run)
         for node in path:
-            run = merge(node, self.hybrid)
+            run = self.merge(node)
         return run
+
+    def merge(self, run: Run) -> Run:
+        """Undo a split at the end of `run`, if nothing needs it any more (see `tree.merge`)."""
+        self.changes += 1
+        return merge(run, self.hybrid)
 
     # Growth.
 
@@ -229,6 +235,7 @@ class PrefixIndex:
             run = child
         if known == n:
             return run, known
+        self.changes += 1
         keys = keys[known * KEY_BYTES :]
         self.num_segments += n - known
         self.num_locked_segments += n - known
@@ -274,8 +281,10 @@ class PrefixIndex:
                 runs[slot], found = self.insert(run, keys[i], sources[slot])
                 if found:
                     known.append(i)
-        self.num_segments += added
-        self.num_locked_segments += added
+        if added:
+            self.changes += 1
+            self.num_segments += added
+            self.num_locked_segments += added
         return known
 
     # Resume points.
@@ -296,6 +305,7 @@ class PrefixIndex:
         else:
             run.depths.append(depth)
         self.num_points += 1
+        self.changes += 1
         self.offer(point)
         return True
 
@@ -485,6 +495,7 @@ class PrefixIndex:
         """Evict `run` and all runs below it, none of which has a lock, a pin or a resume point.
         The caller treats the parent."""
         assert run.parent is not None
+        self.changes += 1
         del run.parent.children[run.segment_key(0)]
         runs = [run]
         for node in runs:  # which grows
@@ -514,6 +525,7 @@ class PrefixIndex:
         del run.points[point.depth]
         del run.depths[bisect_left(run.depths, point.depth)]
         point.run = None
+        self.changes += 1
         self.num_points -= 1
         self.num_evicted_points += 1
         self.became_leaf(run)
@@ -530,6 +542,7 @@ class PrefixIndex:
 
     def _trim(self, run: Run, n: int) -> None:
         """Evict the last n segments of an unlocked leaf; no resume point is on them."""
+        self.changes += 1
         keep = run.length - n
         assert not run.depths or run.depths[-1] <= run.start + keep
         self.pool.put(run.pages[keep:].ravel())
@@ -543,7 +556,7 @@ class PrefixIndex:
             del parent.children[run.segment_key(0)]
             run.parent, run.length = None, 0
             self.became_leaf(parent)
-            merge(parent, self.hybrid)
+            self.merge(parent)
             return
         run.cut(keep)
         self.became_leaf(run)

@@ -118,6 +118,9 @@ class Lookup:
         self._alignment, self._lookahead = layout.alignment, layout.lookahead
         self._enabled, self._replay_tokens = enable_caching, replay_tokens
         self._max_model_len, self._keeps_tokens = max_model_len, keeps_tokens
+        # What `find` found last, at this state of the index.
+        self._found: tuple[Match, Run] | None = None
+        self._changes = 0
 
     def prompt(self, token_ids: Any, salt: bytes | None, extra_keys: Any = None) -> Prompt:
         """The prompt of `KVCache.match`'s arguments.
@@ -151,6 +154,9 @@ class Lookup:
         """
         if not isinstance(match, Match):
             raise ValueError(f"match: expected what `match` returned, got {match!r}")
+        found = self._found
+        if found is not None and match is found[0] and self._index.changes == self._changes:
+            return found
         return self.find(match.prompt, match.max_tokens)
 
     def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
@@ -187,6 +193,7 @@ class Lookup:
             found = replay_range(min(dense, most) * a, hit * a, self._replay_tokens, a)
             if found is not None:
                 match = replace(match, replay_from=found[0], replay_to=found[1])
+        self._found, self._changes = (match, run), self._index.changes
         return match, run
 
     def _refuse(self, prompt: Prompt) -> None:

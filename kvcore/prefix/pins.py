@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..spec import as_seconds
-from .tree import ResumePoint, Run, merge, path_to
+from .tree import ResumePoint, Run, path_to
 
 if TYPE_CHECKING:
     from .index import PrefixIndex
@@ -65,7 +65,7 @@ class Pins:
         own = len(entry.pages) if isinstance(entry, ResumePoint) else 0
         fits = depth * index.pages_per_segment + own <= self._max_pages
         if entry is None or not (fits or entry in self):
-            merge(end, index.hybrid)
+            index.merge(end)
             return 0
         if entry not in self:
             self._add(entry, end)
@@ -99,7 +99,7 @@ class Pins:
             index.offer(entry)
         else:
             index.became_leaf(entry)
-        merge(run, index.hybrid)
+        index.merge(run)
 
     def demote_oldest(self) -> None:
         """End the oldest pin, for room."""

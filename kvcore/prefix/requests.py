@@ -162,6 +162,8 @@ class Sequences:
         for i in ending.tolist():
             at = int(first[i])
             self.feed_one(int(slots[i]), int(start[i]), tokens[at : at + int(counts[i])])
+        if len(ending) == len(slots):
+            return
         if len(tokens) == len(slots):  # one each; those that made keys come once more
             self._flat[slots * self._width + self._columns(start, inside)] = tokens
             return
