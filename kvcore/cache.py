@@ -478,7 +478,6 @@ class KVCache:
         return given if isinstance(given, OutOfPages) else given[0]
 
     def _reserve(self, slots: Int64, ends: Int64, least: int) -> list[list[list[int]]] | OutOfPages:
-        """`reserve` of several requests."""
         self.sequences.check(slots)
         if int(ends.max()) > self.max_model_len:
             i = int(ends.argmax())
@@ -693,7 +692,6 @@ class KVCache:
             self._chains.publish_ahead(slot, end)
 
     def _publish_keys(self, slot: int, upto: int, keys: bytes) -> None:
-        """`publish` of one request with keys of the caller."""
         self._expect_admitted(slot)
         if slot not in self.sequences.keyed:
             raise ValueError(f"keys: expected None, as slot {slot} was admitted with tokens")
@@ -714,7 +712,6 @@ class KVCache:
         self._chains.publish_known([slot], [upto])
 
     def _most_published(self, slot: int) -> int:
-        """Tokens up to which a request may be published."""
         if self._linear is not None:
             return self._linear.room[slot]
         return self.sequences.num_computed.item(slot)
@@ -729,8 +726,8 @@ class KVCache:
         return self._chains.runs[slot].depth * self.alignment
 
     def pages_of(self, slot: int) -> list[list[int]]:
-        """Of an append-only cache, the pages of a request in each group, 0 where a block has left
-        the window; not to be written to.
+        """Of an append-only cache, the pages of a request in each group, 0 where a block has left the
+        window; not to be written to.
 
         Raises:
             ValueError: the slot is unknown, or the cache has arrays for tables (see `table`).
@@ -786,7 +783,7 @@ class KVCache:
 
         Raises:
             ValueError: the plan is not the newest, or void, or an argument has the wrong size.
-                Nothing changed.
+                Nothing has changed.
         """
         if plan.__class__ is not StepPlan:
             raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
@@ -819,11 +816,7 @@ class KVCache:
         return copies
 
     def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
-        """[n] tokens after a step of which `accepted` tokens stay.
-
-        Raises:
-            ValueError: as `commit`.
-        """
+        """[n] tokens after a step of which `accepted` tokens stay."""
         taken, most = as_ints("accepted", accepted), plan.num_new_tokens
         least = np.maximum(1, most - self.max_draft_tokens)
         if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
@@ -869,11 +862,8 @@ class KVCache:
     # What `plan` and the four calls share.
 
     def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
-        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
-        are not to be kept, and the largest count.
-
-        Raises:
-            ValueError: as `plan` for the slots and counts.
+        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which are
+        not to be kept, and the largest count.
         """
         slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
         if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
@@ -891,11 +881,7 @@ class KVCache:
         return slots, counts, longest
 
     def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
-        """Count the pages of a step, and list its changes; nothing changes here.
-
-        Raises:
-            ValueError: as `plan`.
-        """
+        """Count the pages of a step, and list its changes; nothing changes here."""
         slots, counts, longest = self._batch(slots, num_new_tokens)
         slots = slots.copy()  # the caller may use its buffer again
         start = self.sequences.num_computed[slots]
@@ -917,11 +903,8 @@ class KVCache:
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
     ) -> OutOfPages | None:
-        """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages
-        that are free or evictable, and nothing has changed.
-
-        Args:
-            per_group: tells how many each group needs.
+        """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages that are
+        free or evictable, and nothing has changed.
         """
         wanted, free = max(needed, least), self.pool.num_free
         if wanted <= free:
@@ -962,10 +945,8 @@ class KVCache:
         )  # fmt: skip
 
     def _advance(self, changes: StepChanges, end: Int64) -> tuple[Int32, Publication | None]:
-        """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool.
-
-        Returns:
-            ([m, 2] pages to copy after the step, what to publish once its tokens are known).
+        """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool. Returns
+        the pages [m, 2] to copy after the step, and what to publish once its tokens are known.
         """
         slots = changes.slots
         if self.max_draft_tokens:
@@ -990,7 +971,7 @@ class KVCache:
     def _extend(
         self, wanted: list[tuple[int, list[int]]], least: int
     ) -> list[list[list[int]]] | OutOfPages:
-        """Append pages to linear tables: so many blocks of each group to each slot."""
+        """Append so many pages to each linear table of each slot."""
         assert self._linear is not None
 
         def per_group() -> dict[str, int]:
@@ -1003,7 +984,6 @@ class KVCache:
         return [self._linear.extend(slot, counts) for slot, counts in wanted]
 
     def _advance_linear(self, slots: Any, ends: Any, oldest_query: Any, keep_tails: bool) -> Int32:
-        """`advance` with linear tables."""
         assert self._linear is not None
         oldest = ends if oldest_query is None else oldest_query
         if slots.__class__ is int and ends.__class__ is int and oldest.__class__ is int:
@@ -1030,11 +1010,7 @@ class KVCache:
     # Checks of arguments.
 
     def _pairs(self, slots: Any, values: Any) -> tuple[Int64, Int64]:
-        """Slots and a number of each, as new arrays [n]; one int is one request.
-
-        Raises:
-            ValueError: they are no ints, or not as many.
-        """
+        """Slots and a number of each, as new arrays [n]; one int is one request."""
         some = np.atleast_1d(as_ints("slots", slots)).copy()
         numbers = np.atleast_1d(as_ints("ends", values)).copy()
         if some.ndim != 1 or numbers.shape != some.shape or not len(some):
@@ -1057,7 +1033,6 @@ class KVCache:
         )
 
     def _expect_landed(self, slot: int, name: str) -> None:
-        """Raise ValueError if a request is in a step that has not advanced."""
         if self._reserved.in_flight.item(slot):
             self._reserved.expect_not_in_flight(np.array([slot]), name)
 
@@ -1088,10 +1063,9 @@ class KVCache:
             num_tokens: how many, at least 1.
 
         Raises:
-            ValueError: the slot is unknown, or has reserved pages or tokens that were not
-                published, or the tokens are cached already (or are the lookahead of cached ones),
-                or more than max_draft_tokens would be taken back from the furthest position
-                reached.
+            ValueError: the slot is unknown, or has reserved pages or tokens that were not published;
+                or the tokens are cached already (or the lookahead of cached ones), or more than
+                max_draft_tokens before the furthest position reached.
         """
         self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
@@ -1119,7 +1093,6 @@ class KVCache:
         return self._lowest(self.sequences.checked(slot))
 
     def _lowest(self, slot: int) -> int:
-        """`lowest_rollback` of a checked slot."""
         computed = int(self.sequences.num_computed[slot])
         if not self.max_draft_tokens or computed < self._chains.replays.stop[slot]:
             return computed
@@ -1197,8 +1170,8 @@ class KVCache:
     def pin(self, match: Match, *, now: float, ttl: float) -> int:
         """Keep a cached prefix until everything unpinned is gone, or `ttl` seconds have passed.
 
-        Pins never block an admission: under pressure the oldest are demoted and evicted. When the
-        budget max_pinned_pages is exceeded, the oldest pins are demoted at once.
+        Pins never block an admission: under pressure, and beyond max_pinned_pages, the oldest are
+        demoted.
 
         Args:
             match: from `match`; its hit is looked up again.
@@ -1234,23 +1207,14 @@ class KVCache:
         return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; return their number.
-
-        Raises:
-            ValueError: `now` is not a finite number.
-        """
+        """End the pins whose time has passed; return their number. ValueError if `now` is not finite."""
         return self.index.pins.expire(as_seconds("now", now))
 
     # Eviction.
 
     def evict(self, num_pages: int) -> int:
-        """Free cached pages now, as pressure would.
-
-        Args:
-            num_pages: pages wanted.
-
-        Returns:
-            Pages freed: at least `num_pages`, or all that running requests do not need.
+        """Free at least `num_pages` cached pages now, as pressure would, or all that running requests do
+        not need; return how many.
         """
         num_pages = as_int("num_pages", num_pages, 0)
         before = self.pool.num_free
@@ -1258,9 +1222,8 @@ class KVCache:
         return self.pool.num_free - before
 
     def evict_pages(self, pages: Any) -> Int64:
-        """Free certain pages, with what cannot be found without them: to give them back, or because
-        their rows turned out wrong, for which reason copies of them in tiers go too. Looks at all
-        that is cached.
+        """Free certain pages, with what cannot be found without them and copies of them in tiers: to give
+        them back, or because their rows turned out wrong. Looks at all that is cached.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
@@ -1270,7 +1233,7 @@ class KVCache:
             what is cached of them stays findable.
 
         Raises:
-            ValueError: not integers, or out of range. Nothing changed.
+            ValueError: not integers, or out of range. Nothing has changed.
         """
         ids = as_ints("pages", pages)
         if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
@@ -1297,10 +1260,8 @@ class KVCache:
     # Reports.
 
     def announce(self) -> None:
-        """Write events that tell everything cached now to a reader that is late or lost track.
-
-        They replace the events in the log, and may exceed its capacity: each is made when it is
-        taken (`EventLog.take(most=)` takes some).
+        """Write events that tell everything cached now to a reader that is late or lost track. They replace
+        the events in the log, and may exceed its capacity: each is made when it is taken.
 
         Raises:
             ValueError: the cache was made without events.
@@ -1321,9 +1282,5 @@ class KVCache:
         return stats(self)
 
     def check_invariants(self) -> None:
-        """Recount everything; for tests.
-
-        Raises:
-            AssertionError: a page is leaked, shared wrongly or counted wrongly.
-        """
+        """Recount everything; AssertionError if a page is leaked, shared wrongly or counted wrongly."""
         check_invariants(self)

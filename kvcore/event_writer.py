@@ -31,15 +31,8 @@ SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and
 
 
 class EventWriter:
-    """Write the events of one index.
-
-    Events name token ids, so this keeps the tokens of running requests and of cached segments.
-
-    Args:
-        log: receives the events.
-        layout: the groups.
-        sequences: the running requests and their keys.
-        medium: place named in the events; default: that of the log.
+    """Write the events of one index. They name token ids, so this keeps the tokens of running requests
+    and of cached segments.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
@@ -97,11 +90,8 @@ class EventWriter:
     def computed(
         self, slots: Int64, counts: Int64, positions: Int64, ids: Int32, end: Int64
     ) -> None:
-        """Keep computed tokens.
-
-        Args:
-            slots, counts, end: [n] requests, their tokens in the step, and their tokens after it.
-            positions, ids: [total] of the tokens; those at or past `end` were rejected.
+        """Keep computed tokens of requests `slots` [n], `counts` [n] each; those at `positions` [total] at or
+        past `end` [n] were rejected.
         """
         longest = int(counts.max()) if len(positions) > len(slots) else 1
         if len(positions) > len(slots):
@@ -161,12 +151,7 @@ class EventWriter:
         parent: bytes | None,
         first: int,
     ) -> None:
-        """Segments from `first` on were cached by a copy from another index.
-
-        Args:
-            keys: of these segments, 32 bytes each; parent: key of the segment before.
-            contents: [n] tokens and identities of the segments.
-        """
+        """Segments with `keys` from segment `first` on were cached by a copy from another index."""
         assert contents is not None
         hashes = split_keys(keys)
         for key, (tokens, identity) in zip(hashes, contents, strict=True):
@@ -241,8 +226,6 @@ class EventWriter:
     def _snapshot_events(
         self, contents: list[tuple[int, bytes, list[SegmentContent], int, list[int]]]
     ) -> Iterator[Event]:
-        """Events of (first segment, keys of the run and before it, their contents, segments,
-        boundaries of resume points)."""
         for start, packed, parts, length, depths in contents:
             keys = split_keys(packed)
             above = len(keys) - length
@@ -262,7 +245,6 @@ class EventWriter:
         first: int,
         request_id: Hashable = None,
     ) -> Event:
-        """Event of the segments with these keys, from segment `first` on, after `parent`."""
         a, ids = self.alignment, tuple(np.concatenate([tokens for tokens, _ in contents]).tolist())
         over = tuple(identity.ranges for _, identity in contents)
         return BlockStored(
@@ -288,7 +270,6 @@ class EventWriter:
         depth: int,
         request_id: Hashable = None,
     ) -> Iterator[Event]:
-        """Events of the resume point at segment `depth`; `keys` from `_before`."""
         boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_invariants(cache: KVCache) -> None:
-    """Recount pages, holders and locks of `cache` from scratch.
-
-    Raises:
-        AssertionError: any count or owner is wrong.
-    """
+    """Recount pages, holders and locks of `cache` from scratch; AssertionError if any is wrong."""
     index, a = cache.index, cache.alignment
     owners: list[Int32 | Int64] = []
     users: list[Int32 | Int64] = []
@@ -103,9 +99,6 @@ def check_index(
         owners: pages that somebody else than the index alone has. users, holds: pages that somebody
             reads, or that points which are to come hold; one entry for each time.
         locks: running requests below each run, by its id.
-
-    Raises:
-        AssertionError: any count or owner is wrong.
     """
     pool = index.pool
     owners = [pool.free_pages(), *owners]

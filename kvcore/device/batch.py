@@ -80,8 +80,7 @@ class BatchBuilder:
 
     Args:
         kv: a cache made with ``track_deltas=True``, without state groups; this takes its deltas. Or
-            the `quire.kvcore.WorkerTables` of a cache in another process, updated with each step
-            before it is built.
+            the `quire.kvcore.WorkerTables` of a cache in another process, updated before each build.
         max_placeholders: input ids of a step that the host may not know.
 
     Attributes:
@@ -188,10 +187,8 @@ class BatchBuilder:
             self._apply(*self._staging.send([index, value]))
 
     def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
-        """Columns of `tables` of each group for sequences of at most this length.
-
-        Window groups have all columns of their ring. Dense groups have a multiple of `STRIDE`; the
-        entries after the last block are not read.
+        """Columns of `tables` of each group: all of a ring, and of a dense group those of sequences of at most
+        `max_seq_len`, in multiples of `STRIDE`.
         """
         for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
             if spec.kind == "dense":

@@ -89,9 +89,7 @@ class EvictionPolicy(Protocol):
 
 class Ranked:
     """Base of policies that give each entry a number when it is filed: the lowest goes first, the
-    deepest among equals.
-
-    A heap with lazy deletion: filing and popping cost O(log n).
+    deepest among equals. A heap with lazy deletion: O(log n).
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ def _ends_before(index: PrefixIndex, is_wanted: Flags) -> dict[Run, int]:
 
 
 def _is_hit(entry: Run | ResumePoint, ends: dict[Run, int], is_wanted: Flags) -> bool:
-    """Whether an entry loses pages of its own or segments before it; `ends` from `_ends_before`."""
+    """`entry` loses pages of its own or segments before it; `ends` from `_ends_before`."""
     run = entry
     if isinstance(entry, ResumePoint):
         if is_wanted[entry.pages].any():

@@ -29,11 +29,7 @@ ExtraKeys = Sequence[tuple[int, int | None, bytes]]
 
 
 class Mark(NamedTuple):
-    """Start or end of an extra key.
-
-    Attributes:
-        position: of the token. ends: whether it ends there. start: where it began.
-    """
+    """Start or end of an extra key at the token `position`; `start` is where it began."""
 
     position: int
     ends: bool
@@ -47,10 +43,7 @@ class Mark(NamedTuple):
 
 
 def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
-    """Marks of a prompt's extra keys, sorted.
-
-    Args:
-        extra_keys: as of `KVCache.match`. num_tokens: prompt length.
+    """Marks of a prompt's extra keys (see `KVCache.match`), sorted.
 
     Raises:
         ValueError: one is not (start, stop, key), not within the prompt, or two of one key have

@@ -49,7 +49,6 @@ class PrefixIndex:
     """Cached segments and resume points of one pool.
 
     Args:
-        pool: the pages; evicted ones return to it.
         pages_per_segment: dense pages of one segment, all groups.
         hybrid: there are window or state groups, so a hit needs a resume point.
         policy: ranks entries for eviction.
@@ -62,8 +61,8 @@ class PrefixIndex:
         changes: changes of the tree; what a look-up found holds as long as this stays.
         num_segments, num_locked_segments, num_points: cached content, and the part that running
             requests lock.
-        num_evicted_points, num_evicted_segments: evictions so far. num_useless_evicted: evicted
-            segments that could serve no hit.
+        num_evicted_points, num_evicted_segments, num_useless_evicted: evictions so far, and those
+            of segments that could serve no hit.
         pins: entries that are evicted last.
         event_writer: writes events; None without.
         transfers: ends of open copies from or to another index.
@@ -178,13 +177,11 @@ class PrefixIndex:
         run.locks += 1
 
     def unlock(self, run: Run, *, used: bool = True) -> Run:
-        """Undo one `lock(run)`, while the request still has its tables.
+        """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run below
+        it if the two were merged.
 
         Args:
             used: the path counts as used now.
-
-        Returns:
-            `run`, or the run below it if the two were merged.
         """
         path = path_to(run)
         for node in path:
@@ -208,13 +205,10 @@ class PrefixIndex:
     # Growth.
 
     def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
-        """Cache segments after the end of `run`, which the caller has locked once.
-
-        Where a segment is cached already, the cached pages stay and the caller's are not taken.
+        """Cache segments with `keys` after the end of `run`, which the caller has locked once. Where a
+        segment is cached already, the cached pages stay and the caller's are not taken.
 
         Args:
-            run: ends where the new segments start.
-            keys: n * 32 bytes.
             source: of their pages, good until the caller's `unlock`.
 
         Returns:
@@ -258,16 +252,9 @@ class PrefixIndex:
     def append(
         self, runs: list[Run], slots: list[int], keys: list[bytes], sources: list[Source]
     ) -> list[int]:
-        """`insert` of one segment for each of several requests, quick where it prolongs a leaf of
-        one request.
-
-        Args:
-            runs: by slot, end of the request's segments; updated.
-            keys: [n] of the new segments.
-            sources: by slot.
-
-        Returns:
-            Indices of those that were cached already.
+        """`insert` of one segment for each of several requests, quick where it prolongs a leaf of one
+        request; `runs` and `sources` are by slot, and `runs` is updated. Returns the indices of those
+        that were cached already.
         """
         known, added = [], 0
         for i, slot in enumerate(slots):
@@ -342,8 +329,6 @@ class PrefixIndex:
         return run.points[depth]
 
     def _pages_at(self, run: Run, depth: int) -> Int32 | None:
-        """Pages of the resume point at boundary `depth` of `run`, or of its neighbours where there is
-        none; None where they are too far."""
         point = run.points.get(depth)
         if point is not None:
             return point.pages
@@ -356,11 +341,8 @@ class PrefixIndex:
         return self._tail_between(depth, last, tail, after.depth, after.pages)
 
     def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
-        """Evictable pages that a request needs which resumes at boundary `depth` on the path to
-        `run`: as many fewer can be evicted for it.
-
-        Args:
-            uses_point: it starts with the pages of a resume point, too.
+        """Evictable pages that a request needs which resumes at boundary `depth` on the path to `run`,
+        from a resume point if `uses_point`: as many fewer can be evicted for it.
         """
         path = path_to(run)
         segments = sum(max(0, min(r.depth, depth) - r.start) for r in path if not r.locks)
@@ -384,10 +366,8 @@ class PrefixIndex:
         self._tell_policy(entry, False)
 
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
-        """Call the policy's `add` or `discard`.
-
-        A change of the index is half done here, so an error must not leave this: `evict` repeats
-        the call, and raises.
+        """Call the policy's `add` or `discard`. A change of the index is half done here, so an error must
+        not leave this: `evict` repeats the call, and raises.
         """
         try:
             (self.policy.add if add else self.policy.discard)(entry)
@@ -410,7 +390,7 @@ class PrefixIndex:
             self._useless[run] = None
 
     def _is_entry(self, run: Run) -> bool:
-        """True if the policy ranks `run`: an unlocked leaf, where hits need no resume point."""
+        """The policy ranks an unlocked leaf, where hits need no resume point."""
         return not (self.hybrid or run.locks or run.children or run.parent is None)
 
     # Eviction.
@@ -419,8 +399,7 @@ class PrefixIndex:
         """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
 
         Raises:
-            RuntimeError: the policy chose what it may not. What was evicted before stays so. Other
-                errors: those of the policy.
+            RuntimeError: the policy chose what it may not. What was evicted before stays so.
         """
         target = self.pool.num_free + num_pages
         dropped: list[Int32] = []  # pages of points, returned to the pool together
@@ -436,14 +415,12 @@ class PrefixIndex:
             self._unhold(dropped)
 
     def _unhold(self, dropped: list[Int32]) -> None:
-        """Return the pages of evicted points to the pool."""
         if dropped:
             self.pool.unhold(np.concatenate(dropped))
             dropped.clear()
 
     def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
-        """Evict an entry, or up to `num_pages` pages of segments; adds to `dropped` the pages of a
-        point."""
+        """Evict an entry, or up to `num_pages` pages of segments; the pages of a point go to `dropped`."""
         if self._failed:
             self.repeat_failed()
         if self._useless:
@@ -468,7 +445,7 @@ class PrefixIndex:
         """Drop all resume points, and all segments but those on the path of a running request.
 
         Args:
-            tell_each: the event_writer hears of each, and not that nothing is cached any more.
+            tell_each: events name each, and not that nothing is cached any more.
         """
         event_writer, evicted = (
             self.event_writer,

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class Pins:
-    """Pinned entries of one index, within a budget of pages.
-
-    Args:
-        index: the cached entries.
-        max_pages: pages of pinned entries; beyond it the oldest pins are demoted. An entry that
-            alone exceeds it is not pinned.
+    """Pinned entries of one index, within a budget of pages; beyond it the oldest pins are demoted.
 
     Attributes:
         at_release: slot -> expiry of the pin that its request gets when it is released.
@@ -54,8 +49,7 @@ class Pins:
         """Pin the boundary `depth` on the path to `run`, or renew its pin as the newest.
 
         Returns:
-            Segments pinned; 0 if there is no entry at this boundary, or if it exceeds the budget:
-            the other pins are as they were.
+            Segments pinned; 0 if there is no entry at this boundary, or if it alone exceeds the budget.
         """
         index = self._index
         if not depth:
@@ -131,10 +125,8 @@ class Pins:
 
 
 def expiry_of(now: float, ttl: float) -> float:
-    """Seconds at which a pin of `ttl` seconds from `now` on ends.
-
-    Raises:
-        ValueError: `ttl` is not positive, or `now` not a finite number.
+    """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not positive,
+    or `now` not finite.
     """
     now = as_seconds("now", now)
     if ttl == math.inf:

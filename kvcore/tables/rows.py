@@ -14,12 +14,8 @@ LIVE, SNAPSHOT = 0, 1  # columns of a state table
 class ClassTables:
     """The tables of one class (kind, block size, window): a view of the fused table.
 
-    Args:
-        spec: the class.
-        array: [max_requests, num_columns] int32, the fused table.
-
     Attributes:
-        table: [max_requests, num_tables, width] int32 view of `array`.
+        table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
         size, width, per_segment, tail, reach: those of `spec`, as arrays of no dimensions: numpy
             computes with them in half the time that an int takes.
@@ -70,12 +66,6 @@ class ClassTables:
 class Tables:
     """Block tables of all groups, side by side in one array: a row a request.
 
-    Args:
-        layout: the groups.
-        max_requests: number of rows.
-        pool: the pages.
-        track_deltas: collect changed entries.
-
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
         offset: [num_tables, max_requests] int64 of each request's open block: the row of position
@@ -102,7 +92,7 @@ class Tables:
         self.deltas: list[tuple[Int64, Int32]] | None = [] if track_deltas else None
 
     def has_states(self, slot: int) -> bool:
-        """Whether the states of a request have live pages (there may be none)."""
+        """The states of a request have live pages, or there are none."""
         states = self.states  # which get them in the same step
         return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
 
@@ -132,7 +122,6 @@ class Tables:
 
     @staticmethod
     def _of_class(c: GroupClass, pages: Int32) -> Int32:
-        """The part of one class of a resume point's pages: [num_tables, tail] view."""
         return pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail].reshape(
             c.num_tables, c.tail
         )

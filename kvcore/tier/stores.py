@@ -33,13 +33,8 @@ class Stores:
     def due(
         self, device: PrefixIndex, host: PrefixIndex, under_way: int
     ) -> dict[Run | ResumePoint, tuple[bytes, int]]:
-        """Find entries to copy now, in order of eviction.
-
-        Args:
-            under_way: device pages being copied.
-
-        Returns:
-            {entry: (keys of its chain, leading segments of it in the host)}.
+        """Find entries to copy now, in order of eviction, while `under_way` device pages are being copied:
+        {entry: (keys of its chain, leading segments of it in the host)}.
         """
         due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
@@ -96,7 +91,6 @@ def _is_cached(entry: Entry) -> TypeGuard[Run | ResumePoint]:
 
 
 def _renew(index: PrefixIndex, run: Run, depth: int) -> bool:
-    """Count the entry at boundary `depth` on the path to `run` as used now; False without one."""
     run = run_of(run, depth)
     entry = run.points.get(depth) if index.hybrid else run
     if entry is None:

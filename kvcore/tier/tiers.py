@@ -141,17 +141,12 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Find a prompt in both places, and decide whether to load more of it. Change nothing.
+        """Find a prompt in both places, and decide whether to load more of it. Changes nothing. The
+        arguments and errors are those of `KVCache.match`.
 
         The host holds the whole chain of each of its resume points. So one load is possible: the
         part of the host's longest hit that the device lacks. It is worth its time if the prefill of
         the tokens saved would take longer.
-
-        Args:
-            token_ids, salt, extra_keys, max_tokens: see `KVCache.match`.
-
-        Raises:
-            ValueError: see `KVCache.match`.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
         prompt = kv._lookup.prompt(token_ids, salt, extra_keys)
@@ -249,17 +244,14 @@ class Tiers:
         return self._job("store", *found)
 
     def load(self, match: TierMatch) -> Job | None:
-        """Begin to load a prompt to the device; it is looked up again.
-
-        Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Nothing
-        becomes findable before `done`.
+        """Begin to load a prompt to the device; it is looked up again. Device pages are reserved, and cached
+        entries evicted for them as in `KVCache.plan`. Nothing becomes findable before `done`.
 
         Returns:
-            The job, or None and nothing changed: nothing to load, or no room.
+            The job, or None and nothing has changed: nothing to load, or no room.
 
         Raises:
-            ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised,
-                too.
+            ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised, too.
         """
         if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
@@ -295,8 +287,8 @@ class Tiers:
 
         Args:
             job: open job.
-            failed: True if any copy failed: no entry is added. The source entries of a failed load
-                leave the host, with everything found only through them.
+            failed: any copy failed: no entry is added, and the source entries of a failed load leave the
+                host, with everything found only through them.
 
         Returns:
             True if entries were added; False also if they were forgotten during the job.
