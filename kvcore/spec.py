@@ -147,6 +147,12 @@ class GroupClass:
         """Columns of the fused table that this class takes."""
         return self.num_tables * self.width
 
+    def tails(self, pages: Int32) -> Int32:
+        """The part of this class of resume points' `pages` [.., pages_per_point]: a view
+        [.., num_tables, tail]."""
+        part = pages[..., self.tail_offset : self.tail_offset + self.num_tables * self.tail]
+        return part.reshape(*pages.shape[:-1], self.num_tables, self.tail)
+
 
 class Layout:
     """What follows from a list of groups: alignment, classes, columns, sizes.
@@ -260,14 +266,12 @@ class Layout:
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:
-            columns = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
-            shape = c.num_tables, c.tail
-            tail, longer = pages[columns].reshape(shape), after[columns].reshape(shape)
+            tail, longer = c.tails(pages), c.tails(after)
             passed, ahead = (depth - first) * c.per_segment, (last - depth) * c.per_segment
             cut = max(0, c.tail - passed)  # columns from here on are past the boundary before
             tail[:, cut:] = longer[:, cut - ahead : c.tail - ahead]
             if before is not None:
-                tail[:, :cut] = before[columns].reshape(shape)[:, c.tail - cut :]
+                tail[:, :cut] = c.tails(before)[:, c.tail - cut :]
         return pages
 
     def columns(self, group: int) -> tuple[int, int]:

@@ -344,7 +344,7 @@ class StepPlanner:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             if kept[0].size and table.is_window:
-                self._of_class(table, effects.tails)[:] = self._tails(step, table, new, *kept)
+                table.spec.tails(effects.tails)[:] = self._tails(step, table, new, *kept)
             if not new.rows.size:
                 continue
             slots = step.slots[new.rows]
@@ -364,14 +364,8 @@ class StepPlanner:
             effects.copies = self._commit_states(step, end)
         for state in self._states if kept[0].size else ():
             snapshots = state.table[step.slots[kept[0]], :, SNAPSHOT]
-            self._of_class(state, effects.tails)[:, :, 0] = snapshots
+            state.spec.tails(effects.tails)[:, :, 0] = snapshots
         return effects
-
-    @staticmethod
-    def _of_class(table: ClassTables, tails: Int32) -> Int32:
-        c = table.spec
-        part = tails[:, c.tail_offset : c.tail_offset + c.num_tables * c.tail]
-        return part.reshape(len(tails), c.num_tables, c.tail)
 
     def settle(self, effects: Effects) -> None:
         """Free what a step left and nobody holds."""

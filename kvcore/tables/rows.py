@@ -103,10 +103,10 @@ class Tables:
             c = block.spec
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
             valid = blocks >= 0
-            part = self._of_class(c, pages)[:, valid]
+            part = c.tails(pages)[:, valid]
             self.note(block.write(slot, blocks[valid], part), part)
         for state in self.states:
-            state.table[slot, :, SNAPSHOT] = self._of_class(state.spec, pages)[:, 0]
+            state.table[slot, :, SNAPSHOT] = state.spec.tails(pages)[:, 0]
         self.snapshot_at[slot] = boundary
 
     def tail(self, slot: int, boundary: int) -> Int32:
@@ -115,16 +115,10 @@ class Tables:
         for block in self.windows:
             c = block.spec
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-            self._of_class(c, tail)[:] = block.read(slot, blocks)
+            c.tails(tail)[:] = block.read(slot, blocks)
         for state in self.states:
-            self._of_class(state.spec, tail)[:, 0] = state.table[slot, :, SNAPSHOT]
+            state.spec.tails(tail)[:, 0] = state.table[slot, :, SNAPSHOT]
         return tail
-
-    @staticmethod
-    def _of_class(c: GroupClass, pages: Int32) -> Int32:
-        return pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail].reshape(
-            c.num_tables, c.tail
-        )
 
     def segment_pages(self, slot: int, first: int, end: int) -> Int32:
         """Dense pages of segments [first, end) of a request: [end - first, pages_per_segment]."""

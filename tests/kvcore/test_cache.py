@@ -171,31 +171,6 @@ def test_dense_models_need_no_resume_points():
     assert e.kv.stats()["resume_points"] == 0
 
 
-def test_salt_and_seed_cannot_imitate_each_other():
-    keys = {
-        KVCache(groups(*GEMMA), num_pages=9, max_requests=1, max_model_len=99, hash_seed=seed)
-        .match(tokens(40), salt=salt)
-        .prompt.keys
-        for seed, salt in [(b"", b""), (b"ab", b""), (b"", b"ab"), (b"a", b"b"), (b"b", b"a")]
-    }
-    assert len(keys) == 5
-
-
-def test_keys_are_reproducible():
-    caches = [
-        KVCache(groups(*GEMMA), num_pages=9, max_requests=1, max_model_len=99, hash_seed=b"s")
-        for _ in range(2)
-    ]
-    assert len({c.match(tokens(64)).prompt.keys for c in caches}) == 1
-    # SHA-256 of (0, 0) lengths, then of that and 32 int32 ones, computed with hashlib alone.
-    from hashlib import sha256
-
-    root = sha256(bytes(16)).digest()
-    expected = sha256(root + np.ones(32, np.int32).tobytes()).digest()
-    cache = KVCache(groups(*GEMMA), num_pages=9, max_requests=1, max_model_len=99)
-    assert cache.match([1] * 33).prompt.keys == expected
-
-
 def test_concurrent_requests_with_one_prefix_keep_one_copy():
     e = engine()
     prompt = tokens(256)
@@ -411,15 +386,13 @@ def test_rollback_refuses_what_it_cannot_restore():
     e.admit("a", tokens(66))
     e.finish_prompt("a")
     slot = e.slots["a"]
-    with pytest.raises(ValueError, match=r"num_tokens: expected 1\.\.2 .*got 3"):
+    with pytest.raises(
+        ValueError, match=r"num_tokens: expected 1\.\.2 .*got 3; to go back further, release the"
+    ):
         e.kv.rollback(slot, 3)  # 64 is cached
     e.kv.rollback(slot, 2)
     with pytest.raises(ValueError, match=r"num_tokens: expected none to be taken back .*got 1"):
         e.kv.rollback(slot, 1)
-    with pytest.raises(ValueError, match=r"num_tokens: expected an int >= 1, got 1\.0"):
-        e.kv.rollback(slot, 1.0)
-    with pytest.raises(ValueError, match="slot"):
-        e.kv.rollback(slot + 1, 1)
 
 
 def test_describe_tells_what_can_hit():
@@ -444,27 +417,18 @@ def make(**change):
             r"groups: expected one page size.*'g0': 4096, 'x': 8192",
         ),
         ({"retention": 48}, "retention: expected a positive multiple of the alignment 32, got 48"),
-        ({"retention": 0}, "retention: expected a positive multiple"),
         (
             {"retention": "some"},
             "retention: expected 'auto', 'dense', 'latest' or an int, got 'some'",
         ),
-        ({"retention": True}, "retention"),
         ({"retention": {"g1": 64, "other": 64}}, r"retention: expected groups out of .*'other'"),
         ({"retention": {"g1": 40}}, "retention: expected a positive multiple of the alignment 32"),
         ({"groups": ["g"]}, "groups: expected GroupSpecs, got 'g'"),
-        ({"num_pages": 1}, "num_pages: expected an int >= 2, got 1"),
         ({"num_pages": 10.5}, "num_pages: expected an int >= 2, got 10.5"),
-        ({"max_pinned_pages": -1}, "max_pinned_pages: expected an int >= 0, got -1"),
         ({"enable_caching": "no"}, "enable_caching: expected True or False, got 'no'"),
-        ({"track_deltas": 1}, "track_deltas: expected True or False, got 1"),
         ({"policy": "lru"}, "policy: expected an eviction policy, such as LRU\\(\\), got 'lru'"),
         ({"policy": LRU}, "policy: expected an eviction policy, .*got <class"),
         ({"events": True}, "events: expected an EventLog or None, got True"),
-        ({"max_requests": 0}, "max_requests: expected an int >= 1, got 0"),
-        ({"max_model_len": 1.5}, "max_model_len"),
-        ({"max_draft_tokens": -1}, "max_draft_tokens"),
-        ({"hash_seed": "text"}, "hash_seed: expected bytes, got str"),
     ],
 )
 def test_bad_settings_are_named(change, message):
@@ -500,35 +464,11 @@ def test_bad_calls_are_named_and_change_nothing():
     kv.release("b")
     with pytest.raises(ValueError, match="request_id: expected an admitted request, got 'b'"):
         kv.release("b")
-    for slots, counts, message in [
-        ([slot, slot], [1, 1], "slots: expected distinct"),
-        ([1 - slot], [1], "slots: expected slots of admitted requests"),
-        ([7], [1], r"slots: expected 0\.\.1, got \[7\]"),
-        ([slot], [0], "num_new_tokens: expected at least 1"),
-        ([slot], [1, 1], "slots, num_new_tokens"),
-        ([slot], [1.9], "num_new_tokens: expected ints, got float64"),
-        ([slot + 0.5], [1], "slots: expected ints, got float64"),
-        ([slot], [101], "would reach 101 tokens, expected at most max_model_len = 100"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            kv.plan(slots, counts)
     plan = kv.plan([slot], [3])
-    with pytest.raises(ValueError, match="input_ids: expected 3 tokens as planned, got 2"):
-        kv.commit(plan, [1, 1])
-    with pytest.raises(ValueError, match="accepted: expected between"):
-        kv.commit(plan, [1, 1, 1], [2])  # max_draft_tokens is 0
-    with pytest.raises(ValueError, match="accepted: expected ints, got float64"):
-        kv.commit(plan, [1, 1, 1], [3.0])
-    with pytest.raises(ValueError, match="plan: expected a StepPlan, got None"):
-        kv.commit(None, [1, 1, 1])
     for call in (lambda: kv.admit("c", [1]), lambda: kv.pin([1], now=0, ttl=1)):
         with pytest.raises(ValueError, match=r"match: expected what `match` returned, got \[1\]"):
             call()
-    with pytest.raises(ValueError, match=r"num_pages: expected an int >= 0, got -5"):
-        kv.evict(-5)
     kv.commit(plan, [1, 1, 1])
-    with pytest.raises(ValueError, match="plan: expected the newest plan"):
-        kv.commit(plan, [1, 1, 1])
     kv.check_invariants()
     assert kv.num_computed[slot] == 3
 

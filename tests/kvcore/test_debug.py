@@ -124,7 +124,11 @@ def test_tokens_that_are_not_the_prompts_are_named():
     assert kv.admit("c", kv.match([3, 4])) == 0
     with pytest.raises(ValueError, match="input_ids: expected 4 at position 1 of slot 0"):
         kv.commit(kv.plan([0], [2]), [3, 3])
-    kv.commit(kv.plan([0], [2]), [3, 4])
+    kv.reserve(0, 2)
+    kv.advance(0, 2)
+    with pytest.raises(ValueError, match="tokens: expected 4 at position 1 of slot 0"):
+        kv.publish(0, 2, [3, 3])
+    kv.publish(0, 2, [3, 4])
     kv.check_invariants()
 
 

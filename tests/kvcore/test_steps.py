@@ -459,29 +459,3 @@ def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
     assert plan.replay_rows.tolist() == [*range(8)]
     assert (linear_table(kv, 1, plan)[0, 9:14] > 0).all()
     assert new[0] == tables[11:14].tolist() and len(new[1]) == 5
-
-
-def test_a_plan_is_void_once_pages_were_reserved_or_a_request_advanced():
-    for call in ("reserve", "arrays", "advance", "advance to where it is"):
-        kv, a, b = in_flight()
-        plan = kv.plan([b], [9])
-        if call == "reserve":
-            kv.reserve(b, 9)
-        elif call == "arrays":
-            kv.arrays(a, 0, 9)
-        else:
-            kv.advance(a, 9 if call == "advance" else 0)
-        with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
-            kv.commit(plan, [2] * 9)
-        kv.check_invariants()
-
-
-def test_tokens_that_are_not_those_of_the_prompt_are_refused_when_debugging():
-    kv = small(debug=True)
-    (a,) = admitted(kv, [1] * 9)
-    launched(kv, [a], [9])
-    kv.advance(a, 9)
-    with pytest.raises(ValueError, match="tokens: expected 1 at position 8 of slot 0"):
-        kv.publish(a, 9, [1] * 8 + [2])
-    kv.publish(a, 9, [1] * 9)
-    assert kv.match([1] * 9).num_tokens == 8

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache
-from tests.support.kvcore.engine import Engine, groups
 
 SEEDS = [b"", b"a", b"ab", b"abc", b"\0", b"\0\0", b"\0" * 8, b"\0" * 16]
 
@@ -65,13 +64,6 @@ def test_a_lookahead_moves_no_token_between_segments(lookahead):
 def test_lengths_and_alignments_do_not_collide_at_the_second_segment():
     short, long = keys([1] * 16), keys([1] * 16, block_size=8)
     assert not set(short) & set(long)
-
-
-def test_a_reused_prompt_keeps_its_tenant():
-    e = Engine(groups((8, None)), num_pages=99, max_requests=2, max_model_len=200)
-    e.run("a", [1] * 20, salt=b"a")
-    match = e.kv.match([1] * 20, salt=b"b")
-    assert e.kv.match(match.prompt).num_tokens == 0, "the salt was hashed in before"
 
 
 @pytest.mark.parametrize("salt", ["text", 1, bytearray(b"x")])

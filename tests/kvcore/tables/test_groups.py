@@ -152,18 +152,6 @@ def test_rollback_stops_at_the_lookahead_of_cached_segments():
         e.kv.rollback(slot, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lookahead": -1}, "lookahead: expected an int >= 0, got -1"),
-        ({"sliding_window": 9}, "sliding_window: expected None for a state group, got 9"),
-    ],
-)
-def test_bad_state_groups_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GroupSpec("s", "state", 16, 4096, **arguments)
-
-
 def test_a_state_without_caching_needs_no_snapshots():
     e = Engine(
         groups(GroupSpec("state", "state", 4, 4096), (4, None)),
