@@ -18,7 +18,7 @@ from .events import (
     split_keys,
     tail_hashes,
 )
-from .identities import NOTHING, Identity, identity_of
+from .prefix.extra_keys import NOTHING, Identity, identity_of
 from .prefix.keys import KEY_BYTES, Prompt
 from .prefix.requests import Sequences
 from .spec import GroupClass, Layout

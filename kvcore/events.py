@@ -20,7 +20,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
-from .identities import Ranges
+from .prefix.extra_keys import Ranges
 from .prefix.keys import KEY_BYTES
 from .spec import as_int
 

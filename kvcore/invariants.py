@@ -36,7 +36,7 @@ def check_invariants(cache: KVCache) -> None:
         cached = run.depth * a
         for node in path_to(run):
             locks[id(node)] += 1
-        owners += cache._chains.twins.get(slot, [])
+        owners += cache._chains.duplicates.get(slot, [])
         if cache._linear is not None:
             own, live = cache._linear.held(slot, cached)
             owners.append(np.array(own, dtype=np.int64))
@@ -73,8 +73,8 @@ def check_invariants(cache: KVCache) -> None:
             part = path_pages[:, c.segment_offset :][:, : c.num_tables * c.per_segment]
             part = part.reshape(-1, c.num_tables, c.per_segment).transpose(1, 0, 2)
             differs = part.reshape(c.num_tables, -1) != row[:, :whole]
-            twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
-            assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
+            duplicates = np.concatenate([NO_ROWS, *cache._chains.duplicates.get(slot, ())])
+            assert np.isin(row[:, :whole][differs], duplicates).all(), "a page of neither"
     owners += [np.array([*held.values()], np.int64) for held in cache._reserved.pages.values()]
     points = cache._chains.waiting.values()
     waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]

@@ -1,13 +1,9 @@
-"""Interface of eviction policies: `Entry`, `EvictionPolicy`, and the base class `Ranked`.
+"""Interface of eviction policies: `Entry`, `EvictionPolicy`, and the base class `Ranked` with `LRU`.
 
 An entry can serve a hit by itself: a resume point, or the end of a chain in models with only dense
 groups. Dense blocks that serve no entry are evicted before any entry, pinned entries after all
-others, without the policy. A policy is a container with four methods. The shortest is a subclass of
-`Ranked` that says how entries compare:
-
-    class LFU(Ranked):
-        def rank(self, entry):
-            return entry.num_uses
+others, without the policy. The shortest policy is a subclass of `Ranked` that says how entries
+compare.
 """
 
 from __future__ import annotations
@@ -155,6 +151,14 @@ class Ranked:
 
     def evicted(self, entry: Entry, rank: float) -> None:
         """Called with each popped entry; does nothing here."""
+
+
+class LRU(Ranked):
+    """Evict the least recently used entry first: the baseline of the other policies."""
+
+    def rank(self, entry: Entry) -> float:
+        """The tick of the last use."""
+        return entry.last_used
 
 
 def in_order(heap: list[T]) -> Iterator[T]:

@@ -66,7 +66,7 @@ class Chains:
             the tokens of all its steps are known.
         runs: end of each request's cached prefix.
         replays: tokens that requests compute again.
-        twins: slot -> own pages of segments cached before by another request, without `adopt`.
+        duplicates: slot -> own pages of segments cached before by another request, without `adopt`.
         waiting: slot -> (boundary, pages) of resume points whose tokens are not known yet; the
             pages are held and in use.
     """
@@ -91,7 +91,7 @@ class Chains:
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
         self.runs: list[Run] = [index.root] * n
         self.replays = Replays(n)
-        self.twins: dict[int, list[Int32]] = {}
+        self.duplicates: dict[int, list[Int32]] = {}
         self.waiting: dict[int, list[tuple[int, Int32]]] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
@@ -149,7 +149,7 @@ class Chains:
                 self._keep_tail(slot, cached)
         run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
-        for pages in self.twins.pop(slot, ()):
+        for pages in self.duplicates.pop(slot, ()):
             self.index.pool.put(pages)
         self.runs[slot] = self.index.root
         self.cached[slot] = 0
@@ -366,7 +366,7 @@ class Chains:
         theirs; or, without `adopt`, this one too until the request ends."""
         own = self._sources[slot](first, first + n).ravel()
         if not self.adopt:
-            self.twins.setdefault(slot, []).append(own)
+            self.duplicates.setdefault(slot, []).append(own)
             return
         self.index.pool.put(own)
         theirs = self.index.pages_between(self.runs[slot], first, first + n)

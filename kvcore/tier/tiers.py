@@ -16,8 +16,7 @@ from ..events import Event, split_keys
 from ..ownership import check_policy, take_ownership
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
-from ..policies.base import Entry, EvictionPolicy
-from ..policies.lru import LRU
+from ..policies.base import LRU, Entry, EvictionPolicy
 from ..prefix.evict_pages import evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
