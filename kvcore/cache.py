@@ -261,11 +261,8 @@ class KVCache:
         return self.tables[:, offset : offset + width]
 
     def take_deltas(self) -> tuple[Int64, Int32]:
-        """Table entries that changed since the last call, for a copy of `tables` on a device.
-
-        Returns:
-            (flat indices into `tables` [m] int64, values [m] int32), later changes of an entry
-            last.
+        """Table entries that changed since the last call, for a copy of `tables` on a device: flat
+        indices [m] int64 and values [m] int32, later changes of an entry last.
 
         Raises:
             ValueError: the cache was made without track_deltas.
@@ -387,21 +384,14 @@ class KVCache:
         return slot
 
     def slot_of(self, request_id: Hashable) -> int:
-        """Slot of an admitted request.
-
-        Raises:
-            ValueError: the id is unknown.
-        """
+        """Slot of an admitted request; ValueError if the id is unknown."""
         return self.sequences.slot_of(request_id)
 
     # A step in four calls: see the top of this file.
 
     def room(self, slot: int) -> int:
         """Tokens up to which a request needs neither a page nor a key: nothing need be reserved or
-        published for a step that ends there or before.
-
-        Raises:
-            ValueError: the slot is unknown.
+        published for a step that ends there or before. ValueError if the slot is unknown.
         """
         self._expect_admitted(slot)
         a, most = self.alignment, self.max_model_len
@@ -717,20 +707,14 @@ class KVCache:
         return self.sequences.num_computed.item(slot)
 
     def num_published(self, slot: int) -> int:
-        """Tokens of a request that others find.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
+        """Tokens of a request that others find; ValueError if the slot is unknown."""
         self._expect_admitted(slot)
         return self._chains.runs[slot].depth * self.alignment
 
     def pages_of(self, slot: int) -> list[list[int]]:
-        """Of an append-only cache, the pages of a request in each group, 0 where a block has left the
-        window; not to be written to.
-
-        Raises:
-            ValueError: the slot is unknown, or the cache has arrays for tables (see `table`).
+        """Of an append-only cache, the pages of a request in each group, 0 where a block has left
+        the window; not to be written to. ValueError if the slot is unknown, or the cache has arrays
+        (see `table`).
         """
         self._expect_admitted(slot)
         if self._linear is None:
@@ -830,16 +814,13 @@ class KVCache:
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
         """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary:
         the state of a state group can be kept only where a step ends. Without state groups the
-        counts come back as they are.
+        counts come back.
 
         Args:
-            slots, num_new_tokens: [n] as for `plan`.
+            slots, num_new_tokens: [n] as for `plan`, with its errors.
 
         Returns:
             [n] int64 counts, at least 1 each.
-
-        Raises:
-            ValueError: as `plan` for the slots and counts.
         """
         slots, counts, _ = self._batch(slots, num_new_tokens)
         if not (self._tables.states and self.enable_caching):
@@ -849,11 +830,7 @@ class KVCache:
         return shortened
 
     def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
-        """The pages that `plan` would need for a step. Changes nothing.
-
-        Raises:
-            ValueError: as `plan`.
-        """
+        """The pages that `plan` would need for a step, with its errors. Changes nothing."""
         self._expect_tables("needed")
         changes = self._changes_of(slots, num_new_tokens)
         per_group = self._planner.per_group(self._planner.wanted(changes)[1])
@@ -862,8 +839,8 @@ class KVCache:
     # What `plan` and the four calls share.
 
     def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
-        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which are
-        not to be kept, and the largest count.
+        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
+        are not to be kept, and the largest count.
         """
         slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
         if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
@@ -903,8 +880,8 @@ class KVCache:
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
     ) -> OutOfPages | None:
-        """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages that are
-        free or evictable, and nothing has changed.
+        """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages
+        that are free or evictable, and nothing has changed.
         """
         wanted, free = max(needed, least), self.pool.num_free
         if wanted <= free:
@@ -945,8 +922,9 @@ class KVCache:
         )  # fmt: skip
 
     def _advance(self, changes: StepChanges, end: Int64) -> tuple[Int32, Publication | None]:
-        """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool. Returns
-        the pages [m, 2] to copy after the step, and what to publish once its tokens are known.
+        """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool.
+        Returns the pages [m, 2] to copy after the step, and what to publish once its tokens are
+        known.
         """
         slots = changes.slots
         if self.max_draft_tokens:
@@ -1063,9 +1041,9 @@ class KVCache:
             num_tokens: how many, at least 1.
 
         Raises:
-            ValueError: the slot is unknown, or has reserved pages or tokens that were not published;
-                or the tokens are cached already (or the lookahead of cached ones), or more than
-                max_draft_tokens before the furthest position reached.
+            ValueError: the slot is unknown, or has reserved pages or tokens that were not
+                published; or the tokens are cached already (or the lookahead of cached ones), or
+                more than max_draft_tokens before the furthest position reached.
         """
         self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
@@ -1085,11 +1063,7 @@ class KVCache:
         self.sequences.num_computed[slot] = computed - num_tokens
 
     def lowest_rollback(self, slot: int) -> int:
-        """The fewest tokens that `rollback` can leave the request of `slot`.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
+        """The fewest tokens that `rollback` can leave; ValueError if the slot is unknown."""
         return self._lowest(self.sequences.checked(slot))
 
     def _lowest(self, slot: int) -> int:
@@ -1191,10 +1165,8 @@ class KVCache:
         return self.index.pins.pin(run, depth, expiry) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
-        """Pin what is cached of a running request when it is released.
-
-        Raises:
-            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
+        """Pin what is cached of a running request when it is released. ValueError as of `pin`, or
+        if the id is unknown.
         """
         self.index.pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
 
@@ -1207,14 +1179,16 @@ class KVCache:
         return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; return their number. ValueError if `now` is not finite."""
+        """End the pins whose time has passed; return their number. ValueError if `now` is not
+        finite.
+        """
         return self.index.pins.expire(as_seconds("now", now))
 
     # Eviction.
 
     def evict(self, num_pages: int) -> int:
-        """Free at least `num_pages` cached pages now, as pressure would, or all that running requests do
-        not need; return how many.
+        """Free at least `num_pages` cached pages now, as pressure would, or all that running
+        requests do not need; return how many.
         """
         num_pages = as_int("num_pages", num_pages, 0)
         before = self.pool.num_free
@@ -1222,8 +1196,8 @@ class KVCache:
         return self.pool.num_free - before
 
     def evict_pages(self, pages: Any) -> Int64:
-        """Free certain pages, with what cannot be found without them and copies of them in tiers: to give
-        them back, or because their rows turned out wrong. Looks at all that is cached.
+        """Free certain pages, with what cannot be found without them and copies of them in tiers:
+        to give them back, or because their rows turned out wrong. Looks at all that is cached.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
@@ -1260,8 +1234,8 @@ class KVCache:
     # Reports.
 
     def announce(self) -> None:
-        """Write events that tell everything cached now to a reader that is late or lost track. They replace
-        the events in the log, and may exceed its capacity: each is made when it is taken.
+        """Write events that tell everything cached now to a reader that is late or lost track. They
+        replace the events in the log, and may exceed its capacity: each is made when it is taken.
 
         Raises:
             ValueError: the cache was made without events.
@@ -1282,5 +1256,7 @@ class KVCache:
         return stats(self)
 
     def check_invariants(self) -> None:
-        """Recount everything; AssertionError if a page is leaked, shared wrongly or counted wrongly."""
+        """Recount everything; AssertionError if a page is leaked, shared wrongly or counted
+        wrongly.
+        """
         check_invariants(self)

@@ -31,8 +31,8 @@ SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and
 
 
 class EventWriter:
-    """Write the events of one index. They name token ids, so this keeps the tokens of running requests
-    and of cached segments.
+    """Write the events of one index. They name token ids, so this keeps the tokens of running
+    requests and of cached segments.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
@@ -90,8 +90,8 @@ class EventWriter:
     def computed(
         self, slots: Int64, counts: Int64, positions: Int64, ids: Int32, end: Int64
     ) -> None:
-        """Keep computed tokens of requests `slots` [n], `counts` [n] each; those at `positions` [total] at or
-        past `end` [n] were rejected.
+        """Keep computed tokens of requests `slots` [n], `counts` [n] each; those at `positions`
+        [total] at or past `end` [n] were rejected.
         """
         longest = int(counts.max()) if len(positions) > len(slots) else 1
         if len(positions) > len(slots):

@@ -1,14 +1,15 @@
 """Events: records of blocks stored and removed, for routers and other readers.
 
-* A *segment*, the dense blocks of `alignment` tokens, has one event of kind ``"dense"``: its key is the
-  hash of one block of `alignment` tokens.
-* A *resume point* has one event for each kind, block size and window. The last hash is the key of the
-  segment before the boundary; the others are made from it, as a tail is stored and removed whole.
+* A *segment*, the dense blocks of `alignment` tokens, has one event of kind ``"dense"``: its key is
+  the hash of one block of `alignment` tokens.
+* A *resume point* has one event for each kind, block size and window. The last hash is the key of
+  the segment before the boundary; the others are made from it, as a tail is stored and removed
+  whole.
 
 A reader can predict hits: the longest boundary with all segments stored and its key stored in every
-group that is not dense. A boundary between two such boundaries of a chain (or the start and one) is a
-hit, too, if these are at most `Layout.span` apart. Without dense groups the chain is unknown, and a hit
-may be longer.
+group that is not dense. A boundary between two such boundaries of a chain (or the start and one) is
+a hit, too, if these are at most `Layout.span` apart. Without dense groups the chain is unknown, and
+a hit may be longer.
 """
 
 from __future__ import annotations
@@ -138,8 +139,9 @@ class EventLog:
             self.num_dropped += 1
 
     def announce(self, events: Iterator[Event], number: int) -> None:
-        """Replace the events in the log by `number` others, which are made when they are taken: they do not
-        count against capacity and max_bytes, and are dropped together when events after them are.
+        """Replace the events in the log by `number` others, which are made when they are taken:
+        they do not count against capacity and max_bytes, and are dropped together when events after
+        them are.
         """
         self.next_number += number - len(self)
         self._events.clear()
@@ -151,8 +153,8 @@ class EventLog:
         self._announced, self._num_announced = iter(()), 0
 
     def take(self, most: int | None = None) -> tuple[int, list[Event]]:
-        """Take out the oldest events, at most `most`: the number of the first (of the next to come, if there
-        is none), and the events. ValueError if `most` is below 1.
+        """Take out the oldest events, at most `most`: the number of the first (of the next to come,
+        if there is none), and the events. ValueError if `most` is below 1.
         """
         left = len(self) if most is None else min(len(self), as_int("most", most, 1))
         first = self.next_number - len(self)
@@ -177,8 +179,8 @@ def size_of(event: Event) -> int:
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
-    """Hashes of the `num_blocks` blocks of a resume point, the last one `key` itself: that of the segment
-    before the boundary, which is named even without blocks.
+    """Hashes of the `num_blocks` blocks of a resume point, the last one `key` itself: that of the
+    segment before the boundary, which is named even without blocks.
     """
     # Not `key + i` alone: that is what the key of a following segment of one token, i, is made of.
     before = [

@@ -234,8 +234,8 @@ class Layout:
         none do.
 
         Args:
-            exact: count only rows that a point's own boundary sees (after a replay, others in the first
-                block of its tail may be wrong).
+            exact: count only rows that a point's own boundary sees (after a replay, others in the
+                first block of its tail may be wrong).
         """
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
@@ -256,12 +256,12 @@ class Layout:
     def tail_between(
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:
-        """Pages of the tail of boundary `depth` (in segments) between two others no further apart than
-        `span`.
+        """Pages of the tail of boundary `depth` (in segments) between two others no further apart
+        than `span`.
 
         Args:
-            first, before: the boundary before it, and the pages [pages_per_point] of its tail; 0 and
-                None for the start.
+            first, before: the boundary before it, and the pages [pages_per_point] of its tail; 0
+                and None for the start.
             last, after: the same of the boundary after it.
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
@@ -275,10 +275,8 @@ class Layout:
         return pages
 
     def columns(self, group: int) -> tuple[int, int]:
-        """First column and width, in the fused table, of the table of `group`.
-
-        Raises:
-            ValueError: there is no such group.
+        """First column and width, in the fused table, of the table of `group`; ValueError if there
+        is none.
         """
         try:
             if 0 <= index(group) < len(self.groups):

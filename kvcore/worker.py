@@ -64,8 +64,8 @@ def step_arrays(kv: KVCache, plan: StepPlan) -> StepArrays:
 
 
 class WorkerTables:
-    """A worker's copy of the block tables of a cache in another process; `device.BatchBuilder` takes it
-    in place of the cache. The arguments are those of the `KVCache`.
+    """A worker's copy of the block tables of a cache in another process; `device.BatchBuilder`
+    takes it in place of the cache. The arguments are those of the `KVCache`.
 
     Attributes:
         tables: [max_requests, columns] int32: all block tables side by side.
@@ -90,10 +90,8 @@ class WorkerTables:
         self._changed: list[Int64] = []
 
     def update(self, step: StepArrays) -> None:
-        """Bring the tables up to date before `step` runs; each step once, in order.
-
-        Raises:
-            ValueError: the step is of a cache with other tables. Nothing changed.
+        """Bring the tables up to date before `step` runs; each step once, in order. ValueError, and
+        nothing has changed, if it is of a cache with other tables.
         """
         indices = step.table_indices
         if len(indices) and int(indices.max()) >= self.tables.size:

@@ -1,4 +1,4 @@
-"""Interface of eviction policies: `Entry`, `EvictionPolicy`, and the base class `Ranked` with `LRU`.
+"""Interface of eviction policies: `Entry` and `EvictionPolicy`; the base class `Ranked`; `LRU`.
 
 An entry can serve a hit by itself: a resume point, or the end of a chain in models with only dense
 groups. Dense blocks that serve no entry are evicted before any entry, pinned entries after all
@@ -58,9 +58,8 @@ class EvictionPolicy(Protocol):
     """The whole interface. A policy serves one cache.
 
     What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and
-    changes nothing; `plan` and `evict` raise what `pop` does. `add` and `discard` are called in the
-    middle of changes: where they raise, they are called again before the next eviction, which then
-    raises.
+    `plan` and `evict` what `pop` does. Where `add` or `discard` raise, in the middle of a change,
+    they are called again before the next eviction, which then raises.
     """
 
     def add(self, entry: Entry) -> None:

@@ -103,8 +103,8 @@ class Chains:
     # A request starts and ends.
 
     def ask(self, match: Match) -> tuple[int, ...]:
-        """Tell the policy of a prompt before anything changes, as it may raise; return the boundaries
-        that its request keeps.
+        """Tell the policy of a prompt before anything changes, as it may raise; return the
+        boundaries that its request keeps.
         """
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
@@ -134,8 +134,8 @@ class Chains:
                 self._counters["resume_points_kept"] += index.num_points - known
 
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
-        """End a request after `computed` tokens: its last boundary becomes a resume point, if it is to
-        `keep` one. Returns a run on whose path its prefix ends, and the segments of the prefix.
+        """End a request after `computed` tokens: its last boundary becomes a resume point, if it is
+        to `keep` one. Returns a run on whose path its prefix ends, and the segments of the prefix.
         """
         run = self.runs[slot]
         cached = run.depth * self.alignment

@@ -1,4 +1,6 @@
-"""Evict the entries that hold certain pages, for `KVCache.evict_pages` and host entries that failed."""
+"""Evict the entries that hold certain pages, for `KVCache.evict_pages` and host entries that
+failed.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Identity(NamedTuple):
     ranges: Ranges = ()
 
     def over(self, first: int, last: int) -> Identity:
-        """Identity of the tokens [first, last): extra keys over some of them, stops cut to `last`."""
+        """Identity of the tokens [first, last), stops cut to `last`."""
         found = [
             (start, last if stop is None else min(stop, last), key)
             for start, stop, key in self.ranges

@@ -177,8 +177,8 @@ class PrefixIndex:
         run.locks += 1
 
     def unlock(self, run: Run, *, used: bool = True) -> Run:
-        """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run below
-        it if the two were merged.
+        """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run
+        below it if the two were merged.
 
         Args:
             used: the path counts as used now.
@@ -205,8 +205,8 @@ class PrefixIndex:
     # Growth.
 
     def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
-        """Cache segments with `keys` after the end of `run`, which the caller has locked once. Where a
-        segment is cached already, the cached pages stay and the caller's are not taken.
+        """Cache segments with `keys` after the end of `run`, which the caller has locked once.
+        Where a segment is cached already, the cached pages stay and the caller's are not taken.
 
         Args:
             source: of their pages, good until the caller's `unlock`.
@@ -252,9 +252,9 @@ class PrefixIndex:
     def append(
         self, runs: list[Run], slots: list[int], keys: list[bytes], sources: list[Source]
     ) -> list[int]:
-        """`insert` of one segment for each of several requests, quick where it prolongs a leaf of one
-        request; `runs` and `sources` are by slot, and `runs` is updated. Returns the indices of those
-        that were cached already.
+        """`insert` of one segment for each of several requests, quick where it prolongs a leaf of
+        one request; `runs` and `sources` are by slot, and `runs` is updated. Returns the indices of
+        those that were cached already.
         """
         known, added = [], 0
         for i, slot in enumerate(slots):
@@ -277,9 +277,8 @@ class PrefixIndex:
     # Resume points.
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
-        """Keep a resume point at boundary `depth` on the path to `run`; False if one is there.
-
-        The caller has a hold on `pages` for a new point, or takes one at once.
+        """Keep a resume point at boundary `depth` on the path to `run`, whose `pages` the caller
+        holds; False if one is there.
         """
         run = run_of(run, depth)
         point = run.points.get(depth)
@@ -304,7 +303,7 @@ class PrefixIndex:
         return point is not None
 
     def use(self, run: Run) -> ResumePoint | None:
-        """Count a hit at the end of `run`, which is locked; return the resume point there, if any."""
+        """Count a hit at the end of the locked `run`; return the resume point there, if any."""
         if not self.hybrid:
             run.num_uses += 1
             return None
@@ -341,8 +340,8 @@ class PrefixIndex:
         return self._tail_between(depth, last, tail, after.depth, after.pages)
 
     def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
-        """Evictable pages that a request needs which resumes at boundary `depth` on the path to `run`,
-        from a resume point if `uses_point`: as many fewer can be evicted for it.
+        """Evictable pages that a request needs which resumes at boundary `depth` on the path to
+        `run`, from a resume point if `uses_point`: as many fewer can be evicted for it.
         """
         path = path_to(run)
         segments = sum(max(0, min(r.depth, depth) - r.start) for r in path if not r.locks)
@@ -366,8 +365,8 @@ class PrefixIndex:
         self._tell_policy(entry, False)
 
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
-        """Call the policy's `add` or `discard`. A change of the index is half done here, so an error must
-        not leave this: `evict` repeats the call, and raises.
+        """Call the policy's `add` or `discard`. A change of the index is half done here, so an
+        error must not leave this: `evict` repeats the call, and raises.
         """
         try:
             (self.policy.add if add else self.policy.discard)(entry)
@@ -420,7 +419,9 @@ class PrefixIndex:
             dropped.clear()
 
     def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
-        """Evict an entry, or up to `num_pages` pages of segments; the pages of a point go to `dropped`."""
+        """Evict an entry, or up to `num_pages` pages of segments; the pages of a point go to
+        `dropped`.
+        """
         if self._failed:
             self.repeat_failed()
         if self._useless:

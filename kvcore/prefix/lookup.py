@@ -144,7 +144,8 @@ class Lookup:
         return self.find(match.prompt, match.max_tokens)
 
     def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
-        """Find the cached prefix of `prompt`, no longer than `max_tokens`, and the run in which it ends.
+        """Find the cached prefix of `prompt`, no longer than `max_tokens`, and the run in which it
+        ends.
 
         Raises:
             ValueError: the prompt is of a cache with other segments or another seed, or too long,

@@ -49,7 +49,8 @@ class Pins:
         """Pin the boundary `depth` on the path to `run`, or renew its pin as the newest.
 
         Returns:
-            Segments pinned; 0 if there is no entry at this boundary, or if it alone exceeds the budget.
+            Segments pinned; 0 if there is no entry at this boundary, or if it alone exceeds the
+            budget.
         """
         index = self._index
         if not depth:
@@ -125,8 +126,8 @@ class Pins:
 
 
 def expiry_of(now: float, ttl: float) -> float:
-    """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not positive,
-    or `now` not finite.
+    """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not
+    positive, or `now` not finite.
     """
     now = as_seconds("now", now)
     if ttl == math.inf:

@@ -29,7 +29,8 @@ from ..tables.planner import StepChanges
 def replay_range(
     dense: int, hit: int, replay_tokens: int, alignment: int
 ) -> tuple[int, int] | None:
-    """(first token, token after the last) to compute again; None where that saves nothing over the hit.
+    """(first token, token after the last) to compute again; None where that saves nothing over the
+    hit.
 
     Args:
         dense: tokens whose dense blocks are cached, a multiple of `alignment`.
@@ -64,8 +65,8 @@ class Replays:
     def finished(
         self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
     ) -> tuple[Int64, Int64]:
-        """Add to (rows, kept) of a step's resume points, both sorted, the boundaries at which a step to
-        `end` [n] finished replays.
+        """Add to (rows, kept) of a step's resume points, both sorted, the boundaries at which a
+        step to `end` [n] finished replays.
         """
         stop = self.stop[step.slots]
         done = ((step.start < stop) & (stop <= end)).nonzero()[0]

@@ -145,8 +145,8 @@ class Sequences:
         self._more_keys[slot] += keys
 
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
-        """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the open
-        segments; segments that they complete get keys.
+        """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the
+        open segments; segments that they complete get keys.
         """
         counts = end - start
         inside = self._inside(start)

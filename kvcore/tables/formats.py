@@ -1,12 +1,12 @@
-"""Table formats that other kernels read: FlashInfer's compressed rows of pages, and the linear tables
-of vLLM and FlashAttention.
+"""Table formats that other kernels read: FlashInfer's compressed rows of pages, and the linear
+tables of vLLM and FlashAttention.
 
-Asked with slots, they describe the tokens that are computed: the context of the queries of a planned
-step, which take its own rows from elsewhere, or, after the commit of a step of one token a request,
-what that token's query sees. Asked with the plan of a step, between that plan and its commit, they
-describe the tokens after it, its own rows included, for engines that write rows to pages first. The
-pages of a window group hold all of these rows if the cache was made with ``reads="pages"``, or if
-each request has one token.
+Asked with slots, they describe the tokens that are computed: the context of the queries of a
+planned step, which take its own rows from elsewhere, or, after the commit of a step of one token a
+request, what that token's query sees. Asked with the plan of a step, between that plan and its
+commit, they describe the tokens after it, its own rows included, for engines that write rows to
+pages first. The pages of a window group hold all of these rows if the cache was made with
+``reads="pages"``, or if each request has one token.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _linear(cache: KVCache, group: int, slots: Any) -> tuple[Int32, Int64, Int64
 def _visible(
     cache: KVCache, group: int, slots: Any, start: Int64 | None = None
 ) -> tuple[Int64, Int64, Int64, Int32, int]:
-    """Checked slots, their computed tokens, the first block that the newest token or the next (or the query
-    at `start` [n]) sees, the table and its block size.
+    """Checked slots, their computed tokens, the first block that the newest token or the next (or
+    the query at `start` [n]) sees, the table and its block size.
     """
     table = cache.table(group)
     spec = cache.layout.groups[group]

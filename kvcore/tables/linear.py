@@ -97,9 +97,9 @@ class LinearTables:
         self.room[slot] = min([len(table) * size for table, size in each])
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
-        """Blocks of windows that no query at token `oldest` or later sees leave the tables, but for the tail
-        of the boundary `cached`, from which the end of the request makes a resume point (None: it does
-        not).
+        """Blocks of windows that no query at token `oldest` or later sees leave the tables, but for
+        the tail of the boundary `cached`, from which the end of the request makes a resume point
+        (None: it does not).
         """
         gone: list[int] = []
         for t, size, reach, tail, _ in self._windows:

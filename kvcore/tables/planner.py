@@ -190,8 +190,8 @@ class StepPlanner:
         longest: int,
         kept: tuple[Int64, Int64],
     ) -> NewBlocks:
-        """Blocks of one class that a step starts; `before` and `final` [n] are the positions before the first
-        that it writes, and of the last.
+        """Blocks of one class that a step starts; `before` and `final` [n] are the positions before
+        the first that it writes, and of the last.
         """
         newest, last = before // table.size, final // table.size
         rows = (last > newest).nonzero()[0]
@@ -321,8 +321,8 @@ class StepPlanner:
             step.copies = np.concatenate(copies)
 
     def cached_rows(self, step: StepChanges, cu: Int32) -> tuple[Int64, Int64]:
-        """Rows [m] of a replay that dense groups hold already, and their slots [num_tables, m], -1 in other
-        groups.
+        """Rows [m] of a replay that dense groups hold already, and their slots [num_tables, m], -1
+        in other groups.
         """
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
@@ -336,8 +336,8 @@ class StepPlanner:
     # Commit.
 
     def commit(self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
-        """Make a step to `end` [n] real; the caller holds what it needs of the tails of `kept` (rows,
-        boundaries), sorted by row, and calls `settle`.
+        """Make a step to `end` [n] real; the caller holds what it needs of the tails of `kept`
+        (rows, boundaries), sorted by row, and calls `settle`.
         """
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:

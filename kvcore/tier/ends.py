@@ -73,8 +73,8 @@ class TransferEnd:
         points: Int32 = NO_VALUES,
         contents: Sequence[SegmentContent] | None = None,
     ) -> tuple[int, list[int]]:
-        """Make entries of taken pages. Segments and resume points that were cached meanwhile keep their
-        pages, and the new pages are free again.
+        """Make entries of taken pages. Segments and resume points that were cached meanwhile keep
+        their pages, and the new pages are free again.
 
         Args:
             keys: of segments [0, first + n), 32 bytes each; the locked path has [0, first).

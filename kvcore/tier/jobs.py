@@ -1,7 +1,7 @@
 """Jobs: part of a chain to copy from one pool to the other.
 
-A store and a load differ only in direction. Source and target index each have a `TransferEnd` until the
-job ends:
+A store and a load differ only in direction. Source and target index each have a `TransferEnd` until
+the job ends:
 
     segments        0   1   2   3   4   5        the target has segments 0 to 2, so the job copies
     source          =======================      3 to 5 and the resume points at 4 and 6. The whole
@@ -77,9 +77,9 @@ class Transfer:
         keys: bytes,
         points: Sequence[ResumePoint],
     ) -> tuple[Transfer, Int32, Int32] | None:
-        """Reserve target pages for the missing part of a chain that ends with `run`, and lock it at both
-        ends. Returns (transfer, source pages, target pages), or None without room in the target: nothing
-        has changed then. Errors of the target's policy are raised.
+        """Reserve target pages for the missing part of a chain that ends with `run`, and lock it at
+        both ends. Returns (transfer, source pages, target pages), or None without room in the
+        target: nothing has changed then. Errors of the target's policy are raised.
         """
         depth = len(keys) // KEY_BYTES
         there, first = target.find(keys, depth)

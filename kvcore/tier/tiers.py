@@ -43,7 +43,8 @@ class Tiers:
 
     The host is a second pool with an index of the same kind: dense segments, each after its parent,
     and resume points, each with its chain. The engine copies pages: `stores` and `load` return
-    jobs, `done` ends them. No call of a step does any of this.
+    jobs, `done` ends them. Call them between steps; `load`, `done` and `cancel` void a plan that is
+    not committed.
 
     Args:
         kv: cache, new or in use; one `Tiers` each. Its policy must have `coming`.
@@ -59,11 +60,7 @@ class Tiers:
     Attributes:
         index: content of the host.
         jobs: open jobs, oldest first.
-        page_bytes, bytes_per_second, prefill_tokens_per_second: as given; the rates may be set.
         counters: see `stats`.
-
-    Make one call at a time, between steps, as for the cache. `load`, `done` and `cancel` void a
-    plan that is not committed.
 
     Raises:
         ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching and without
@@ -181,10 +178,9 @@ class Tiers:
     # Jobs.
 
     def stores(self, max_bytes: int) -> list[Job]:
-        """Begin to copy entries to the host before they are evicted. Call it between steps.
-
-        An entry stays cached while it is copied. Parents are copied before children, and a resume
-        point with the last segment of its chain. A segment is in one open job at a time.
+        """Begin to copy entries to the host before they are evicted. An entry stays cached while it
+        is copied. Parents are copied before children, and a resume point with the last segment of
+        its chain.
 
         Args:
             max_bytes: approximate limit for all jobs together; a resume point is not split.
@@ -243,14 +239,16 @@ class Tiers:
         return self._job("store", *found)
 
     def load(self, match: TierMatch) -> Job | None:
-        """Begin to load a prompt to the device; it is looked up again. Device pages are reserved, and cached
-        entries evicted for them as in `KVCache.plan`. Nothing becomes findable before `done`.
+        """Begin to load a prompt to the device; it is looked up again. Device pages are reserved,
+        and cached entries evicted for them as in `KVCache.plan`. Nothing becomes findable before
+        `done`.
 
         Returns:
             The job, or None and nothing has changed: nothing to load, or no room.
 
         Raises:
-            ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised, too.
+            ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised,
+            too.
         """
         if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
@@ -286,8 +284,8 @@ class Tiers:
 
         Args:
             job: open job.
-            failed: any copy failed: no entry is added, and the source entries of a failed load leave the
-                host, with everything found only through them.
+            failed: any copy failed: no entry is added, and the source entries of a failed load
+                leave the host, with everything found only through them.
 
         Returns:
             True if entries were added; False also if they were forgotten during the job.
@@ -313,11 +311,7 @@ class Tiers:
         return is_good
 
     def cancel(self, job: Job) -> None:
-        """End a job without its copies: no entry is added or dropped.
-
-        Raises:
-            ValueError: the job is not open.
-        """
+        """End a job; no entry is added or dropped. ValueError if it is not open."""
         self._close(job).end(used=False)
 
     def _close(self, job: Job) -> Transfer:

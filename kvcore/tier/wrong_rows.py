@@ -10,10 +10,12 @@ from .stores import chain_keys
 
 
 def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, reach: int) -> Int32:
-    """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on such copies.
+    """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on such
+    copies.
 
     The host may hold a window block in other resume points than the device does. So the host's
-    chain is cut before the first segment that a wrong block may belong to, `reach` segments before a
+    chain is cut before the first segment that a wrong block may belong to, `reach` segments before
+    a
     boundary: more is dropped than necessary, and no wrong row stays.
     """
     pages: list[Int32] = [NO_VALUES]
