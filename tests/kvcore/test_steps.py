@@ -320,26 +320,6 @@ def test_a_boundary_whose_window_a_step_in_flight_has_passed_is_not_kept():
     kv.check_invariants()
 
 
-def test_tokens_are_hashed_in_their_order_whichever_way_their_steps_end():
-    kv = small(num_pages=60)
-    (a,) = admitted(kv, [1] * 5)
-    kv.commit(kv.plan([a], [5]), [1] * 5)
-    tokens, late = [1] * 5, []
-    for i in range(40):
-        if i % 5 == 0:
-            kv.commit(kv.plan([a], [1]), [i])
-        else:
-            launched(kv, [a], [1])
-            kv.advance(a, 6 + i)
-            late.append(i)
-            if i % 5 in (2, 4):
-                kv.publish(a, 6 + i, late)
-                late.clear()
-        tokens.append(i)
-    kv.release(0)
-    assert kv.match([*tokens, 1]).num_tokens == 44
-
-
 def test_an_engine_may_bring_its_own_keys():
     """The same hits, with rings and lists, as with tokens; what needs tokens is refused."""
     lists = {"append_only": True, "adopt": False, "reads": "pages"}

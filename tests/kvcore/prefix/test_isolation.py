@@ -119,18 +119,6 @@ def test_a_prompt_of_another_caches_segments_is_refused(options):
     assert kv.num_free_slots == 1 and kv.match(two).num_tokens == 8
 
 
-@pytest.mark.parametrize("lookahead", [0, 3])
-def test_tokens_that_come_one_by_one_have_the_keys_of_a_prompt(lookahead):
-    """From the first segment on, which is longer by the lookahead."""
-    kv = cache(lookahead=lookahead)
-    history = [7, *range(100, 130)]
-    slot = kv.admit("x", kv.match(history[:1]))
-    for token in history:
-        kv.commit(kv.plan([slot], [1]), [token])
-    kv.release("x")
-    assert kv.match(history).dense_tokens == (len(history) - lookahead) // 4 * 4
-
-
 def test_a_prompt_of_one_salt_is_refused_with_another():
     """It has the keys of its own salt: it would hit what that tenant cached."""
     kv = cache()

@@ -114,19 +114,6 @@ def test_pins_of_a_shared_prefix_count_its_pages_once():
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_pin_does_not_grow_with_what_continues_it(mix):
-    e = engine(mix)
-    prompt = tokens(193)
-    e.run("a", prompt)
-    e.kv.pin(e.kv.match(prompt), now=0.0, ttl=1.0)
-    pinned = e.kv.stats()["pinned_pages"]
-    assert e.run("b", prompt, tokens(100, 1)).num_tokens == 192
-    e.check()
-    assert e.kv.stats()["pinned_pages"] == pinned
-    assert e.kv.unpin(e.kv.match(prompt))
-
-
-@pytest.mark.parametrize("mix", MIXES)
 def test_pinning_a_request_takes_effect_at_its_release(mix):
     e = engine(mix)
     prompt = tokens(100)
