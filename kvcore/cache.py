@@ -434,8 +434,8 @@ class KVCache:
 
         Returns:
             The new pages of each slot and table (row of a slot mapping), in the order of their
-            blocks; of one int, of each table. Not to be written to. (What a state takes is in
-            `StepPlan.state_pages`.) Or OutOfPages, and nothing has changed.
+            blocks; of one int, of each table. (What a state takes is in `StepPlan.state_pages`.) Or
+            OutOfPages, and nothing has changed.
 
         Raises:
             ValueError: an unknown or repeated slot, an end past max_model_len, or a request in a

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import Int32, Int64
+from .arrays import NO_VALUES, Int32, Int64
 from .events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -26,7 +26,6 @@ from .spec import GroupClass, Layout
 if TYPE_CHECKING:
     from .prefix.tree import Run
 
-_NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and extra keys
 
 
@@ -122,7 +121,7 @@ class EventWriter:
 
     def released(self, slot: int) -> None:
         """Forget the tokens of a request."""
-        self._prompts[slot], self._request_ids[slot] = _NO_TOKENS, None
+        self._prompts[slot], self._request_ids[slot] = NO_VALUES, None
 
     # Changes of the index.
 
@@ -248,20 +247,9 @@ class EventWriter:
         a, ids = self.alignment, tuple(np.concatenate([tokens for tokens, _ in contents]).tolist())
         over = tuple(identity.ranges for _, identity in contents)
         return BlockStored(
-            "dense",
-            self._dense,
-            self._dense_names,
-            keys,
-            parent,
-            first * a,
-            ids,
-            a,
-            None,
-            self.medium,
-            contents[-1][1].salt,
-            over if any(over) else (),
-            request_id,
-        )
+            "dense", self._dense, self._dense_names, keys, parent, first * a, ids, a, None,
+            self.medium, contents[-1][1].salt, over if any(over) else (), request_id,
+        )  # fmt: skip
 
     def _point(
         self,
@@ -275,29 +263,17 @@ class EventWriter:
             num_blocks = min(c.tail, boundary // c.block_size)
             start = boundary - num_blocks * c.block_size
             within, skipped = divmod(start - first * self.alignment, self.alignment)
-            ids = np.concatenate([_NO_TOKENS, *(tokens for tokens, _ in contents[within:])])[
-                skipped:
-            ]
+            ids = np.concatenate([NO_VALUES, *(tokens for tokens, _ in contents[within:])])
             over = tuple(
                 contents[at // self.alignment - first][1].over(at, at + c.block_size).ranges
                 for at in range(start, boundary, c.block_size)
             )
             parent = keys[within - 1] if within else None
             yield BlockStored(
-                c.spec.kind,
-                groups,
-                names,
-                tail_hashes(keys[-1], num_blocks),
-                parent,
-                start,
-                tuple(ids.tolist()),
-                c.block_size,
-                c.spec.sliding_window,
-                self.medium,
-                contents[-1][1].salt,
-                over if any(over) else (),
-                request_id,
-            )
+                c.spec.kind, groups, names, tail_hashes(keys[-1], num_blocks), parent, start,
+                tuple(ids[skipped:].tolist()), c.block_size, c.spec.sliding_window, self.medium,
+                contents[-1][1].salt, over if any(over) else (), request_id,
+            )  # fmt: skip
 
     def segments_removed(self, keys: bytes) -> None:
         """Segments with these keys were evicted."""

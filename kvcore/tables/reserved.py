@@ -31,7 +31,6 @@ class Reservations:
         self.pages: dict[int, dict[int, int]] = {}
         self.until: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.in_flight: Flags = np.zeros(max_requests, dtype=np.bool_)
-        self._nothing: list[list[int]] = [[] for _ in planner.table_rows]
 
     def missing(self, slot: int, keys: list[int]) -> list[int]:
         """Those of `keys` that have no page yet."""
@@ -41,14 +40,14 @@ class Reservations:
     def add(self, slot: int, end: int, keys: list[int], pages: Iterator[int]) -> list[list[int]]:
         """Reserve the next of `pages` for each of `keys` of a request, up to token `end`; returns
         the new pages of each table (none of states)."""
+        rows, num_blocks = self._planner.table_rows, len(self._planner.sizes)
+        given: list[list[int]] = [[] for _ in rows]
         if not keys:  # nothing is lacking
             if self.until.item(slot):
                 self.until[slot] = end
-            return self._nothing
+            return given
         self.until[slot] = end
         held = self.pages.setdefault(slot, {})
-        rows, num_blocks = self._planner.table_rows, len(self._planner.sizes)
-        given: list[list[int]] = [[] for _ in rows]
         for key in keys:
             held[key] = page = next(pages)
             if key >> BLOCK_BITS < num_blocks:

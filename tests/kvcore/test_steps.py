@@ -191,6 +191,7 @@ def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     slot = kv.admit("b", match, least=most)
     assert kv.num_free_pages + kv.num_evictable_pages == most
     assert isinstance(kv.reserve(slot, 22, least=most + 1), OutOfPages)
+    assert isinstance(kv.reserve(slot, 20, least=most + 1), OutOfPages)  # which needs no page
     assert kv.reserve(slot, 22, least=most) != [[], []]
     kv.check_invariants()
 
