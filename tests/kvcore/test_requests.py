@@ -215,3 +215,43 @@ def test_a_dry_run_evicts_nothing_and_leaves_the_plan_good():
     e.kv.commit(e.kv.plan([slot], [80]), PROMPT[10:90])
     assert e.kv.stats()["evicted_segments"] > 0 and e.kv.num_free_pages < free
     e.kv.check_invariants()
+
+
+# Admissions.
+
+DENSE = ((8, None),)
+
+
+def last_page(e: Engine) -> list[int]:
+    """The newest window page of the resume point at 288."""
+    return [int(next(e.kv.index.runs()).points[9].pages[-1])]
+
+
+SINCE = {  # groups, a request and its steps, what happens between `match` and `admit`, the hit then
+    "evicted": (DENSE, [], [], lambda e: e.kv.evict(10**6), 0),
+    "evicted in part": (DENSE, [], [], lambda e: e.kv.evict(2), 280),
+    "without its resume point": (HYBRID, [], [], lambda e: e.kv.evict_pages(last_page(e)), 256),
+    "without pages": (DENSE, [], [], lambda e: e.kv.evict_pages(range(1, 400)), 0),
+    "cleared": (HYBRID, [], [], lambda e: e.kv.clear(), 0),
+    "longer": (DENSE, [*range(350)], [], lambda e: e.step({"b": 54}), 344),
+    "longer by a segment": (DENSE, [*range(350)], [24], lambda e: e.step({"b": 8}), 328),
+    "one run again": (HYBRID, [*range(100)], [], lambda e: e.release("b"), 96),
+}
+
+
+@pytest.mark.parametrize("change", SINCE)
+def test_a_hit_is_looked_up_again_where_the_cache_changed_since(change):
+    specs, running, steps, happens, hit = SINCE[change]
+    e = engine(*specs, retention="dense")
+    e.run("a", PROMPT)
+    if running:
+        e.admit("b", running)
+        for count in steps:
+            e.step({"b": count})
+    wanted = [*(running or PROMPT), 1]
+    match = e.kv.match(wanted)
+    happens(e)
+    assert match.num_tokens != hit or change == "one run again"
+    slot = e.kv.admit("new", match)
+    assert e.kv.num_computed[slot] == hit == e.kv.match(wanted).num_tokens
+    e.kv.check_invariants()
