@@ -5,8 +5,7 @@ from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_
 from .layers import LayerPlacement, LayerShape, cache_groups
 from .plan import OutOfPages, PagesNeeded, StepPlan
 from .policies.adaptive import Adaptive
-from .policies.base import Entry, EvictionPolicy, Ranked
-from .policies.lru import LRU
+from .policies.base import LRU, Entry, EvictionPolicy, Ranked
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
 from .spec import NULL_BLOCK, GroupSpec

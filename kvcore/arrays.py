@@ -34,14 +34,8 @@ def slice_of(rows: list[int]) -> Int64 | slice:
 
 
 def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Concatenate ranges: row ids and values of ``starts[i] .. starts[i] + lengths[i] - 1``.
-
-    Args:
-        starts: [n] int64, first value of each range.
-        lengths: [n] int64, non-negative.
-
-    Returns:
-        (rows [total], values [total]) int64.
+    """Row ids [total] and values [total] of the ranges ``starts[i] .. starts[i] + lengths[i] - 1``,
+    one after another.
     """
     if len(lengths) == 1:
         start, length = int(starts[0]), int(lengths[0])
@@ -52,11 +46,8 @@ def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
 
 
 def as_ints(name: str, values: Any) -> Int64:
-    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use
-    it for something else.
-
-    Raises:
-        ValueError: they are no ints.
+    """`values` as an array, perhaps the caller's own, which is not to be kept; ValueError if they
+    are no ints.
     """
     try:
         array = np.asarray(values)
@@ -70,10 +61,8 @@ def as_ints(name: str, values: Any) -> Int64:
 
 
 def as_token_ids(name: str, tokens: Any) -> Int32:
-    """`tokens` as a contiguous int32 vector.
-
-    Raises:
-        ValueError: not one-dimensional, not integers, or an id outside [0, 2**31).
+    """`tokens` as a contiguous int32 vector; ValueError if they are not one-dimensional, not
+    integers, or outside [0, 2**31).
     """
     array = np.asarray(tokens)
     quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous

@@ -3,54 +3,44 @@
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. A step
 treats the whole batch:
 
-    plan     pages          `StepPlanner.plan` counts them; free ones are a stack: `peek` shows
-                            those that `take` will remove
-             too few        `PrefixIndex.evict`: cached pages that no running request needs
-             slots          `StepPlanner.give` gives the pages to blocks, `mapping` lays them out
-    commit   tokens, keys   `Sequences.feed`: each token joins the open segment of its request. The
-                            last one of a segment (one alignment) makes its key, a hash of the key
-                            before and the tokens of the segment: tokens whose rows are computed, so
-                            not the one that the step's logits give
-             entries        `StepPlanner.commit` writes the tables
-             segments       `Chains.publish`: the dense pages of a segment that ends belong to the
-                            index now, under its key; if it has the key already, the request takes
-                            the index's pages and gives its own back. A boundary that retention
-                            keeps gets a resume point, which holds the pages of windows before it
+    plan     the planner counts pages, cached ones that no running request needs are evicted where
+             too few are free, and the slot mapping is laid out. No table changes
+    commit   tokens make the keys of whole segments (`Sequences`), the tables take the step's pages
+             (`StepPlanner.commit`), and whole segments and resume points can be found (`Chains`)
 
-The tables change in the commit, so a step's attention reads them as the last step left them, and a
-page that the step starts is in the slot mapping only. A request with 31 tokens, a dense group in
-blocks of 16, whose first pages are 2 and 1:
+So a step's attention reads the tables as the last step left them; a page that the step starts is in
+its slot mapping only. A request with 31 tokens, blocks of 16, whose first pages are 2 and 1:
 
     token         seq_lens   table       keys in pages   slot of the new row
     31            32         [2, 1]      0 .. 30         31 = 1 * 16 + 15
     32            33         [2, 1]      0 .. 31         48 = 3 * 16
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
-`plan` and `commit` are the quick way through four calls, which an engine makes one by one that
-schedules a step before it knows the tokens of the one before, or asks for one request at a time:
+`plan` and `commit` are the quick way through four calls, for an engine that schedules a step before
+it knows the tokens of the one before, or asks for one request at a time:
 
-    reserve    pages leave the pool and wait beside the tables (`tables.reserved`), until
+    reserve    pages leave the pool and wait beside the tables (`Reservations`), until
     advance    they enter them: rows count as computed, whatever the tokens are
     arrays     between the two, what the kernels need; it reads only
     publish    the tokens are known: whole segments, and the resume points that wait for them, can
                be found
 
-What keeps the pages of a step in flight from being handed out again: pages that it writes have left
-the pool; pages that it reads belong to its requests, or to what these lock, and until it advances
-none of its requests can be in another step, released or rolled back; what `advance`, `publish` or
-`release` free goes to later steps, whose work the device does later. So work must be queued in the
-order of the reservations.
+No page of a step in flight is handed out again: pages that it writes have left the pool; pages that
+it reads belong to its requests or to what these lock, and until it advances none of its requests
+can be in another step, rolled back or released. What `advance`, `publish` or `release` free goes to
+later steps: work must be queued in the order of the reservations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64, as_ints, as_token_ids, ragged_arange
-from .debug import CALLS, Checks
+from .debug import Checks
 from .event_writer import EventWriter
 from .events import EventLog
 from .invariants import check_invariants
@@ -78,6 +68,8 @@ from .tables.rows import Tables
 if TYPE_CHECKING:
     from .tier.tiers import Tiers
 
+SETTLED = -1  # of a request whose computed tokens are all published
+
 
 class KVCache:
     """Retention-aware allocator of one page pool for all cache groups of a model.
@@ -92,30 +84,27 @@ class KVCache:
             `policies.retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
-        max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take
-            back. Rows of state groups must then tolerate tokens that are taken back (rows
-            addressed by position do).
-        replay_tokens: tokens that must be computed before a boundary so that all window layers are
-            exact there: the sum of (sliding_window - 1) over them. With it, a request whose dense
-            blocks are cached much further than any resume point computes these again instead (see
-            `prefix.replays`); None never does.
+        max_draft_tokens: tokens of a step that may be rejected, or taken back by `rollback`. Rows
+            of state groups must tolerate tokens that are taken back.
+        replay_tokens: tokens before a boundary after which all window layers are exact there: the
+            sum of (sliding_window - 1) over them. With it, a request whose dense blocks are cached
+            much further than any resume point computes these again (see `prefix.replays`).
         policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
-        reads: where a step's queries find the rows of the step: ``"step"``, in its tensors ``k``
-            and ``v``, so that window groups keep only rows that outlive it; or ``"pages"``, for
-            engines that write rows to pages before attention reads them (see `linear_table`).
+        reads: where a step's queries find the rows of the step: ``"step"``, in its tensors, so that
+            window groups keep only rows that outlive it; or ``"pages"``, for engines that write
+            rows to pages before attention reads them.
         adopt: a request that computes a segment cached meanwhile by another takes the cached pages
-            into its table and gives its own back. False: it keeps its own until it is released.
+            and gives its own back. False: it keeps its own until it is released.
         append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
             append what `reserve` returns, count requests back without a call, and let one request
             hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
-            dense and window groups with a page a block; no tables, plans, events or replays.
+            dense and window groups alone; no tables, plans, events, drafts or replays.
         track_deltas: collect table changes for `take_deltas`.
-        events: where to write what is stored and removed, of this cache alone; None keeps no
-            events and no tokens.
-        debug: check each call (see `debug`): two threads at once raise RuntimeError with both
-            names, `commit` refuses input_ids that differ from the prompt's, and a step that would
-            write page 0 raises AssertionError. Costs time, and the tokens of prompts.
+        events: where to write what is stored and removed, of this cache alone.
+        debug: check each call: two threads at once raise RuntimeError, tokens that differ from the
+            prompt's ValueError, and writes to page 0 AssertionError. Costs time, and the tokens of
+            prompts.
 
     Attributes:
         layout: the groups, and what follows from them.
@@ -125,9 +114,8 @@ class KVCache:
         tiers: memory behind the pool (`tier.Tiers` puts itself here); None without.
 
     One call at a time, from any thread: a cache has no lock, and `match` reads what others change.
-    `stats`, `describe`, `num_*` and `counters` are numbers that any thread may read at any time;
-    they may be a call old. A `Match`, its prompt and an `OutOfPages` never change; a `StepPlan` may
-    be read in other threads. An `EventLog` belongs to the thread that is in a call.
+    `stats`, `describe`, `num_*` and `counters` may be read at any time. A `Match`, its prompt and
+    an `OutOfPages` never change.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or
@@ -219,19 +207,17 @@ class KVCache:
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Pages of steps that have not advanced; of slots whose steps have, the tokens that are
-        # known, if not all of them are.
-        self._reserved = Reservations(self._planner, self.pool)
-        self._known: dict[int, int] = {}
+        self._reserved = Reservations(self._planner, self.pool, max_requests)
+        # Tokens of each slot's request that are published, if not all computed ones are.
+        self._known: Int64 = np.full(max_requests, SETTLED, dtype=np.int64)
+        self._only_plans = True  # no request was ever in a step of the four calls
         # Tokens of a request that start at most one block a table, all of which survives the step.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
         self._few = min([max_draft_tokens + 1, layout.alignment, *sizes])
         take_ownership(policy, events)
-        self._checks = Checks(layout) if debug else None
-        if self._checks is not None:
-            self._checks.expect_one_thread(self, CALLS)
+        self._checks = Checks(layout, self) if debug else None
 
-    # Properties and tables.
+    # Sizes and tables.
 
     @property
     def num_pages(self) -> int:
@@ -265,32 +251,18 @@ class KVCache:
         return self._tables.array
 
     def table(self, group: int) -> Int32:
-        """Block table of `group`: [max_requests, width] int32 view; column = block % width.
+        """Block table of `group`: [max_requests, width] int32 view, not to be written to.
 
-        A state group's table names the live page of each request in column 0.
-
-        Between `plan` and `commit` it describes the context before the step. Entries at or past a
-        request's length, and of a window group those behind its window, are not to be read. A view,
-        not to be written to.
+        Block b is in column ``b % width``; a state group's live page in column 0. Entries at or
+        past a request's length, and behind its window, are not to be read.
         """
         self._expect_tables("table")
         offset, width = self.layout.columns(group)
         return self.tables[:, offset : offset + width]
 
-    def slot_of(self, request_id: Hashable) -> int:
-        """Slot of an admitted request.
-
-        Raises:
-            ValueError: the id is unknown.
-        """
-        return self.sequences.slot_of(request_id)
-
     def take_deltas(self) -> tuple[Int64, Int32]:
-        """Table entries that changed since the last call, for a copy of `tables` on a device.
-
-        Returns:
-            (flat indices into `tables` [m] int64, values [m] int32), later changes of an entry
-            last.
+        """Table entries that changed since the last call, for a copy of `tables` on a device: flat
+        indices [m] int64 and values [m] int32, later changes of an entry last.
 
         Raises:
             ValueError: the cache was made without track_deltas.
@@ -306,6 +278,13 @@ class KVCache:
         deltas.clear()
         return np.concatenate(indices), np.concatenate(pages)
 
+    def _expect_tables(self, call: str) -> None:
+        if self._linear is not None:
+            raise ValueError(
+                f"{call}: expected a cache with tables, got one with append_only=True: see "
+                "`reserve`, `advance` and `publish`"
+            )
+
     # A request starts.
 
     def match(
@@ -318,7 +297,8 @@ class KVCache:
         keys: bytes | None = None,
         num_tokens: int | None = None,
     ) -> Match:
-        """Longest cached prefix of a prompt. Changes nothing.
+        """Longest cached prefix of a prompt, with at least one token left to compute. Changes
+        nothing.
 
         Args:
             token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
@@ -326,23 +306,18 @@ class KVCache:
             salt: tenant or other identity of the whole prompt; requests with different salts never
                 share. None: that of the prompt, and b"" of token ids.
             extra_keys: (start, stop, key) of tokens [start, stop) that stand for more than their
-                ids, such as an image or an adapter: prompts share what is before them whatever the
-                key, and what is after only with the same one. stop None: to the end, the answer
-                included. None: those of the prompt, and none of token ids.
-            max_tokens: no longer hit; 0 for a request that is to compute everything. `admit` and
-                `pin` keep to it. None: as long as there is.
+                ids, such as an image: prompts share what is before them whatever the key, and what
+                is after only with the same one. stop None: to the end, the answer included. None:
+                those of the prompt, and none of token ids.
+            max_tokens: no longer hit, in `admit` and `pin` neither. None: as long as there is.
             keys, num_tokens: in place of token ids, salt and extra keys, the caller's own hashes of
-                whole segments, 32 bytes each (of as many as are known), and the length of the
-                prompt. `publish` takes the keys of what comes after.
-
-        Returns:
-            Match; at least the last token of the prompt is left to compute.
+                whole segments, 32 bytes each, and the length of the prompt. `publish` takes the
+                keys of what comes after.
 
         Raises:
-            ValueError: empty or longer than max_model_len, not integers, ids out of range, extra
-                keys out of the prompt, a negative max_tokens, or a prompt of another salt or other
-                extra keys, or of a cache with other segments or another hash_seed; or keys beside
-                token ids, or for a cache with events or debug, which need the tokens.
+            ValueError: an argument is out of range, empty or longer than max_model_len; a prompt is
+                of another salt, other extra keys, or a cache with other segments or another
+                hash_seed; or keys are given beside tokens, or with events or debug.
         """
         if keys is None:
             prompt = self._lookup.prompt(token_ids, salt, extra_keys)
@@ -359,23 +334,22 @@ class KVCache:
     def admit(
         self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
     ) -> int | OutOfPages:
-        """Give a request a slot and the pages of its hit (looked up again). Allocate nothing.
+        """Give a request a slot and the pages of its hit, which is looked up again. Allocates
+        nothing.
 
         Args:
             request_id: any hashable that is not admitted now.
             match: from `match`.
-            resumed: it was admitted before and then preempted: it counts as resumed, not as one
-                more request with a prompt and a hit.
+            resumed: it was preempted before; it is counted apart.
             least: pages that must be free or evictable beside those of the hit.
 
         Returns:
-            The slot, an int; ``num_computed[slot]`` tokens are already valid. Or OutOfPages, for
-            want of `least`, and nothing has changed.
+            The slot; ``num_computed[slot]`` tokens are already valid. Or OutOfPages, for want of
+            `least`, and nothing has changed.
 
         Raises:
             ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
-                is of a cache with other segments or another hash_seed. Nothing changed, neither if
-                the policy's `asked` raises.
+                is of another cache. Nothing has changed, neither if the policy's `asked` raises.
         """
         if request_id in self.sequences:
             raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
@@ -393,65 +367,366 @@ class KVCache:
                 return OutOfPages(least, self.pool.num_free, evictable, group, {})
         keep = self._chains.ask(match)
         self._changed()
-        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens, hit)
-        if self._linear is not None and self.enable_caching and not match.prompt.is_keyed:
+        prompt = match.prompt
+        slot = self.sequences.add(request_id, prompt, match.num_saved_tokens, hit)
+        if prompt.is_keyed:
+            self._only_plans = False
+        elif self._linear is not None and self.enable_caching:
             self._known[slot] = hit
         self._floor[slot] = hit
         if self._event_writer is not None:
-            self._event_writer.admitted(slot, match.prompt, request_id)
+            self._event_writer.admitted(slot, prompt, request_id)
         self._chains.start(slot, match, run, keep)
         if self._checks is not None:
-            assert match.prompt.tokens is not None
-            self._checks.prompts[slot] = match.prompt.tokens
+            assert prompt.tokens is not None
+            self._checks.prompts[slot] = prompt.tokens
         count_admission(self.counters, match, resumed)
         return slot
 
-    # A step is planned.
+    def slot_of(self, request_id: Hashable) -> int:
+        """Slot of an admitted request; ValueError if the id is unknown."""
+        return self.sequences.slot_of(request_id)
 
-    def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
-        """The pages that a step would need. A plan made before stays good.
+    # A step in four calls: see the top of this file.
 
-        Args:
-            slots, num_new_tokens: [n] as for `plan`, which evicts what the step needs at once.
-
-        Raises:
-            ValueError: as `plan`.
+    def room(self, slot: int) -> int:
+        """Tokens up to which a request needs neither a page nor a key: nothing need be reserved or
+        published for a step that ends there or before. ValueError if the slot is unknown.
         """
-        self._expect_tables("needed")
-        changes = self._changes_of(slots, num_new_tokens)
-        free, per_group = (
-            self.pool.num_free,
-            self._planner.per_group(self._planner.wanted(changes)[1]),
-        )
-        return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
+        self._expect_admitted(slot)
+        a, most = self.alignment, self.max_model_len
+        if self._linear is not None:
+            most = self._linear.room[slot]
+        if self.enable_caching:
+            known = self._chains.runs[slot].depth * a + a - 1  # then a segment ends
+            most = known if known < most else most
+        if self._linear is not None:
+            return most
+        start = self.sequences.num_computed.item(slot)
+        if start < self._chains.replays.stop.item(slot) or not self._tables.has_states(slot):
+            return start
+        if self._tables.states:  # a state is kept at a boundary
+            most = min(most, start // a * a + a - 1)
+        open_to = min(-(-start // size) * size for size in self._planner.sizes or [most])
+        return max(start, min(most, open_to))
 
-    def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
-        """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary.
+    @overload
+    def reserve(self, slots: int, ends: int, least: int = 0) -> list[list[int]] | OutOfPages: ...
 
-        Only needed with state groups, whose state can be kept only where a step ends; without them
-        the counts come back as they are.
+    @overload
+    def reserve(
+        self, slots: Sequence[int] | Int64, ends: Sequence[int] | Int64, least: int = 0
+    ) -> list[list[list[int]]] | OutOfPages: ...
+
+    def reserve(self, slots: Any, ends: Any, least: int = 0) -> Any:
+        """Take pages for the tokens of requests up to `ends`, which are theirs until they advance
+        (or, of an append-only cache, end).
+
+        When free pages run short, cached entries are evicted, and only if that is enough. What is
+        reserved already is not taken again, and an end may fall without a page given back (by more
+        than max_draft_tokens, other blocks of windows survive and take pages). It voids the newest
+        plan.
 
         Args:
-            slots, num_new_tokens: [n] as for `plan`.
+            slots: [n] ints, distinct, from `admit`; or one int.
+            ends: [n] ints or one: tokens of each request after the step, drafts included.
+            least: pages that must be free or evictable before, whatever this takes.
 
         Returns:
-            [n] int64 counts, at least 1 each.
+            The new pages of each slot and table (row of a slot mapping), in the order of their
+            blocks; of one int, of each table. (What a state takes is in `StepPlan.state_pages`.) Or
+            OutOfPages, and nothing has changed.
 
         Raises:
-            ValueError: as `plan` for the slots and counts.
+            ValueError: an unknown or repeated slot, an end past max_model_len, or a request in a
+                step that has not advanced. Nothing has changed.
         """
-        slots, counts, _ = self._batch(slots, num_new_tokens)
-        if not (self._tables.states and self.enable_caching):
-            return counts.copy()
-        start = self.sequences.num_computed[slots]
-        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
-        return shortened
+        if slots.__class__ is not int or ends.__class__ is not int:
+            if np.ndim(slots):
+                return self._reserve(*self._pairs(slots, ends), least)
+            slots, ends = as_int("slots", slots, 0), as_int("ends", ends, 0)
+        slot, end = slots, ends
+        self._expect_admitted(slot)
+        if end > self.max_model_len:
+            raise self._too_long(slot, end)
+        if self._linear is not None:
+            counts = self._linear.lacking(slot, end)
+            if max(sum(counts), least) <= self.pool.num_free:
+                return self._linear.extend(slot, counts)
+            given = self._extend([(slot, counts)], least)
+            return given if isinstance(given, OutOfPages) else given[0]
+        self._expect_landed(slot, "slots")
+        start = self.sequences.num_computed.item(slot)
+        is_few = 0 < end - start <= self._few and start >= self._chains.replays.stop.item(slot)
+        if self._tables.states:
+            a = self.alignment
+            is_few = is_few and start // a == end // a and self._tables.has_states(slot)
+        if not is_few:
+            given = self._reserve(np.array([slot]), np.array([end]), least)
+        else:
+            given = self._take([slot], [end], {slot: self._planner.few(start, end)}, least)
+        return given if isinstance(given, OutOfPages) else given[0]
+
+    def _reserve(self, slots: Int64, ends: Int64, least: int) -> list[list[list[int]]] | OutOfPages:
+        self.sequences.check(slots)
+        if int(ends.max()) > self.max_model_len:
+            i = int(ends.argmax())
+            raise self._too_long(int(slots[i]), int(ends[i]))
+        listed, until = slots.tolist(), ends.tolist()
+        if self._linear is not None:
+            wanted = zip(listed, until, strict=True)
+            return self._extend([(s, self._linear.lacking(s, end)) for s, end in wanted], least)
+        self._reserved.expect_not_in_flight(slots, "slots")
+        counts = ends - self.sequences.num_computed[slots]
+        more = (counts > 0).nonzero()[0]
+        keys: dict[int, list[int]] = {}
+        if more.size:
+            changes = self._changes_of(slots[more], counts[more])
+            for row, key in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
+                keys.setdefault(listed[more[row]], []).append(key)
+        return self._take(listed, until, {s: keys[s] for s in listed if s in keys}, least)
+
+    def _take(
+        self, slots: list[int], ends: list[int], keys: dict[int, list[int]], least: int
+    ) -> list[list[list[int]]] | OutOfPages:
+        """Take pages for the `keys` of each slot as far as they are not reserved yet."""
+        new = {slot: self._reserved.missing(slot, some) for slot, some in keys.items()}
+        needed = sum(map(len, new.values()))
+        lacks = self._make_room(
+            needed,
+            lambda: self._planner.per_group(np.array([*chain(*new.values())], dtype=np.int64)),
+            least,
+        )
+        if lacks is not None:
+            return lacks
+        self._planned, self._only_plans = None, False  # it may name these pages
+        pages = iter(self.pool.peek(needed).tolist() if needed else [])
+        self.pool.take(needed)
+        add = self._reserved.add
+        return [
+            add(slot, end, new.get(slot, []), pages) for slot, end in zip(slots, ends, strict=True)
+        ]
+
+    def arrays(self, slots: Any, starts: Any, ends: Any) -> StepPlan:
+        """The arrays of a step whose pages are reserved. No table changes; until they advance, its
+        requests are in no other step and cannot be released. Asked again with other ends, it gives
+        the same step with more or fewer tokens.
+
+        Args:
+            slots: [n] ints, distinct.
+            starts: [n] ints: tokens of each request before the step, its ``num_computed``.
+            ends: [n] ints: tokens after it. At most max_draft_tokens fewer than were reserved.
+
+        Raises:
+            ValueError: an unknown or repeated slot, a start that is not ``num_computed``, an end
+                without its pages, or the cache is append-only: its workers have the tables.
+        """
+        self._expect_tables("arrays")
+        slots, ends = self._pairs(slots, ends)
+        starts = self._pairs(slots, starts)[1]
+        self._batch(slots, ends - starts)
+        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
+        if np.count_nonzero(starts != start):
+            raise ValueError(
+                f"starts: expected num_computed {start.tolist()}, got {starts.tolist()}"
+            )
+        self._expect_ends(start, ends, full)
+        changes = self._changes_of(slots, full - start)
+        plan = self._arrays(changes, self._reserved.pages_of(changes))
+        self._reserved.launch(slots, full)
+        self._planned, self._only_plans = None, False
+        if np.count_nonzero(full != ends):
+            plan = without_last(plan, full - ends)
+        if self._checks is not None:
+            self._checks.expect_pages(plan)
+        return plan
+
+    def _expect_ends(self, start: Int64, ends: Int64, full: Int64) -> None:
+        """Raise ValueError if a step of `full` [n] tokens cannot end at `ends`."""
+        least = np.maximum(start + 1, full - self.max_draft_tokens)
+        if np.count_nonzero(ends < least):
+            raise ValueError(
+                f"ends: expected at least {least.tolist()}, got {ends.tolist()}: at most "
+                f"max_draft_tokens {self.max_draft_tokens} fewer than were reserved"
+            )
+
+    def advance(
+        self, slots: Any, ends: Any, oldest_query: Any = None, *, keep_tails: bool = True
+    ) -> Int32:
+        """The tokens of a step count as computed: reserved pages enter the tables, and those that
+        no later query sees are free for later steps.
+
+        To be called once the work of the step is queued on the device, which has read the tables by
+        then or was given a copy. The tokens need not be known: nothing of them is findable before
+        `publish`.
+
+        Args:
+            slots: [n] ints, distinct; or one int.
+            ends: [n] ints or one: tokens after the step; at most max_draft_tokens fewer than were
+                reserved. A request that stays where it is (``num_computed``) leaves its step, which
+                does not run: its reserved pages are free again.
+            oldest_query: of an append-only cache, [n] ints or one: no query from now on, in steps
+                in flight neither, is before this token; `ends` by default. There `ends` may fall.
+            keep_tails: of an append-only cache, keep what a resume point at the last boundary
+                needs, when the request ends. False gives more pages back.
+
+        Returns:
+            [m, 2] int32 pages to copy after this step and before the next: snapshots of states.
+
+        Raises:
+            ValueError: an unknown or repeated slot, or an end that was not reserved. Nothing has
+                changed.
+        """
+        if self._linear is not None:
+            return self._advance_linear(slots, ends, oldest_query, keep_tails)
+        if oldest_query is not None or not keep_tails:
+            raise ValueError(
+                "oldest_query, keep_tails: expected None and True without append_only: rings have "
+                "what queries of steps in flight see, in the order of these"
+            )
+        slots, ends = self._pairs(slots, ends)
+        self.sequences.check(slots)
+        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
+        moving = (ends != start).nonzero()[0]
+        changes, pages = None, NO_ROWS
+        if moving.size:
+            self._expect_ends(start[moving], ends[moving], full[moving])
+            changes = self._changes_of(slots[moving], (full - start)[moving])
+            pages = self._reserved.pages_of(changes)
+        self._changed()
+        self._only_plans = False
+        self._reserved.end(slots, pages)
+        if changes is None:
+            return NO_COPIES
+        self._planner.give(changes, pages)
+        if self.enable_caching:
+            known = self._known[changes.slots]
+            self._known[changes.slots] = np.where(known == SETTLED, changes.start, known)
+        stays = ends[moving]
+        end = changes.end if np.array_equal(stays, changes.end) else stays
+        copies, publication = self._advance(changes, end)
+        if publication is not None:
+            self._chains.wait(publication)
+        return copies
+
+    def publish(
+        self, slots: Any, upto: Any, tokens: Any = None, *, keys: bytes | None = None
+    ) -> None:
+        """The tokens of requests are known `upto` some position: whole segments become findable,
+        and the boundaries that are kept resumable.
+
+        Requests must have advanced; of an append-only cache, the step that writes the rows must be
+        queued before any that reads them.
+
+        Args:
+            slots: [n] ints, distinct; or one int.
+            upto: [n] ints; or one.
+            tokens: the ids of each request's tokens from where the last `publish` or `commit`
+                stopped (at first ``num_computed``) to `upto`, one request after another.
+            keys: of one request, admitted with keys, in place of tokens: those of segments past the
+                last that has one (the hit, at first), up to `upto`.
+
+        Raises:
+            ValueError: an unknown or repeated slot, a position past what has advanced or before
+                what is known, or as many tokens or keys as are not expected. Nothing has changed.
+        """
+        if keys is not None:
+            return self._publish_keys(slots, upto, keys)
+        is_one = slots.__class__ is int and upto.__class__ is int
+        if is_one:
+            self._expect_admitted(slots)
+            listed, ends = [slots], [upto]
+        else:
+            slots, upto = self._pairs(slots, upto)
+            self.sequences.check(slots)
+            listed, ends = slots.tolist(), upto.tolist()
+        if not self.enable_caching:
+            return None
+        most = [self._most_published(slot) for slot in listed]
+        start = [
+            high if low == SETTLED else low
+            for low, high in zip(self._known[listed].tolist(), most, strict=True)
+        ]
+        for slot, low, end, high in zip(listed, start, ends, most, strict=True):
+            if not low <= end <= high or slot in self.sequences.keyed:
+                raise ValueError(
+                    f"upto: expected {low}..{high} of slot {slot}, a request that was admitted "
+                    f"with tokens, got {end}"
+                )
+        counts = [end - low for low, end in zip(start, ends, strict=True)]
+        ids = as_token_ids("tokens", () if tokens is None else tokens)
+        if len(ids) != sum(counts):
+            raise ValueError(
+                f"tokens: expected {sum(counts)}, {counts} of each request, got {len(ids)}"
+            )
+        if self._checks is not None:
+            self._checks.expect_tokens("tokens", listed, start, counts, ids)
+        self._changed()
+        if is_one:
+            self.sequences.feed_one(slots, start[0], ids)
+        else:
+            begin, first = np.array(start), np.array([0, *counts[:-1]]).cumsum()
+            self.sequences.feed(slots, begin, upto, ids, first.astype(np.int32))
+        if self._event_writer is not None:
+            each = np.array(counts)
+            _, positions = ragged_arange(np.array(start), each)
+            self._event_writer.computed(
+                np.array(listed), each, positions, ids, np.array(ends, dtype=np.int64)
+            )
+        if self._linear is None:
+            pairs = zip(ends, most, strict=True)
+            self._known[listed] = [SETTLED if end == high else end for end, high in pairs]
+            return self._chains.publish_known(listed, ends)
+        self._known[listed] = ends
+        for slot, end in zip(listed, ends, strict=True):
+            self._chains.publish_ahead(slot, end)
+
+    def _publish_keys(self, slot: int, upto: int, keys: bytes) -> None:
+        self._expect_admitted(slot)
+        if slot not in self.sequences.keyed:
+            raise ValueError(f"keys: expected None, as slot {slot} was admitted with tokens")
+        if not self.enable_caching:
+            return
+        most = self._most_published(slot)
+        missing = upto // self.alignment - self.sequences.num_keys(slot)
+        if upto > most or len(keys) % KEY_BYTES or len(keys) > max(0, missing) * KEY_BYTES:
+            raise ValueError(
+                f"keys: expected at most {max(0, missing)} up to token {upto} of at most {most}, "
+                f"got {len(keys) / KEY_BYTES:.4g}"
+            )
+        self.sequences.give_keys(slot, keys)
+        if self._linear is not None:
+            return self._chains.publish_ahead(slot, upto)
+        self._changed()
+        self._known[slot] = SETTLED if upto == most else upto
+        self._chains.publish_known([slot], [upto])
+
+    def _most_published(self, slot: int) -> int:
+        if self._linear is not None:
+            return self._linear.room[slot]
+        return self.sequences.num_computed.item(slot)
+
+    def num_published(self, slot: int) -> int:
+        """Tokens of a request that others find; ValueError if the slot is unknown."""
+        self._expect_admitted(slot)
+        return self._chains.runs[slot].depth * self.alignment
+
+    def pages_of(self, slot: int) -> list[list[int]]:
+        """Of an append-only cache, the pages of a request in each group, 0 where a block has left
+        the window; not to be written to. ValueError if the slot is unknown, or the cache has arrays
+        (see `table`).
+        """
+        self._expect_admitted(slot)
+        if self._linear is None:
+            raise ValueError("pages_of: expected a cache with append_only=True; see `table`")
+        return self._linear.pages[slot]
+
+    # A step of the whole batch: plan and commit.
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """Plan a step: which pages and rows the new tokens of each request get.
-
-        No request changes before `commit`. When free pages run short, cached entries are evicted
-        here (as `policy` ranks them), and only if that is enough.
+        """Plan a step: which pages and rows the new tokens of each request get. No request changes
+        before `commit`. When free pages run short, cached entries are evicted, and only if that is
+        enough.
 
         Args:
             slots: [n] ints, distinct, from `admit`.
@@ -462,10 +737,10 @@ class KVCache:
                 published, a count below 1, or a sequence past max_model_len.
         """
         self._expect_tables("plan")
-        if self._reserved.by_slot or self._known or self.sequences.keyed:
-            for slot in as_ints("slots", slots).ravel().tolist():
-                self._expect_settled(slot)
         changes = self._changes_of(slots, num_new_tokens)
+        if not self._only_plans:
+            for slot in changes.slots.tolist():
+                self._expect_settled(slot)
         lacks = self._make_room(
             changes.num_new,
             lambda: self._planner.per_group(self._planner.wanted(changes)[1]),
@@ -477,12 +752,113 @@ class KVCache:
             self._checks.expect_pages(plan)
         return plan
 
-    def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
-        """Count the pages of a step, and list its changes; nothing changes here.
+    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
+        """Make a planned step real: its rows become context, whole segments become findable.
+
+        Args:
+            plan: the newest plan of this cache, with no change since (see `StepPlan`).
+            input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
+            accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
+                max_draft_tokens of a request may be rejected.
+
+        Returns:
+            [m, 2] int32 pages (source, destination) to copy after this step and before the next:
+            snapshots of states. Empty without state groups.
 
         Raises:
-            ValueError: as `plan`.
+            ValueError: the plan is not the newest, or void, or an argument has the wrong size.
+                Nothing has changed.
         """
+        if plan.__class__ is not StepPlan:
+            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
+        ids = as_token_ids("input_ids", input_ids)
+        if plan is not self._planned:
+            raise ValueError(
+                "plan: expected the newest plan of this cache, got another cache's, or one made "
+                "before another plan or change"
+            )
+        if len(ids) != len(plan.positions):
+            raise ValueError(
+                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
+            )
+        if self._checks is not None:
+            slots, counts = plan.slots.tolist(), plan.num_new_tokens.tolist()
+            start = plan.changes.start.tolist()
+            self._checks.expect_tokens("input_ids", slots, start, counts, ids)
+        end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
+        self.pool.take(plan.changes.num_new)
+        self._changed()
+        if self.enable_caching:
+            self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
+            if self._event_writer is not None:
+                self._event_writer.computed(
+                    plan.slots, plan.num_new_tokens, plan.positions, ids, end
+                )
+        copies, publication = self._advance(plan.changes, end)
+        if publication is not None:
+            self._chains.publish(publication)
+        return copies
+
+    def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
+        """[n] tokens after a step of which `accepted` tokens stay."""
+        taken, most = as_ints("accepted", accepted), plan.num_new_tokens
+        least = np.maximum(1, most - self.max_draft_tokens)
+        if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
+            raise ValueError(
+                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
+                f"got {taken.tolist()}"
+            )
+        end: Int64 = plan.changes.start + taken
+        return end
+
+    def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
+        """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary:
+        the state of a state group can be kept only where a step ends. Without state groups the
+        counts come back.
+
+        Args:
+            slots, num_new_tokens: [n] as for `plan`, with its errors.
+
+        Returns:
+            [n] int64 counts, at least 1 each.
+        """
+        slots, counts, _ = self._batch(slots, num_new_tokens)
+        if not (self._tables.states and self.enable_caching):
+            return counts.copy()
+        start = self.sequences.num_computed[slots]
+        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
+        return shortened
+
+    def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
+        """The pages that `plan` would need for a step, with its errors. Changes nothing."""
+        self._expect_tables("needed")
+        changes = self._changes_of(slots, num_new_tokens)
+        per_group = self._planner.per_group(self._planner.wanted(changes)[1])
+        return PagesNeeded(changes.num_new, self.pool.num_free, self.index.num_evictable, per_group)
+
+    # What `plan` and the four calls share.
+
+    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
+        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
+        are not to be kept, and the largest count.
+        """
+        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
+        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
+            raise ValueError(
+                f"slots, num_new_tokens: expected two vectors of one length > 0, "
+                f"got {list(slots.shape)} and {list(counts.shape)}"
+            )
+        longest = int(counts.max())
+        if int(counts.min()) < 1 or longest > MOST_TOKENS:  # sums with these would overflow
+            raise ValueError(
+                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
+                f"got {counts.tolist()}"
+            )
+        self.sequences.check(slots)
+        return slots, counts, longest
+
+    def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
+        """Count the pages of a step, and list its changes; nothing changes here."""
         slots, counts, longest = self._batch(slots, num_new_tokens)
         slots = slots.copy()  # the caller may use its buffer again
         start = self.sequences.num_computed[slots]
@@ -501,36 +877,11 @@ class KVCache:
             kept, snapshot = self._chains.boundaries(slots, start, end, longest)
         return self._planner.plan(slots, start, end, written, longest, kept, snapshot)
 
-    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
-        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
-        are not to be kept, and the largest count.
-
-        Raises:
-            ValueError: as `plan` for the slots and counts.
-        """
-        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
-        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
-            raise ValueError(
-                f"slots, num_new_tokens: expected two vectors of one length > 0, "
-                f"got {list(slots.shape)} and {list(counts.shape)}"
-            )
-        longest = int(counts.max())
-        if int(counts.min()) < 1 or longest > MOST_TOKENS:  # sums with these would overflow
-            raise ValueError(
-                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
-                f"got {counts.tolist()}"
-            )
-        self.sequences.check(slots)
-        return slots, counts, longest
-
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
     ) -> OutOfPages | None:
         """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages
         that are free or evictable, and nothing has changed.
-
-        Args:
-            per_group: tells how many each group needs.
         """
         wanted, free = max(needed, least), self.pool.num_free
         if wanted <= free:
@@ -570,81 +921,10 @@ class KVCache:
             changes.copies, changes.state_pages, changes,
         )  # fmt: skip
 
-    # A step is committed, or taken back.
-
-    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
-        """Make a planned step real: its rows become context, whole segments become findable.
-
-        Args:
-            plan: the newest plan of this cache, with no change since (see `StepPlan`).
-            input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
-            accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
-                max_draft_tokens of a request may be rejected.
-
-        Returns:
-            [m, 2] int32 pages (source, destination) to copy after this step and before the next:
-            snapshots of states. Empty without state groups.
-
-        Raises:
-            ValueError: the plan is not the newest, or void, or an argument has the wrong size.
-                Nothing changed.
-        """
-        if plan.__class__ is not StepPlan:
-            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
-        ids = as_token_ids("input_ids", input_ids)
-        if plan is not self._planned:
-            raise ValueError(
-                "plan: expected the newest plan of this cache, got another cache's, or one made "
-                "before another plan or change"
-            )
-        if len(ids) != len(plan.positions):
-            raise ValueError(
-                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
-            )
-        if self._checks is not None:
-            slots, counts = plan.slots.tolist(), plan.num_new_tokens.tolist()
-            start = plan.changes.start.tolist()
-            self._checks.expect_tokens("input_ids", slots, start, counts, ids)
-        end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
-        self.pool.take(plan.changes.num_new)
-        self._changed()
-        if self.enable_caching:
-            self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
-            if self._event_writer is not None:
-                self._event_writer.computed(
-                    plan.slots, plan.num_new_tokens, plan.positions, ids, end
-                )
-        copies, publication = self._advance(plan.changes, end)
-        if publication is not None:
-            self._chains.publish(publication)
-        return copies
-
-    def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
-        """[n] tokens after a step of which `accepted` tokens stay.
-
-        Raises:
-            ValueError: as `commit`.
-        """
-        taken, most = as_ints("accepted", accepted), plan.num_new_tokens
-        least = np.maximum(1, most - self.max_draft_tokens)
-        if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
-            raise ValueError(
-                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
-                f"got {taken.tolist()}"
-            )
-        end: Int64 = plan.changes.start + taken
-        return end
-
-    def _changed(self) -> None:
-        """Void the newest plan; uses from here on are newer."""
-        self._planned = None
-        self.index.tick += 1
-
     def _advance(self, changes: StepChanges, end: Int64) -> tuple[Int32, Publication | None]:
         """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool.
-
-        Returns:
-            ([m, 2] pages to copy after the step, what to publish once its tokens are known).
+        Returns the pages [m, 2] to copy after the step, and what to publish once its tokens are
+        known.
         """
         slots = changes.slots
         if self.max_draft_tokens:
@@ -659,158 +939,17 @@ class KVCache:
         self.sequences.num_computed[slots] = end
         return effects.copies, publication
 
-    # The same in four calls: see the top of this file.
+    def _changed(self) -> None:
+        """Void the newest plan; uses from here on are newer."""
+        self._planned = None
+        self.index.tick += 1
 
-    def room(self, slot: int) -> int:
-        """Tokens up to which a request needs neither a page nor a key: nothing need be reserved or
-        published for a step that ends there or before.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
-        self._expect_admitted(slot)
-        a, most = self.alignment, self.max_model_len
-        if self._linear is not None:
-            most = self._linear.room[slot]
-        if self.enable_caching:
-            known = self._chains.runs[slot].depth * a + a - 1  # then a segment ends
-            most = known if known < most else most
-        if self._linear is not None:
-            return most
-        start = self.sequences.num_computed.item(slot)
-        if start < self._chains.replays.stop.item(slot) or not self._tables.has_states(slot):
-            return start
-        if self._tables.states:  # a state is kept at a boundary
-            most = min(most, start // a * a + a - 1)
-        open_to = min(-(-start // size) * size for size in self._planner.sizes or [most])
-        return max(start, min(most, open_to))
-
-    def num_published(self, slot: int) -> int:
-        """Tokens of a request that others find.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
-        self._expect_admitted(slot)
-        return self._chains.runs[slot].depth * self.alignment
-
-    def pages_of(self, slot: int) -> list[list[int]]:
-        """Of an append-only cache, the pages of a request in each group, 0 where a block has left
-        the window; not to be written to.
-
-        Raises:
-            ValueError: the slot is unknown, or the cache has arrays for tables (see `table`).
-        """
-        self._expect_admitted(slot)
-        if self._linear is None:
-            raise ValueError("pages_of: expected a cache with append_only=True; see `table`")
-        return self._linear.pages[slot]
-
-    @overload
-    def reserve(self, slots: int, ends: int, least: int = 0) -> list[list[int]] | OutOfPages: ...
-
-    @overload
-    def reserve(
-        self, slots: Sequence[int] | Int64, ends: Sequence[int] | Int64, least: int = 0
-    ) -> list[list[list[int]]] | OutOfPages: ...
-
-    def reserve(self, slots: Any, ends: Any, least: int = 0) -> Any:
-        """Take pages for the tokens of requests up to `ends`, which are theirs until they advance
-        (or, of an append-only cache, end).
-
-        When free pages run short, cached entries are evicted, and only if that is enough. What is
-        reserved already is not taken again, so that an end may fall: no page is given back then,
-        and none is taken, unless a window group keeps survivors only and it falls by more than
-        max_draft_tokens: then others survive. It voids the newest plan.
-
-        Args:
-            slots: [n] ints, distinct, from `admit`; or one int.
-            ends: [n] ints: tokens of each request after the step, drafts that may be proposed
-                within it included; or one int.
-            least: pages that must be free or evictable before, whatever this takes.
-
-        Returns:
-            The new pages of each slot and table (row of a slot mapping), in the order of their
-            blocks; of one int, of each table. What a state takes is in `StepPlan.state_pages`. Or
-            OutOfPages, and nothing has changed.
-
-        Raises:
-            ValueError: an unknown or repeated slot, an end past max_model_len, or a request in a
-                step that has not advanced. Nothing has changed.
-        """
-        if slots.__class__ is not int or ends.__class__ is not int:
-            if np.ndim(slots):
-                return self._reserve(*self._pairs(slots, ends), least)
-            slots, ends = as_int("slots", slots, 0), as_int("ends", ends, 0)
-        slot, end = slots, ends
-        self._expect_admitted(slot)
-        if end > self.max_model_len:
-            raise self._too_long(slot, end)
-        if self._linear is not None:
-            counts = self._linear.lacking(slot, end)
-            if max(sum(counts), least) <= self.pool.num_free:
-                return self._linear.extend(slot, counts)
-            given = self._extend([(slot, counts)], least)
-            return given if isinstance(given, OutOfPages) else given[0]
-        self._reserved.expect_not_in_flight(slot, "slots")
-        start = self.sequences.num_computed.item(slot)
-        is_few = 0 < end - start <= self._few and start >= self._chains.replays.stop.item(slot)
-        if self._tables.states:
-            a = self.alignment
-            is_few = is_few and start // a == end // a and self._tables.has_states(slot)
-        if not is_few:
-            given = self._reserve(np.array([slot]), np.array([end]), least)
-        else:
-            given = self._take([(slot, end, self._planner.few(start, end))], least)
-        return given if isinstance(given, OutOfPages) else given[0]
-
-    def _reserve(self, slots: Int64, ends: Int64, least: int) -> list[list[list[int]]] | OutOfPages:
-        """`reserve` of several requests."""
-        self.sequences.check(slots)
-        if int(ends.max()) > self.max_model_len:
-            i = int(ends.argmax())
-            raise self._too_long(int(slots[i]), int(ends[i]))
-        listed = slots.tolist()
-        if self._linear is not None:
-            wanted = zip(listed, ends.tolist(), strict=True)
-            return self._extend([(s, self._linear.lacking(s, end)) for s, end in wanted], least)
-        for slot in listed:
-            self._reserved.expect_not_in_flight(slot, "slots")
-        counts = ends - self.sequences.num_computed[slots]
-        more = (counts > 0).nonzero()[0]
-        keys: dict[int, list[int]] = {slot: [] for slot in listed}
-        if more.size:
-            changes = self._changes_of(slots[more], counts[more])
-            for row, key in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
-                keys[listed[more[row]]].append(key)
-        each = zip(keys.items(), ends.tolist(), strict=True)
-        return self._take([(slot, end, some) for (slot, some), end in each], least)
-
-    def _take(
-        self, wanted: list[tuple[int, int, list[int]]], least: int
-    ) -> list[list[list[int]]] | OutOfPages:
-        """Take pages for (slot, end, keys) as far as they are not reserved yet; ring tables."""
-        new = [self._reserved.missing(slot, keys) for slot, _, keys in wanted]
-        needed = sum(map(len, new))
-        lacks = self._make_room(
-            needed,
-            lambda: self._planner.per_group(np.array([k for keys in new for k in keys])),
-            least,
-        )
-        if lacks is not None:
-            return lacks
-        self._planned = None  # it may name these pages
-        pages = iter(self.pool.peek(needed).tolist() if needed else [])
-        self.pool.take(needed)
-        add = self._reserved.add
-        return [
-            add(slot, end, keys, pages) for (slot, end, _), keys in zip(wanted, new, strict=True)
-        ]
+    # Append-only tables.
 
     def _extend(
         self, wanted: list[tuple[int, list[int]]], least: int
     ) -> list[list[list[int]]] | OutOfPages:
-        """Append pages to linear tables: so many blocks of each group to each slot."""
+        """Append so many pages to each linear table of each slot."""
         assert self._linear is not None
 
         def per_group() -> dict[str, int]:
@@ -822,122 +961,17 @@ class KVCache:
             return lacks
         return [self._linear.extend(slot, counts) for slot, counts in wanted]
 
-    def arrays(self, slots: Any, starts: Any, ends: Any) -> StepPlan:
-        """The arrays of a step whose pages are reserved. No table changes; until they advance, its
-        requests are in no other step and cannot be released.
-
-        Asked again with other ends it gives the same step with more or fewer tokens: those of a
-        drafter within the step, say.
-
-        Args:
-            slots: [n] ints, distinct.
-            starts: [n] ints: tokens of each request before the step, its ``num_computed``.
-            ends: [n] ints: tokens after it. At most max_draft_tokens fewer than were reserved.
-
-        Raises:
-            ValueError: an unknown or repeated slot, a start that is not ``num_computed``, an end
-                without its pages, or the cache is append-only: its workers have the tables.
-        """
-        self._expect_tables("arrays")
-        slots, ends = self._pairs(slots, ends)
-        starts = self._pairs(slots, starts)[1]
-        self._batch(slots, ends - starts)
-        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
-        if np.count_nonzero(starts != start):
-            raise ValueError(
-                f"starts: expected num_computed {start.tolist()}, got {starts.tolist()}"
-            )
-        self._expect_ends(start, ends, full)
-        changes = self._changes_of(slots, full - start)
-        plan = self._arrays(changes, self._reserved.pages_of(changes))
-        self._reserved.launch(slots, full)
-        self._planned = None
-        if np.count_nonzero(full != ends):
-            plan = without_last(plan, full - ends)
-        if self._checks is not None:
-            self._checks.expect_pages(plan)
-        return plan
-
-    def _expect_ends(self, start: Int64, ends: Int64, full: Int64) -> None:
-        """Raise ValueError if a step of `full` [n] tokens cannot end at `ends`."""
-        least = np.maximum(start + 1, full - self.max_draft_tokens)
-        if np.count_nonzero(ends < least):
-            raise ValueError(
-                f"ends: expected at least {least.tolist()}, got {ends.tolist()}: at most "
-                f"max_draft_tokens {self.max_draft_tokens} fewer than were reserved"
-            )
-
-    def advance(
-        self, slots: Any, ends: Any, oldest_query: Any = None, *, keep_tails: bool = True
-    ) -> Int32:
-        """The tokens of a step count as computed: reserved pages enter the tables, and those that
-        no later query sees are free for later steps.
-
-        To be called once the work of the step is queued on the device, which has read the tables by
-        then or was given a copy: they describe the context after the step from now on. What the
-        tokens are need not be known: nothing of them is findable before `publish`.
-
-        Args:
-            slots: [n] ints, distinct; or one int.
-            ends: [n] ints or one: tokens after the step. With drafts, those that stay: at most
-                max_draft_tokens fewer than were reserved. A request that stays where it is
-                (``num_computed``) leaves its step, which does not run: its reserved pages are free
-                again.
-            oldest_query: of an append-only cache, [n] ints or one: no query from now on, in steps
-                in flight neither, is before this token; `ends` by default. There `ends` may fall.
-            keep_tails: of an append-only cache, keep what a resume point at the last boundary
-                needs, when the request ends. False gives more pages back.
-
-        Returns:
-            [m, 2] int32 pages to copy after this step and before the next: snapshots of states.
-
-        Raises:
-            ValueError: an unknown or repeated slot, or an end that was not reserved. Nothing has
-                changed.
-        """
-        if self._linear is not None:
-            oldest = ends if oldest_query is None else oldest_query
-            if slots.__class__ is int and ends.__class__ is int and oldest.__class__ is int:
-                self._expect_admitted(slots)
-                each = [(slots, ends, oldest)]
-            else:
-                slots, ends = self._pairs(slots, ends)
-                oldest = self._pairs(slots, oldest)[1]
-                self.sequences.check(slots)
-                each = list(zip(slots.tolist(), ends.tolist(), oldest.tolist(), strict=True))
-            return self._advance_linear(each, keep_tails)
-        if oldest_query is not None or not keep_tails:
-            raise ValueError(
-                "oldest_query, keep_tails: expected None and True without append_only: rings have "
-                "what queries of steps in flight see, in the order of these"
-            )
-        slots, ends = self._pairs(slots, ends)
-        self.sequences.check(slots)
-        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
-        moving = (ends != start).nonzero()[0]
-        changes, pages = None, NO_ROWS
-        if moving.size:
-            self._expect_ends(start[moving], ends[moving], full[moving])
-            changes = self._changes_of(slots[moving], (full - start)[moving])
-            pages = self._reserved.pages_of(changes)
-        self._changed()
-        self._reserved.end(slots.tolist(), pages)
-        if changes is None:
-            return NO_COPIES
-        self._planner.give(changes, pages)
-        if self.enable_caching:
-            for slot, known in zip(changes.slots.tolist(), changes.start.tolist(), strict=True):
-                self._known.setdefault(slot, known)
-        stays = ends[moving]
-        end = changes.end if np.array_equal(stays, changes.end) else stays
-        copies, publication = self._advance(changes, end)
-        if publication is not None:
-            self._chains.wait(publication)
-        return copies
-
-    def _advance_linear(self, each: list[tuple[int, int, int]], keep_tails: bool) -> Int32:
-        """`advance` of (slot, end, oldest query) with linear tables."""
+    def _advance_linear(self, slots: Any, ends: Any, oldest_query: Any, keep_tails: bool) -> Int32:
         assert self._linear is not None
+        oldest = ends if oldest_query is None else oldest_query
+        if slots.__class__ is int and ends.__class__ is int and oldest.__class__ is int:
+            self._expect_admitted(slots)
+            each = [(slots, ends, oldest)]
+        else:
+            slots, ends = self._pairs(slots, ends)
+            oldest = self._pairs(slots, oldest)[1]
+            self.sequences.check(slots)
+            each = list(zip(slots.tolist(), ends.tolist(), oldest.tolist(), strict=True))
         for slot, end, _ in each:
             room = self._linear.room[slot]
             if not 0 <= end <= room:
@@ -951,116 +985,10 @@ class KVCache:
             self._linear.let_go(slot, oldest, cached)
         return NO_COPIES
 
-    def publish(
-        self, slots: Any, upto: Any, tokens: Any = None, *, keys: bytes | None = None
-    ) -> None:
-        """The tokens of requests are known `upto` some position: whole segments become findable,
-        and the boundaries that are kept resumable.
-
-        Of an append-only cache they may be so before their rows exist, where the step that writes
-        them is queued before any that reads them; else they must have advanced.
-
-        Args:
-            slots: [n] ints, distinct; or one int.
-            upto: [n] ints; or one.
-            tokens: the ids of each request's tokens from where the last `publish` or `commit`
-                stopped (at first ``num_computed``) to `upto`, one request after another.
-            keys: of one request, admitted with keys, in place of tokens: those of segments past the
-                last that has one (the hit, at first), up to `upto`.
-
-        Raises:
-            ValueError: an unknown or repeated slot, a position past what has advanced or before
-                what is known, or as many tokens or keys as are not expected. Nothing has changed.
-        """
-        if keys is not None:
-            return self._publish_keys(slots, upto, keys)
-        is_one = slots.__class__ is int and upto.__class__ is int
-        if is_one:
-            self._expect_admitted(slots)
-            listed, ends = [slots], [upto]
-        else:
-            slots, upto = self._pairs(slots, upto)
-            self.sequences.check(slots)
-            listed, ends = slots.tolist(), upto.tolist()
-        if not self.enable_caching:
-            return None
-        start, counts = [], []
-        for slot, end in zip(listed, ends, strict=True):
-            most = self._most_published(slot)
-            low = self._known.get(slot, most)
-            if slot in self.sequences.keyed or not low <= end <= most:
-                raise ValueError(
-                    f"upto: expected {low}..{most} of slot {slot}, a request that was admitted "
-                    f"with tokens, got {end}"
-                )
-            start.append(low)
-            counts.append(end - low)
-        ids = as_token_ids("tokens", () if tokens is None else tokens)
-        if len(ids) != sum(counts):
-            raise ValueError(
-                f"tokens: expected {sum(counts)}, {counts} of each request, got {len(ids)}"
-            )
-        if self._checks is not None:
-            self._checks.expect_tokens("tokens", listed, start, counts, ids)
-        self._changed()
-        if is_one:
-            self.sequences.feed_one(slots, start[0], ids)
-        else:
-            begin, first = np.array(start), np.array([0, *counts[:-1]]).cumsum()
-            self.sequences.feed(slots, begin, upto, ids, first.astype(np.int32))
-        if self._event_writer is not None:
-            each = np.array(counts)
-            _, positions = ragged_arange(np.array(start), each)
-            self._event_writer.computed(
-                np.array(listed), each, positions, ids, np.array(ends, dtype=np.int64)
-            )
-        for slot, end in zip(listed, ends, strict=True):
-            self._now_known(slot, end)
-        if self._linear is None:
-            return self._chains.publish_known(listed, ends)
-        for slot, end in zip(listed, ends, strict=True):
-            self._chains.publish_ahead(slot, end)
-
-    def _most_published(self, slot: int) -> int:
-        """Tokens up to which a request may be published."""
-        if self._linear is not None:
-            return self._linear.room[slot]
-        return self.sequences.num_computed.item(slot)
-
-    def _now_known(self, slot: int, upto: int) -> None:
-        """The tokens of a request are known `upto` there."""
-        if self._linear is None and upto == self.sequences.num_computed.item(slot):
-            self._known.pop(slot, None)
-        else:
-            self._known[slot] = upto
-
-    def _publish_keys(self, slot: int, upto: int, keys: bytes) -> None:
-        """`publish` of one request with keys of the caller."""
-        self._expect_admitted(slot)
-        if slot not in self.sequences.keyed:
-            raise ValueError(f"keys: expected None, as slot {slot} was admitted with tokens")
-        if not self.enable_caching:
-            return
-        most = self._most_published(slot)
-        missing = upto // self.alignment - self.sequences.num_keys(slot)
-        if upto > most or len(keys) % KEY_BYTES or len(keys) > max(0, missing) * KEY_BYTES:
-            raise ValueError(
-                f"keys: expected at most {max(0, missing)} up to token {upto} of at most {most}, "
-                f"got {len(keys) / KEY_BYTES:.4g}"
-            )
-        self.sequences.give_keys(slot, keys)
-        if self._linear is not None:
-            return self._chains.publish_ahead(slot, upto)
-        self._changed()
-        self._now_known(slot, upto)
-        self._chains.publish_known([slot], [upto])
+    # Checks of arguments.
 
     def _pairs(self, slots: Any, values: Any) -> tuple[Int64, Int64]:
-        """Slots and a number of each, as new arrays [n]; one int is one request.
-
-        Raises:
-            ValueError: they are no ints, or not as many.
-        """
+        """Slots and a number of each, as new arrays [n]; one int is one request."""
         some = np.atleast_1d(as_ints("slots", slots)).copy()
         numbers = np.atleast_1d(as_ints("ends", values)).copy()
         if some.ndim != 1 or numbers.shape != some.shape or not len(some):
@@ -1069,15 +997,6 @@ class KVCache:
                 f"{list(numbers.shape)}"
             )
         return some, numbers
-
-    # What calls expect of each other.
-
-    def _expect_tables(self, call: str) -> None:
-        if self._linear is not None:
-            raise ValueError(
-                f"{call}: expected a cache with tables, got one with append_only=True: see "
-                "`reserve`, `advance` and `publish`"
-            )
 
     def _expect_admitted(self, slot: int) -> None:
         if slot.__class__ is not int or slot < 0 or slot >= self.max_requests:
@@ -1091,14 +1010,18 @@ class KVCache:
             f"{self.max_model_len}"
         )
 
+    def _expect_landed(self, slot: int, name: str) -> None:
+        if self._reserved.in_flight.item(slot):
+            self._reserved.expect_not_in_flight(np.array([slot]), name)
+
     def _expect_settled(self, slot: int) -> None:
         """Raise ValueError if `plan` or `rollback` would pass over what the other calls left."""
-        self._reserved.expect_not_in_flight(slot, "slots")
-        if slot in self._reserved.by_slot:
+        self._expect_landed(slot, "slots")
+        if self._reserved.until.item(slot):
             raise ValueError(
                 f"slots: expected a request without reserved pages, got slot {slot}: advance it"
             )
-        if slot in self._known:
+        if self._known.item(slot) != SETTLED:
             raise ValueError(
                 f"slots: expected a request whose tokens are published, got slot {slot}, of which "
                 f"{self._known[slot]} are"
@@ -1107,6 +1030,8 @@ class KVCache:
             raise ValueError(
                 f"slots: expected a request admitted with tokens, got slot {slot}, with keys"
             )
+
+    # Tokens are taken back.
 
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.
@@ -1117,9 +1042,8 @@ class KVCache:
 
         Raises:
             ValueError: the slot is unknown, or has reserved pages or tokens that were not
-                published, or the tokens are cached already (or are the lookahead of cached ones),
-                or more than max_draft_tokens would be taken back from the furthest position
-                reached.
+                published; or the tokens are cached already (or the lookahead of cached ones), or
+                more than max_draft_tokens before the furthest position reached.
         """
         self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
@@ -1139,15 +1063,10 @@ class KVCache:
         self.sequences.num_computed[slot] = computed - num_tokens
 
     def lowest_rollback(self, slot: int) -> int:
-        """The fewest tokens that `rollback` can leave the request of `slot`.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
+        """The fewest tokens that `rollback` can leave; ValueError if the slot is unknown."""
         return self._lowest(self.sequences.checked(slot))
 
     def _lowest(self, slot: int) -> int:
-        """`lowest_rollback` of a checked slot."""
         computed = int(self.sequences.num_computed[slot])
         if not self.max_draft_tokens or computed < self._chains.replays.stop[slot]:
             return computed
@@ -1160,25 +1079,24 @@ class KVCache:
     # Requests end.
 
     def release(self, request_id: Hashable, *, discard: bool = False) -> None:
-        """End a request: finished, aborted or preempted. What is cached of it stays findable.
-
-        The last boundary it reached becomes a resume point, so that the next turn of a chat, or the
-        same request after preemption, resumes there.
+        """End a request: finished, aborted or preempted. What is cached of it stays findable, and
+        the last boundary it reached becomes a resume point: there the next turn of a chat resumes,
+        or the same request after preemption.
 
         Args:
             request_id: from `admit`.
             discard: nothing becomes findable by this: no resume point, no pin of `pin_request`.
-                What its commits made findable stays, as others may have hit it; if its rows turned
-                out wrong, `evict_pages` removes them.
+                What its commits made findable stays (see `evict_pages`).
 
         Raises:
             ValueError: the id is unknown, or the request is in a step that has not advanced.
         """
         slot = self.sequences.slot_of(request_id)
-        self._reserved.expect_not_in_flight(slot, "request_id")
+        self._expect_landed(slot, "request_id")
         self._changed()
-        self._reserved.end([slot], NO_ROWS)
-        self._known.pop(slot, None)
+        if self._reserved.until.item(slot):
+            self._reserved.end(np.array([slot]), NO_ROWS)
+        self._known[slot] = SETTLED
         computed = int(self.sequences.lengths[slot]) if self._linear is None else MOST_TOKENS
         run, depth = self._chains.end(slot, computed, not discard)
         if discard:
@@ -1189,10 +1107,8 @@ class KVCache:
             self._event_writer.released(slot)
 
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
-        """Forget everything cached, pinned or not, in tiers too: for new weights, or lost rows.
-
-        All pages are free afterwards. Counters go on; a `Match` made before may still be admitted,
-        and hits nothing.
+        """Forget everything cached, pinned or not, in tiers too: for new weights, or lost rows. All
+        pages are free afterwards. A `Match` made before may still be admitted, and hits nothing.
 
         Args:
             end_requests: release running requests, as with ``discard=True``. False refuses while
@@ -1203,7 +1119,7 @@ class KVCache:
 
         Raises:
             ValueError: requests are running, and end_requests is False; or tiers have open jobs.
-                Nothing changed.
+                Nothing has changed.
         """
         running = self.sequences.ids
         if running and end_requests is not True:
@@ -1217,7 +1133,7 @@ class KVCache:
                 f"`done` or `cancel`"
             )
         for request_id in running:  # before anything changes
-            self._reserved.expect_not_in_flight(self.sequences.slot_of(request_id), "end_requests")
+            self._expect_landed(self.sequences.slot_of(request_id), "end_requests")
         for request_id in running:
             self.release(request_id, discard=True)
         self.clear()
@@ -1228,8 +1144,8 @@ class KVCache:
     def pin(self, match: Match, *, now: float, ttl: float) -> int:
         """Keep a cached prefix until everything unpinned is gone, or `ttl` seconds have passed.
 
-        Pins never block an admission: under pressure the oldest are demoted and evicted. When the
-        budget max_pinned_pages is exceeded, the oldest pins are demoted at once.
+        Pins never block an admission: under pressure, and beyond max_pinned_pages, the oldest are
+        demoted.
 
         Args:
             match: from `match`; its hit is looked up again.
@@ -1249,10 +1165,8 @@ class KVCache:
         return self.index.pins.pin(run, depth, expiry) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
-        """Pin what is cached of a running request when it is released.
-
-        Raises:
-            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
+        """Pin what is cached of a running request when it is released. ValueError as of `pin`, or
+        if the id is unknown.
         """
         self.index.pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
 
@@ -1265,23 +1179,16 @@ class KVCache:
         return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; return their number.
-
-        Raises:
-            ValueError: `now` is not a finite number.
+        """End the pins whose time has passed; return their number. ValueError if `now` is not
+        finite.
         """
         return self.index.pins.expire(as_seconds("now", now))
 
     # Eviction.
 
     def evict(self, num_pages: int) -> int:
-        """Free cached pages now, as pressure would.
-
-        Args:
-            num_pages: pages wanted.
-
-        Returns:
-            Pages freed: at least `num_pages`, or all that running requests do not need.
+        """Free at least `num_pages` cached pages now, as pressure would, or all that running
+        requests do not need; return how many.
         """
         num_pages = as_int("num_pages", num_pages, 0)
         before = self.pool.num_free
@@ -1289,9 +1196,8 @@ class KVCache:
         return self.pool.num_free - before
 
     def evict_pages(self, pages: Any) -> Int64:
-        """Free certain pages, with what cannot be found without them: to give them back, or because
-        their rows turned out wrong, for which reason copies of them in tiers go too. Looks at all
-        that is cached.
+        """Free certain pages, with what cannot be found without them and copies of them in tiers:
+        to give them back, or because their rows turned out wrong. Looks at all that is cached.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
@@ -1301,7 +1207,7 @@ class KVCache:
             what is cached of them stays findable.
 
         Raises:
-            ValueError: not integers, or out of range. Nothing changed.
+            ValueError: not integers, or out of range. Nothing has changed.
         """
         ids = as_ints("pages", pages)
         if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
@@ -1328,10 +1234,8 @@ class KVCache:
     # Reports.
 
     def announce(self) -> None:
-        """Write events that tell everything cached now to a reader that is late or lost track.
-
-        They replace the events in the log, and may exceed its capacity: each is made when it is
-        taken (`EventLog.take(most=)` takes some).
+        """Write events that tell everything cached now to a reader that is late or lost track. They
+        replace the events in the log, and may exceed its capacity: each is made when it is taken.
 
         Raises:
             ValueError: the cache was made without events.
@@ -1352,9 +1256,7 @@ class KVCache:
         return stats(self)
 
     def check_invariants(self) -> None:
-        """Recount everything; for tests.
-
-        Raises:
-            AssertionError: a page is leaked, shared wrongly or counted wrongly.
+        """Recount everything; AssertionError if a page is leaked, shared wrongly or counted
+        wrongly.
         """
         check_invariants(self)

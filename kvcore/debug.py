@@ -15,12 +15,8 @@ from .spec import NULL_BLOCK, Layout
 if TYPE_CHECKING:
     from .plan import StepPlan
 
-# Calls of `KVCache` that change something, or read what others change.
-CALLS = (
-    "match", "admit", "cut", "needed", "plan", "commit", "room", "reserve", "arrays", "advance",
-    "publish", "num_published", "pages_of", "rollback", "lowest_rollback", "release", "pin", "pin_request", "unpin", "expire_pins", "clear", "announce", "evict",
-    "evict_pages", "reset", "take_deltas", "check_invariants",
-)  # fmt: skip
+# Calls that read numbers which never change, or may be a call old.
+FREE = ("table", "slot_of", "stats", "describe")
 
 
 class Checks:
@@ -28,12 +24,13 @@ class Checks:
 
     Args:
         layout: the groups of the cache.
+        owner: the cache, whose methods this wraps: RuntimeError if another thread is in a call.
 
     Attributes:
         prompts: prompt tokens of the request in each slot.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, owner: object) -> None:
         self.prompts: dict[int, Int32] = {}
         groups = layout.groups
         self._names = [group.name for group in groups]
@@ -42,11 +39,9 @@ class Checks:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # in a call now
         self._call = ""
-
-    def expect_one_thread(self, owner: object, names: tuple[str, ...]) -> None:
-        """Wrap the methods `names` of `owner`: RuntimeError if another thread is in a call."""
-        for name in names:
-            setattr(owner, name, self._alone(name, getattr(owner, name)))
+        for name, method in vars(type(owner)).items():
+            if name[0] != "_" and callable(method) and name not in FREE:
+                setattr(owner, name, self._alone(name, getattr(owner, name)))
 
     def _alone(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import Int32, Int64
+from .arrays import NO_VALUES, Int32, Int64
 from .events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -18,7 +18,7 @@ from .events import (
     split_keys,
     tail_hashes,
 )
-from .identities import NOTHING, Identity, identity_of
+from .prefix.extra_keys import NOTHING, Identity, identity_of
 from .prefix.keys import KEY_BYTES, Prompt
 from .prefix.requests import Sequences
 from .spec import GroupClass, Layout
@@ -26,20 +26,12 @@ from .spec import GroupClass, Layout
 if TYPE_CHECKING:
     from .prefix.tree import Run
 
-_NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and extra keys
 
 
 class EventWriter:
-    """Write the events of one index.
-
-    Events name token ids, so this keeps the tokens of running requests and of cached segments.
-
-    Args:
-        log: receives the events.
-        layout: the groups.
-        sequences: the running requests and their keys.
-        medium: place named in the events; default: that of the log.
+    """Write the events of one index. They name token ids, so this keeps the tokens of running
+    requests and of cached segments.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
@@ -97,11 +89,8 @@ class EventWriter:
     def computed(
         self, slots: Int64, counts: Int64, positions: Int64, ids: Int32, end: Int64
     ) -> None:
-        """Keep computed tokens.
-
-        Args:
-            slots, counts, end: [n] requests, their tokens in the step, and their tokens after it.
-            positions, ids: [total] of the tokens; those at or past `end` were rejected.
+        """Keep computed tokens of requests `slots` [n], `counts` [n] each; those at `positions`
+        [total] at or past `end` [n] were rejected.
         """
         longest = int(counts.max()) if len(positions) > len(slots) else 1
         if len(positions) > len(slots):
@@ -132,7 +121,7 @@ class EventWriter:
 
     def released(self, slot: int) -> None:
         """Forget the tokens of a request."""
-        self._prompts[slot], self._request_ids[slot] = _NO_TOKENS, None
+        self._prompts[slot], self._request_ids[slot] = NO_VALUES, None
 
     # Changes of the index.
 
@@ -161,12 +150,7 @@ class EventWriter:
         parent: bytes | None,
         first: int,
     ) -> None:
-        """Segments from `first` on were cached by a copy from another index.
-
-        Args:
-            keys: of these segments, 32 bytes each; parent: key of the segment before.
-            contents: [n] tokens and identities of the segments.
-        """
+        """Segments with `keys` from segment `first` on were cached by a copy from another index."""
         assert contents is not None
         hashes = split_keys(keys)
         for key, (tokens, identity) in zip(hashes, contents, strict=True):
@@ -241,8 +225,6 @@ class EventWriter:
     def _snapshot_events(
         self, contents: list[tuple[int, bytes, list[SegmentContent], int, list[int]]]
     ) -> Iterator[Event]:
-        """Events of (first segment, keys of the run and before it, their contents, segments,
-        boundaries of resume points)."""
         for start, packed, parts, length, depths in contents:
             keys = split_keys(packed)
             above = len(keys) - length
@@ -262,24 +244,12 @@ class EventWriter:
         first: int,
         request_id: Hashable = None,
     ) -> Event:
-        """Event of the segments with these keys, from segment `first` on, after `parent`."""
         a, ids = self.alignment, tuple(np.concatenate([tokens for tokens, _ in contents]).tolist())
         over = tuple(identity.ranges for _, identity in contents)
         return BlockStored(
-            "dense",
-            self._dense,
-            self._dense_names,
-            keys,
-            parent,
-            first * a,
-            ids,
-            a,
-            None,
-            self.medium,
-            contents[-1][1].salt,
-            over if any(over) else (),
-            request_id,
-        )
+            "dense", self._dense, self._dense_names, keys, parent, first * a, ids, a, None,
+            self.medium, contents[-1][1].salt, over if any(over) else (), request_id,
+        )  # fmt: skip
 
     def _point(
         self,
@@ -288,35 +258,22 @@ class EventWriter:
         depth: int,
         request_id: Hashable = None,
     ) -> Iterator[Event]:
-        """Events of the resume point at segment `depth`; `keys` from `_before`."""
         boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)
             start = boundary - num_blocks * c.block_size
             within, skipped = divmod(start - first * self.alignment, self.alignment)
-            ids = np.concatenate([_NO_TOKENS, *(tokens for tokens, _ in contents[within:])])[
-                skipped:
-            ]
+            ids = np.concatenate([NO_VALUES, *(tokens for tokens, _ in contents[within:])])
             over = tuple(
                 contents[at // self.alignment - first][1].over(at, at + c.block_size).ranges
                 for at in range(start, boundary, c.block_size)
             )
             parent = keys[within - 1] if within else None
             yield BlockStored(
-                c.spec.kind,
-                groups,
-                names,
-                tail_hashes(keys[-1], num_blocks),
-                parent,
-                start,
-                tuple(ids.tolist()),
-                c.block_size,
-                c.spec.sliding_window,
-                self.medium,
-                contents[-1][1].salt,
-                over if any(over) else (),
-                request_id,
-            )
+                c.spec.kind, groups, names, tail_hashes(keys[-1], num_blocks), parent, start,
+                tuple(ids[skipped:].tolist()), c.block_size, c.spec.sliding_window, self.medium,
+                contents[-1][1].salt, over if any(over) else (), request_id,
+            )  # fmt: skip
 
     def segments_removed(self, keys: bytes) -> None:
         """Segments with these keys were evicted."""

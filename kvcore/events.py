@@ -1,20 +1,15 @@
 """Events: records of blocks stored and removed, for routers and other readers.
 
-The two kinds of cached entries have events:
-
-* a *segment*: the dense blocks of `alignment` tokens. One event of kind ``"dense"``; the segment
-  key is the hash of one block of `alignment` tokens;
-* a *resume point*: at one boundary, the last blocks of each window group and the snapshot of each
-  state group. One event for each kind, block size and window. The last hash is the key of the
-  segment before the boundary; the other hashes are made from it, as a tail is stored and removed
+* A *segment*, the dense blocks of `alignment` tokens, has one event of kind ``"dense"``: its key is
+  the hash of one block of `alignment` tokens.
+* A *resume point* has one event for each kind, block size and window. The last hash is the key of
+  the segment before the boundary; the others are made from it, as a tail is stored and removed
   whole.
 
-A reader that keeps these hashes can predict hits: the longest boundary with all segments stored and
-its key stored in every group that is not dense. A boundary between two such boundaries of a chain
-(or the start and one) is a hit, too, if these are at most `Layout.span` apart. Without dense groups
-the chain is unknown, and a hit may be longer than predicted. Keys are hashes of all tokens before,
-of the salt and of extra keys. A log with `identities` names salts and extra keys, for readers with
-hashes of their own.
+A reader can predict hits: the longest boundary with all segments stored and its key stored in every
+group that is not dense. A boundary between two such boundaries of a chain (or the start and one) is
+a hit, too, if these are at most `Layout.span` apart. Without dense groups the chain is unknown, and
+a hit may be longer.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
-from .identities import Ranges
+from .prefix.extra_keys import Ranges
 from .prefix.keys import KEY_BYTES
 from .spec import as_int
 
@@ -92,12 +87,11 @@ class EventLog:
 
     When it is full the oldest events are dropped and counted: the numbers that `take` returns then
     have a gap. A reader that sees one has lost track; `KVCache.announce` tells it everything again.
-    So does an event that an `append` of a subclass raises for: the cache goes on.
+    An event that an `append` of a subclass raises for is lost, too.
 
     Args:
         capacity: events kept until they are taken.
-        max_bytes: about how much memory they may take. An event that alone takes more is dropped
-            too.
+        max_bytes: about how much memory they may take. An event that alone takes more is dropped.
         medium: named in each event.
         identities: whether events name salts and extra keys, which may be secrets of tenants.
 
@@ -145,10 +139,9 @@ class EventLog:
             self.num_dropped += 1
 
     def announce(self, events: Iterator[Event], number: int) -> None:
-        """Replace the events in the log by `number` others, which are made when they are taken.
-
-        They do not count against capacity and max_bytes, and are dropped together when events
-        after them are.
+        """Replace the events in the log by `number` others, which are made when they are taken:
+        they do not count against capacity and max_bytes, and are dropped together when events after
+        them are.
         """
         self.next_number += number - len(self)
         self._events.clear()
@@ -160,14 +153,8 @@ class EventLog:
         self._announced, self._num_announced = iter(()), 0
 
     def take(self, most: int | None = None) -> tuple[int, list[Event]]:
-        """Take out the oldest events: the number of the first (of the next to come, if there is
-        none), and the events.
-
-        Args:
-            most: how many at most; all if None.
-
-        Raises:
-            ValueError: `most` is below 1.
+        """Take out the oldest events, at most `most`: the number of the first (of the next to come,
+        if there is none), and the events. ValueError if `most` is below 1.
         """
         left = len(self) if most is None else min(len(self), as_int("most", most, 1))
         first = self.next_number - len(self)
@@ -181,8 +168,7 @@ class EventLog:
 
 
 def size_of(event: Event) -> int:
-    """About how many bytes of memory an event takes: its hashes, extra keys, and a pointer and an
-    int for each token."""
+    """About how many bytes of memory an event takes."""
     if isinstance(event, AllBlocksCleared):
         return 64
     size = 400 + 80 * len(event.block_hashes)
@@ -193,11 +179,8 @@ def size_of(event: Event) -> int:
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
-    """Hashes of the blocks of a resume point, the last one `key` itself.
-
-    Args:
-        key: of the segment that ends at the boundary.
-        num_blocks: blocks of the tail; 0 still names the boundary.
+    """Hashes of the `num_blocks` blocks of a resume point, the last one `key` itself: that of the
+    segment before the boundary, which is named even without blocks.
     """
     # Not `key + i` alone: that is what the key of a following segment of one token, i, is made of.
     before = [

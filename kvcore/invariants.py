@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_invariants(cache: KVCache) -> None:
-    """Recount pages, holders and locks of `cache` from scratch.
-
-    Raises:
-        AssertionError: any count or owner is wrong.
-    """
+    """Recount pages, holders and locks of `cache` from scratch; AssertionError if any is wrong."""
     index, a = cache.index, cache.alignment
     owners: list[Int32 | Int64] = []
     users: list[Int32 | Int64] = []
@@ -33,14 +29,14 @@ def check_invariants(cache: KVCache) -> None:
         assert cached % a == 0
         lowest = min(computed, cache._lowest(slot))
         run = cache._chains.runs[slot]
-        waits = slot in cache._known and cache._linear is None
+        waits = cache._known[slot] >= 0 and cache._linear is None
         assert run.depth * a == cached or (waits and run.depth * a < cached), (
             "a request's prefix ends at the end of its run"
         )
         cached = run.depth * a
         for node in path_to(run):
             locks[id(node)] += 1
-        owners += cache._chains.twins.get(slot, [])
+        owners += cache._chains.duplicates.get(slot, [])
         if cache._linear is not None:
             own, live = cache._linear.held(slot, cached)
             owners.append(np.array(own, dtype=np.int64))
@@ -77,11 +73,9 @@ def check_invariants(cache: KVCache) -> None:
             part = path_pages[:, c.segment_offset :][:, : c.num_tables * c.per_segment]
             part = part.reshape(-1, c.num_tables, c.per_segment).transpose(1, 0, 2)
             differs = part.reshape(c.num_tables, -1) != row[:, :whole]
-            twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
-            assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
-    owners += [
-        np.array([*held.pages.values()], np.int64) for held in cache._reserved.by_slot.values()
-    ]
+            duplicates = np.concatenate([NO_ROWS, *cache._chains.duplicates.get(slot, ())])
+            assert np.isin(row[:, :whole][differs], duplicates).all(), "a page of neither"
+    owners += [np.array([*held.values()], np.int64) for held in cache._reserved.pages.values()]
     points = cache._chains.waiting.values()
     waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
     users += waiting
@@ -105,9 +99,6 @@ def check_index(
         owners: pages that somebody else than the index alone has. users, holds: pages that somebody
             reads, or that points which are to come hold; one entry for each time.
         locks: running requests below each run, by its id.
-
-    Raises:
-        AssertionError: any count or owner is wrong.
     """
     pool = index.pool
     owners = [pool.free_pages(), *owners]

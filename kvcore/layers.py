@@ -27,8 +27,7 @@ class LayerShape:
     Args:
         token_bytes: bytes of a token: keys and values of all heads, or a latent.
         sliding_window: W tokens including the query itself; None for full attention.
-        scale_bytes: bytes of a token besides, such as scales, which block sizes are chosen without:
-            so these are the same whether or not pages are quantized.
+        scale_bytes: bytes of a token besides, such as scales, without which block sizes are chosen.
 
     Raises:
         ValueError: a field is out of range.
@@ -119,7 +118,6 @@ def cache_groups(
 
 
 def _names(kinds: list[LayerShape]) -> list[str]:
-    """A name for each shape: ``full`` and ``sliding``, numbered where there are several."""
     plain = ["full" if shape.sliding_window is None else "sliding" for shape in kinds]
     return [
         name if plain.count(name) == 1 else f"{name}_{plain[:i].count(name)}"

@@ -23,8 +23,7 @@ FEW, MANY = 64, 256  # pages of resume points that may be worth counting otherwi
 class PagePool:
     """`num_pages` equal pages; page 0 is the null page and is never handed out.
 
-    The free pages form a stack (the page freed last is reused first), so that taking and freeing n
-    pages are each one slice.
+    The free pages form a stack, so that taking and freeing n pages are each one slice.
 
     Attributes:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
@@ -119,14 +118,12 @@ class PagePool:
         return self._once(pages[self.users[pages] == 0])
 
     def _once(self, pages: Int64) -> Int64:
-        """`pages` without repeats."""
         order = np.arange(len(pages), dtype=np.int32)
         self._mark[pages] = order
         once: Int64 = pages[self._mark[pages] == order]
         return once
 
     def _num_different(self, pages: Int64) -> int:
-        """Number of different `pages`."""
         return len({*pages.tolist()} if len(pages) < FEW else self._once(pages))
 
     def hold(self, pages: Int32) -> None:
@@ -152,5 +149,5 @@ class PagePool:
         self.put(idle)
 
     def free_pages(self) -> Int64:
-        """All free pages, next one last (for reports and invariant checks)."""
+        """All free pages, next one last."""
         return self._stack[: self.num_free].copy()

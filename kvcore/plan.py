@@ -15,8 +15,8 @@ class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to.
 
     From `KVCache.plan` it holds until the cache changes: another plan, an admission, a commit,
-    rollback, release, reservation or eviction voids it, pins and look-ups do not. `KVCache.commit`
-    refuses a void plan. From `KVCache.arrays` it holds until its requests advance.
+    rollback, release, reservation or eviction voids it, pins and look-ups do not. From
+    `KVCache.arrays` it holds until its requests advance.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.
@@ -24,11 +24,10 @@ class StepPlan:
         cu_seqlens_q: [n + 1] int32 prefix sums of num_new_tokens.
         seq_lens: [n] int32 tokens after the step.
         positions: [total] int64.
-        slot_mapping: [num_groups, total] int64, page * block_size + row; -1 = do not write. Rows
-            of state groups are all -1. Of a window group only the tokens have a slot that queries
-            after this step can see, or a kept boundary needs: attention must take the step's own
-            keys and values from the step (``k``, ``v``), not from the pages. With
-            `KVCache(reads="pages")` all have.
+        slot_mapping: [num_groups, total] int64, page * block_size + row; -1 = do not write, as all
+            rows of state groups. Of a window group only the tokens have a slot that queries after
+            this step can see, or a kept boundary needs: attention must take the step's own keys and
+            values from the step, not from the pages. With `KVCache(reads="pages")` all have.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
             [num_groups, m] int64 where dense groups hold them already: their attention must take
             these rows from the pages, not from the step.

@@ -34,11 +34,10 @@ class GroupSpec:
         name: unique among the groups of a model; appears in errors and reports.
         kind: ``"dense"``, ``"window"`` or ``"state"``.
         block_size: tokens that a block covers; of a state group, tokens between possible snapshots.
-        page_bytes: bytes of one page (all groups of a pool must agree, see `Layout`).
+        page_bytes: bytes of one page, the same in all groups of a pool.
         sliding_window: W tokens including the query itself; window groups only.
         lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a
-            drafter's do). The engine writes rows that wait for a step's tokens before it commits
-            that step; a request that ends right at a boundary never computes that boundary's
+            drafter's do). A request that ends right at a boundary never computes that boundary's
             lookahead, so the next hit is one boundary shorter.
 
     Raises:
@@ -95,19 +94,16 @@ class GroupClass:
         tail of 96          [ 4    5 ]                  what a resume point at 96 holds
         column      2    3    0    1    2               block 6 has the column of block 2
 
-    The ring is wide enough for the open block, the window before it, and the tail of the last
-    boundary until the next one is reached.
-
     Attributes:
         tables: [k] groups of this spec: rows of a slot mapping. rows: the same as a slice, if
             they are neighbours.
         per_segment: blocks in one aligned segment.
         tail: blocks that a resume point holds.
+        reach: rows before a position that a query there, or after a rollback, can see.
         live: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
-        holds_all: whether a step gives pages to all of its rows, or to those alone that outlive it.
-        width: columns of one table; window tables are rings of this many blocks, state tables have
-            the live page and the newest snapshot.
+        holds_all: a step gives pages to all of its rows, not only to those that outlive it.
+        width: columns of one table; a state table has the live page and the newest snapshot.
         offset, tail_offset, segment_offset: first column in the fused table, in a resume point's
             pages, and in a segment's pages.
     """
@@ -151,12 +147,18 @@ class GroupClass:
         """Columns of the fused table that this class takes."""
         return self.num_tables * self.width
 
+    def tails(self, pages: Int32) -> Int32:
+        """The part of this class of resume points' `pages` [.., pages_per_point]: a view
+        [.., num_tables, tail]."""
+        part = pages[..., self.tail_offset : self.tail_offset + self.num_tables * self.tail]
+        return part.reshape(*pages.shape[:-1], self.num_tables, self.tail)
+
 
 class Layout:
-    """Everything derived from a list of groups: alignment, classes, columns, sizes.
+    """What follows from a list of groups: alignment, classes, columns, sizes.
 
     Args:
-        groups: the groups of a model, in the order of its tables.
+        groups: in the order of their tables.
         max_model_len: longest sequence, tokens.
         max_draft_tokens: rows of a step that may be rejected or rolled back.
         reads_pages: queries find rows of their own step in pages, too.
@@ -228,12 +230,12 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """Largest distance in segments of two resume points of a chain that hold all tails in
-        between; 0: none do.
+        """Largest distance in segments of two resume points that hold all tails in between; 0:
+        none do.
 
         Args:
-            exact: count only rows that a point's own boundary sees: others in the first block of
-                its tail may be wrong.
+            exact: count only rows that a point's own boundary sees (after a replay, others in the
+                first block of its tail may be wrong).
         """
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
@@ -264,21 +266,17 @@ class Layout:
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:
-            columns = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
-            shape = c.num_tables, c.tail
-            tail, longer = pages[columns].reshape(shape), after[columns].reshape(shape)
+            tail, longer = c.tails(pages), c.tails(after)
             passed, ahead = (depth - first) * c.per_segment, (last - depth) * c.per_segment
             cut = max(0, c.tail - passed)  # columns from here on are past the boundary before
             tail[:, cut:] = longer[:, cut - ahead : c.tail - ahead]
             if before is not None:
-                tail[:, :cut] = before[columns].reshape(shape)[:, c.tail - cut :]
+                tail[:, :cut] = c.tails(before)[:, c.tail - cut :]
         return pages
 
     def columns(self, group: int) -> tuple[int, int]:
-        """First column and width, in the fused table, of the table of `group`.
-
-        Raises:
-            ValueError: there is no such group.
+        """First column and width, in the fused table, of the table of `group`; ValueError if there
+        is none.
         """
         try:
             if 0 <= index(group) < len(self.groups):
@@ -289,11 +287,7 @@ class Layout:
 
 
 def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
-    """`value` as an int.
-
-    Raises:
-        ValueError: it is no int, less than `low`, or more than `high`.
-    """
+    """`value` as an int; ValueError if it is none, less than `low` or more than `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
     if value > high:
@@ -302,11 +296,7 @@ def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """`value` as a float.
-
-    Raises:
-        ValueError: it is no number, or not finite.
-    """
+    """`value` as a float; ValueError if it is no number, or not finite."""
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
         value, bool
     )

@@ -1,13 +1,10 @@
 """Steps for workers in other processes: plain arrays, and a copy of the block tables.
 
-    scheduler                                      worker
-    plan = kv.plan(slots, counts)                  tables = WorkerTables(groups, ...)
-    step = step_arrays(kv, plan)  -- pickled -->   tables.update(step)
-    ...                                            run the model: tables.table(g)[step.slots]
-    kv.commit(plan, ids)                           step.slot_mapping, step.copies, ...
-
-A `StepPlan` also holds what its commit will do, which only the cache can use and which makes it
-several times as large.
+scheduler                                      worker
+plan = kv.plan(slots, counts)                  tables = WorkerTables(groups, ...)
+step = step_arrays(kv, plan)  -- pickled -->   tables.update(step)
+...                                            run the model: tables.table(g)[step.slots]
+kv.commit(plan, ids)                           step.slot_mapping, step.copies, ...
 """
 
 from __future__ import annotations
@@ -67,16 +64,10 @@ def step_arrays(kv: KVCache, plan: StepPlan) -> StepArrays:
 
 
 class WorkerTables:
-    """A worker's copy of the block tables of a cache in another process.
-
-    `quire.kvcore.device.BatchBuilder` takes it in place of the cache.
-
-    Args:
-        groups, max_requests, max_model_len, max_draft_tokens: as of the `KVCache`.
+    """A worker's copy of the block tables of a cache in another process; `device.BatchBuilder`
+    takes it in place of the cache. The arguments are those of the `KVCache`.
 
     Attributes:
-        layout: the groups.
-        max_draft_tokens: as of the cache.
         tables: [max_requests, columns] int32: all block tables side by side.
 
     Raises:
@@ -99,10 +90,8 @@ class WorkerTables:
         self._changed: list[Int64] = []
 
     def update(self, step: StepArrays) -> None:
-        """Bring the tables up to date before `step` runs; each step once, in order.
-
-        Raises:
-            ValueError: the step is of a cache with other tables. Nothing changed.
+        """Bring the tables up to date before `step` runs; each step once, in order. ValueError, and
+        nothing has changed, if it is of a cache with other tables.
         """
         indices = step.table_indices
         if len(indices) and int(indices.max()) >= self.tables.size:

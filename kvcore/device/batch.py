@@ -1,8 +1,8 @@
 """Tensors of a step for `quire.kernels`, from the integers of `quire.kvcore`.
 
-The block tables live on the device, one row per request slot; a step gathers the rows of its
-requests. Before it, the entries that changed since the last step are copied: so the tables describe
-the context, and a page that the step starts is in its slot mapping only.
+The block tables live on the device, one row per request slot. Before a step the entries that
+changed since the last one are copied: so the tables describe the context, and a page that the step
+starts is in its slot mapping only.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class BatchBuilder:
 
     Args:
         kv: a cache made with ``track_deltas=True``, without state groups; this takes its deltas. Or
-            the `quire.kvcore.WorkerTables` of a cache in another process, updated with each step
-            before it is built.
+            the `quire.kvcore.WorkerTables` of a cache in another process, updated before each
+            build.
         max_placeholders: input ids of a step that the host may not know.
 
     Attributes:
@@ -173,12 +173,7 @@ class BatchBuilder:
         return known_ids(ids, self.sampled)
 
     def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
-        """Per group [num_seqs, width] int32: the block tables of some requests.
-
-        Args:
-            rows: [num_seqs] int64, slots.
-            max_seq_len: no sequence is longer.
-        """
+        """The block tables of `rows` [num_seqs] int64 slots: per group [num_seqs, width] int32."""
         return tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len))
 
     def update_tables(self) -> None:
@@ -188,10 +183,8 @@ class BatchBuilder:
             self._apply(*self._staging.send([index, value]))
 
     def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
-        """Columns of `tables` of each group for sequences of at most this length.
-
-        Window groups have all columns of their ring. Dense groups have a multiple of `STRIDE`; the
-        entries after the last block are not read.
+        """Columns of `tables` of each group: all of a ring, and of a dense group those of sequences
+        of at most `max_seq_len`, in multiples of `STRIDE`.
         """
         for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
             if spec.kind == "dense":
@@ -215,11 +208,8 @@ class BatchBuilder:
 
 
 def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
-    """Ids with each placeholder replaced, on the device.
-
-    Args:
-        ids: [n] int64.
-        sampled: of `BatchBuilder`.
+    """`ids` [n] int64 with each placeholder replaced by what `sampled` (of `BatchBuilder`) has, on
+    the device.
     """
     if not len(sampled):
         return ids

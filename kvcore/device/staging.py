@@ -18,9 +18,8 @@ _TORCH = {
 
 
 class Staging:
-    """Moves small host arrays to the device.
-
-    All of a call in one copy that the host does not wait for.
+    """Moves small host arrays to the device, all of a call in one copy that the host does not wait
+    for.
 
     Args:
         device: where to.
@@ -53,11 +52,7 @@ class Staging:
 
 
 class HostCopy:
-    """A tensor on its way to the host, which goes on meanwhile.
-
-    Args:
-        tensor: on a CPU it is there already.
-    """
+    """A tensor on its way to the host, which goes on meanwhile; of a CPU it is there already."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._arrived = tensor, None

@@ -26,31 +26,27 @@ def segments_per_page(entry: Entry) -> float:
 class Adaptive:
     """Evict first the entry that is expected to save least per page and time.
 
-    Saved per page is what can be seen: the segments that a hit on the entry saves over the next
-    shorter one, for the pages that its eviction frees. How soon a hit comes is learned for each
-    kind of entry, from the share of its kind that prompts return to, the mean time that takes, and
-    the time since the entry was made or used (see `hazard`). The kinds:
+    Saved per page are the segments that a hit on the entry saves over the next shorter one, for the
+    pages that its eviction frees. How soon a hit comes is learned for each kind of entry, from the
+    share of its kind that prompts return to, the mean time that takes, and the time since the entry
+    was made or used (see `hazard`). The kinds, each apart for prompts that begin a conversation and
+    for those that go on with one:
 
     * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the
-        `answer`, or else `inside`;
+      `answer`, or else `inside`;
     * `superseded`: a later prompt went on from here, and left entries of its own;
     * `passed`: a later prompt went on from another entry of the same prompt;
-    * `shared`: a prompt that mostly differs starts with it;
+    * `shared`: a prompt that mostly differs starts with it.
 
-    each apart for prompts that begin a conversation and for those that go on with one. Keys are
-    remembered longer than their entries, so that a prompt shows what it would have returned to had
-    all been kept. Where nothing differs, this is LRU.
-
-    Who returns to an evicted entry is served by the next shorter one: that one stands in, and is as
-    likely to be hit as the likeliest that it stands in for.
+    Keys are remembered longer than their entries, so that a prompt shows what it would have
+    returned to had all been kept. Who returns to an evicted entry is served by the next shorter
+    one, which stands in for it, and is as likely to be hit. Where nothing differs, this is LRU.
 
     Entries of one kind and about the same savings wait in one queue; only the heads of the queues
-    are compared, and entries are looked at when the first eviction or prompt after them comes, so
-    that filing one costs next to nothing.
+    are compared. New entries are looked at when the first eviction or prompt after them comes.
 
-    Source: LHD (NSDI 2018) for hit density, hyperbolic caching (ATC 2017) for comparing queues;
-        Marconi (arXiv 2411.19379) for the kinds
-    of reuse; ARC for learning from what was evicted.
+    Source: LHD (NSDI 2018) for hit density; hyperbolic caching (ATC 2017) for comparing queues;
+    Marconi (arXiv 2411.19379) for the kinds of reuse; ARC for learning from what was evicted.
 
     Args:
         patience: mean waits after which half of those who return have done so.
@@ -80,11 +76,8 @@ class Adaptive:
         self._popped: tuple[Entry, Record] | None = None
 
     def behind(self, worth: Callable[[Entry], float]) -> Adaptive:
-        """A policy for a tier behind the cache of this one: it knows what this one learns, so that
-        an entry is as likely to be hit wherever it is.
-
-        Args:
-            worth: as of `Adaptive`, of the tier's entries.
+        """A policy for a tier behind the cache of this one, which shares what this one learns;
+        `worth` is as of `Adaptive`, of the tier's entries.
         """
         policy = Adaptive(worth=worth)
         policy._returns, policy._is_behind = self._returns, True
@@ -150,7 +143,6 @@ class Adaptive:
         return found
 
     def _saved(self, queue: Queue, filed: Filed) -> float:
-        """Expected saving of an entry of a queue."""
         return 2.0 ** queue[0] * self._returns.chance(self._filed[filed[3]][1])
 
     def _after_head(self, heap: list[Filed]) -> Iterator[Filed]:
@@ -160,8 +152,9 @@ class Adaptive:
                 yield filed
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
-        """`shorter` now serves those who return to the evicted `record`; and it may be the last of
-        its chain."""
+        """`shorter` now serves those who return to the evicted `record`, and may be the last of its
+        chain.
+        """
         if shorter in self._new and shorter not in self._filed:
             del self._new[shorter]
             self._file(shorter, self._record(shorter))
@@ -223,14 +216,12 @@ class Adaptive:
     # What is learned.
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """Find what the prompt returns to: the deepest entry that it could have hit had all been
-        kept, and the one that it hit."""
+        """Learn from a prompt, see `EvictionPolicy.asked`."""
         self._look(LOOKS)
         if not self._is_behind:
             self._returns.asked(keys, hit, kept)
 
     def _record(self, entry: Entry) -> Record:
-        """The record of `entry`, brought up to date."""
         key, returns = entry.key, self._returns
         record = returns.find(key)
         if (record is None or not record.kind) and not returns.is_left(key):

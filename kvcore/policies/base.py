@@ -1,13 +1,9 @@
-"""Interface of eviction policies: `Entry`, `EvictionPolicy`, and the base class `Ranked`.
+"""Interface of eviction policies: `Entry` and `EvictionPolicy`; the base class `Ranked`; `LRU`.
 
 An entry can serve a hit by itself: a resume point, or the end of a chain in models with only dense
 groups. Dense blocks that serve no entry are evicted before any entry, pinned entries after all
-others, without the policy. A policy is a container with four methods. The shortest is a subclass of
-`Ranked` that says how entries compare:
-
-    class LFU(Ranked):
-        def rank(self, entry):
-            return entry.num_uses
+others, without the policy. The shortest policy is a subclass of `Ranked` that says how entries
+compare.
 """
 
 from __future__ import annotations
@@ -62,9 +58,8 @@ class EvictionPolicy(Protocol):
     """The whole interface. A policy serves one cache.
 
     What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and
-    changes nothing; `plan` and `evict` raise what `pop` does. `add` and `discard` are called in the
-    middle of changes: where they raise, they are called again before the next eviction, which then
-    raises.
+    `plan` and `evict` what `pop` does. Where `add` or `discard` raise, in the middle of a change,
+    they are called again before the next eviction, which then raises.
     """
 
     def add(self, entry: Entry) -> None:
@@ -89,9 +84,7 @@ class EvictionPolicy(Protocol):
 
 class Ranked:
     """Base of policies that give each entry a number when it is filed: the lowest goes first, the
-    deepest among equals.
-
-    A heap with lazy deletion: filing and popping cost O(log n).
+    deepest among equals. A heap with lazy deletion: O(log n).
     """
 
     def __init__(self) -> None:
@@ -157,6 +150,14 @@ class Ranked:
 
     def evicted(self, entry: Entry, rank: float) -> None:
         """Called with each popped entry; does nothing here."""
+
+
+class LRU(Ranked):
+    """Evict the least recently used entry first: the baseline of the other policies."""
+
+    def rank(self, entry: Entry) -> float:
+        """The tick of the last use."""
+        return entry.last_used
 
 
 def in_order(heap: list[T]) -> Iterator[T]:

@@ -1,12 +1,9 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
-Whatever the setting, a prompt of P tokens keeps its two replay boundaries (a resend of the same
-prompt is capped at P - 1 tokens, a longer sibling can use floor(P / A) * A), a request keeps the
-junction where it left a cached chain that had no resume point there, and the last boundary
-that it reached when it ended.
-
-A *junction* is where a prompt leaves a chain whose dense blocks are cached but which has no resume
-point there. Alignment 32, ``retention="latest"``:
+Whatever the setting, a prompt of P tokens keeps its two replay boundaries (a resend is capped one
+token before its end, a longer sibling can use all whole segments), and a request keeps the last
+boundary that it reached when it ended, and the *junction*, where it left a chain whose dense blocks
+are cached but which has no resume point there. Alignment 32, ``retention="latest"``:
 
     tokens     0    32   64   96   128  160  192
     prompt 1   |=============================|---   200 tokens; resume point at 192
@@ -14,8 +11,8 @@ point there. Alignment 32, ``retention="latest"``:
                                    |                cached up to 128, but the hit is 0
     prompt 3   |===================|.............   as both up to token 130: hits 128
 
-Prompt 2 computes all its tokens and keeps a resume point at 128, the junction: where two prompts
-part, others will.
+Prompt 2 computes all its tokens and keeps a resume point at 128: where two prompts part, others
+will.
 """
 
 from __future__ import annotations
@@ -40,15 +37,13 @@ def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
     Resume points at most `span` segments apart hold all boundaries between them, so that shorter
-    intervals than that keep no more than the longest multiple of them within it does, in many more
-    entries.
+    intervals than that keep no more than the longest multiple of them within it does.
 
     Args:
         retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
             ``"latest"`` (none besides), or an interval in tokens; or one of these for each of some
-            groups. A boundary is resumable only where all groups keep it, so the intervals of
-            several groups give their least common multiple.
-        layout: of the cache.
+            groups: a boundary is resumable only where all groups keep it, so several intervals give
+            their least common multiple.
         span: see `Layout.span`.
 
     Raises:
@@ -89,10 +84,9 @@ def _interval(retention: Retention, layout: Layout) -> int:
 
 
 def affordable_interval(layout: Layout) -> int:
-    """Tokens between resume points that take an eighth to a quarter of the pages that the dense
-    blocks between them take, or less.
-
-    A power of two times the alignment; 0 where hits need no resume points, or nothing else is kept.
+    """Tokens between resume points that take at most a quarter of the pages of the dense blocks
+    between them: a power of two times the alignment; 0 where hits need no resume points, or nothing
+    else is kept.
     """
     if not (layout.pages_per_segment and layout.pages_per_point):
         return 0
@@ -101,11 +95,8 @@ def affordable_interval(layout: Layout) -> int:
 
 
 def replay_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
-    """Boundaries of a prompt that are kept whatever the setting; 0 = none.
-
-    A resend of the prompt is capped one token before its end, a longer sibling can use all whole
-    segments, and a prompt whose last lines are edited (or end in a template's suffix) parts from
-    this one somewhat earlier.
+    """Boundaries of a prompt that are kept whatever the setting; 0 = none: of a resend, capped one
+    token before its end; of a longer sibling; and of a prompt whose last lines are edited.
     """
     end = num_tokens // alignment * alignment
     edited = num_tokens // EDITED_TOKENS * EDITED_TOKENS // alignment * alignment
@@ -116,9 +107,7 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
     """Boundaries in (start, end] of each request at which a resume point is kept.
 
     Args:
-        start, end: [n] tokens before and after the step.
         always: [n, m] boundaries kept whatever the setting; 0 = none.
-        interval: from `parse_retention`.
 
     Returns:
         (rows [k], boundaries [k]) int64, sorted by row, then boundary, without repeats.

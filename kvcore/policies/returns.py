@@ -29,11 +29,8 @@ class Files(Protocol):
 
 
 class Kind:
-    """Entries of one kind, and returns to them; recent ones count more.
-
-    Attributes:
-        made, returned: decayed counts.
-        waited: prompts until these returns, in all.
+    """Entries of one kind, and returns to them; recent ones count more. `waited`: prompts until
+    these returns, in all.
     """
 
     __slots__ = ("made", "returned", "waited")
@@ -106,14 +103,7 @@ NOTHING = Kind()
 
 
 class Returns:
-    """Returns of prompts to the entries of one cache and its tiers.
-
-    Args:
-        patience, memory: as of `Adaptive`.
-
-    Attributes:
-        places: where entries are filed.
-    """
+    """Returns of prompts to the entries of one cache and its tiers, whose policies are `places`."""
 
     def __init__(self, patience: float, memory: float) -> None:
         self._patience, self._memory = patience, memory
@@ -154,8 +144,9 @@ class Returns:
             self._left.popitem(last=False)
 
     def _return_to(self, record: Record, most: bool) -> bool:
-        """Count a prompt that starts with the prefix of `record`, `most` of it that prefix; return
-        True if it continues an earlier prompt."""
+        """Count a prompt that starts with the prefix of `record`, `most` of it that prefix; True if
+        it continues an earlier prompt.
+        """
         self._credit(record)
         visit = record.visit if most else None
         if visit is not None and not visit.moved_on:
@@ -237,10 +228,8 @@ class Returns:
             records.popitem(last=False)
 
     def renew(self, record: Record, entry: Entry, *, is_used: bool) -> None:
-        """Bring the record of `entry` up to date.
-
-        Args:
-            is_used: its last use may be a later one than is known.
+        """Bring the record of `entry` up to date; `is_used`: its last use may be a later one than
+        is known.
         """
         key = entry.key
         if key in self._records:
@@ -263,7 +252,6 @@ class Returns:
             record.last_used, record.since, record.stand = entry.last_used, self._now, None
 
     def _answered(self, entry: Entry) -> Visit | None:
-        """The prompt whose answer ends at `entry`, if it does."""
         shorter, visit = entry.shorter, self._visit
         if shorter is not None:
             known = self._records.get(shorter.key)

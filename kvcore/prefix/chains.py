@@ -46,12 +46,7 @@ NONE_KEPT = NO_ROWS, NO_ROWS
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """Segments and resume points that a step completed; cached once its tokens are known.
-
-    Attributes:
-        ending: requests whose segments end.
-        slots, boundaries, tails: resume points, and their pages, which are held.
-    """
+    """Segments and resume points that a step completed; cached once its tokens are known."""
 
     ending: Ending
     slots: list[int]
@@ -62,13 +57,8 @@ class Publication:
 class Chains:
     """Cache segments and resume points of running requests as steps complete them.
 
-    Which boundaries a request passes and keeps depends on positions alone, not on tokens.
-
     Args:
         interval: tokens between kept boundaries, from `policies.retention`.
-        sequences, tables, index: the requests, their pages, and the cached segments.
-        event_writer: writes events of new entries; None without events.
-        counters: resume points kept and used, counted up here.
         adopt: replace a request's pages by the index's where the segment was cached before.
 
     Attributes:
@@ -76,9 +66,9 @@ class Chains:
             the tokens of all its steps are known.
         runs: end of each request's cached prefix.
         replays: tokens that requests compute again.
-        twins: slot -> own pages of segments cached before by another request, without `adopt`.
-        waiting: slot -> (boundary, pages) of resume points that its steps have made, and whose
-            tokens are not known yet; the pages are held and in use.
+        duplicates: slot -> own pages of segments cached before by another request, without `adopt`.
+        waiting: slot -> (boundary, pages) of resume points whose tokens are not known yet; the
+            pages are held and in use.
     """
 
     def __init__(
@@ -101,7 +91,7 @@ class Chains:
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
         self.runs: list[Run] = [index.root] * n
         self.replays = Replays(n)
-        self.twins: dict[int, list[Int32]] = {}
+        self.duplicates: dict[int, list[Int32]] = {}
         self.waiting: dict[int, list[tuple[int, Int32]]] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
@@ -114,7 +104,8 @@ class Chains:
 
     def ask(self, match: Match) -> tuple[int, ...]:
         """Tell the policy of a prompt before anything changes, as it may raise; return the
-        boundaries that its request keeps."""
+        boundaries that its request keeps.
+        """
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
@@ -144,10 +135,7 @@ class Chains:
 
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
         """End a request after `computed` tokens: its last boundary becomes a resume point, if it is
-        to `keep` one.
-
-        Returns:
-            (a run on whose path its prefix ends, segments of the prefix).
+        to `keep` one. Returns a run on whose path its prefix ends, and the segments of the prefix.
         """
         run = self.runs[slot]
         cached = run.depth * self.alignment
@@ -161,7 +149,7 @@ class Chains:
                 self._keep_tail(slot, cached)
         run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
-        for pages in self.twins.pop(slot, ()):
+        for pages in self.duplicates.pop(slot, ()):
             self.index.pool.put(pages)
         self.runs[slot] = self.index.root
         self.cached[slot] = 0
@@ -171,7 +159,8 @@ class Chains:
 
     def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
         """Where chunks from `start` to at most `end` [n] should end so that the states there can be
-        kept."""
+        kept.
+        """
         stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
         if self.interval:
             stops.append(((start // self.interval + 1) * self.interval)[:, None])
@@ -183,11 +172,7 @@ class Chains:
     def boundaries(
         self, slots: Int64, start: Int64, end: Int64, longest: int
     ) -> tuple[tuple[Int64, Int64], Int64]:
-        """Boundaries that a step must not lose.
-
-        Args:
-            slots, start, end: [n] requests and their tokens before and after the step.
-            longest: tokens of a request in the step, at most.
+        """Boundaries that a step of `slots` [n] must not lose.
 
         Returns:
             ((row, boundary) of tails that must survive the step, rows that may need a snapshot of
@@ -261,13 +246,7 @@ class Chains:
     def hold(
         self, slots: Int64, ending: Ending, kept: tuple[Int64, Int64], tails: Int32
     ) -> Publication | None:
-        """Hold what a step completed until it is published; None if it completed nothing.
-
-        Args:
-            slots: [n] requests of the step.
-            ending, kept: from `completed`.
-            tails: [k, pages_per_point] pages of the resume points.
-        """
+        """Hold what a step completed until it is published; None if it completed nothing."""
         rows, boundaries = kept
         if not (ending.slot_list or rows.size):
             return None
@@ -303,7 +282,8 @@ class Chains:
 
     def wait(self, publication: Publication) -> None:
         """Keep the resume points of a step whose tokens are not known until `publish_known`; nobody
-        evicts their pages."""
+        evicts their pages.
+        """
         points = zip(publication.slots, publication.boundaries, publication.tails, strict=True)
         for slot, boundary, pages in points:
             self.waiting.setdefault(slot, []).append((boundary, pages))
@@ -311,15 +291,16 @@ class Chains:
             self.index.pool.use_held(np.concatenate(publication.tails))
 
     def publish_known(self, slots: list[int], upto: list[int]) -> None:
-        """Cache what steps of these requests completed whose tokens `upto` some are known now."""
+        """Cache what steps completed of these requests, whose tokens are known `upto` now."""
         ready: list[int] = []
         ends: list[int] = []
-        for slot, known in zip(slots, upto, strict=True):
-            end = min(self.cached.item(slot), known) // self.alignment
-            end = min(end, self.sequences.num_keys(slot))
+        for slot, known, cached in zip(slots, upto, self.cached[slots].tolist(), strict=True):
+            end = min(cached, known) // self.alignment
             if end > self.runs[slot].depth:
-                ready.append(slot)
-                ends.append(end)
+                end = min(end, self.sequences.num_keys(slot))
+                if end > self.runs[slot].depth:
+                    ready.append(slot)
+                    ends.append(end)
         if ready:
             self._cache_segments(ready, ends)
         for slot in [slot for slot in slots if slot in self.waiting]:
@@ -349,14 +330,12 @@ class Chains:
                 self._keep_tail(slot, boundary)
 
     def _keep_tail(self, slot: int, boundary: int) -> None:
-        """Keep a resume point at a boundary of a request, from its tables, if they have its
-        tail."""
+        """Keep a resume point at a boundary, if the tables still have its tail."""
         tail = self._tables.tail(slot, boundary)
         if tail is not None:
             self._add_points(*self._hold([slot], [boundary], [tail]))
 
     def _cache_segments(self, slots: list[int], ends: list[int]) -> None:
-        """Cache the segments of requests up to segment `ends` of each."""
         ones: list[int] = []
         keys: list[bytes] = []
         for slot, end in zip(slots, ends, strict=True):
@@ -375,7 +354,6 @@ class Chains:
                 self._event_writer.segments(slot, end - 1, end)
 
     def _cache_several(self, slot: int, begin: int, end: int) -> None:
-        """Cache the segments [begin, end) of one request."""
         keys = self.sequences.keys(slot, begin, end)
         self.runs[slot], known = self.index.insert(self.runs[slot], keys, self._sources[slot])
         if known:
@@ -388,7 +366,7 @@ class Chains:
         theirs; or, without `adopt`, this one too until the request ends."""
         own = self._sources[slot](first, first + n).ravel()
         if not self.adopt:
-            self.twins.setdefault(slot, []).append(own)
+            self.duplicates.setdefault(slot, []).append(own)
             return
         self.index.pool.put(own)
         theirs = self.index.pages_between(self.runs[slot], first, first + n)

@@ -1,4 +1,6 @@
-"""Evict the entries that hold certain pages, for `KVCache.evict_pages` and host entries that failed."""
+"""Evict the entries that hold certain pages, for `KVCache.evict_pages` and host entries that
+failed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 
 from ..arrays import Flags
 from .index import PrefixIndex
-from .tree import ResumePoint, Run, merge, split
+from .tree import ResumePoint, Run, split
 
 
 def evict_pages(index: PrefixIndex, is_wanted: Flags) -> None:
@@ -33,7 +35,7 @@ def evict_pages(index: PrefixIndex, is_wanted: Flags) -> None:
         index.remove(run)
     for parent in parents:  # merging earlier could join runs that stay with runs that go
         index.became_leaf(parent)
-        merge(parent, index.hybrid)
+        index.merge(parent)
 
 
 def _ends_before(index: PrefixIndex, is_wanted: Flags) -> dict[Run, int]:
@@ -50,7 +52,7 @@ def _ends_before(index: PrefixIndex, is_wanted: Flags) -> dict[Run, int]:
 
 
 def _is_hit(entry: Run | ResumePoint, ends: dict[Run, int], is_wanted: Flags) -> bool:
-    """Whether an entry loses pages of its own or segments before it; `ends` from `_ends_before`."""
+    """`entry` loses pages of its own or segments before it; `ends` from `_ends_before`."""
     run = entry
     if isinstance(entry, ResumePoint):
         if is_wanted[entry.pages].any():

@@ -13,7 +13,7 @@ key chain are *marks*, where an extra key begins and where it ends:
                                k2 = H(k1, 8..11)     k3 = H(H(k2, ends), 12..15)
 
 With a lookahead of k the rows at token t depend on the token t + k, so a mark at token p belongs to
-the segment of token p - k.
+the segment of token p - k. Events name extra keys as ranges again (`Identity`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from typing import Any, NamedTuple
 from ..spec import as_int
 
 ExtraKeys = Sequence[tuple[int, int | None, bytes]]
+Ranges = tuple[tuple[int, int | None, bytes], ...]
 
 
 class Mark(NamedTuple):
-    """Start or end of an extra key.
-
-    Attributes:
-        position: of the token. ends: whether it ends there. start: where it began.
-    """
+    """Start or end of an extra key at the token `position`; `start` is where it began."""
 
     position: int
     ends: bool
@@ -47,10 +44,7 @@ class Mark(NamedTuple):
 
 
 def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
-    """Marks of a prompt's extra keys, sorted.
-
-    Args:
-        extra_keys: as of `KVCache.match`. num_tokens: prompt length.
+    """Marks of a prompt's extra keys (see `KVCache.match`), sorted.
 
     Raises:
         ValueError: one is not (start, stop, key), not within the prompt, or two of one key have
@@ -94,3 +88,37 @@ def marked_key(previous: bytes, marks: bytes) -> bytes:
     No tokens make the same key: what is hashed has an odd number of bytes after `previous`.
     """
     return sha256(previous + sha256(marks).digest() + b"\0").digest()
+
+
+class Identity(NamedTuple):
+    """Salt and extra keys of a prompt, or of some of its tokens.
+
+    Attributes:
+        salt: of the prompt.
+        ranges: (start, stop, key) of the extra keys, sorted; a stop of None is the end.
+    """
+
+    salt: bytes = b""
+    ranges: Ranges = ()
+
+    def over(self, first: int, last: int) -> Identity:
+        """Identity of the tokens [first, last), stops cut to `last`."""
+        found = [
+            (start, last if stop is None else min(stop, last), key)
+            for start, stop, key in self.ranges
+            if start < last and (stop is None or stop > first)
+        ]
+        return Identity(self.salt, tuple(found))
+
+
+NOTHING = Identity()
+
+
+def identity_of(salt: bytes, marks: Sequence[Mark]) -> Identity:
+    """Identity of a prompt with these marks."""
+    if not (salt or marks):
+        return NOTHING
+    ends = {(mark.start, mark.key): mark.position for mark in marks if mark.ends}
+    begun = [(mark.start, mark.key) for mark in marks if not mark.ends]
+    ranges = [(start, ends.get((start, key)), key) for start, key in begun]
+    return Identity(salt, tuple(ranges))

@@ -49,7 +49,6 @@ class PrefixIndex:
     """Cached segments and resume points of one pool.
 
     Args:
-        pool: the pages; evicted ones return to it.
         pages_per_segment: dense pages of one segment, all groups.
         hybrid: there are window or state groups, so a hit needs a resume point.
         policy: ranks entries for eviction.
@@ -59,10 +58,11 @@ class PrefixIndex:
     Attributes:
         root: the run without segments at the start of every chain.
         tick: time of uses, counted in admissions, commits and releases.
+        changes: changes of the tree; what a look-up found holds as long as this stays.
         num_segments, num_locked_segments, num_points: cached content, and the part that running
             requests lock.
-        num_evicted_points, num_evicted_segments: evictions so far. num_useless_evicted: evicted
-            segments that could serve no hit.
+        num_evicted_points, num_evicted_segments, num_useless_evicted: evictions so far, and those
+            of segments that could serve no hit.
         pins: entries that are evicted last.
         event_writer: writes events; None without.
         transfers: ends of open copies from or to another index.
@@ -82,7 +82,7 @@ class PrefixIndex:
         self.policy, self.span, self._tail_between = policy, span, tail_between
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
-        self.tick = 0
+        self.tick = self.changes = 0
         self.num_segments = self.num_locked_segments = self.num_points = 0
         self.num_evicted_points = self.num_evicted_segments = self.num_useless_evicted = 0
         self.pins = Pins(self, max_pinned_pages)
@@ -177,13 +177,11 @@ class PrefixIndex:
         run.locks += 1
 
     def unlock(self, run: Run, *, used: bool = True) -> Run:
-        """Undo one `lock(run)`, while the request still has its tables.
+        """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run
+        below it if the two were merged.
 
         Args:
             used: the path counts as used now.
-
-        Returns:
-            `run`, or the run below it if the two were merged.
         """
         path = path_to(run)
         for node in path:
@@ -196,19 +194,21 @@ class PrefixIndex:
                 self.num_locked_segments -= node.length
         self.became_leaf(run)
         for node in path:
-            run = merge(node, self.hybrid)
+            run = self.merge(node)
         return run
+
+    def merge(self, run: Run) -> Run:
+        """Undo a split at the end of `run`, if nothing needs it any more (see `tree.merge`)."""
+        self.changes += 1
+        return merge(run, self.hybrid)
 
     # Growth.
 
     def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
-        """Cache segments after the end of `run`, which the caller has locked once.
-
+        """Cache segments with `keys` after the end of `run`, which the caller has locked once.
         Where a segment is cached already, the cached pages stay and the caller's are not taken.
 
         Args:
-            run: ends where the new segments start.
-            keys: n * 32 bytes.
             source: of their pages, good until the caller's `unlock`.
 
         Returns:
@@ -229,6 +229,7 @@ class PrefixIndex:
             run = child
         if known == n:
             return run, known
+        self.changes += 1
         keys = keys[known * KEY_BYTES :]
         self.num_segments += n - known
         self.num_locked_segments += n - known
@@ -252,15 +253,8 @@ class PrefixIndex:
         self, runs: list[Run], slots: list[int], keys: list[bytes], sources: list[Source]
     ) -> list[int]:
         """`insert` of one segment for each of several requests, quick where it prolongs a leaf of
-        one request.
-
-        Args:
-            runs: by slot, end of the request's segments; updated.
-            keys: [n] of the new segments.
-            sources: by slot.
-
-        Returns:
-            Indices of those that were cached already.
+        one request; `runs` and `sources` are by slot, and `runs` is updated. Returns the indices of
+        those that were cached already.
         """
         known, added = [], 0
         for i, slot in enumerate(slots):
@@ -274,16 +268,17 @@ class PrefixIndex:
                 runs[slot], found = self.insert(run, keys[i], sources[slot])
                 if found:
                     known.append(i)
-        self.num_segments += added
-        self.num_locked_segments += added
+        if added:
+            self.changes += 1
+            self.num_segments += added
+            self.num_locked_segments += added
         return known
 
     # Resume points.
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
-        """Keep a resume point at boundary `depth` on the path to `run`; False if one is there.
-
-        The caller has a hold on `pages` for a new point, or takes one at once.
+        """Keep a resume point at boundary `depth` on the path to `run`, whose `pages` the caller
+        holds; False if one is there.
         """
         run = run_of(run, depth)
         point = run.points.get(depth)
@@ -296,6 +291,7 @@ class PrefixIndex:
         else:
             run.depths.append(depth)
         self.num_points += 1
+        self.changes += 1
         self.offer(point)
         return True
 
@@ -307,7 +303,7 @@ class PrefixIndex:
         return point is not None
 
     def use(self, run: Run) -> ResumePoint | None:
-        """Count a hit at the end of `run`, which is locked; return the resume point there, if any."""
+        """Count a hit at the end of the locked `run`; return the resume point there, if any."""
         if not self.hybrid:
             run.num_uses += 1
             return None
@@ -332,8 +328,6 @@ class PrefixIndex:
         return run.points[depth]
 
     def _pages_at(self, run: Run, depth: int) -> Int32 | None:
-        """Pages of the resume point at boundary `depth` of `run`, or of its neighbours where there is
-        none; None where they are too far."""
         point = run.points.get(depth)
         if point is not None:
             return point.pages
@@ -347,10 +341,7 @@ class PrefixIndex:
 
     def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
         """Evictable pages that a request needs which resumes at boundary `depth` on the path to
-        `run`: as many fewer can be evicted for it.
-
-        Args:
-            uses_point: it starts with the pages of a resume point, too.
+        `run`, from a resume point if `uses_point`: as many fewer can be evicted for it.
         """
         path = path_to(run)
         segments = sum(max(0, min(r.depth, depth) - r.start) for r in path if not r.locks)
@@ -374,10 +365,8 @@ class PrefixIndex:
         self._tell_policy(entry, False)
 
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
-        """Call the policy's `add` or `discard`.
-
-        A change of the index is half done here, so an error must not leave this: `evict` repeats
-        the call, and raises.
+        """Call the policy's `add` or `discard`. A change of the index is half done here, so an
+        error must not leave this: `evict` repeats the call, and raises.
         """
         try:
             (self.policy.add if add else self.policy.discard)(entry)
@@ -400,7 +389,7 @@ class PrefixIndex:
             self._useless[run] = None
 
     def _is_entry(self, run: Run) -> bool:
-        """True if the policy ranks `run`: an unlocked leaf, where hits need no resume point."""
+        """The policy ranks an unlocked leaf, where hits need no resume point."""
         return not (self.hybrid or run.locks or run.children or run.parent is None)
 
     # Eviction.
@@ -409,8 +398,7 @@ class PrefixIndex:
         """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
 
         Raises:
-            RuntimeError: the policy chose what it may not. What was evicted before stays so. Other
-                errors: those of the policy.
+            RuntimeError: the policy chose what it may not. What was evicted before stays so.
         """
         target = self.pool.num_free + num_pages
         dropped: list[Int32] = []  # pages of points, returned to the pool together
@@ -426,14 +414,14 @@ class PrefixIndex:
             self._unhold(dropped)
 
     def _unhold(self, dropped: list[Int32]) -> None:
-        """Return the pages of evicted points to the pool."""
         if dropped:
             self.pool.unhold(np.concatenate(dropped))
             dropped.clear()
 
     def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
-        """Evict an entry, or up to `num_pages` pages of segments; adds to `dropped` the pages of a
-        point."""
+        """Evict an entry, or up to `num_pages` pages of segments; the pages of a point go to
+        `dropped`.
+        """
         if self._failed:
             self.repeat_failed()
         if self._useless:
@@ -458,7 +446,7 @@ class PrefixIndex:
         """Drop all resume points, and all segments but those on the path of a running request.
 
         Args:
-            tell_each: the event_writer hears of each, and not that nothing is cached any more.
+            tell_each: events name each, and not that nothing is cached any more.
         """
         event_writer, evicted = (
             self.event_writer,
@@ -485,6 +473,7 @@ class PrefixIndex:
         """Evict `run` and all runs below it, none of which has a lock, a pin or a resume point.
         The caller treats the parent."""
         assert run.parent is not None
+        self.changes += 1
         del run.parent.children[run.segment_key(0)]
         runs = [run]
         for node in runs:  # which grows
@@ -514,6 +503,7 @@ class PrefixIndex:
         del run.points[point.depth]
         del run.depths[bisect_left(run.depths, point.depth)]
         point.run = None
+        self.changes += 1
         self.num_points -= 1
         self.num_evicted_points += 1
         self.became_leaf(run)
@@ -530,6 +520,7 @@ class PrefixIndex:
 
     def _trim(self, run: Run, n: int) -> None:
         """Evict the last n segments of an unlocked leaf; no resume point is on them."""
+        self.changes += 1
         keep = run.length - n
         assert not run.depths or run.depths[-1] <= run.start + keep
         self.pool.put(run.pages[keep:].ravel())
@@ -543,7 +534,7 @@ class PrefixIndex:
             del parent.children[run.segment_key(0)]
             run.parent, run.length = None, 0
             self.became_leaf(parent)
-            merge(parent, self.hybrid)
+            self.merge(parent)
             return
         run.cut(keep)
         self.became_leaf(run)

@@ -28,11 +28,7 @@ KEY_BYTES = 32
 
 
 def root_key(seed: bytes, salt: bytes) -> bytes:
-    """Key before the first segment.
-
-    Raises:
-        ValueError: `seed` or `salt` is not bytes.
-    """
+    """Key before the first segment; ValueError if `seed` or `salt` is not bytes."""
     for name, value in (("hash_seed", seed), ("salt", salt)):
         if not isinstance(value, bytes):
             raise ValueError(f"{name}: expected bytes, got {type(value).__name__}")
@@ -48,20 +44,15 @@ class Prompt:
     """A tokenised prompt with its segment keys, hashed once and looked up any number of times. It
     never changes.
 
-    Segment i covers tokens [i * A, (i + 1) * A); with a lookahead of k its key covers the tokens up
-    to (i + 1) * A + k.
-
     Attributes:
         alignment, lookahead, seed: of the cache that made it. num_tokens: prompt length.
         root: key before the first segment, of the seed and the salt.
-        num_segments: segments whose key is known.
-        keys: num_segments * 32 bytes.
-        last_key: what the next key is made of: the key of the last of them (the root key when there
-            is none), with the marks of the next segment.
+        num_segments: segments whose key is known. keys: num_segments * 32 bytes.
+        last_key: what the next key is made of: the last of them (or the root key), with the marks
+            of the next segment.
         marks: of its extra keys.
         is_keyed: its keys are the caller's own (`of_keys`).
-        tokens: [num_tokens] int32, or None: kept only for events and debug; and so is
-        salt: what it was made with, or None.
+        tokens, salt: [num_tokens] int32, and bytes; None unless the cache has events or debug.
     """
 
     __slots__ = (

@@ -94,15 +94,7 @@ def limited_by(enabled: bool, usable: int, most: int, dense: int, hit: int) -> R
 
 
 class Lookup:
-    """Look up prompts in one cache. Change nothing.
-
-    Args:
-        index: the cached entries.
-        layout: the groups.
-        hash_seed, enable_caching, replay_tokens: as of `KVCache`.
-        max_model_len: longest prompt, tokens.
-        keeps_tokens: prompts must have their tokens (for events and debug).
-    """
+    """Look up prompts in one cache; the arguments are those of `KVCache`. Changes nothing."""
 
     def __init__(
         self,
@@ -118,13 +110,12 @@ class Lookup:
         self._alignment, self._lookahead = layout.alignment, layout.lookahead
         self._enabled, self._replay_tokens = enable_caching, replay_tokens
         self._max_model_len, self._keeps_tokens = max_model_len, keeps_tokens
+        # What `find` found last, at this state of the index.
+        self._found: tuple[Match, Run] | None = None
+        self._found_at = 0
 
     def prompt(self, token_ids: Any, salt: bytes | None, extra_keys: Any = None) -> Prompt:
-        """The prompt of `KVCache.match`'s arguments.
-
-        Raises:
-            ValueError: as `KVCache.match`.
-        """
+        """The prompt of `KVCache.match`'s arguments."""
         if not isinstance(token_ids, Prompt):
             a, k = self._alignment, self._lookahead
             salt = b"" if salt is None else salt
@@ -144,20 +135,17 @@ class Lookup:
         return token_ids
 
     def again(self, match: Match) -> tuple[Match, Run]:
-        """`find` the prompt of an earlier match.
-
-        Raises:
-            ValueError: `match` is none, or of another cache.
-        """
+        """`find` the prompt of an earlier match; ValueError if it is none, or of another cache."""
         if not isinstance(match, Match):
             raise ValueError(f"match: expected what `match` returned, got {match!r}")
+        found = self._found
+        if found is not None and match is found[0] and self._index.changes == self._found_at:
+            return found
         return self.find(match.prompt, match.max_tokens)
 
     def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
-        """Find the cached prefix of `prompt`, and the run in which it ends.
-
-        Args:
-            max_tokens: no hit is longer.
+        """Find the cached prefix of `prompt`, no longer than `max_tokens`, and the run in which it
+        ends.
 
         Raises:
             ValueError: the prompt is of a cache with other segments or another seed, or too long,
@@ -187,6 +175,7 @@ class Lookup:
             found = replay_range(min(dense, most) * a, hit * a, self._replay_tokens, a)
             if found is not None:
                 match = replace(match, replay_from=found[0], replay_to=found[1])
+        self._found, self._found_at = (match, run), self._index.changes
         return match, run
 
     def _refuse(self, prompt: Prompt) -> None:

@@ -8,19 +8,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..spec import as_seconds
-from .tree import ResumePoint, Run, merge, path_to
+from .tree import ResumePoint, Run, path_to
 
 if TYPE_CHECKING:
     from .index import PrefixIndex
 
 
 class Pins:
-    """Pinned entries of one index, within a budget of pages.
-
-    Args:
-        index: the cached entries.
-        max_pages: pages of pinned entries; beyond it the oldest pins are demoted. An entry that
-            alone exceeds it is not pinned.
+    """Pinned entries of one index, within a budget of pages; beyond it the oldest pins are demoted.
 
     Attributes:
         at_release: slot -> expiry of the pin that its request gets when it is released.
@@ -54,8 +49,8 @@ class Pins:
         """Pin the boundary `depth` on the path to `run`, or renew its pin as the newest.
 
         Returns:
-            Segments pinned; 0 if there is no entry at this boundary, or if it exceeds the budget:
-            the other pins are as they were.
+            Segments pinned; 0 if there is no entry at this boundary, or if it alone exceeds the
+            budget.
         """
         index = self._index
         if not depth:
@@ -65,7 +60,7 @@ class Pins:
         own = len(entry.pages) if isinstance(entry, ResumePoint) else 0
         fits = depth * index.pages_per_segment + own <= self._max_pages
         if entry is None or not (fits or entry in self):
-            merge(end, index.hybrid)
+            index.merge(end)
             return 0
         if entry not in self:
             self._add(entry, end)
@@ -99,7 +94,7 @@ class Pins:
             index.offer(entry)
         else:
             index.became_leaf(entry)
-        merge(run, index.hybrid)
+        index.merge(run)
 
     def demote_oldest(self) -> None:
         """End the oldest pin, for room."""
@@ -131,10 +126,8 @@ class Pins:
 
 
 def expiry_of(now: float, ttl: float) -> float:
-    """Seconds at which a pin of `ttl` seconds from `now` on ends.
-
-    Raises:
-        ValueError: `ttl` is not positive, or `now` not a finite number.
+    """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not
+    positive, or `now` not finite.
     """
     now = as_seconds("now", now)
     if ttl == math.inf:

@@ -12,16 +12,10 @@ last `replay_tokens` tokens of them again and writes only the rows of its window
     replay                          |.........|              [96, 160): `replay_from`, `replay_to`
     new tokens                                |--------|     [160, 200)
 
-`replay_from` is (160 - 48) rounded down to a boundary. The request starts there, with 96 tokens
-saved instead of 32. Its first steps compute [96, 160) once more:
-
-* window groups write the rows that they will need, as for any other token. Their first rows saw
-  windows with nothing before 96, so they are wrong, but after `replay_tokens` tokens, the sum of
-  (sliding_window - 1) over the layers, no query depends on such a row: those at 160 are exact;
-* dense groups write nothing (slot -1), as their rows are cached: `StepPlan.replay_rows` are these
-  rows of the step, and `replay_slots` says where the cached ones are. Attention over all keys must
-  read those, as the step's own rows come from the inexact windows;
-* no resume point is made before 160, and one is made there.
+The first rows of window groups saw windows with nothing before 96, so they are wrong, but no query
+from 160 on depends on them. Dense groups write nothing (slot -1), as their rows are cached:
+attention over all keys must read those (`StepPlan.replay_rows`, `replay_slots`), as the step's own
+rows come from the inexact windows. No resume point is made before 160, and one is made there.
 """
 
 from __future__ import annotations
@@ -35,17 +29,13 @@ from ..tables.planner import StepChanges
 def replay_range(
     dense: int, hit: int, replay_tokens: int, alignment: int
 ) -> tuple[int, int] | None:
-    """Tokens to compute again; None where that saves nothing over the hit.
+    """(first token, token after the last) to compute again; None where that saves nothing over the
+    hit.
 
     Args:
         dense: tokens whose dense blocks are cached, a multiple of `alignment`.
         hit: tokens before the last resume point.
         replay_tokens: tokens after which windows are exact.
-        alignment: tokens of a segment.
-
-    Returns:
-        (first token, token after the last); from the drawing: ``replay_range(160, 32, 48, 32)`` is
-        ``(96, 160)``.
     """
     start = max(0, dense - replay_tokens) // alignment * alignment
     return (start, dense) if start > hit else None
@@ -75,15 +65,8 @@ class Replays:
     def finished(
         self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
     ) -> tuple[Int64, Int64]:
-        """Add the boundaries at which a step to `end` [n] finished replays.
-
-        Args:
-            step: of which some tokens are computed again.
-            end: [n] tokens after the step.
-            rows, kept: [m] rows of the step and boundaries of resume points, sorted.
-
-        Returns:
-            (rows, kept) with them, sorted.
+        """Add to (rows, kept) of a step's resume points, both sorted, the boundaries at which a
+        step to `end` [n] finished replays.
         """
         stop = self.stop[step.slots]
         done = ((step.start < stop) & (stop <= end)).nonzero()[0]

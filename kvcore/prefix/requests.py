@@ -71,11 +71,7 @@ class Sequences:
             raise ValueError(f"request_id: expected a hashable id, got {request_id!r}") from None
 
     def slot_of(self, request_id: Hashable) -> int:
-        """Slot of a running request.
-
-        Raises:
-            ValueError: the id is unknown.
-        """
+        """Slot of a running request; ValueError if the id is unknown."""
         if request_id not in self:
             raise ValueError(f"request_id: expected an admitted request, got {request_id!r}")
         return self._slots[request_id]
@@ -122,11 +118,7 @@ class Sequences:
         self._checked = slots.tobytes()
 
     def checked(self, slot: int) -> int:
-        """`slot` as an int.
-
-        Raises:
-            ValueError: it is not the slot of a running request.
-        """
+        """`slot` as an int; ValueError if it is not the slot of a running request."""
         slot = as_int("slot", slot, 0)
         if not (slot < self.max_requests and self.active[slot]):
             raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
@@ -162,6 +154,8 @@ class Sequences:
         for i in ending.tolist():
             at = int(first[i])
             self.feed_one(int(slots[i]), int(start[i]), tokens[at : at + int(counts[i])])
+        if len(ending) == len(slots):
+            return
         if len(tokens) == len(slots):  # one each; those that made keys come once more
             self._flat[slots * self._width + self._columns(start, inside)] = tokens
             return

@@ -80,8 +80,7 @@ class Run:
     Attributes:
         keys: length * 32 bytes.
         source: gives the pages of segments [first, end) from the table of the running request that
-            prolongs the run: the run copies them when they are read, or the request ends. None
-            where the run has all its pages.
+            prolongs the run, until they are read or the request ends; None where the run has all.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted boundaries (in segments, absolute) that have a resume point here.
     """
@@ -262,13 +261,10 @@ def split(run: Run, depth: int) -> Run:
 
 def merge(run: Run, hybrid: bool) -> Run:
     """Undo a split at the end of `run` that is not needed any more: its only child takes its
-    segments.
+    segments. Returns the child, or `run` if it stays.
 
     No request and no pin may end there, and where the ends of runs are entries, the lower part must
     have been used as lately.
-
-    Returns:
-        The child, or `run` if it stays.
     """
     if len(run.children) != 1 or run.parent is None:
         return run

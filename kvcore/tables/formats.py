@@ -1,17 +1,12 @@
-"""Table formats that other kernels read: compressed and linear rows of pages.
+"""Table formats that other kernels read: FlashInfer's compressed rows of pages, and the linear
+tables of vLLM and FlashAttention.
 
-FlashInfer takes compressed rows, vLLM and FlashAttention linear ones. Both describe the tokens that
-are computed, for two readers:
-
-* between a plan and its commit (or before the plan): the context of the step's queries, which take
-  the step's own rows from elsewhere;
-* after the commit of a step of one token a request: the query of that token, which takes its own
-  row from the page too.
-
-Asked with the plan of a step instead of slots, between that plan and its commit, they describe the
-tokens after the step: what its queries see, its own rows included, where an engine writes rows to
-pages before attention reads them. The pages of a window group hold all of these rows if the cache
-was made with ``reads="pages"``, or if each request has one token.
+Asked with slots, they describe the tokens that are computed: the context of the queries of a
+planned step, which take its own rows from elsewhere, or, after the commit of a step of one token a
+request, what that token's query sees. Asked with the plan of a step, between that plan and its
+commit, they describe the tokens after it, its own rows included, for engines that write rows to
+pages first. The pages of a window group hold all of these rows if the cache was made with
+``reads="pages"``, or if each request has one token.
 """
 
 from __future__ import annotations
@@ -92,7 +87,6 @@ def linear_table(cache: KVCache, group: int, slots: Any) -> Int32:
 
 
 def _linear(cache: KVCache, group: int, slots: Any) -> tuple[Int32, Int64, Int64, int]:
-    """The linear table, tokens, first visible block [n] each, and the block size."""
     plan = slots if isinstance(slots, StepPlan) else None
     start = None if plan is None else plan.seq_lens - plan.num_new_tokens
     slots, lengths, first, table, size = _visible(
@@ -127,8 +121,9 @@ def _linear(cache: KVCache, group: int, slots: Any) -> tuple[Int32, Int64, Int64
 def _visible(
     cache: KVCache, group: int, slots: Any, start: Int64 | None = None
 ) -> tuple[Int64, Int64, Int64, Int32, int]:
-    """Checked slots, their computed tokens, the first block that the newest token or the next sees
-    (with `start` [n]: the query there), the table and its block size."""
+    """Checked slots, their computed tokens, the first block that the newest token or the next (or
+    the query at `start` [n]) sees, the table and its block size.
+    """
     table = cache.table(group)
     spec = cache.layout.groups[group]
     if spec.kind == "state":

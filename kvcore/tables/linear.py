@@ -1,15 +1,14 @@
-"""Tables that only grow, a Python list for each request and group: `LinearTables`.
+"""Tables that only grow, a Python list for each request and group (`KVCache(append_only=True)`).
 
-They are for an engine whose workers append the pages that they are given (`KVCache(append_only=
-True)`): entry i is block i, an entry never gets another page, and of a window group the blocks that
-no query sees any more are 0. A request of 44 tokens, a dense group and a window of 20, blocks of 8:
+Entry i is block i, an entry never gets another page, and of a window group the blocks that no query
+sees any more are 0. A request of 44 tokens, a dense group and a window of 20, blocks of 8:
 
     block          0    1    2    3    4    5
     dense        [ 3    7    8   11   15   20 ]
     window       [ 0    0   12   13   16   21 ]     `num_gone` 2
 
-An engine that asks for one request at a time gets an answer in plain ints here, in a tenth of the
-time that arrays of one element take.
+Plain ints answer an engine that asks for one request at a time in a tenth of the time that arrays
+of one element take.
 """
 
 from __future__ import annotations
@@ -25,18 +24,13 @@ from .rows import ClassTables
 class LinearTables:
     """The tables of all requests; the same calls as of `Tables` where `Chains` makes them.
 
-    Args:
-        layout: dense and window groups, with a page a block.
-        max_requests: number of slots.
-        pool: the pages.
-
     Attributes:
         pages: of each slot and table, the pages of its blocks in their order.
         num_gone: of each slot and table, the leading blocks without a page.
         room: of each slot, tokens that have pages in all tables.
 
     Raises:
-        ValueError: a group is of another kind.
+        ValueError: a state group, or a lookahead.
     """
 
     def __init__(self, layout: Layout, max_requests: int, pool: PagePool) -> None:
@@ -103,11 +97,9 @@ class LinearTables:
         self.room[slot] = min([len(table) * size for table, size in each])
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
-        """Blocks of windows that no query at token `oldest` or later sees leave the tables.
-
-        Args:
-            cached: the last boundary, whose tail stays for the resume point that the end of the
-                request makes; None: it does not.
+        """Blocks of windows that no query at token `oldest` or later sees leave the tables, but for
+        the tail of the boundary `cached`, from which the end of the request makes a resume point
+        (None: it does not).
         """
         gone: list[int] = []
         for t, size, reach, tail, _ in self._windows:
@@ -164,8 +156,7 @@ class LinearTables:
         return pages
 
     def release(self, slot: int, cached: int, computed: int) -> None:
-        """Empty the tables of a request, whose blocks past `cached` are its own, as far as they
-        reach."""
+        """Empty the tables of a request, whose blocks past `cached` are its own."""
         own, live = self.held(slot, cached)
         self.pool.put(np.array(own, dtype=np.int64))
         self.pool.unuse(np.array(live, dtype=np.int64))

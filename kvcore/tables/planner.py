@@ -2,8 +2,8 @@
 
 `plan` counts pages, `give` hands them out and `mapping` lays them out: all of these only read.
 `commit` changes the tables, and `settle` frees the pages that the step left. The tables of a class
-(kind, block size, window) start the same blocks, so a step has one `NewBlocks` for each class, which
-is empty in most decode steps: a class is passed over then.
+(kind, block size, window) start the same blocks, so a step has one `NewBlocks` for each class, most
+often an empty one.
 
 *Survivors-only pages*: a window group takes pages only for the blocks that outlive the step, those
 that the next query can see and the tails of boundaries that retention keeps. All other rows get
@@ -15,13 +15,9 @@ slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in bloc
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. Groups
-whose queries read the step's own rows from pages (`KVCache(reads="pages")`) get pages for all
-blocks.
-
-The tables change in `commit`, so a step's attention reads them as the last step left them. A ring
-is *turned* when a request starts a block: the ring then has the blocks that the next query can see
-and the tail of the last boundary, and lets the others go.
+What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. A ring is
+*turned* when a request starts a block: it then has the blocks that the next query can see and the
+tail of the last boundary, and lets the others go.
 """
 
 from __future__ import annotations
@@ -117,9 +113,6 @@ class Effects:
 class StepPlanner:
     """Steps over the tables of all groups.
 
-    Args:
-        tables: what the steps read and write.
-
     Attributes:
         sizes: of a block, in the order of dense and window tables.
         table_rows: row in a slot mapping of each table, those of states last.
@@ -154,10 +147,9 @@ class StepPlanner:
         kept: tuple[Int64, Int64],
         snapshot: Int64,
     ) -> StepChanges:
-        """Count what a step needs; nothing changes.
+        """Count what a step needs; nothing changes. The arguments are as of `StepChanges`, and
 
         Args:
-            slots, start, end, written, longest, snapshot: as of `StepChanges`.
             kept: (row, boundary) of each tail that must outlive the step, sorted.
         """
         final = end - ONE
@@ -176,7 +168,6 @@ class StepPlanner:
         return step
 
     def _plan_states(self, step: StepChanges) -> None:
-        """Look up the live pages of states, and count the pages that they take."""
         slots, snapshot = step.slots, step.snapshot
         shape = len(self._layout.groups), len(slots)
         step.state_pages = np.zeros(shape, dtype=np.int32)
@@ -199,11 +190,8 @@ class StepPlanner:
         longest: int,
         kept: tuple[Int64, Int64],
     ) -> NewBlocks:
-        """Blocks of one class that a step starts.
-
-        Args:
-            before, final: [n] positions before the first that the step writes, and of the last.
-            longest: tokens of a request in the step, at most.
+        """Blocks of one class that a step starts; `before` and `final` [n] are the positions before
+        the first that it writes, and of the last.
         """
         newest, last = before // table.size, final // table.size
         rows = (last > newest).nonzero()[0]
@@ -238,7 +226,6 @@ class StepPlanner:
 
     @staticmethod
     def _of_rows(rows: Int64, kept_rows: Int64, kept: Int64) -> tuple[Int64, Int64]:
-        """The boundaries `kept` of `rows`, with an index into these."""
         owners = np.minimum(rows.searchsorted(kept_rows), len(rows) - 1)
         known = rows[owners] == kept_rows
         return owners[known], kept[known]
@@ -334,10 +321,8 @@ class StepPlanner:
             step.copies = np.concatenate(copies)
 
     def cached_rows(self, step: StepChanges, cu: Int32) -> tuple[Int64, Int64]:
-        """Rows of a replay that dense groups hold already.
-
-        Returns:
-            (rows of the step [m] int64, their slots [num_tables, m] int64, -1 in other groups).
+        """Rows [m] of a replay that dense groups hold already, and their slots [num_tables, m], -1
+        in other groups.
         """
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
@@ -351,18 +336,15 @@ class StepPlanner:
     # Commit.
 
     def commit(self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
-        """Make a step real; the caller holds what it needs of the tails, and calls `settle`.
-
-        Args:
-            end: [n] tokens after the step, rejected ones not counted.
-            kept: [k] (rows, boundaries) whose tails the caller is about to keep, sorted by row.
+        """Make a step to `end` [n] real; the caller holds what it needs of the tails of `kept`
+        (rows, boundaries), sorted by row, and calls `settle`.
         """
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             if kept[0].size and table.is_window:
-                self._of_class(table, effects.tails)[:] = self._tails(step, table, new, *kept)
+                table.spec.tails(effects.tails)[:] = self._tails(step, table, new, *kept)
             if not new.rows.size:
                 continue
             slots = step.slots[new.rows]
@@ -382,15 +364,8 @@ class StepPlanner:
             effects.copies = self._commit_states(step, end)
         for state in self._states if kept[0].size else ():
             snapshots = state.table[step.slots[kept[0]], :, SNAPSHOT]
-            self._of_class(state, effects.tails)[:, :, 0] = snapshots
+            state.spec.tails(effects.tails)[:, :, 0] = snapshots
         return effects
-
-    @staticmethod
-    def _of_class(table: ClassTables, tails: Int32) -> Int32:
-        """The part of one class of tails [k, pages_per_point]: [k, num_tables, tail] view."""
-        c = table.spec
-        part = tails[:, c.tail_offset : c.tail_offset + c.num_tables * c.tail]
-        return part.reshape(len(tails), c.num_tables, c.tail)
 
     def settle(self, effects: Effects) -> None:
         """Free what a step left and nobody holds."""
@@ -422,8 +397,6 @@ class StepPlanner:
         """Turn the rings of the rows that start a block; returns the pages that leave them.
 
         Args:
-            slots: [r] slots of these rows.
-            end: [n] tokens after the step.
             one_each: each of the rows starts one block, and ends in it.
         """
         c, until = window.spec, end[new.rows]
@@ -516,7 +489,6 @@ class StepPlanner:
         return np.concatenate(copies)
 
     def _put(self, indices: Int64, pages: Int32) -> None:
-        """Put pages that were just taken into entries of state tables."""
         self._flat[indices] = pages
         self._pool.users[pages] = 1
         self._tables.note(indices, pages)

@@ -1,84 +1,62 @@
-"""Pages of steps that have not advanced: `Reservations`.
+"""Pages of steps that have not advanced: they have left the pool and are in no table yet.
 
-They have left the pool and wait beside the tables, a record a slot. What a page is for is told by a
-key (see `StepPlanner.wanted`), so that the planner finds it again, however often it is asked:
-
-    reserve     keys that a step wants and the record lacks get pages
-    arrays      the pages of all keys that the step wants; the request is in flight
-    advance     the same once more, for the tables; what is left over goes back to the pool
+A key tells what a page is for (see `StepPlanner.wanted`), so the planner finds it again, however
+often it is asked: `reserve` gets pages for keys that have none, `arrays` and `advance` look up the
+pages of all keys that the step wants, and `advance` returns what is left over to the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arrays import Int64
+from ..arrays import Flags, Int64
 from ..pages import PagePool
 from .planner import BLOCK_BITS, StepChanges, StepPlanner
-
-
-@dataclass(slots=True)
-class Reserved:
-    """Pages of a request that its next step may write.
-
-    Attributes:
-        end: tokens up to which they were reserved last.
-        pages: by key.
-        in_flight: whether `arrays` gave them to a step.
-    """
-
-    end: int
-    pages: dict[int, int] = field(default_factory=dict)
-    in_flight: bool = False
 
 
 class Reservations:
     """The reserved pages of all requests.
 
-    Args:
-        planner: of the steps. pool: of the pages.
-
     Attributes:
-        by_slot: a record for each request that has any, or is in flight.
+        pages: slot -> key -> page.
+        until: [max_requests] int64 tokens up to which pages were reserved last; 0 for requests that
+            have none and are in no step.
+        in_flight: [max_requests] bool, in a step that `KVCache.arrays` made.
     """
 
-    def __init__(self, planner: StepPlanner, pool: PagePool) -> None:
+    def __init__(self, planner: StepPlanner, pool: PagePool, max_requests: int) -> None:
         self._planner, self._pool = planner, pool
-        self.by_slot: dict[int, Reserved] = {}
+        self.pages: dict[int, dict[int, int]] = {}
+        self.until: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self.in_flight: Flags = np.zeros(max_requests, dtype=np.bool_)
 
     def missing(self, slot: int, keys: list[int]) -> list[int]:
         """Those of `keys` that have no page yet."""
-        held = self.by_slot.get(slot)
-        return keys if held is None else [key for key in keys if key not in held.pages]
+        held = self.pages.get(slot)
+        return keys if held is None else [key for key in keys if key not in held]
 
     def add(self, slot: int, end: int, keys: list[int], pages: Iterator[int]) -> list[list[int]]:
         """Reserve the next of `pages` for each of `keys` of a request, up to token `end`; returns
-        the new ones of each table but those of states."""
+        the new pages of each table (none of states)."""
         rows, num_blocks = self._planner.table_rows, len(self._planner.sizes)
         given: list[list[int]] = [[] for _ in rows]
-        held = self.by_slot.get(slot)
-        if held is None:
-            if not keys:  # nothing is lacking
-                return given
-            held = self.by_slot[slot] = Reserved(end)
-        held.end = end
+        if not keys:  # nothing is lacking
+            if self.until.item(slot):
+                self.until[slot] = end
+            return given
+        self.until[slot] = end
+        held = self.pages.setdefault(slot, {})
         for key in keys:
-            held.pages[key] = page = next(pages)
+            held[key] = page = next(pages)
             if key >> BLOCK_BITS < num_blocks:
                 given[rows[key >> BLOCK_BITS]].append(page)
         return given
 
     def reach(self, slots: Int64, ends: Int64) -> Int64:
         """[n] tokens up to which the step of each request reaches: what is reserved, or `ends`."""
-        reach = ends.copy()
-        for i, slot in enumerate(slots.tolist()):
-            held = self.by_slot.get(slot)
-            if held is not None:
-                reach[i] = max(held.end, int(ends[i]))
-        return reach
+        return np.maximum(self.until[slots], ends)
 
     def pages_of(self, step: StepChanges) -> Int64:
         """The pages that a step takes.
@@ -88,8 +66,7 @@ class Reservations:
         """
         slots, pages = step.slots.tolist(), []
         for row, key in zip(*(x.tolist() for x in self._planner.wanted(step)), strict=True):
-            held = self.by_slot.get(slots[row])
-            page = None if held is None else held.pages.get(key)
+            page = self.pages.get(slots[row], {}).get(key)
             if page is None:
                 raise ValueError(
                     f"ends: expected tokens whose pages are reserved, got {step.end[row]} of "
@@ -100,26 +77,23 @@ class Reservations:
 
     def launch(self, slots: Int64, ends: Int64) -> None:
         """The requests are in a step up to `ends` [n] from now on."""
-        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
-            held = self.by_slot.get(slot)
-            if held is None:  # nothing was lacking
-                held = self.by_slot[slot] = Reserved(end)
-            held.end, held.in_flight = end, True
+        self.until[slots], self.in_flight[slots] = ends, True
 
-    def end(self, slots: list[int], used: Int64) -> None:
+    def end(self, slots: Int64, used: Int64) -> None:
         """The requests have no step any more; their pages but those `used` are free again."""
-        held = [self.by_slot.pop(slot).pages for slot in slots if slot in self.by_slot]
+        self.until[slots], self.in_flight[slots] = 0, False
+        held = [self.pages.pop(slot) for slot in slots.tolist() if slot in self.pages]
         taken = set(used.tolist())
-        left = [page for each in held if each for page in each.values() if page not in taken]
+        left = [page for each in held for page in each.values() if page not in taken]
         if left:
             self._pool.put(np.array(left, dtype=np.int64))
 
-    def expect_not_in_flight(self, slot: int, name: str) -> None:
-        """Raise ValueError if a request is in a step that has not advanced."""
-        held = self.by_slot.get(slot)
-        if held is not None and held.in_flight:
+    def expect_not_in_flight(self, slots: Int64, name: str) -> None:
+        """Raise ValueError if one of `slots` is in a step that has not advanced."""
+        flying = self.in_flight[slots]
+        if np.count_nonzero(flying):
             raise ValueError(
-                f"{name}: expected a request that no step holds, got slot {slot}, which is in a "
-                "step that has not advanced: advance it first, to where it was if the step is not "
-                "run"
+                f"{name}: expected a request that no step holds, got slot {slots[flying][0]}, "
+                "which is in a step that has not advanced: advance it first, to where it was if "
+                "the step is not run"
             )

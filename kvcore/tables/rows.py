@@ -14,12 +14,8 @@ LIVE, SNAPSHOT = 0, 1  # columns of a state table
 class ClassTables:
     """The tables of one class (kind, block size, window): a view of the fused table.
 
-    Args:
-        spec: the class.
-        array: [max_requests, num_columns] int32, the fused table.
-
     Attributes:
-        table: [max_requests, num_tables, width] int32 view of `array`.
+        table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
         size, width, per_segment, tail, reach: those of `spec`, as arrays of no dimensions: numpy
             computes with them in half the time that an int takes.
@@ -70,12 +66,6 @@ class ClassTables:
 class Tables:
     """Block tables of all groups, side by side in one array: a row a request.
 
-    Args:
-        layout: the groups.
-        max_requests: number of rows.
-        pool: the pages.
-        track_deltas: collect changed entries.
-
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
         offset: [num_tables, max_requests] int64 of each request's open block: the row of position
@@ -102,7 +92,7 @@ class Tables:
         self.deltas: list[tuple[Int64, Int32]] | None = [] if track_deltas else None
 
     def has_states(self, slot: int) -> bool:
-        """Whether the states of a request have live pages (there may be none)."""
+        """The states of a request have live pages, or there are none."""
         states = self.states  # which get them in the same step
         return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
 
@@ -113,10 +103,10 @@ class Tables:
             c = block.spec
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
             valid = blocks >= 0
-            part = self._of_class(c, pages)[:, valid]
+            part = c.tails(pages)[:, valid]
             self.note(block.write(slot, blocks[valid], part), part)
         for state in self.states:
-            state.table[slot, :, SNAPSHOT] = self._of_class(state.spec, pages)[:, 0]
+            state.table[slot, :, SNAPSHOT] = state.spec.tails(pages)[:, 0]
         self.snapshot_at[slot] = boundary
 
     def tail(self, slot: int, boundary: int) -> Int32:
@@ -125,17 +115,10 @@ class Tables:
         for block in self.windows:
             c = block.spec
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-            self._of_class(c, tail)[:] = block.read(slot, blocks)
+            c.tails(tail)[:] = block.read(slot, blocks)
         for state in self.states:
-            self._of_class(state.spec, tail)[:, 0] = state.table[slot, :, SNAPSHOT]
+            state.spec.tails(tail)[:, 0] = state.table[slot, :, SNAPSHOT]
         return tail
-
-    @staticmethod
-    def _of_class(c: GroupClass, pages: Int32) -> Int32:
-        """The part of one class of a resume point's pages: [num_tables, tail] view."""
-        return pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail].reshape(
-            c.num_tables, c.tail
-        )
 
     def segment_pages(self, slot: int, first: int, end: int) -> Int32:
         """Dense pages of segments [first, end) of a request: [end - first, pages_per_segment]."""

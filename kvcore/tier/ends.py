@@ -28,11 +28,10 @@ class TransferEnd:
 
     Args:
         index: source or target of the transfer.
-        run: the path to its end is locked.
+        run: where the locked path ends.
         used: pages of resume points that are read (repeats and the null page allowed).
 
     Attributes:
-        run: where the locked path ends.
         taken: [n] int32 pages that are in no entry, see `take`.
     """
 
@@ -74,17 +73,15 @@ class TransferEnd:
         points: Int32 = NO_VALUES,
         contents: Sequence[SegmentContent] | None = None,
     ) -> tuple[int, list[int]]:
-        """Make entries of taken pages.
-
-        Segments [0, first) of the chain are cached: the locked path. Segments and resume points
-        that were cached meanwhile keep their pages, and the new pages are free again.
+        """Make entries of taken pages. Segments and resume points that were cached meanwhile keep
+        their pages, and the new pages are free again.
 
         Args:
-            keys: of segments [0, first + n), 32 bytes each.
+            keys: of segments [0, first + n), 32 bytes each; the locked path has [0, first).
             pages: [n, pages_per_segment] taken pages of segments [first, first + n).
             depths: boundaries of resume points, at most first + n.
             points: [len(depths), pages_per_point] their taken pages; points may share some.
-            contents: [n] of the segments, for events; needed where the index has an event_writer.
+            contents: [n] of the segments, for events.
 
         Returns:
             (segments that were not there, boundaries of the resume points that were not).

@@ -1,7 +1,7 @@
 """Jobs: part of a chain to copy from one pool to the other.
 
-A store and a load differ only in direction. Source and target index each have a `TransferEnd` until the
-job ends:
+A store and a load differ only in direction. Source and target index each have a `TransferEnd` until
+the job ends:
 
     segments        0   1   2   3   4   5        the target has segments 0 to 2, so the job copies
     source          =======================      3 to 5 and the resume points at 4 and 6. The whole
@@ -52,11 +52,9 @@ class Transfer:
         keys: keys of the chain up to its last segment, 32 bytes each.
         first: number of the first segment to copy.
         segments: [n, pages_per_segment] int32 target pages.
-        points: resume points of the source.
-        depths: boundaries of these points, in segments.
+        points, depths: resume points of the source, and their boundaries in segments.
         point_pages: [m, pages_per_point] int32 target pages of these points.
-        target: end in the target index.
-        source: end in the source index; None once the transfer is void.
+        target, source: end in each index; source is None once the transfer is void.
         contents: tokens of the segments, for events.
     """
 
@@ -79,16 +77,9 @@ class Transfer:
         keys: bytes,
         points: Sequence[ResumePoint],
     ) -> tuple[Transfer, Int32, Int32] | None:
-        """Reserve target pages for the missing part of a chain, and lock it at both ends.
-
-        Args:
-            run: source run at the end of the chain.
-            keys: keys of the chain.
-            points: resume points on the chain, shortest first.
-
-        Returns:
-            (transfer, source pages, target pages), or None without room in the target: nothing
-            changed then. Errors of the target's policy are raised.
+        """Reserve target pages for the missing part of a chain that ends with `run`, and lock it at
+        both ends. Returns (transfer, source pages, target pages), or None without room in the
+        target: nothing has changed then. Errors of the target's policy are raised.
         """
         depth = len(keys) // KEY_BYTES
         there, first = target.find(keys, depth)
@@ -149,11 +140,7 @@ class Transfer:
         self._end_source(used=False)
 
     def end(self, *, used: bool) -> None:
-        """Release both ends; reserved pages that were not adopted become free.
-
-        Args:
-            used: count the source path as used now.
-        """
+        """Release both ends; reserved pages that were not adopted become free."""
         if not self.is_void:
             self._end_source(used)
         self.target.end()

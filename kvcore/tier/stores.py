@@ -17,13 +17,9 @@ DEPTH, FIRST = attrgetter("depth"), itemgetter(0)
 
 
 class Stores:
-    """Find the entries next in line for eviction that have no copy in the host.
-
-    Copying everything would waste the link; copying during eviction would delay a step. So entries
-    are copied shortly before their turn, until `watermark` pages are free or have a copy.
-
-    Each entry is inspected once after each use. A host too small to keep a copy is therefore not
-    written over and over.
+    """Find the entries next in line for eviction that have no copy in the host: they are copied
+    shortly before their turn, until `watermark` pages are free or have a copy. Each is inspected
+    once after each use, so that a host too small to keep a copy is not written over and over.
     """
 
     def __init__(self, watermark: int) -> None:
@@ -33,13 +29,9 @@ class Stores:
     def due(
         self, device: PrefixIndex, host: PrefixIndex, under_way: int
     ) -> dict[Run | ResumePoint, tuple[bytes, int]]:
-        """Find entries to copy now, in order of eviction.
-
-        Args:
-            under_way: device pages being copied.
-
-        Returns:
-            {entry: (keys of its chain, leading segments of it in the host)}.
+        """Find entries to copy now, in order of eviction, while `under_way` device pages are being
+        copied:
+        {entry: (keys of its chain, leading segments of it in the host)}.
         """
         due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
@@ -96,7 +88,6 @@ def _is_cached(entry: Entry) -> TypeGuard[Run | ResumePoint]:
 
 
 def _renew(index: PrefixIndex, run: Run, depth: int) -> bool:
-    """Count the entry at boundary `depth` on the path to `run` as used now; False without one."""
     run = run_of(run, depth)
     entry = run.points.get(depth) if index.hybrid else run
     if entry is None:

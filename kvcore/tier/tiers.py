@@ -16,8 +16,7 @@ from ..events import Event, split_keys
 from ..ownership import check_policy, take_ownership
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
-from ..policies.base import Entry, EvictionPolicy
-from ..policies.lru import LRU
+from ..policies.base import LRU, Entry, EvictionPolicy
 from ..prefix.evict_pages import evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
@@ -44,7 +43,8 @@ class Tiers:
 
     The host is a second pool with an index of the same kind: dense segments, each after its parent,
     and resume points, each with its chain. The engine copies pages: `stores` and `load` return
-    jobs, `done` ends them. No call of a step does any of this.
+    jobs, `done` ends them. Call them between steps; `load`, `done` and `cancel` void a plan that is
+    not committed.
 
     Args:
         kv: cache, new or in use; one `Tiers` each. Its policy must have `coming`.
@@ -60,11 +60,7 @@ class Tiers:
     Attributes:
         index: content of the host.
         jobs: open jobs, oldest first.
-        page_bytes, bytes_per_second, prefill_tokens_per_second: as given; the rates may be set.
         counters: see `stats`.
-
-    Make one call at a time, between steps, as for the cache. `load`, `done` and `cancel` void a
-    plan that is not committed.
 
     Raises:
         ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching and without
@@ -141,17 +137,12 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Find a prompt in both places, and decide whether to load more of it. Change nothing.
+        """Find a prompt in both places, and decide whether to load more of it. Changes nothing. The
+        arguments and errors are those of `KVCache.match`.
 
         The host holds the whole chain of each of its resume points. So one load is possible: the
         part of the host's longest hit that the device lacks. It is worth its time if the prefill of
         the tokens saved would take longer.
-
-        Args:
-            token_ids, salt, extra_keys, max_tokens: see `KVCache.match`.
-
-        Raises:
-            ValueError: see `KVCache.match`.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
         prompt = kv._lookup.prompt(token_ids, salt, extra_keys)
@@ -187,10 +178,9 @@ class Tiers:
     # Jobs.
 
     def stores(self, max_bytes: int) -> list[Job]:
-        """Begin to copy entries to the host before they are evicted. Call it between steps.
-
-        An entry stays cached while it is copied. Parents are copied before children, and a resume
-        point with the last segment of its chain. A segment is in one open job at a time.
+        """Begin to copy entries to the host before they are evicted. An entry stays cached while it
+        is copied. Parents are copied before children, and a resume point with the last segment of
+        its chain.
 
         Args:
             max_bytes: approximate limit for all jobs together; a resume point is not split.
@@ -249,17 +239,16 @@ class Tiers:
         return self._job("store", *found)
 
     def load(self, match: TierMatch) -> Job | None:
-        """Begin to load a prompt to the device; it is looked up again.
-
-        Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Nothing
-        becomes findable before `done`.
+        """Begin to load a prompt to the device; it is looked up again. Device pages are reserved,
+        and cached entries evicted for them as in `KVCache.plan`. Nothing becomes findable before
+        `done`.
 
         Returns:
-            The job, or None and nothing changed: nothing to load, or no room.
+            The job, or None and nothing has changed: nothing to load, or no room.
 
         Raises:
             ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised,
-                too.
+            too.
         """
         if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
@@ -295,7 +284,7 @@ class Tiers:
 
         Args:
             job: open job.
-            failed: True if any copy failed: no entry is added. The source entries of a failed load
+            failed: any copy failed: no entry is added, and the source entries of a failed load
                 leave the host, with everything found only through them.
 
         Returns:
@@ -322,11 +311,7 @@ class Tiers:
         return is_good
 
     def cancel(self, job: Job) -> None:
-        """End a job without its copies: no entry is added or dropped.
-
-        Raises:
-            ValueError: the job is not open.
-        """
+        """End a job; no entry is added or dropped. ValueError if it is not open."""
         self._close(job).end(used=False)
 
     def _close(self, job: Job) -> Transfer:

@@ -10,15 +10,13 @@ from .stores import chain_keys
 
 
 def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, reach: int) -> Int32:
-    """Host pages that may hold copies of wrong device pages, or that depend on such copies.
+    """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on such
+    copies.
 
     The host may hold a window block in other resume points than the device does. So the host's
-    chain is cut before the first segment that a wrong block may belong to: more is dropped than
-    necessary, and no wrong row stays.
-
-    Args:
-        is_wrong: [num_pages] flags of device pages.
-        reach: segments before a boundary with rows in its resume point.
+    chain is cut before the first segment that a wrong block may belong to, `reach` segments before
+    a
+    boundary: more is dropped than necessary, and no wrong row stays.
     """
     pages: list[Int32] = [NO_VALUES]
     for run in device.runs():

@@ -379,7 +379,7 @@ class Life(Misuse, TakenAway, Ahead, Hosted):
 
     def held_back(self) -> int:
         """Pages that are reserved."""
-        return sum(len(held.pages) for held in self.kv._reserved.by_slot.values())
+        return sum(map(len, self.kv._reserved.pages.values()))
 
     def _fits(self, *args, **kwargs):
         """What a call gives that plans something; None where pages do not suffice, or the policy raises."""
@@ -409,7 +409,7 @@ class Life(Misuse, TakenAway, Ahead, Hosted):
             for slot, end in zip(slots, ends, strict=True):
                 room = self.call("room", slot)
                 free = self.kv.num_free_pages
-                if end <= room and rng.random() < 0.5 and slot not in self.kv._reserved.by_slot:
+                if end <= room and rng.random() < 0.5 and not self.kv._reserved.until[slot]:
                     continue
                 given = self._fits("reserve", slot, end)
                 if given is None:

@@ -56,6 +56,13 @@ def test_fields_of_a_group(name, bad):
             GroupSpec(**(SPEC | {name: value}))
 
 
+def test_fields_that_no_state_has():
+    with pytest.raises(ValueError, match="sliding_window: expected None for a state group, got 9"):
+        GroupSpec("s", "state", 16, 4096, sliding_window=9)
+    with pytest.raises(NotImplementedError, match="lookahead: supported are dense and window"):
+        GroupSpec("s", "state", 4, 64, lookahead=1)
+
+
 def test_block_sizes_without_a_common_segment_are_refused():
     primes = [65521, 65519, 65497]
     with pytest.raises(
@@ -112,7 +119,7 @@ def test_an_interval_past_the_longest_sequence_keeps_what_latest_keeps(interval)
         ([0], [101], "num_new_tokens"), ([0], [2**31], "num_new_tokens"), ([0], [1, 1], "slots, num_new_tokens"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("call", ["plan", "cut"])
+@pytest.mark.parametrize("call", ["plan", "cut", "needed"])
 def test_arguments_of_a_step(call, slots, counts, name):
     kv, _ = running()
     if (call, name) == ("cut", "num_new_tokens") and counts in ([101], [2**31 - 1]):
@@ -160,6 +167,8 @@ def test_arguments_of_other_calls():
     for bad in [*NO_INTS, -1, 2, 1]:
         with pytest.raises(ValueError, match="slot: expected"):
             kv.rollback(bad, 1)
+        with pytest.raises(ValueError, match="slot: expected"):
+            kv.lowest_rollback(bad)
     for bad in [*NO_INTS, -1]:
         with pytest.raises(ValueError, match="num_pages: expected"):
             kv.evict(bad)
@@ -216,8 +225,8 @@ def test_a_pin_for_ever():
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: Adaptive(patience=NAN), "patience"), (lambda: Adaptive(patience=INF), "patience"), (lambda: Adaptive(memory=INF), "memory"),
-        (lambda: EventLog(0), "capacity"), (lambda: EventLog(10**30), "capacity"), (lambda: EventLog(NAN), "capacity"),
+        (lambda: Adaptive(patience=NAN), "patience"), (lambda: Adaptive(patience=INF), "patience"), (lambda: Adaptive(memory=INF), "memory"), (lambda: Adaptive(patience=-1), "patience"),
+        (lambda: EventLog(0), "capacity"), (lambda: EventLog(max_bytes=0), "max_bytes"), (lambda: EventLog().take(0), "most"), (lambda: EventLog(10**30), "capacity"), (lambda: EventLog(NAN), "capacity"),
     ],
 )  # fmt: skip
 def test_arguments_of_policies_and_logs(make, name):

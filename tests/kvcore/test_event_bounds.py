@@ -75,14 +75,6 @@ def test_an_announcement_that_later_events_push_out_leaves_a_gap():
     assert number > first + 1 and len(events) == 2
 
 
-@pytest.mark.parametrize("name", ["capacity", "max_bytes"])
-def test_a_bad_bound_is_named(name):
-    with pytest.raises(ValueError, match=f"{name}: expected an int >= 1, got 0"):
-        EventLog(**{name: 0})
-    with pytest.raises(ValueError, match="most: expected an int >= 1, got 0"):
-        EventLog().take(0)
-
-
 def test_tokens_of_answers_take_room_for_the_newest_only():
     log = EventLog()
     e = engine(log, ((4, None),), max_draft_tokens=3)

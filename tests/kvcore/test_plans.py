@@ -41,6 +41,10 @@ CHANGES = {
     "evict-nothing": lambda e: e.kv.evict(0),
     "clear": lambda e: e.kv.clear(),
     "reserve": lambda e: e.kv.reserve(e.slots["b"], 30),
+    "arrays": lambda e: (
+        e.kv.reserve(e.slots["b"], 13),
+        e.kv.arrays(e.slots["b"], e.computed("b"), 13),
+    ),
     "advance": lambda e: e.kv.advance(e.slots["b"], e.computed("b")),
 }
 NO_CHANGES = {

@@ -122,13 +122,6 @@ def test_a_resume_point_goes_with_its_page_and_leaves_the_segments():
     assert (e.kv.match(PROMPT).num_tokens, e.kv.match(PROMPT).dense_tokens) == (0, 288)
 
 
-def test_no_pages_is_nothing_to_do():
-    e = engine()
-    e.run("a", PROMPT)
-    assert e.kv.evict_pages([]).tolist() == []
-    assert e.kv.match(PROMPT).num_tokens == 288
-
-
 @pytest.mark.parametrize("bad", [[0], [400], [-1], [1.5], [[1]], None, "1"])
 def test_wrong_pages_are_named(bad):
     with pytest.raises(ValueError, match="pages: expected"):
@@ -190,17 +183,6 @@ def test_a_request_that_comes_back_is_counted_once():
 # Rollbacks.
 
 
-def test_a_rollback_that_is_too_long_says_what_to_do():
-    e = engine((8, None), max_draft_tokens=2)
-    e.admit("a", PROMPT[:33])
-    e.finish_prompt("a")
-    with pytest.raises(
-        ValueError,
-        match=r"num_tokens: expected 1\.\.1 .* got 5; to go back further, release the request and",
-    ):
-        e.kv.rollback(e.slots["a"], 5)
-
-
 def test_a_short_replay_leaves_a_whole_resume_point():
     e = engine((4, None), (4, 9), replay_tokens=8, retention="latest", max_draft_tokens=1)
     e.run("a", PROMPT[:100])
@@ -235,9 +217,41 @@ def test_a_dry_run_evicts_nothing_and_leaves_the_plan_good():
     e.kv.check_invariants()
 
 
-@pytest.mark.parametrize(("slots", "counts", "name"), [([3], [1], "slots"), ([0], [0], "num_new_tokens"), ([0], [601], "max_model_len")])  # fmt: skip
-def test_a_wrong_dry_run_is_named(slots, counts, name):
-    e = engine()
-    e.admit("a", [1])
-    with pytest.raises(ValueError, match=name):
-        e.kv.needed(slots, counts)
+# Admissions.
+
+DENSE = ((8, None),)
+
+
+def last_page(e: Engine) -> list[int]:
+    """The newest window page of the resume point at 288."""
+    return [int(next(e.kv.index.runs()).points[9].pages[-1])]
+
+
+SINCE = {  # groups, a request and its steps, what happens between `match` and `admit`, the hit then
+    "evicted": (DENSE, [], [], lambda e: e.kv.evict(10**6), 0),
+    "evicted in part": (DENSE, [], [], lambda e: e.kv.evict(2), 280),
+    "without its resume point": (HYBRID, [], [], lambda e: e.kv.evict_pages(last_page(e)), 256),
+    "without pages": (DENSE, [], [], lambda e: e.kv.evict_pages(range(1, 400)), 0),
+    "cleared": (HYBRID, [], [], lambda e: e.kv.clear(), 0),
+    "longer": (DENSE, [*range(350)], [], lambda e: e.step({"b": 54}), 344),
+    "longer by a segment": (DENSE, [*range(350)], [24], lambda e: e.step({"b": 8}), 328),
+    "one run again": (HYBRID, [*range(100)], [], lambda e: e.release("b"), 96),
+}
+
+
+@pytest.mark.parametrize("change", SINCE)
+def test_a_hit_is_looked_up_again_where_the_cache_changed_since(change):
+    specs, running, steps, happens, hit = SINCE[change]
+    e = engine(*specs, retention="dense")
+    e.run("a", PROMPT)
+    if running:
+        e.admit("b", running)
+        for count in steps:
+            e.step({"b": count})
+    wanted = [*(running or PROMPT), 1]
+    match = e.kv.match(wanted)
+    happens(e)
+    assert match.num_tokens != hit or change == "one run again"
+    slot = e.kv.admit("new", match)
+    assert e.kv.num_computed[slot] == hit == e.kv.match(wanted).num_tokens
+    e.kv.check_invariants()

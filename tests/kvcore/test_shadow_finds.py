@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from quire.kvcore import GroupSpec, KVCache, linear_table, paged_rows
 from quire.kvcore.events import split_keys, tail_hashes
 
@@ -33,15 +31,3 @@ def test_hashes_of_a_tail_are_keys_of_no_segment():
     keys = split_keys(kv.match([5, 5, 5, 5, 1, 9]).prompt.keys)
     assert tail_hashes(keys[3], 2)[1] == keys[3]
     assert tail_hashes(keys[3], 2)[0] != keys[4]  # the next token is 1, as is the block's distance
-
-
-@pytest.mark.parametrize("slot", [-1, 0, 2, 1.5])
-def test_the_lowest_rollback_is_of_an_admitted_request(slot):
-    kv = KVCache([GroupSpec("d", "dense", 4, 64)], num_pages=99, max_requests=2, max_model_len=99)
-    with pytest.raises(ValueError, match="slot: expected"):
-        kv.lowest_rollback(slot)
-
-
-def test_a_state_that_looks_ahead_is_refused():
-    with pytest.raises(NotImplementedError, match="lookahead: supported are dense and window"):
-        GroupSpec("s", "state", 4, 64, lookahead=1)

@@ -101,16 +101,6 @@ def edited_chats(policy, turns, first=0):
     return edited, end, answer
 
 
-def test_lru_learns_nothing():
-    """Whatever prompts return to: by the last use, then the depth."""
-    policy, entries = LRU(), []
-    for first in (0, 100):
-        entries += edited_chats(policy, 40, first)
-    kept = {e.key: (e.last_used, -e.depth) for e in entries}
-    order = [kept[k] for k in popped(policy) if k in kept]
-    assert len(order) == 6 and order == sorted(order)
-
-
 def test_adaptive_gives_up_first_what_prompts_do_not_return_to():
     policy = Adaptive()
     edited, *_ = edited_chats(policy, 40)
@@ -368,11 +358,6 @@ def test_adaptive_forgets_old_keys():
         policy.add(Fake(key(i), last_used=i))
         policy.pop()
     assert len(policy._returns._records) <= 1100 and len(policy._returns._left) <= 64 * 32
-
-
-def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match="patience, memory: expected"):
-        Adaptive(patience=-1)
 
 
 class MostUsed(Ranked):

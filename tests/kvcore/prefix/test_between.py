@@ -97,18 +97,6 @@ def run(kv: KVCache, rid: object, prompt: np.ndarray) -> int:
     return hit
 
 
-@pytest.mark.parametrize("retention", ["latest", 512])
-def test_intervals_no_longer_than_a_tail_keep_all_boundaries(retention):
-    specs = groups((32, None), (16, 1024))
-    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=8192, retention=retention)
-    prompt = np.arange(5000)
-    run(kv, "a", prompt)
-    for shared in range(100, 4900, 311):
-        hit = kv.match(np.where(prompt < shared, prompt, prompt + 9000)).num_tokens
-        assert hit == (shared // 32 * 32 if retention == 512 else hit)
-        assert retention == 512 or hit in (0, *range(4608, 5000, 32))
-
-
 def test_a_hit_between_two_points_outlives_them():
     e = engine("one-window")
     prompt = list(range(100, 124))

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache
-from tests.support.kvcore.engine import Engine, groups
 
 SEEDS = [b"", b"a", b"ab", b"abc", b"\0", b"\0\0", b"\0" * 8, b"\0" * 16]
 
@@ -67,13 +66,6 @@ def test_lengths_and_alignments_do_not_collide_at_the_second_segment():
     assert not set(short) & set(long)
 
 
-def test_a_reused_prompt_keeps_its_tenant():
-    e = Engine(groups((8, None)), num_pages=99, max_requests=2, max_model_len=200)
-    e.run("a", [1] * 20, salt=b"a")
-    match = e.kv.match([1] * 20, salt=b"b")
-    assert e.kv.match(match.prompt).num_tokens == 0, "the salt was hashed in before"
-
-
 @pytest.mark.parametrize("salt", ["text", 1, bytearray(b"x")])
 def test_a_salt_that_is_not_bytes_is_refused(salt):
     with pytest.raises(ValueError, match="salt: expected bytes, got"):
@@ -125,18 +117,6 @@ def test_a_prompt_of_another_caches_segments_is_refused(options):
         ):
             call()
     assert kv.num_free_slots == 1 and kv.match(two).num_tokens == 8
-
-
-@pytest.mark.parametrize("lookahead", [0, 3])
-def test_tokens_that_come_one_by_one_have_the_keys_of_a_prompt(lookahead):
-    """From the first segment on, which is longer by the lookahead."""
-    kv = cache(lookahead=lookahead)
-    history = [7, *range(100, 130)]
-    slot = kv.admit("x", kv.match(history[:1]))
-    for token in history:
-        kv.commit(kv.plan([slot], [1]), [token])
-    kv.release("x")
-    assert kv.match(history).dense_tokens == (len(history) - lookahead) // 4 * 4
 
 
 def test_a_prompt_of_one_salt_is_refused_with_another():

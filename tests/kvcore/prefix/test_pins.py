@@ -114,19 +114,6 @@ def test_pins_of_a_shared_prefix_count_its_pages_once():
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_pin_does_not_grow_with_what_continues_it(mix):
-    e = engine(mix)
-    prompt = tokens(193)
-    e.run("a", prompt)
-    e.kv.pin(e.kv.match(prompt), now=0.0, ttl=1.0)
-    pinned = e.kv.stats()["pinned_pages"]
-    assert e.run("b", prompt, tokens(100, 1)).num_tokens == 192
-    e.check()
-    assert e.kv.stats()["pinned_pages"] == pinned
-    assert e.kv.unpin(e.kv.match(prompt))
-
-
-@pytest.mark.parametrize("mix", MIXES)
 def test_pinning_a_request_takes_effect_at_its_release(mix):
     e = engine(mix)
     prompt = tokens(100)
@@ -142,18 +129,6 @@ def test_pinning_a_request_takes_effect_at_its_release(mix):
     assert e.kv.expire_pins(9.0) == 1
     flood(e, 30, 2)
     assert e.kv.stats()["pins"] == 0
-
-
-def test_bad_pins_are_named():
-    e = engine("gemma")
-    prompt = tokens(100)
-    assert e.kv.pin(e.kv.match(prompt), now=0.0, ttl=1.0) == 0, "nothing is cached"
-    with pytest.raises(ValueError, match="ttl: expected seconds > 0, got 0"):
-        e.kv.pin(e.kv.match(prompt), now=0.0, ttl=0)
-    with pytest.raises(ValueError, match="now: expected a finite number of seconds, got nan"):
-        e.kv.pin(e.kv.match(prompt), now=float("nan"), ttl=1.0)
-    with pytest.raises(ValueError, match="request_id: expected an admitted request, got 'x'"):
-        e.kv.pin_request("x", now=0.0, ttl=1.0)
 
 
 @pytest.mark.parametrize("mix", MIXES)

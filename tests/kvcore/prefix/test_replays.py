@@ -90,34 +90,6 @@ def test_intervals_inside_a_replay_are_passed_over():
     assert e.kv.stats()["resume_points"] == 1
 
 
-def test_one_step_may_hold_replays_chunks_and_decodes():
-    e = without_points(32)
-    e.admit("decode", tokens(20, seed=5))
-    e.finish_prompt("decode")
-    e.admit("chunk", tokens(60, seed=9))
-    e.admit("replay", tokens(200))
-    e.tokens["decode"].append(3)
-    plan = e.step({"decode": 1, "chunk": 60, "replay": 40})
-    assert plan.replay_rows.tolist() == list(range(61, 61 + 32))
-    assert (plan.slot_mapping[0, 61 + 32 :] >= 0).all(), "what is new is written"
-    assert e.kv.match(tokens(200)).num_tokens == 192
-    e.check()
-
-
-def test_a_replay_of_one_token_may_stand_before_a_chunk():
-    e = without_points(32)
-    long = tokens(400, seed=9)
-    e.admit("chunk", long)
-    e.step({"chunk": 300})
-    e.admit("replay", tokens(200))
-    for count in (7, 45, 40):
-        assert isinstance(e.step({"replay": 1, "chunk": count}), StepPlan)
-        e.check()
-    e.finish_prompt("chunk")
-    e.release("chunk")
-    assert e.kv.match(long).num_tokens == 384
-
-
 def test_a_replay_that_is_given_up_leaves_no_resume_point():
     e = without_points(32)
     e.admit("new", tokens(200))

@@ -29,15 +29,29 @@ def engine(specs, **options) -> Engine:
     return Engine(groups(*specs), **(base | options))
 
 
-@pytest.mark.parametrize("specs", [MAMBA, V4, (STATE,)], ids=["mamba", "v4", "state-only"])
-@pytest.mark.parametrize("chunk", [1, 50, 1000])
-def test_a_state_is_restored_at_every_kind_of_resume_point(specs, chunk):
+MIXES = {
+    "dense": ((16, None),),
+    "gemma": ((32, None), (16, 64), (16, 64)),
+    "wide": ((256, None), (64, 128), (64, 128)),  # segments longer than the window
+    "windows": ((16, 40),),
+    "two-windows": ((32, None), (16, 33), (8, 20), (32, 1)),
+    "three-blocks": ((48, None), (16, 50)),
+    "mamba": MAMBA,
+    "v4": V4,
+    "state": (STATE,),
+}
+
+
+@pytest.mark.parametrize("specs", MIXES.values(), ids=MIXES)
+@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+def test_a_prompt_is_hit_by_a_resend_a_longer_one_and_the_next_turn(specs, chunk):
     e = engine(specs)
     a = e.kv.alignment
     prompt, answer = tokens(3 * a), tokens(2 * a + 5, 1)
-    e.run("a", prompt, answer, chunk)
+    assert e.run("a", prompt, answer, chunk).num_tokens == 0
     e.check()
-    assert e.run("resend", prompt, chunk=chunk).num_tokens == 2 * a
+    match = e.run("resend", prompt, chunk=chunk)
+    assert (match.num_tokens, match.limited_by) == (2 * a, "prompt-end")
     assert e.run("sibling", [*prompt, 1], chunk=chunk).num_tokens == 3 * a
     assert e.run("next turn", [*prompt, *answer, 1, 2]).num_tokens == 5 * a
     e.check()
@@ -150,18 +164,6 @@ def test_rollback_stops_at_the_lookahead_of_cached_segments():
     e.check()
     with pytest.raises(ValueError, match="num_tokens"):
         e.kv.rollback(slot, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lookahead": -1}, "lookahead: expected an int >= 0, got -1"),
-        ({"sliding_window": 9}, "sliding_window: expected None for a state group, got 9"),
-    ],
-)
-def test_bad_state_groups_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        GroupSpec("s", "state", 16, 4096, **arguments)
 
 
 def test_a_state_without_caching_needs_no_snapshots():

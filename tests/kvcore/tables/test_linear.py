@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, OutOfPages
+from quire.kvcore import EventLog, GroupSpec, KVCache, OutOfPages
 
 MIXES = {
     "dense": ((8, None),),
@@ -105,23 +105,6 @@ def test_what_lacks_is_said_and_nothing_changes():
     cache.check_invariants()
 
 
-def test_a_policy_that_raises_ends_the_admission_alone():
-    class Raises(LRU):
-        def asked(self, keys, hit, kept=()):
-            if hit:
-                raise RuntimeError("no")
-
-    cache, tokens = full(100, policy=Raises()), list(range(40))
-    keys = keys_of(tokens, cache.alignment)
-    a = admitted(cache, "a", b"", 40, 40)
-    cache.publish(a, 40, keys=keys)
-    before = available(cache)
-    with pytest.raises(RuntimeError, match="no"):
-        cache.admit("b", cache.match(keys=keys, num_tokens=40))
-    assert available(cache) == before and cache.num_free_slots == 11
-    cache.check_invariants()
-
-
 def test_hits_end_where_a_resume_point_is():
     cache, tokens = full(100, retention="latest"), list(range(50))
     keys = keys_of(tokens, cache.alignment)
@@ -139,19 +122,6 @@ def test_hits_end_where_a_resume_point_is():
     b = admitted(cache, "b", keys, 50, 50)
     assert cache.num_computed[b] == 48
     assert cache.pages_of(b)[1][:3] == [0, 0, 0] and all(cache.pages_of(b)[1][3:])
-
-
-def test_who_computes_the_same_keeps_its_own_pages_until_it_ends():
-    cache, keys = full(60), keys_of(list(range(40)), 8)
-    a, b = (admitted(cache, name, b"", 40, 40) for name in "ab")
-    before = [list(pages) for pages in cache.pages_of(b)]
-    for slot in (a, b):
-        cache.publish(slot, 40, keys=keys)
-    assert cache.pages_of(b) == before and cache.pages_of(a)[0] != before[0]
-    cache.check_invariants()
-    cache.release("b")
-    cache.check_invariants()
-    assert cache.match(keys=keys, num_tokens=41).num_tokens == 40
 
 
 @pytest.mark.parametrize(
@@ -200,21 +170,6 @@ def test_calls_that_need_tables_are_refused_by_name():
             call()
     with pytest.raises(ValueError, match=r"upto: expected 0\.\.24 of slot 0"):
         cache.publish(a, 25, [1] * 25)
-    cache.check_invariants()
-
-
-def test_pins_and_statistics_are_as_of_any_cache():
-    cache = full(40)
-    a = cache.admit("a", cache.match([1] * 40))
-    cache.reserve(a, 40)
-    cache.publish(a, 40, [1] * 40)
-    cache.release("a")
-    assert cache.pin(cache.match([1] * 41), now=0.0, ttl=9.0) == 40
-    b = cache.admit("b", cache.match([2] * 80))
-    assert cache.reserve(b, 60) is not None and cache.match([1] * 41).num_tokens == 40
-    assert cache.stats()["pins"] == 1
-    cache.reserve(b, 80)
-    assert cache.match([1] * 41).num_tokens == 0  # demoted before anybody is refused
     cache.check_invariants()
 
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 PLAIN = (type(None), bool, int, float, str, bytes, np.generic)
-SCRATCH = {"_mark", "_checked", "_ones_cu"}  # attributes that remember nothing
+SCRATCH = {"_mark", "_checked", "_found", "_found_at"}  # attributes that remember nothing
 
 
 def digest(root: object) -> str:
