@@ -156,7 +156,6 @@ def test_folders_of_bench_know_few_others():
         ("kernels", "peers"),
         ("peers", "cases"),
         ("tune", "cases"),
-        ("tune", "kernels"),
         ("tune", "peers"),
         ("tune", "static"),
     }
