@@ -31,7 +31,7 @@ def case_flops(case: Case) -> float:
     if shape.op in ("write", "compress"):
         return 0.0
     channels = shape.head_dim + (0 if shape.op == "index" else shape.head_dim_v)
-    return 2.0 * case.batch * _seen(case, shape).sum() * shape.num_heads * channels
+    return 2.0 * case.batch * int(_seen(case, shape).sum()) * shape.num_heads * channels
 
 
 def _latent_bytes(case: Case, shape: LatentShape) -> float:
