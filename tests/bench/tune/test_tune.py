@@ -98,7 +98,7 @@ for case in tiny_cases():
             with entry.using(value):
                 shapes.append(config(record(call, arch)[0]))
         found.append([entry.name, shapes])
-case = Case(SHAPES["gemma-4-31b/global"], "prefill", 1, 64)
+case = Case(SHAPES["gemma-4-e4b/global"], "prefill", 1, 64)
 entry = entry_of(case, arch)
 values = entry.current, Config(64, 64, 4, 2), Config(100, 16, 4, 2)
 print(json.dumps([found, refusals(entry, values, call_of(case), arch, 2)]))
