@@ -15,9 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.models.config.named import CONFIGS
-from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
-
 CHUNK = 8192
 MIXED_CHUNK = 2048
 PHASES = ("decode", "prefill", "mixed")
@@ -206,57 +203,11 @@ class Case:
         return sum(self.shape.seq_bytes(self.context, q_len) for q_len in self.q_lens)
 
 
-def _gemma(name: str) -> list[Shape]:
-    """Local and global layers of a configuration, in pages of equal bytes."""
-    config = CONFIGS[name]
-    kinds = {"local": config.sliding, "global": config.full}
-    heaviest = max(a.num_kv_heads * a.head_dim for a in kinds.values())
-    return [
-        Shape(
-            f"{name}/{kind}",
-            a.num_heads,
-            a.num_kv_heads,
-            a.head_dim,
-            a.sliding_window,
-            config.softmax_scale,
-            block_size=16 * heaviest // (a.num_kv_heads * a.head_dim),
-        )
-        for kind, a in kinds.items()
-    ]
-
-
-def _v4(name: str) -> list[LatentShape]:
-    """The three kinds of attention layers, and the indexer. A page covers 256 raw tokens."""
-    config = V4_CONFIGS[f"deepseek-{name}"]
-    heads, ratio, topk = config.num_heads, config.csa_ratio, config.index_topk
-    wide = LatentShape(
-        name,
-        "window",
-        heads,
-        config.head_dim,
-        config.rope_dim,
-        sliding_window=config.sliding_window,
-    )
-    hca_rows = 256 // config.hca_ratio
-    return [
-        replace(wide, name=f"{name}/csa", op="csa", ratio=ratio, topk=topk, rows=256 // ratio),
-        replace(wide, name=f"{name}/hca", op="hca", ratio=config.hca_ratio, rows=hca_rows),
-        replace(wide, name=f"{name}/sliding"),
-        LatentShape(
-            f"{name}/index",
-            "index",
-            config.index_num_heads,
-            config.index_head_dim,
-            ratio=ratio,
-            topk=topk,
-            index=True,
-        ),
-    ]
-
-
-# From config.json of the checkpoints. Scale 1: Gemma-4's q and k norms carry it.
+# From config.json of the checkpoints. Gemma-4's q and k norms carry the scale. Pages of one model
+# have equal bytes.
 _PLAIN = (
-    *_gemma("gemma-4-31b"),
+    Shape("gemma-4-31b/local", 32, 16, 256, 1024, 1.0),
+    Shape("gemma-4-31b/global", 32, 4, 512, None, 1.0, block_size=32),
     Shape("gemma-4-26b/local", 16, 8, 256, 1024, 1.0),
     Shape("gemma-4-26b/global", 16, 2, 512, None, 1.0, block_size=32),
     Shape("gemma-4-e4b/local", 8, 2, 256, 512, 1.0, block_size=32),
@@ -264,18 +215,25 @@ _PLAIN = (
     Shape("llama-3-70b", 64, 8, 128),
     Shape("gpt-oss-120b/local", 64, 8, 64, 128, sinks=True),
     Shape("gpt-oss-120b/full", 64, 8, 64, sinks=True),
-    *_gemma("gemma-3-27b"),
+    Shape("gemma-3-27b/local", 32, 16, 128, 1024, 168**-0.5),
+    Shape("gemma-3-27b/global", 32, 16, 128, None, 168**-0.5),
 )
 _FP8 = [
     replace(shape, name=f"{shape.name}/fp8", fp8=True)
     for shape in _PLAIN
     if shape.name in ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b")
 ]
-# Flash and Pro pool and write alike. V2 and V3 scale by uncompressed heads of 128 + 64 channels;
-# their kernels take bf16.
+# A page of V4 covers 256 raw tokens. Flash and Pro pool and write alike. V2 and V3 scale by
+# uncompressed heads of 128 + 64 channels; their kernels take bf16.
 _LATENTS = (
-    *_v4("v4-flash"),
-    *_v4("v4-pro"),
+    LatentShape("v4-flash/csa", "csa", 64, ratio=4, topk=512),
+    LatentShape("v4-flash/hca", "hca", 64, ratio=128, rows=2),
+    LatentShape("v4-flash/sliding", "window", 64),
+    LatentShape("v4-flash/index", "index", 64, 128, ratio=4, topk=512, index=True),
+    LatentShape("v4-pro/csa", "csa", 128, ratio=4, topk=1024),
+    LatentShape("v4-pro/hca", "hca", 128, ratio=128, rows=2),
+    LatentShape("v4-pro/sliding", "window", 128),
+    LatentShape("v4-pro/index", "index", 64, 128, ratio=4, topk=1024, index=True),
     LatentShape("v4/compress-csa", "compress", ratio=4, overlap=True),
     LatentShape("v4/compress-hca", "compress", ratio=128, rows=2),
     LatentShape("v4/compress-index", "compress", head_dim=128, ratio=4, overlap=True, index=True),

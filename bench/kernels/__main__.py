@@ -5,7 +5,8 @@
 
 Cases are attention over keys and values, and the latent operators of DeepSeek-V4 and V3
 (`bench.cases.shapes`). Each result is compared with the float64 result of a sample of rows before
-it is timed. A wrong one is reported and not timed; a wrong one of ours makes the exit status 1.
+it is timed (written rows: with those of ``impl="torch"``). A wrong one is reported and not timed; a
+wrong one of ours makes the exit status 1.
 
 Times are those of CUDA-graph replays (median, 20th and 80th percentile). Calls rotate over copies
 of all tensors, so that nothing is read from a warm L2 cache. What depends on lengths alone is

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quire.bench.cases.latent import attend, slots, visible_rows
-from quire.bench.cases.latent_rows import exact_rows
 from quire.bench.cases.make import expect, make_problem
 from quire.bench.cases.shapes import (
     LATENT_ATTENTION,
@@ -25,9 +24,7 @@ from quire.bench.peers.quire_calls import quire_calls
 from quire.kernels import flash_mla_with_kvcache, mla_attention
 from quire.models.deepseek_v4.config import CONFIGS
 from tests.kernels.oracles import compressed_attention as oracle_compressed
-from tests.kernels.oracles import compressor as oracle_compressor
 from tests.kernels.oracles import indexer as oracle_indexer
-from tests.kernels.oracles import latent_write as oracle_write
 from tests.kernels.oracles import mla_attention as oracle_mla
 from tests.support.helpers import assert_equal_in_float64
 
@@ -95,46 +92,6 @@ def test_the_index_oracle_is_the_one_with_loops(name):
     assert expected.tokens == [0, 1] and len(expected.scores[0]) == 10
     for scores, loops in zip(expected.scores, exact, strict=True):
         assert_equal_in_float64("scores", loops, scores)
-
-
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_the_oracles_of_written_rows_are_those_with_loops(phase):
-    write = tiny("tiny/write", phase)
-    x, shared = write.each[0]["x"], write.shared
-    loops = oracle_write.write_latent(
-        x, shared["positions"], shared["cos_sin"], shared["norm_weight"], dtype=torch.float64
-    )
-    with bounding():
-        rows = exact_rows(write, torch.arange(len(loops)))
-    assert_equal_in_float64("rows", loops, rows)
-
-    pool = tiny("tiny/compress", phase, context=44 if phase == "decode" else 40)
-    case, shape, tensors, shared = pool.case, pool.case.shape, pool.each[0], pool.shared
-    state, first, q_len = tensors["state"], case.context - case.q_lens[0], case.q_lens[0]
-    for seq in range(case.batch):
-        part = slice(seq * q_len, (seq + 1) * q_len)
-        # The whole history: the rows of the state, and zeros, which no entry of this step reads.
-        rows = torch.zeros(2, case.context, tensors["kv"].shape[1], dtype=torch.float64)
-        for position in range(max(0, first - state.shape[1] + 1), first):
-            rows[:, position] = state[seq, position % state.shape[1]]
-            rows[1, position] -= shared["ape"][position % shape.ratio]
-        rows[0, first:], rows[1, first:] = tensors["kv"][part], tensors["gate"][part]
-        entries = oracle_compressor.compress(
-            rows[0],
-            rows[1],
-            shared["ape"],
-            ratio=shape.ratio,
-            overlap=shape.overlap,
-            norm_weight=shared["norm_weight"],
-            eps=1e-6,
-            cos_sin=shared["cos_sin"],
-        )
-        closing = (shared["slot_mapping"][part] >= 0).nonzero()[:, 0] + part.start
-        assert len(closing) == (1 if phase == "decode" else 10)
-        with bounding():
-            found = exact_rows(pool, closing)
-        wanted = [entries[(first + int(t) - part.start) // shape.ratio] for t in closing]
-        assert_equal_in_float64("entries", torch.stack(wanted), found)
 
 
 @pytest.mark.parametrize("name", ["tiny/mla", "tiny/csa", "tiny/hca", "tiny/sliding"])
