@@ -28,7 +28,8 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, is_dataclass
+from contextlib import suppress
+from dataclasses import astuple
 from time import perf_counter
 from typing import Any
 
@@ -74,52 +75,72 @@ def refusals(
 
 
 def measure(
-    entry: Entry, values: Sequence[Any], cases: Sequence[Case], device: torch.device,
-    args: argparse.Namespace, arch: Arch, deadline: float = math.inf,
-) -> list[dict[str, Any]]:  # fmt: skip
+    entry: Entry,
+    values: Sequence[Any],
+    cases: Sequence[Case],
+    args: argparse.Namespace,
+    arch: Arch,
+    deadline: float = math.inf,
+) -> list[dict[str, Any]]:
     """One row for each value: milliseconds on each case, or what is wrong with it.
 
     Args:
         entry: entry of a table.
         values: values of the entry, the table's own first.
         cases: cases that use it; the first is timed even after the deadline.
-        device: to run on.
         args: of the command line.
         arch: of the device.
         deadline: on the clock of ``perf_counter``.
     """
-    rows = [{"entry": entry.name, "config": value, "ms": {}, "wrong": None} for value in values]
+    rows: list[dict[str, Any]] = [
+        {"entry": entry.name, "config": value, "ms": {}, "wrong": None, "refused": None}
+        for value in values
+    ]
     for i, case in enumerate(cases):
         if i and perf_counter() > deadline:
             break
-        problem = make_problem(case, device, copies=2 if device.type == "cpu" else None)
-        expected = expect(problem)
-        impl = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
-        calls = quire_calls(problem, in_step=case.phase == "prefill", impl=impl)
-        if i == 0 and not args.dry_run:
-            # The table's own value is what the others are compared with, whatever the rules say.
-            reasons = refusals(entry, values[1:], calls[0], arch, args.jobs)
-            for row, reason in zip(rows[1:], reasons, strict=True):
-                row["refused"] = reason
-        for row, value in zip(rows, values, strict=True):
-            if row["wrong"] or row.get("refused"):
-                continue
-            with entry.using(value):
-                try:
-                    row["wrong"] = expected.wrong(*calls[0]())
-                    if row["wrong"] is None:
-                        timing = time_calls(calls, device, seconds=args.per_call)
-                        row["ms"][case.name] = 1e3 * timing.p50
-                except OSError:  # a full disk says nothing of the value
-                    raise
-                except Exception as error:  # a launch that the device refuses
-                    row["wrong"] = _line(error)
+        with suppress(torch.OutOfMemoryError):
+            time_case(rows, entry, case, args, arch if i == 0 and not args.dry_run else None)
     for row in rows:
         row["ratio"] = None
         if row["ms"] and not row["wrong"] and not rows[0]["wrong"]:
             logs = [math.log(ms / rows[0]["ms"][name]) for name, ms in row["ms"].items()]
             row["ratio"] = math.exp(sum(logs) / len(logs))
     return rows
+
+
+def time_case(
+    rows: list[dict[str, Any]],
+    entry: Entry,
+    case: Case,
+    args: argparse.Namespace,
+    arch: Arch | None,
+) -> None:
+    """Put the times of one case into the rows; arch: compile for it first, None: do not."""
+    device = torch.device("cpu" if args.dry_run else "cuda")
+    problem = make_problem(case, device, copies=2 if args.dry_run else None)
+    expected = expect(problem)
+    impl = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
+    calls = quire_calls(problem, in_step=case.phase == "prefill", impl=impl)
+    if arch is not None:
+        # The table's own value is what the others are compared with, whatever the rules say.
+        others = [row["config"] for row in rows[1:]]
+        reasons = refusals(entry, others, calls[0], arch, args.jobs)
+        for row, reason in zip(rows[1:], reasons, strict=True):
+            row["refused"] = reason
+    for row in rows:
+        if row["wrong"] or row["refused"]:
+            continue
+        with entry.using(row["config"]):
+            try:
+                row["wrong"] = expected.wrong(*calls[0]())
+                if row["wrong"] is None:
+                    timing = time_calls(calls, device, seconds=args.per_call)
+                    row["ms"][case.name] = 1e3 * timing.p50
+            except OSError:  # a full disk says nothing of the value
+                raise
+            except Exception as error:  # a launch that the device refuses
+                row["wrong"] = _line(error)
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,14 +166,14 @@ def run(args: argparse.Namespace) -> int:
             result["not_run"].append(entry.name)
             continue
         values = entry.candidates(arch)[: 2 if args.dry_run else None]
-        rows = measure(entry, values, cases, device, args, arch, deadline)
+        rows = measure(entry, values, cases, args, arch, deadline)
         taken = best(rows)
         print(f"{perf_counter() - start:6.1f} s\n{table(entry, rows, taken)}", flush=True)
         if taken is not rows[0]:
             changes.append(f"{entry.name} = {taken['config']}  # {taken['ratio']:.3f} of the time")
         for row in rows:
-            config = row["config"]
-            result["rows"].append(row | {"config": astuple(config) if is_dataclass(config) else config})  # fmt: skip
+            config = row["config"] if isinstance(row["config"], tuple) else astuple(row["config"])
+            result["rows"].append(row | {"config": config})
         write_json(args.json, result, final=False)
     write_json(args.json, result)
     print("\n".join(changes))
@@ -166,13 +187,13 @@ def table(entry: Entry, rows: list[dict[str, Any]], taken: dict[str, Any]) -> st
     cases = list(rows[0]["ms"])
     lines = [(entry.name, *cases, "of the table's", "")]
     for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
-        if row.get("refused"):
+        if row["refused"]:
             continue
         times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
         ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
         mark = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
         lines.append((str(row["config"]), *times, ratio, mark))
-    refused = sum(bool(row.get("refused")) for row in rows)
+    refused = sum(bool(row["refused"]) for row in rows)
     return "\n".join([*aligned(lines), f"{refused} values refused by the rules of bench.static"])
 
 

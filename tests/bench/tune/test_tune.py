@@ -20,7 +20,6 @@ from quire.kernels.common.arch import named
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU = torch.device("cpu")
 HOPPER = named("sm_90")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 DECODE = Entry(entries.DECODE, "", 32)
@@ -34,7 +33,7 @@ def case(phase, context=40):
 
 
 def measured(entry, values, cases, deadline=float("inf")):
-    return tune.measure(entry, values, cases, CPU, ARGS, HOPPER, deadline)
+    return tune.measure(entry, values, cases, ARGS, HOPPER, deadline)
 
 
 @pytest.mark.parametrize("arch", [named(name) for name in ARCHS], ids=ARCHS)
@@ -162,7 +161,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 @pytest.mark.parametrize("wrong", [None, "error 1, budget 0"])
 def test_a_wrong_result_is_the_exit_status(wrong, monkeypatch):
     def measure(entry, values, *_):
-        row = {"config": entry.current, "ms": {}, "ratio": 1.0, "wrong": None}
+        row = {"config": entry.current, "ms": {}, "ratio": 1.0, "wrong": None, "refused": None}
         return [row] * (len(values) - 1) + [row | {"wrong": wrong}]
 
     monkeypatch.setattr(tune, "measure", measure)
