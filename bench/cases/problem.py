@@ -76,16 +76,17 @@ class Expected:
             out: [num_tokens, num_heads, head_dim].
             lse: [num_heads, num_tokens] natural log; None if the implementation has none.
         """
-        found = [("out", out, out[self.rows], self.exact, self.budget)]
+        parts = [("out", out, out[self.rows], self.exact, self.budget)]
         if lse is not None:
-            found.append(("lse", lse, lse[:, self.rows].T, self.lse, self.lse_budget))
-        for name, whole, sample, exact, budget in found:
+            parts.append(("lse", lse, lse[:, self.rows].T, self.lse, self.lse_budget))
+        for name, whole, sample, exact, budget in parts:
             if not bool(torch.isfinite(whole).all()):
                 return f"{name}: not finite"
             error = (sample.double() - exact).abs()
             if bool((error > budget).any()):
                 worst = (error / budget).argmax()
-                return f"{name}: error {error.flatten()[worst]:.3g}, budget {budget.flatten()[worst]:.3g}"
+                found, allowed_error = error.flatten()[worst], budget.flatten()[worst]
+                return f"{name}: error {found:.3g}, budget {allowed_error:.3g}"
         return None
 
 

@@ -1,6 +1,6 @@
 """Shapes of named models, and the batches that kernels are measured on. A new shape is one line.
 
-A case is one call: a shape, a phase, and ``batch`` sequences of ``context`` keys, new ones included:
+A case is one call: a shape, a phase, and ``batch`` sequences of ``context`` keys with the new ones:
 
     decode   every sequence adds one token
     prefill  every sequence adds its last ``CHUNK`` tokens, or all of them if there are fewer
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def bounded(self) -> bool:
-        """Whether a long context costs no more than a short one."""
+        """True if a long context costs no more than a short one."""
         return self.sliding_window is not None
 
     def seq_bytes(self, context: int, q_len: int) -> int:
@@ -142,7 +142,7 @@ class LatentShape:
 
     @property
     def bounded(self) -> bool:
-        """Whether a long context costs no more than a short one."""
+        """True if a long context costs no more than a short one."""
         return self.op in ("window", "write", "compress")
 
     def entries(self, context: int) -> int:
@@ -320,7 +320,7 @@ def all_cases() -> list[Case]:
 
 
 def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
-    """Batches and contexts, then one more thing changed at a time: shards, page sizes, plain rows."""
+    """Batches and contexts, then one other change at a time: shards, page sizes, plain rows."""
     contexts = CONTEXTS + (LONGEST_CONTEXT,) * shape.name.startswith("v4")
     for context in (USUAL_CONTEXT,) if shape.bounded else contexts:
         for batch in BATCHES:

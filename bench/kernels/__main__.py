@@ -14,8 +14,8 @@ prepared before (FlashInfer's plan(), block masks), and peers that cannot read p
 keys; the notes say which. No peer here reads the e4m3 pages of cases with /fp8 in their name.
 
 Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
-as a share of the copy and the matmul rate measured in this run; time over the best peer's. --json is
-written after each case.
+as a share of the copy and the matmul rate measured in this run; time over the best peer's. --json
+is written after each case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FlashInfer: installed, or from a folder; kernels compiled at first use or ahead, which needs nvcc."""
+"""FlashInfer, installed or from a folder. nvcc compiles its kernels at first use, or ahead."""
 
 from __future__ import annotations
 
@@ -225,5 +225,6 @@ def _driver_library() -> Path | None:
     except OSError:
         listed = ""
     lines = [line.rpartition("=> ")[2] for line in listed.splitlines() if "libcuda.so.1 " in line]
-    paths = [Path(line) for line in lines] + list(Path("/usr/local/nvidia").glob("lib*/libcuda.so.1"))  # fmt: skip
+    paths = [Path(line) for line in lines]
+    paths += Path("/usr/local/nvidia").glob("lib*/libcuda.so.1")
     return paths[0] if paths else None

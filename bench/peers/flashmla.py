@@ -1,9 +1,9 @@
 """FlashMLA: DeepSeek's kernels for Hopper, as vLLM builds them.
 
-It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantized pages,
-whose keys it takes as lists of physical rows: those of the window, and those of entries as the extra
-cache. Lists and its schedule (computed by its first call) are not timed. It takes 64 or 128 heads of
-V4; fewer are padded to 64.
+It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantized pages.
+Keys of the latter are lists of physical rows: one of the window, and one of entries as the extra
+cache. Lists, and its schedule, which the first call computes, are not timed. It takes 64 or 128
+heads of V4; fewer are padded to 64.
 
 Source: FlashMLA, flash_mla_interface (conventions of its operators).
 """

@@ -11,7 +11,7 @@ from ..cases.problem import Problem
 from ..cases.shapes import LatentShape, Shape
 
 Call = Callable[[], tuple[Tensor, ...]]
-"""Compute one copy. Returns the arguments of ``Expected.wrong``: for attention (out,) or (out, lse),
+"""Compute one copy. Returns arguments of ``Expected.wrong``, for attention (out,) or (out, lse):
 [num_tokens, num_heads, head_dim] and [num_heads, num_tokens] in natural log.
 """
 

@@ -84,7 +84,10 @@ def _stub_vllm(ops: Path) -> None:
     import triton
     import triton.language as tl
 
-    modes = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "NVFP4")  # fmt: skip
+    modes = (
+        "NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD",
+        "INT4_PER_TOKEN_HEAD", "NVFP4",
+    )  # fmt: skip
     platform = types.SimpleNamespace(
         fp8_dtype=lambda: torch.float8_e4m3fn, is_device_capability_family=lambda family: False
     )

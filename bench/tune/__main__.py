@@ -7,8 +7,8 @@
 The tables are ``kernels/attention/tiles.py`` and ``kernels/latent/tiles.py``; new values are copied
 there by hand. Values of an entry are compiled first, in several threads: what spills, or breaks
 another rule of ``bench.static``, is not run. The others are timed on cases that use the entry, each
-checked against the float64 result before, and ranked by the geometric mean of their times over those
-of the table's own value in the same run. A value is taken if it is at least 2 % faster.
+checked against the float64 result before. They are ranked by the geometric mean of their times over
+those of the table's own value in the same run. A value is taken if it is at least 2 % faster.
 
 After ``--seconds`` no entry is begun, and of the entry in hand no further case is timed.
 
@@ -215,7 +215,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--only", default="", metavar="TEXT", help="entries whose name contains this")
     add("--seconds", type=number(), metavar="S", help="time to end in, about")
-    add("--per-call", type=number(), default=0.1, metavar="S", help="timing of one value on one case")  # fmt: skip
+    add("--per-call", type=number(), default=0.1, metavar="S", help="for a value on a case")
     add("--jobs", type=integer(most=1024), default=os.cpu_count(), help="threads that compile")
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each entry")
     add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")

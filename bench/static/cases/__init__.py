@@ -54,7 +54,7 @@ class StaticCase:
 
     @property
     def sample(self) -> bool:
-        """Whether it is compiled for SAMPLE_ARCHS."""
+        """True if it is compiled for SAMPLE_ARCHS."""
         return self.name in SAMPLES.split()
 
 

@@ -54,11 +54,11 @@ def cases() -> list[StaticCase]:
     for head_dim in (64, 128, 256, 512):
         for block_size in (16, 128) if head_dim == 128 else (128,):
             name = f"fp8-d{head_dim}-p{block_size}"
-            found.append(attention(f"prefill-{name}", head_dim, block_size, scales="rows"))
             found += [
                 attention(f"decode-{name}-q{q_len}", head_dim, block_size, q_len, scales="rows")
                 for q_len in (1, 8, 16)
             ]
+            found.append(attention(f"prefill-{name}", head_dim, block_size, scales="rows"))
     for name, (head_dim, block_size, options) in FEATURES.items():
         found.append(attention(f"decode-{name}", head_dim, block_size, 1, **options))
         found.append(attention(f"prefill-{name}", head_dim, block_size, **options))

@@ -1,4 +1,4 @@
-"""The operators around attention: norms, RoPE, gates, experts, residual streams, sampling, pages."""
+"""Operators around attention: norms, RoPE, gates, experts, residual streams, sampling, pages."""
 
 from __future__ import annotations
 

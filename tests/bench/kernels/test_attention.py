@@ -72,8 +72,10 @@ def test_cases_are_unique_and_the_headline_comes_first():
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in tiny_cases() if c.shape.name in TINY_SHAPES], ids=lambda c: c.name.replace(" ", "-")
-)  # fmt: skip
+    "case",
+    [c for c in tiny_cases() if c.shape.name in TINY_SHAPES],
+    ids=lambda c: c.name.replace(" ", "-"),
+)
 def test_the_vectorised_oracle_is_the_one_with_loops(case):
     problem = make_problem(dataclasses.replace(case, context=37), CPU, torch.float32)
     case, lse = problem.case, problem.results["lse"].double()
@@ -130,10 +132,22 @@ class PrefillWrapper:
         assert workspace.dtype == torch.uint8 and kv_layout == "NHD" and backend == "fa2"
 
     def plan(
-        self, qo_indptr, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
-        page_size, *, causal=False, sm_scale=None, window_left=-1, q_data_type="float16",
+        self,
+        qo_indptr,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        causal=False,
+        sm_scale=None,
+        window_left=-1,
+        q_data_type="float16",
         kv_data_type=None,
-    ):  # fmt: skip
+    ):
         for each in (qo_indptr, indptr, indices, last_page_len):
             assert each.dtype == torch.int32 and each.ndim == 1
         counts = indptr.diff()
@@ -153,10 +167,12 @@ class PrefillWrapper:
         for i, (pages, length) in enumerate(zip(self.pages, self.lengths.tolist(), strict=True)):
             rows = slice(self.cu[i], self.cu[i + 1])
             keys, values = (
-                cache[pages.long()].float().flatten(0, 1)[:length]
+                cache[pages.long()]
+                .float()
+                .flatten(0, 1)[:length]
                 .repeat_interleave(num_heads // num_kv_heads, dim=1)
                 for cache in paged_kv_cache
-            )  # fmt: skip
+            )
             key = torch.arange(length)
             own_key = torch.arange(length - (rows.stop - rows.start), length)[:, None]
             seen = key <= own_key

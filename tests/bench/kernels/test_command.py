@@ -125,12 +125,20 @@ def test_every_tiny_latent_case_runs(tmp_path, rates):
     cases = tiny_latent_cases()
     attention = {c.name for c in cases if c.shape.op in LATENT_ATTENTION}
     assert timed == {(c.name, "quire") for c in cases} | {(n, "quire-in-step") for n in attention}
-    assert all(row["ms"] > 0 and row["gb_per_s"] > 0 for row in result["rows"] if not row["skipped"])  # fmt: skip
+    assert all(
+        row["ms"] > 0 and row["gb_per_s"] > 0 for row in result["rows"] if not row["skipped"]
+    )
     assert result["not_run"] == []
 
 
 def test_a_wrong_result_of_ours_is_exit_status_1(monkeypatch):
-    wrong = {"case": "c", "impl": "quire", "ours": True, "wrong": "error 1, budget 0", "skipped": None}  # fmt: skip
+    wrong = {
+        "case": "c",
+        "impl": "quire",
+        "ours": True,
+        "wrong": "error 1, budget 0",
+        "skipped": None,
+    }
     for ours in (True, False):
         result = {"rows": [wrong | {"ours": ours}], "not_run": []}
         monkeypatch.setattr(kernels, "run", lambda *a, result=result: result)

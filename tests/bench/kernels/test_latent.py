@@ -127,7 +127,9 @@ def test_wrong_topk_indices_are_refused():
     assert "expected 4 of token 1, got 3" in expected.wrong(indices, lens - torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("name", ["tiny/write", "tiny-wide/write", "tiny/compress", "tiny-wide/compress"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["tiny/write", "tiny-wide/write", "tiny/compress", "tiny-wide/compress"]
+)
 def test_rows_that_were_not_written_or_are_off_are_refused(name):
     problem = tiny(name, "prefill")
     expected, pages = expect(problem), problem.each[0]["pages"]
@@ -154,20 +156,51 @@ def test_slots_of_a_ring():
 def fake_flashmla():
     """FlashMLA's operators, by functions of this repository that follow its conventions."""
 
-    def sparse(q, cache, rows, lens, sinks, meta, splits, extra, extra_rows, extra_lens, dim, scale, out, flag):  # fmt: skip
+    def sparse(
+        q,
+        cache,
+        rows,
+        lens,
+        sinks,
+        meta,
+        splits,
+        extra,
+        extra_rows,
+        extra_lens,
+        dim,
+        scale,
+        out,
+        flag,
+    ):
         assert q.shape[2] in (64, 128) and rows.shape[2] % 64 == 0
         out, lse = flash_mla_with_kvcache(
-            q, cache, None, None, dim, softmax_scale=scale, is_fp8_kvcache=True, indices=rows, attn_sink=sinks,
-            extra_k_cache=extra, extra_indices_in_kvcache=extra_rows,
-        )  # fmt: skip
+            q,
+            cache,
+            None,
+            None,
+            dim,
+            softmax_scale=scale,
+            is_fp8_kvcache=True,
+            indices=rows,
+            attn_sink=sinks,
+            extra_k_cache=extra,
+            extra_indices_in_kvcache=extra_rows,
+        )
         return out, lse, "schedule", "splits"
 
     def dense(q, cache, dim, seq_lens, table, scale, causal, meta, splits, out):
         assert causal and q.shape[1] == 1 and cache.shape[2] == 1
         cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32)
         out = mla_attention(
-            q[:, 0], cache[:, :, 0], table, seq_lens, cu_seqlens_q, max_seqlen_q=1, softmax_scale=scale, head_dim_v=dim
-        )  # fmt: skip
+            q[:, 0],
+            cache[:, :, 0],
+            table,
+            seq_lens,
+            cu_seqlens_q,
+            max_seqlen_q=1,
+            softmax_scale=scale,
+            head_dim_v=dim,
+        )
         return out[:, None], None, "schedule", "splits"
 
     return SimpleNamespace(sparse_decode_fwd=sparse, dense_decode_fwd=dense)

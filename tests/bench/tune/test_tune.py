@@ -41,15 +41,21 @@ def test_candidates_start_with_the_table_and_fit(arch):
     work = table_entries(all_cases(), arch)
     assert len({entry.name for entry in work}) == len(work)
     assert {entry.table for entry in work} == {
-        entries.DECODE, entries.PREFILL, entries.E4M3_PREFILL, entries.LATENT, entries.FP8_LATENT,
-    }  # fmt: skip
+        entries.DECODE,
+        entries.PREFILL,
+        entries.E4M3_PREFILL,
+        entries.LATENT,
+        entries.FP8_LATENT,
+    }
     for entry, cases in work.items():
         values = entry.candidates(arch)
         assert 1 <= len(cases) <= entries.CASES_PER_ENTRY and len(set(values)) == len(values) > 5
         assert values[0] == entry.current
         row_bytes = 2 * 576 if entry.table[0] == "latent" else 4 * entry.key
         for value in values[1:]:
-            block_n, stages = value[:2] if isinstance(value, tuple) else (value.block_n, value.num_stages)  # fmt: skip
+            block_n, stages = (
+                value[:2] if isinstance(value, tuple) else (value.block_n, value.num_stages)
+            )
             assert block_n * row_bytes * (stages - 1) <= arch.shared_memory
     assert next(iter(work)) == Entry(entries.DECODE, "", 512)  # of the first case of the headline
 
@@ -176,7 +182,9 @@ def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
         assert len(row["ms"]) == count and row["ratio"] == 1
 
 
-@pytest.mark.parametrize(("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)]
+)
 def test_another_value_has_to_be_clearly_faster(ratios, taken):
     rows = [{"ratio": ratio} for ratio in ratios]
     assert tune.best(rows) is rows[taken]
