@@ -150,13 +150,11 @@ def test_folders_of_bench_know_few_others():
         if name.split(".")[1:2] != other.split(".")[1:2] and path.parent.name in folders
     }
     assert {(a, b) for a, b in found if b != "common"} == {
-        ("gpu", "kernels"),
         ("gpu", "peers"),
         ("kernels", "cases"),
         ("kernels", "peers"),
         ("peers", "cases"),
         ("tune", "cases"),
-        ("tune", "kernels"),
         ("tune", "peers"),
         ("tune", "static"),
     }

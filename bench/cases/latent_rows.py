@@ -1,154 +1,102 @@
-"""The tensors of cases that make what attention reads: ``topk_indices``, entries, written rows.
+"""Problems of the operators that make what latent attention reads: ``topk_indices``, entries, rows.
 
-``topk_indices`` are right if none that was left out scores higher than one that was taken, by more
-than the errors of two scores; there have to be as many as there should, each once. Rows that were
-written are read back from the pages. Budgets are those of `bench.common.bounds`, and for e4m3 half
-a step more.
+``topk_indices`` are right if no entry that was left out scores higher than one that was taken, by
+more than the errors of two scores, and if there are as many as there should be, each once. Written
+rows are read back from the pages, and compared with those of ``impl="torch"``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels import IndexPages, LatentPages
+from quire.kernels import (
+    IndexPages,
+    LatentPages,
+    compress,
+    index_topk,
+    index_topk_workspace_numel,
+    write_latent,
+)
 
-from ..common.bounds import Bounded, allowed, bounding
-from .latent_problem import lengths, make_pages, num_copies, shuffled_table
-from .latent_shapes import LatentCase
-from .problem import CHECKED_ROWS, CHECKED_SEQS, spread
+from ..common.bounds import Bounded, bounding
+from .latent import make_pages, positions, shuffled_table, slots
+from .problem import Problem, checked_rows, lengths, num_copies
+from .shapes import Case, LatentShape
+from .work import case_bytes
 
-EPS = 1e-6
 ROPE_THETA = 1e4
 
 
-@dataclass(frozen=True)
-class IndexProblem:
-    """A case of "index"; the first dimension of q is the copy, ``pages`` has an element for each.
-    Shapes as in ``index_topk``.
-    """
-
-    case: LatentCase
-    q: Tensor
-    weights: Tensor
-    pages: list[IndexPages]
-    block_table: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-
-    @property
-    def copies(self) -> int:
-        """How many calls can be made before one reads what another has read."""
-        return self.q.shape[0]
-
-
-@dataclass(frozen=True)
-class RowsProblem:
-    """A case of "write" or "compress".
-
-    Attributes:
-        x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress".
-        gate, ape: of "compress" alone, as there.
-        state: of "compress" alone, an element for each copy.
-        pages: an element for each copy.
-        slot_mapping: [num_tokens] int64.
-        positions: [num_tokens] int64.
-        cos_sin, norm_weight: as in ``write_latent``.
-    """
-
-    case: LatentCase
-    x: Tensor
-    gate: Tensor | None
-    ape: Tensor | None
-    state: list[Tensor] | None
-    pages: list[LatentPages] | list[IndexPages]
-    slot_mapping: Tensor
-    positions: Tensor
-    cos_sin: Tensor
-    norm_weight: Tensor
-    seq_lens: Tensor
-    cu_seqlens_q: Tensor
-
-    @property
-    def copies(self) -> int:
-        """How many calls can be made before one reads what another has read."""
-        return self.x.shape[0]
-
-
-def make_index(
-    case: LatentCase,
-    device: torch.device,
-    *,
-    case_bytes: float,
-    seed: int = 0,
-    copies: int | None = None,
-) -> IndexProblem:
-    """Random tensors for a case of "index"; arguments as in
-    `bench.cases.latent_problem.make_attention`.
-    """
+def make_index(case: Case, device: torch.device, copies: int | None, seed: int) -> Problem:
+    """Random tensors for "index"; arguments as in `bench.cases.make.make_problem`."""
     shape = case.shape
+    assert isinstance(shape, LatentShape)
     generator = torch.Generator(device).manual_seed(seed)
-    if copies is None:
-        copies = num_copies(device, case_bytes) if device.type == "cuda" else 1
-    seq_lens, cu_seqlens_q, _ = lengths(case, device)
-    table = shuffled_table(case.batch, -(-case.num_entries // shape.rows), generator)
-    size = (copies, case.num_tokens, shape.num_heads, shape.head_dim)
-    q = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-    weights = torch.randn(size[1:3], generator=generator, device=device)
-    num_pages = table.numel() + 1
-    return IndexProblem(
-        case=case,
-        q=q,
-        weights=weights * (shape.num_heads * shape.head_dim) ** -0.5,
-        pages=[make_pages(num_pages, shape, shape.rows, case.fp8, generator) for _ in range(copies)],
-        block_table=table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-    )  # fmt: skip
+    seq_lens, cu_seqlens_q = lengths(case, device)
+    table = shuffled_table(case.batch, -(-shape.entries(case.context) // shape.rows), generator)
+    weights = torch.randn(case.num_tokens, shape.num_heads, generator=generator, device=device)
+    sizes = {"topk": shape.topk, "compress_ratio": shape.ratio, "max_seq_len": case.context}
+    numel = index_topk_workspace_numel(num_tokens=case.num_tokens, **sizes)
+    shared = {
+        "weights": weights * (shape.num_heads * shape.head_dim) ** -0.5,
+        "block_table": table,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": case.q_lens[0],
+        "workspace": torch.empty(numel, device=device),
+        **sizes,
+    }
+    size = (case.num_tokens, shape.num_heads, shape.head_dim)
+    each = []
+    for _ in range(num_copies(device, case_bytes(case), copies)):
+        q = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        each.append({"q": q, "pages": make_pages(table, shape, shape.rows, generator)})
+    results = {
+        "out": torch.empty(case.num_tokens, shape.topk, dtype=torch.int32, device=device),
+        "lens": torch.empty(case.num_tokens, dtype=torch.int32, device=device),
+    }
+    return Problem(case, index_topk, shared, each, results)
 
 
 @dataclass(frozen=True)
 class ExpectedTopk:
-    """What ``index_topk`` has to give.
+    """The scores that ``index_topk`` selects by.
 
     Attributes:
-        rows: tokens that are checked.
-        scores: of each of these tokens, float64 scores of all entries that it sees, with bounds.
-        topk: entries of a token, at most.
+        tokens: tokens that are checked.
+        scores: float64 scores with bounds of all entries that each token sees.
+        topk: most entries of a token.
     """
 
-    rows: list[int]
+    tokens: list[int]
     scores: list[Bounded]
     topk: int
 
     def wrong(self, topk_indices: Tensor, lens: Tensor) -> str | None:
-        """What is wrong with a result.
+        """Describe the first error of a result; None if it is right.
 
         Args:
-            topk_indices: [num_tokens, topk] int32, entries of each token, then -1.
-            lens: [num_tokens] int32, how many there are.
-
-        Returns:
-            A message, or None.
+            topk_indices: [num_tokens, topk] int32 entries, then -1.
+            lens: [num_tokens] int32 numbers of entries.
         """
-        for token, scores in zip(self.rows, self.scores, strict=True):
-            count = min(self.topk, len(scores))
-            row = topk_indices[token].long()
+        for token, scores in zip(self.tokens, self.scores, strict=True):
+            count, row = min(self.topk, len(scores)), topk_indices[token].long()
             ids = row[:count]
             if int(lens[token]) != count or bool((row[count:] != -1).any()):
                 return f"topk_indices: expected {count} of token {token}, got {int(lens[token])}"
-            taken = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
             if not bool(((ids >= 0) & (ids < len(scores))).all()):
                 return f"topk_indices: token {token} has one that it does not see"
+            taken = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
             taken[ids] = True
             if int(taken.sum()) != count:
                 return f"topk_indices: token {token} has one twice"
             if count < len(scores):
-                # As high as each may have been found, and as low.
-                highest, lowest = scores.value + scores.error, scores.value - scores.error
-                gap = (lowest[~taken].max() - highest[taken].min()).item()
+                least, most = scores.value - scores.error, scores.value + scores.error
+                gap = (least[~taken].max() - most[taken].min()).item()
                 if gap > 0:
                     return (
                         f"topk_indices: one left out scores {gap:.3g} more than the budget allows"
@@ -156,92 +104,85 @@ class ExpectedTopk:
         return None
 
 
-def expect_topk(problem: IndexProblem) -> ExpectedTopk:
-    """The float64 scores of a sample of rows of the first copy."""
-    case, shape = problem.case, problem.case.shape
-    q_len = case.q_lens[0]
-    rows, scores = [], []
-    for seq in spread(case.batch, CHECKED_SEQS):
-        entry = torch.arange(case.num_entries, device=problem.q.device)
-        page = problem.block_table[seq].long()[entry // shape.rows]
-        keys = problem.pages[0].read(page * shape.rows + entry % shape.rows)
-        for row in spread(q_len, CHECKED_ROWS):
-            token = seq * q_len + row
-            visible = (case.context - q_len + row + 1) // shape.ratio
-            rows.append(token)
-            with bounding():
-                scores.append(_scores(problem, token, keys[:visible], torch.float64))
-    return ExpectedTopk(rows, scores, shape.topk)
+def expect_topk(problem: Problem) -> ExpectedTopk:
+    """The float64 scores of a sample of tokens of the first copy."""
+    case, shape, tensors = problem.case, problem.case.shape, problem.each[0]
+    tokens, scores = [], []
+    for seq, row, token in checked_rows(case):
+        visible = (case.context - case.q_lens[0] + row + 1) // shape.ratio
+        entry = torch.arange(visible, device=tensors["q"].device)
+        table = problem.shared["block_table"][seq]
+        keys = tensors["pages"].read(slots(table, shape.rows, entry))
+        tokens.append(token)
+        with bounding():
+            products = torch.relu(keys.double() @ tensors["q"][token].double().T)
+            scores.append(products @ problem.shared["weights"][token].double())
+    return ExpectedTopk(tokens, scores, shape.topk)
 
 
-def _scores(problem: IndexProblem, token: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """[keys] scores of a token of the first copy."""
-    weights = problem.weights[token]
-    products = torch.relu(keys.to(dtype) @ problem.q[0, token].to(dtype).T)
-    return products @ weights.to(dtype)
+def make_rows(case: Case, device: torch.device, copies: int | None, seed: int) -> Problem:
+    """Random tensors for "write" or "compress"; arguments as in `bench.cases.make.make_problem`.
 
-
-def make_rows(
-    case: LatentCase,
-    device: torch.device,
-    *,
-    case_bytes: float,
-    seed: int = 0,
-    copies: int | None = None,
-) -> RowsProblem:
-    """Random tensors for a case of "write" or "compress"; arguments as in
-    `bench.cases.latent_problem.make_attention`.
-
-    The state holds, where the step puts its rows, these rows already: then a call changes nothing
-    that the next one reads.
+    The state holds the step's rows already, so that a call changes nothing that the next one reads.
     """
     shape = case.shape
+    assert isinstance(shape, LatentShape)
     generator = torch.Generator(device).manual_seed(seed)
-    if copies is None:
-        copies = num_copies(device, case_bytes) if device.type == "cuda" else 1
+    copies = num_copies(device, case_bytes(case), copies)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    seq_lens, cu_seqlens_q, positions = lengths(case, device)
-    q_len, num_tokens = case.q_lens[0], case.num_tokens
-    gate = ape = state = None
+    q_len, position = case.q_lens[0], positions(case, device)
     if shape.op == "write":
-        table = shuffled_table(case.batch, -(-q_len // shape.window_rows), generator)
-        x = normal(copies, num_tokens, shape.head_dim).bfloat16()
-        row, rows = torch.arange(q_len, device=device).repeat(case.batch), shape.window_rows
-        made = torch.ones_like(row, dtype=torch.bool)
+        rows, index = shape.window_rows, torch.arange(q_len, device=device).repeat(case.batch)
+        width = -(-q_len // rows)
     else:
-        table = shuffled_table(case.batch, -(-case.num_entries // shape.rows), generator)
-        channels = shape.head_dim * (1 + shape.overlap)
-        x, gate = normal(copies, num_tokens, channels), normal(copies, num_tokens, channels)
-        ape = normal(shape.ratio, channels)
-        ring = shape.ratio * (1 + shape.overlap)
-        state = [normal(case.batch, ring, 2, channels) for _ in range(copies)]
-        kept = torch.arange(q_len - min(ring, q_len), q_len, device=device)
-        for copy, seq in ((c, s) for c in range(copies) for s in range(case.batch)):
+        rows, index, width = (
+            shape.rows,
+            position // shape.ratio,
+            -(-shape.entries(case.context) // shape.rows),
+        )
+        index = torch.where((position + 1) % shape.ratio == 0, index, -1)
+    table = shuffled_table(case.batch, width, generator)
+    parts = index.view(case.batch, q_len)
+    shared: dict[str, Any] = {
+        "slot_mapping": torch.cat(
+            [slots(table[seq], rows, parts[seq]) for seq in range(case.batch)]
+        ),
+        "cos_sin": rope_table(case.context, shape.rope_dim, device),
+        "norm_weight": 1 + 0.3 * normal(shape.head_dim),
+    }
+    each: list[dict[str, Any]] = [
+        {"pages": make_pages(table, shape, rows, generator)} for _ in range(copies)
+    ]
+    if shape.op == "write":
+        for tensors in each:
+            tensors["x"] = normal(case.num_tokens, shape.head_dim).bfloat16()
+        results = {"out": torch.empty_like(each[0]["x"])}
+        return Problem(case, write_latent, shared | {"positions": position}, each, results)
+    seq_lens, cu_seqlens_q = lengths(case, device)
+    channels, ring = shape.head_dim * (1 + shape.overlap), shape.ratio * (1 + shape.overlap)
+    shared |= {
+        "ape": normal(shape.ratio, channels),
+        "state_index": torch.arange(case.batch, dtype=torch.int32, device=device),
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "ratio": shape.ratio,
+        "overlap": shape.overlap,
+        "max_seqlen_q": q_len,
+    }
+    kept = torch.arange(q_len - min(ring, q_len), q_len, device=device)
+    for tensors in each:
+        kv, gate = normal(case.num_tokens, channels), normal(case.num_tokens, channels)
+        state = normal(case.batch, ring, 2, channels)
+        for seq in range(case.batch):
             token = seq * q_len + kept
-            place = positions[token] % ring
-            state[copy][seq, place, 0] = x[copy, token]
-            state[copy][seq, place, 1] = gate[copy, token] + ape[positions[token] % shape.ratio]
-        row, rows = positions // shape.ratio, shape.rows
-        made = (positions + 1) % shape.ratio == 0
-    seq = torch.arange(case.batch, device=device).repeat_interleave(q_len)
-    slots = table[seq, row // rows].long() * rows + row % rows
-    return RowsProblem(
-        case=case,
-        x=x,
-        gate=gate,
-        ape=ape,
-        state=state,
-        pages=[make_pages(table.numel() + 1, shape, rows, case.fp8, generator) for _ in range(copies)],
-        slot_mapping=torch.where(made, slots, -1),
-        positions=positions,
-        cos_sin=rope_table(case.context, shape.rope_dim, device),
-        norm_weight=1 + 0.3 * normal(shape.head_dim),
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-    )  # fmt: skip
+            place = position[token] % ring
+            state[seq, place, 0] = kv[token]
+            state[seq, place, 1] = gate[token] + shared["ape"][position[token] % shape.ratio]
+        tensors |= {"kv": kv, "gate": gate, "state": state}
+    return Problem(case, compress, shared, each, {})
 
 
 def rope_table(num_positions: int, rope_dim: int, device: torch.device) -> Tensor:
@@ -253,93 +194,48 @@ def rope_table(num_positions: int, rope_dim: int, device: torch.device) -> Tenso
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """What rows that were written have to be.
+    """The rows that a call writes, as ``impl="torch"`` writes them.
 
     Attributes:
-        rows: [n] indices of tokens, whose row or entry went to ``slots``.
-        exact: [n, head_dim] float64.
-        budget: [n, head_dim], the largest errors allowed.
+        pages: pages that the call writes.
+        slots: [n] physical rows.
+        rows: [n, head_dim] fp32 rows read back.
+        out: [num_tokens, head_dim] result of "write"; None for "compress".
     """
 
     pages: LatentPages | IndexPages
-    rows: Tensor
     slots: Tensor
-    exact: Tensor
-    budget: Tensor
+    rows: Tensor
+    out: Tensor | None
 
     def wrong(self, out: Tensor | None = None) -> str | None:
-        """What is wrong with pages or ``out`` [num_tokens, head_dim]: a message, or None."""
-        found = {"pages": self.pages.read(self.slots)}
+        """Describe an error of the pages or of ``out``; None if right.
+
+        A step of the stored format is allowed: 2^-7 of a bf16 value; 2^-3 of an e4m3 value, at
+        least 2^-9 of its scale, which is at most twice the largest value / 448.
+        """
+        found = [("pages", self.pages.read(self.slots), self.rows, self.pages.fp8)]
         if out is not None:
-            found["out"] = out[self.rows]
-        for name, sample in found.items():
-            share = ((sample.double() - self.exact).abs() / self.budget).max().item()
+            found.append(("out", out, self.out, False))
+        for name, actual, expected, e4m3 in found:
+            expected = expected.double()
+            budget = expected.abs() * (2.0**-3 if e4m3 else 2.0**-7)
+            least = 2.0**-8 / 448 if e4m3 else 1e-5
+            budget += expected.abs().amax(1, keepdim=True) * least
+            share = ((actual.double() - expected).abs() / budget).max().item()
             if not share <= 1:
                 return f"{name}: error {share:.3g} of the budget"
         return None
 
 
-def expect_rows(problem: RowsProblem) -> ExpectedRows:
-    """The float64 rows of a sample of those that the first copy's call writes, and clears these
-    rows of the pages.
-    """
-    written = (problem.slot_mapping >= 0).nonzero()[:, 0]
-    chosen = written[spread(len(written), CHECKED_SEQS * CHECKED_ROWS)]
-    with bounding():
-        exact = _rows(problem, chosen, torch.float64)
-    slots, pages = problem.slot_mapping[chosen], problem.pages[0]
-    # Garbage where a call is to write.
-    pages.write(slots, torch.full(exact.shape, 1e4, device=slots.device))
-    budget = allowed(exact, torch.bfloat16)
-    if pages.fp8:
-        # Half a step of e4m3: 2^-4 of the number, 2^-10 of its scale at the least; a power of two
-        # up to twice the largest / 448.
-        size = exact.value.abs() + budget
-        budget = budget + size / 16 + size.amax(1, keepdim=True) * 2.0**-9 / 448
-    return ExpectedRows(pages, chosen, slots, exact.value, budget)
-
-
-def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress",
-    before they are rounded.
-
-    Source: as ``quire.kernels.write_latent`` and ``quire.kernels.compress``; a test
-    compares them.
-    """
-    shape = problem.case.shape
-    position = problem.positions[tokens]
-    if shape.op == "write":
-        rows = problem.x[0, tokens].to(dtype)
-    else:
-        rows = torch.stack([_pooled(problem, int(token), dtype) for token in tokens])
-        position = position + 1 - shape.ratio
-    rows = rows * torch.rsqrt(rows.square().mean(1, keepdim=True) + EPS)
-    rows = rows * problem.norm_weight.to(dtype)
-    cos, sin = problem.cos_sin[position].to(dtype).chunk(2, 1)
-    first = shape.head_dim - shape.rope_dim
-    even, odd = rows[:, first::2], rows[:, first + 1 :: 2]
-    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], 2).flatten(1)
-    return torch.cat([rows[:, :first], rotated], 1)
-
-
-def _pooled(problem: RowsProblem, token: int, dtype: torch.dtype) -> Tensor:
-    """[head_dim]: the window that a token closes, pooled."""
-    shape, q_len = problem.case.shape, problem.case.q_lens[0]
-    assert problem.gate is not None and problem.ape is not None and problem.state is not None
-    seq, last = token // q_len, int(problem.positions[token])
-    ring = problem.state[0].shape[1]
-    values, logits = [], []
-    for position in range(max(0, last + 1 - ring), last + 1):
-        # Series a of the window before, series b of this one.
-        first = shape.head_dim if shape.overlap and position > last - shape.ratio else 0
-        part = slice(first, first + shape.head_dim)
-        source = token - (last - position)
-        if source >= seq * q_len:
-            values.append(problem.x[0, source, part].to(dtype))
-            bias = problem.ape[position % shape.ratio, part].to(dtype)
-            logits.append(problem.gate[0, source, part].to(dtype) + bias)
-        else:
-            row = problem.state[0][seq, position % ring, :, part].to(dtype)
-            values.append(row[0])
-            logits.append(row[1])
-    return (torch.softmax(torch.stack(logits), 0) * torch.stack(values)).sum(0)
+def expect_rows(problem: Problem) -> ExpectedRows:
+    """The rows of the first copy's call; fills these rows of its pages with garbage."""
+    slot_mapping, pages = problem.shared["slot_mapping"], problem.each[0]["pages"]
+    written = slot_mapping[slot_mapping >= 0]
+    reference = replace(pages, data=pages.data.clone())
+    results = {name: torch.empty_like(empty) for name, empty in problem.results.items()}
+    arguments = problem.shared | problem.each[0] | results | {"pages": reference}
+    problem.operator(**arguments, impl="torch")
+    rows = reference.read(written)
+    pages.write(written, torch.full_like(rows, 1e4))
+    return ExpectedRows(pages, written, rows, results.get("out"))

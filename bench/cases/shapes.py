@@ -1,12 +1,13 @@
-"""Attention shapes of named models, and the batches that kernels are measured on. A new shape is a
-line of a table, not code.
+"""Shapes of named models, and the batches that kernels are measured on. A new shape is one line.
 
-A case is one launch: a shape (or its share under tensor parallelism), a phase, and how many
-sequences of which context:
+A case is one call: a shape, a phase, and ``batch`` sequences of ``context`` keys with the new ones:
 
-    decode   every sequence adds one token to its context
-    prefill  every sequence adds a chunk: the whole prompt, or its last ``CHUNK`` tokens where it is longer
-    mixed    decodes, and behind them one sequence with a chunk of ``MIXED_CHUNK`` tokens
+    decode   every sequence adds one token
+    prefill  every sequence adds its last ``CHUNK`` tokens, or all of them if there are fewer
+    mixed    decodes, then one sequence with a chunk of ``MIXED_CHUNK`` tokens (K and V only)
+
+`Shape` is attention over pages of keys and values. `LatentShape` is an operator on the latent rows
+of DeepSeek-V3 and V4, each of which is key and value at once for all query heads.
 """
 
 from __future__ import annotations
@@ -14,19 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.models.config.named import CONFIGS
-
 CHUNK = 8192
 MIXED_CHUNK = 2048
 PHASES = ("decode", "prefill", "mixed")
 BATCHES = (1, 16, 128)
 CONTEXTS = (4096, 32768, 131072)
+LONGEST_CONTEXT = 1 << 20  # of DeepSeek-V4
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 PARALLEL = (2, 4, 8)
-# The case that every other one differs from in one respect.
 USUAL_BATCH, USUAL_CONTEXT = 16, 32768
-# Keys and values of a case; larger cases are left out.
-MAX_CACHE_BYTES = 40 * 2**30
+MAX_CACHE_BYTES = 40 * 2**30  # cases with more keys and values are left out
+LATENT_ATTENTION = ("mla", "window", "csa", "hca")
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,9 @@ class Shape:
     """Attention of one kind of layer; fields as in ``quire.kernels.paged_attention``.
 
     Attributes:
-        name: model/kind, with /fp8 behind it for e4m3 pages, and /tpN for the share of one of N
-            devices.
-        block_size: tokens of a page in this model's layout.
-        fp8: whether pages are e4m3, with a scale for each row.
+        name: model/kind, then /fp8 for e4m3 pages, then /tpN for the share of one of N devices.
+        block_size: tokens of a page.
+        fp8: e4m3 pages, with a scale for each row.
     """
 
     name: str
@@ -45,10 +43,15 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
-    softmax_scale: float | None = None
+    scale: float | None = None
     sinks: bool = False
     block_size: int = 16
     fp8: bool = False
+
+    @property
+    def softmax_scale(self) -> float:
+        """The given factor, or head_dim ** -0.5."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def kv_token_bytes(self) -> int:
@@ -56,33 +59,124 @@ class Shape:
         row_bytes = self.head_dim + 4 if self.fp8 else 2 * self.head_dim
         return 2 * self.num_kv_heads * row_bytes
 
+    @property
+    def layout(self) -> str:
+        """The last word of a case's name."""
+        return f"p{self.block_size}"
+
+    @property
+    def bounded(self) -> bool:
+        """True if a long context costs no more than a short one."""
+        return self.sliding_window is not None
+
+    def seq_bytes(self, context: int, q_len: int) -> int:
+        """Bytes of the keys and values of one sequence that some query sees, scales included."""
+        reach = self.sliding_window
+        return self.kv_token_bytes * (context if reach is None else min(context, reach - 1 + q_len))
+
     def shard(self, devices: int) -> Shape | None:
-        """The share of one of ``devices`` under tensor parallelism; None where KV heads do not
-        divide.
-        """
+        """The share of one of ``devices``; None if the KV heads do not divide."""
         if self.num_kv_heads % devices:
             return None
-        return replace(
-            self,
-            name=f"{self.name}/tp{devices}",
-            num_heads=self.num_heads // devices,
-            num_kv_heads=self.num_kv_heads // devices,
-        )
+        heads, kv_heads = self.num_heads // devices, self.num_kv_heads // devices
+        name = f"{self.name}/tp{devices}"
+        return replace(self, name=name, num_heads=heads, num_kv_heads=kv_heads)
 
 
-class Batch:
-    """What the cases of all families share: ``batch`` sequences of ``context`` keys each, including
-    the new ones.
+@dataclass(frozen=True)
+class LatentShape:
+    """One operator on latent rows.
+
+    Attributes:
+        name: model/kind, then /tpN for the share of one of N devices.
+        op: mla       attention to all rows (V2 and V3)
+            window    attention to the last raw rows (V4 layers that only slide)
+            csa       the same, and to the top-k entries of 4 tokens each
+            hca       the same, and to all entries of 128 tokens each
+            index     scores of all entries of csa, and their top-k
+            compress  pooling of the entries that the step closes (in decode: one a sequence)
+            write     norm, RoPE and writing of the step's raw rows
+        num_heads: query heads, or those of the indexer.
+        head_dim: channels of a row or of an index key.
+        head_dim_v: channels of its value.
+        rope_dim: trailing roped channels.
+        ratio: raw tokens of an entry.
+        overlap: whether an entry pools two windows.
+        rows, window_rows: rows of a page of entries, and of raw rows.
+        index: whether entries are keys of the indexer.
+        fp8: quantized pages; else bf16.
     """
 
+    name: str
+    op: str
+    num_heads: int = 0
+    head_dim: int = 512
+    rope_dim: int = 64
+    head_dim_v: int = 512
+    sliding_window: int = 128
+    ratio: int = 1
+    overlap: bool = False
+    topk: int = 0
+    rows: int = 64
+    window_rows: int = 64
+    index: bool = False
+    scale: float | None = None
+    fp8: bool = True
+
+    @property
+    def softmax_scale(self) -> float:
+        """The given factor, or head_dim ** -0.5."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row with its scales."""
+        if not self.fp8:
+            return 2 * self.head_dim
+        return self.head_dim + 4 if self.index else 584
+
+    @property
+    def layout(self) -> str:
+        """The last word of a case's name."""
+        return "fp8" if self.fp8 else "bf16"
+
+    @property
+    def bounded(self) -> bool:
+        """True if a long context costs no more than a short one."""
+        return self.op in ("window", "write", "compress")
+
+    def entries(self, context: int) -> int:
+        """Entries of one sequence; for "mla" all of its rows."""
+        return 0 if self.op in ("window", "write") else context // self.ratio
+
+    def seq_bytes(self, context: int, q_len: int) -> int:
+        """Bytes of all entries of one sequence."""
+        return self.entries(context) * self.row_bytes
+
+    def shard(self, devices: int) -> LatentShape | None:
+        """The share of one of ``devices``; None for an operator that every device runs in whole."""
+        if self.op not in LATENT_ATTENTION:
+            return None
+        return replace(self, name=f"{self.name}/tp{devices}", num_heads=self.num_heads // devices)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call; see the file's docstring."""
+
+    shape: Shape | LatentShape
     phase: str
     batch: int
     context: int
 
     @property
-    def chunk(self) -> int:
-        """New tokens of a sequence in prefill, at most."""
-        return CHUNK
+    def name(self) -> str:
+        """Unique name, readable in a table."""
+        context = str(self.context)
+        for unit, letter in ((1 << 10, "k"), (1 << 20, "M")):
+            if self.context >= unit and self.context % unit == 0:
+                context = f"{self.context // unit}{letter}"
+        return f"{self.shape.name} {self.phase} b{self.batch} c{context} {self.shape.layout}"
 
     @property
     def q_lens(self) -> list[int]:
@@ -90,85 +184,66 @@ class Batch:
         if self.phase == "decode":
             return [1] * self.batch
         if self.phase == "prefill":
-            return [min(self.context, self.chunk)] * self.batch
+            return [min(self.context, CHUNK)] * self.batch
         return [1] * (self.batch - 1) + [min(self.context, MIXED_CHUNK)]
 
     @property
-    def seq_lens(self) -> list[int]:
-        """Keys of each sequence, including the new ones."""
-        return [self.context] * self.batch
+    def num_tokens(self) -> int:
+        """New tokens of the batch."""
+        return sum(self.q_lens)
 
     @property
     def num_decodes(self) -> int:
         """Sequences that add one token."""
         return {"decode": self.batch, "prefill": 0, "mixed": self.batch - 1}[self.phase]
 
-
-@dataclass(frozen=True)
-class Case(Batch):
-    """One launch of attention over keys and values in pages; see the file's docstring."""
-
-    shape: Shape
-    phase: str
-    batch: int
-    context: int
-    block_size: int
-
-    @property
-    def name(self) -> str:
-        """Unique, and readable in a table."""
-        return f"{self.shape.name} {self.phase} b{self.batch} c{short(self.context)} p{self.block_size}"
-
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values that some query sees, scales included."""
-        reach = self.shape.sliding_window
-        seen = (n if reach is None else min(n, reach - 1 + q) for n, q in zip(self.seq_lens, self.q_lens, strict=True))  # fmt: skip
-        return sum(seen) * self.shape.kv_token_bytes
+        """Bytes of the keys and values, or entries, of the batch."""
+        return sum(self.shape.seq_bytes(self.context, q_len) for q_len in self.q_lens)
 
 
-def _gemma(name: str) -> list[Shape]:
-    """The two kinds of layers of a configuration; the page of the lighter one holds more tokens, so
-    that all pages have equal bytes.
-    """
-    config = CONFIGS[name]
-    kinds = {"local": config.sliding, "global": config.full}
-    heaviest = max(a.num_kv_heads * a.head_dim for a in kinds.values())
-    return [
-        Shape(
-            f"{name}/{kind}",
-            a.num_heads,
-            a.num_kv_heads,
-            a.head_dim,
-            a.sliding_window,
-            config.softmax_scale,
-            block_size=16 * heaviest // (a.num_kv_heads * a.head_dim),
-        )
-        for kind, a in kinds.items()
-    ]
-
-
-# Shapes without a configuration here: config.json of the checkpoints named. Scale 1: Gemma-4's q
-# and k norms carry it.
-_OTHERS = (
-    Shape("gemma-4-26b/local", 16, 8, 256, 1024, 1.0, block_size=16),
+# From config.json of the checkpoints. Gemma-4's q and k norms carry the scale. Pages of one model
+# have equal bytes.
+_PLAIN = (
+    Shape("gemma-4-31b/local", 32, 16, 256, 1024, 1.0),
+    Shape("gemma-4-31b/global", 32, 4, 512, None, 1.0, block_size=32),
+    Shape("gemma-4-26b/local", 16, 8, 256, 1024, 1.0),
     Shape("gemma-4-26b/global", 16, 2, 512, None, 1.0, block_size=32),
     Shape("gemma-4-e4b/local", 8, 2, 256, 512, 1.0, block_size=32),
-    Shape("gemma-4-e4b/global", 8, 2, 512, None, 1.0, block_size=16),
+    Shape("gemma-4-e4b/global", 8, 2, 512, None, 1.0),
     Shape("llama-3-70b", 64, 8, 128),
     Shape("gpt-oss-120b/local", 64, 8, 64, 128, sinks=True),
     Shape("gpt-oss-120b/full", 64, 8, 64, sinks=True),
+    Shape("gemma-3-27b/local", 32, 16, 128, 1024, 168**-0.5),
+    Shape("gemma-3-27b/global", 32, 16, 128, None, 168**-0.5),
 )
-SHAPES = {shape.name: shape for shape in (*_gemma("gemma-4-31b"), *_OTHERS, *_gemma("gemma-3-27b"))}
+_FP8 = [
+    replace(shape, name=f"{shape.name}/fp8", fp8=True)
+    for shape in _PLAIN
+    if shape.name in ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b")
+]
+# A page of V4 covers 256 raw tokens. Flash and Pro pool and write alike. V2 and V3 scale by
+# uncompressed heads of 128 + 64 channels; their kernels take bf16.
+_LATENTS = (
+    LatentShape("v4-flash/csa", "csa", 64, ratio=4, topk=512),
+    LatentShape("v4-flash/hca", "hca", 64, ratio=128, rows=2),
+    LatentShape("v4-flash/sliding", "window", 64),
+    LatentShape("v4-flash/index", "index", 64, 128, ratio=4, topk=512, index=True),
+    LatentShape("v4-pro/csa", "csa", 128, ratio=4, topk=1024),
+    LatentShape("v4-pro/hca", "hca", 128, ratio=128, rows=2),
+    LatentShape("v4-pro/sliding", "window", 128),
+    LatentShape("v4-pro/index", "index", 64, 128, ratio=4, topk=1024, index=True),
+    LatentShape("v4/compress-csa", "compress", ratio=4, overlap=True),
+    LatentShape("v4/compress-hca", "compress", ratio=128, rows=2),
+    LatentShape("v4/compress-index", "compress", head_dim=128, ratio=4, overlap=True, index=True),
+    LatentShape("v4/write", "write"),
+    LatentShape("v3/mla", "mla", 128, head_dim=576, scale=192**-0.5, fp8=False),
+)
+SHAPES = {shape.name: shape for shape in (*_PLAIN, *_FP8)}
+LATENT_SHAPES = {shape.name: shape for shape in _LATENTS}
 
-# Of these, also with e4m3 pages: decode and prefill at the usual batch and context, decode of one
-# sequence and of many.
-FP8_SHAPES = {
-    f"{name}/fp8": replace(SHAPES[name], name=f"{name}/fp8", fp8=True)
-    for name in ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b")
-}
-
-# Shapes small enough for a CPU, one with everything that a shape can have.
+# Small enough for a CPU.
 TINY_SHAPES = {
     shape.name: shape
     for shape in (
@@ -177,86 +252,102 @@ TINY_SHAPES = {
         Shape("tiny/local/fp8", 4, 2, 16, 24, sinks=True, fp8=True),
     )
 }
+# Quantized latents have 512 channels in every model ("wide").
+_SMALL = {"head_dim": 32, "rope_dim": 8, "sliding_window": 8, "window_rows": 4, "fp8": False}
+_WIDE = {"sliding_window": 8, "window_rows": 4}
+_INDEX = {"head_dim": 16, "rope_dim": 8, "ratio": 4, "topk": 4, "rows": 4, "index": True}
+_CSA, _HCA = {"ratio": 4, "topk": 4, "rows": 4}, {"ratio": 8, "rows": 2}
+TINY_LATENT_SHAPES = {
+    shape.name: shape
+    for shape in (
+        LatentShape("tiny/mla", "mla", 4, 48, 16, 32, rows=4, fp8=False),
+        LatentShape("tiny/sliding", "window", 4, head_dim_v=32, **_SMALL),
+        LatentShape("tiny/csa", "csa", 4, head_dim_v=32, **_SMALL, **_CSA),
+        LatentShape("tiny/hca", "hca", 4, head_dim_v=32, **_SMALL, **_HCA),
+        LatentShape("tiny/index", "index", 8, **_INDEX),
+        LatentShape("tiny/index-bf16", "index", 8, **_INDEX, fp8=False),
+        LatentShape("tiny/compress", "compress", **_SMALL, ratio=4, overlap=True, rows=4),
+        LatentShape("tiny/write", "write", **_SMALL),
+        LatentShape("tiny-wide/csa", "csa", 2, **_WIDE, **_CSA),
+        LatentShape("tiny-wide/hca", "hca", 2, **_WIDE, **_HCA),
+        LatentShape("tiny-wide/compress", "compress", ratio=8, rows=2),
+        LatentShape("tiny-wide/write", "write", **_WIDE),
+    )
+}
 
 
-def headline() -> list[Case]:
-    """The cases that matter most, best first: decode and prefill of the main shapes at the usual
-    batch and context.
-    """
+def case_of(name: str, phase: str, batch: int, context: int = USUAL_CONTEXT) -> Case:
+    """The case of a named shape, or of the share of one ("v3/mla/tp8")."""
+    whole, _, devices = name.partition("/tp")
+    shape = (SHAPES | LATENT_SHAPES)[whole]
+    share = shape.shard(int(devices)) if devices else shape
+    if share is None:
+        raise ValueError(f"name: expected a shape that can be divided, got {name!r}")
+    return Case(share, phase, batch, context)
+
+
+def attention_headline() -> list[Case]:
+    """The main cases of attention over keys and values, most important first."""
     names = ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b", "gpt-oss-120b/full")
-    found = []
-    for phase, batch in (("decode", USUAL_BATCH), ("prefill", 1), ("decode", 1)):
-        found += [_case(SHAPES[name], phase, batch, USUAL_CONTEXT) for name in names]
-    return found
+    loads = (("decode", USUAL_BATCH), ("prefill", 1), ("decode", 1))
+    return [case_of(name, *load) for load in loads for name in names]
 
 
-def fp8_cases() -> list[Case]:
-    """The cases with e4m3 pages."""
-    found: dict[Case, None] = {}
-    for shape in FP8_SHAPES.values():
-        found.update(dict.fromkeys(_phases(shape)))
-        found.update(dict.fromkeys(_batches(shape)))
-    return list(found)
+def latent_headline() -> list[Case]:
+    """The main cases of the latent operators, most important first."""
+    names = ("v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca")
+    usual = (*names, "v3/mla", "v3/mla/tp8", "v4-flash/index")
+    chunks = ("v4-flash/csa", "v4-flash/hca", "v4-flash/index", "v3/mla")
+    longest = ("v4-flash/hca", "v4-flash/index")
+    return [
+        *(case_of(name, "decode", 128) for name in names),
+        *(case_of(name, "decode", USUAL_BATCH) for name in usual),
+        *(case_of(name, "prefill", 1) for name in chunks),
+        *(case_of(name, "decode", USUAL_BATCH, LONGEST_CONTEXT) for name in longest),
+        case_of("v4/compress-csa", "prefill", 1),
+        case_of("v4/write", "prefill", 1),
+        case_of("v4-flash/csa", "decode", 1),
+        case_of("v4-flash/sliding", "decode", 128),
+    ]
 
 
 def all_cases() -> list[Case]:
-    """Every case once, headline first, then one respect changed at a time: e4m3 pages, batch,
-    context, tensor parallelism, page size.
-    """
-    found = dict.fromkeys([*headline(), *fp8_cases()])
-    for vary in (_phases, _batches, _contexts, _parallel, _pages):
-        for shape in SHAPES.values():
-            found.update(dict.fromkeys(vary(shape)))
+    """Every case once, headline first; cases whose cache is too large are left out."""
+    found = dict.fromkeys([*attention_headline(), *latent_headline()])
+    for shape in (*SHAPES.values(), *LATENT_SHAPES.values()):
+        found.update(dict.fromkeys(_variants(shape)))
     return [case for case in found if case.cache_bytes <= MAX_CACHE_BYTES]
 
 
+def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
+    """Batches and contexts, then one other change at a time: shards, page sizes, plain rows."""
+    contexts = CONTEXTS + (LONGEST_CONTEXT,) * shape.name.startswith("v4")
+    for context in (USUAL_CONTEXT,) if shape.bounded else contexts:
+        for batch in BATCHES:
+            yield Case(shape, "decode", batch, context)
+        yield Case(shape, "prefill", 1, context)
+    others = [share for n in PARALLEL if (share := shape.shard(n)) is not None]
+    if isinstance(shape, Shape):
+        yield Case(shape, "mixed", USUAL_BATCH, USUAL_CONTEXT)
+        yield Case(shape, "prefill", 4, CONTEXTS[0])
+        for size in BLOCK_SIZES:
+            yield Case(replace(shape, block_size=size), "decode", USUAL_BATCH, USUAL_CONTEXT)
+    elif shape.fp8:
+        others.append(replace(shape, fp8=False))
+    for other in others:
+        yield Case(other, "decode", USUAL_BATCH, USUAL_CONTEXT)
+        yield Case(other, "prefill", 1, USUAL_CONTEXT)
+
+
 def tiny_cases() -> list[Case]:
-    """One case of every phase for each tiny shape."""
-    return [Case(shape, phase, 2, 40, 16) for shape in TINY_SHAPES.values() for phase in PHASES]
+    """Cases of all phases that a CPU runs in seconds."""
+    return [
+        *(Case(shape, phase, 2, 40) for shape in TINY_SHAPES.values() for phase in PHASES),
+        *tiny_latent_cases(),
+    ]
 
 
-def _case(
-    shape: Shape, phase: str, batch: int, context: int, block_size: int | None = None
-) -> Case:
-    return Case(shape, phase, batch, context, block_size or shape.block_size)
-
-
-def _phases(shape: Shape) -> Iterator[Case]:
-    yield _case(shape, "decode", USUAL_BATCH, USUAL_CONTEXT)
-    yield _case(shape, "prefill", 1, USUAL_CONTEXT)
-    yield _case(shape, "mixed", USUAL_BATCH, USUAL_CONTEXT)
-
-
-def _batches(shape: Shape) -> Iterator[Case]:
-    for batch in BATCHES:
-        yield _case(shape, "decode", batch, USUAL_CONTEXT)
-
-
-def _contexts(shape: Shape) -> Iterator[Case]:
-    for context in CONTEXTS:
-        # A window sees the same keys at any context: its decodes are measured at one only.
-        if shape.sliding_window is None:
-            for batch in BATCHES:
-                yield _case(shape, "decode", batch, context)
-        yield _case(shape, "prefill", 1, context)
-    yield _case(shape, "prefill", 4, CONTEXTS[0])
-
-
-def _parallel(shape: Shape) -> Iterator[Case]:
-    for devices in PARALLEL:
-        if (share := shape.shard(devices)) is not None:
-            yield _case(share, "decode", USUAL_BATCH, USUAL_CONTEXT)
-            yield _case(share, "prefill", 1, USUAL_CONTEXT)
-
-
-def _pages(shape: Shape) -> Iterator[Case]:
-    for block_size in BLOCK_SIZES:
-        yield _case(shape, "decode", USUAL_BATCH, USUAL_CONTEXT, block_size)
-
-
-def short(count: int) -> str:
-    """A number of tokens, in k or M where it is whole."""
-    for unit, letter in ((1 << 20, "M"), (1 << 10, "k")):
-        if count >= unit and count % unit == 0:
-            return f"{count // unit}{letter}"
-    return str(count)
+def tiny_latent_cases() -> list[Case]:
+    """The tiny cases of the latent operators."""
+    shapes = TINY_LATENT_SHAPES.values()
+    return [Case(shape, phase, 2, 40) for shape in shapes for phase in ("decode", "prefill")]

@@ -37,7 +37,7 @@ from quire.models.device import find_device
 from ..common.floors import device_rates
 from ..common.machine import describe_machine
 from ..common.results import write_json
-from ..kernels.families import FAMILIES
+from ..peers.find import find_peers
 from ..peers.flashinfer import build_flashinfer
 from ..peers.folder import unpack
 
@@ -107,12 +107,8 @@ def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
     folder = unpack(source, target)
     on_gpu = torch.cuda.is_available()
     flashinfer = build_flashinfer(folder) if on_gpu else "not compiled: no GPU"
-    present: dict[str, str] = {}
-    missing: dict[str, str] = {}
-    for family in FAMILIES.values():
-        found, lacking = family.find_peers(folder)
-        present |= {peer.name: peer.version for peer in found}
-        missing |= lacking
+    found, missing = find_peers(folder)
+    present = {peer.name: peer.version for peer in found}
     return {"flashinfer": flashinfer, "present": present, "missing": missing}
 
 

@@ -1,21 +1,21 @@
-"""Kernels side by side: quire's and every importable peer's, in one process, over the same tensors.
+"""Time quire's kernels and every importable peer side by side, in one process, on the same tensors.
 
     python -m bench.kernels --only "gemma-4-31b" --seconds 120 --json kernels.json
     python -m bench.kernels --peers .peers --impl quire,flashinfer,fa3
 
-Cases are attention over keys and values (`bench.cases.shapes`), and the latent kernels of
-DeepSeek-V4 and V3 (`bench.cases.latent_shapes`). Each result is compared with the float64 result of
-a sample of rows before it is timed; one that is wrong is reported as wrong and not timed, and a
-wrong one of ours makes the exit status 1. Times are those of CUDA-graph replays (median, 20th and
-80th percentile); calls rotate over copies of all tensors, so nothing is read from a warm L2 cache.
-Cases with /fp8 in their name (--set fp8) have e4m3 pages with a scale for each row, which no other
-implementation here can read: they are not compared. What depends on lengths alone is prepared
-outside of the timed calls (FlashInfer's plan(), block masks), and peers that cannot read pages get
-contiguous keys: the notes say which.
+Cases are attention over keys and values, and the latent operators of DeepSeek-V4 and V3
+(`bench.cases.shapes`). Each result is compared with the float64 result of a sample of rows before
+it is timed (written rows: with those of ``impl="torch"``). A wrong one is reported and not timed; a
+wrong one of ours makes the exit status 1.
+
+Times are those of CUDA-graph replays (median, 20th and 80th percentile). Calls rotate over copies
+of all tensors, so that nothing is read from a warm L2 cache. What depends on lengths alone is
+prepared before (FlashInfer's plan(), block masks), and peers that cannot read pages get contiguous
+keys; the notes say which. No peer here reads the e4m3 pages of cases with /fp8 in their name.
 
 Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
-as a share of the copy and the matmul rate measured in this run; time over the best peer's. --json is
-written after each case.
+as a share of the copy and the matmul rate measured in this run; time over the best peer's. --json
+is written after each case.
 """
 
 from __future__ import annotations
@@ -38,43 +38,41 @@ import torch
 from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.device import find_device
 
-from ..cases import latent_shapes, shapes
+from ..cases import shapes
+from ..cases.make import expect, make_problem
+from ..cases.problem import Problem
+from ..cases.shapes import Case
+from ..cases.work import case_bytes, case_flops
 from ..common.floors import device_rates
 from ..common.machine import describe_machine
 from ..common.results import write_json
 from ..common.table import aligned
 from ..common.timing import time_calls
 from ..common.workers import Workers
+from ..peers.find import find_peers
 from ..peers.peer import Peer, Unsupported
-from .families import FAMILIES, family_of
 
 SCHEMA = 1
-Case = shapes.Case | latent_shapes.LatentCase
 SETS: dict[str, Callable[[], list[Case]]] = {
-    "headline": lambda: [*shapes.headline(), *latent_shapes.headline()],
-    "attention": shapes.headline,
-    "latents": latent_shapes.headline,
-    "all": lambda: [*shapes.all_cases(), *latent_shapes.all_cases()],
-    "all-latents": latent_shapes.all_cases,
-    "fp8": shapes.fp8_cases,
-    "tiny": lambda: [*shapes.tiny_cases(), *latent_shapes.tiny_cases()],
-    "tiny-latents": latent_shapes.tiny_cases,
+    "headline": lambda: [*shapes.attention_headline(), *shapes.latent_headline()],
+    "attention": shapes.attention_headline,
+    "latents": shapes.latent_headline,
+    "all": shapes.all_cases,
+    "tiny": shapes.tiny_cases,
+    "tiny-latents": shapes.tiny_latent_cases,
 }
 
 
 class DeviceLost(Exception):
-    """The GPU answers no more, after an illegal access for example; nothing that this process does
-    can be trusted from here on.
-    """
+    """The GPU does not answer any more, after an illegal access for example."""
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    cases = [case for case in SETS[args.set]() if args.only in case.name]
-    if args.skip:
-        cases = [case for case in cases if case not in SETS[args.skip]()]
+    skipped = set(SETS[args.skip]()) if args.skip else set()
+    cases = [case for case in SETS[args.set]() if args.only in case.name and case not in skipped]
     if not cases:
         raise ValueError(
             f"only: expected part of the name of a case of {args.set!r}, got {args.only!r}"
@@ -92,18 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Measures cases until they or the seconds are spent; the dictionary that --json writes.
+    """Measure cases until they or the seconds are spent; returns what --json writes.
 
     Raises:
-        DeviceLost, after what was measured is written.
+        DeviceLost: after what was measured is written.
     """
-    peers, missing = _find_peers(args)
+    peers, missing = wanted_peers(args.impl, args.peers)
     rates = device_rates(device, torch.bfloat16)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": describe_machine(device),
         "rates": dataclasses.asdict(rates),
-        "peers": _described(peers),
+        "peers": {peer.name: {"version": peer.version, "note": peer.note} for peer in peers},
         "missing": missing,
         "rows": [],
         "not_run": [],
@@ -115,9 +113,7 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
             result["not_run"] += [case.name for case in cases[i:]]
             break
         try:
-            result["rows"] += run_case(
-                case, peers[type(case)], device, result["rates"], args.per_call
-            )
+            result["rows"] += run_case(case, peers, device, result["rates"], args.per_call)
         except torch.OutOfMemoryError:
             result["not_run"].append(case.name)
         finally:
@@ -127,91 +123,75 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
     return result
 
 
+def wanted_peers(impl: str | None, folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
+    """The implementations that --impl names (None: all), and {name: reason} of missing ones."""
+    found, missing = find_peers(folder)
+    if impl is None:
+        return found, missing
+    wanted, names = impl.split(","), {peer.name for peer in found}
+    unknown = sorted(set(wanted) - names - set(missing))
+    if unknown:
+        raise ValueError(f"impl: expected some of {sorted(names)}, got {unknown}")
+    return [peer for peer in found if peer.name in wanted], missing
+
+
 def compile_all(cases: list[Case], device: torch.device, args: argparse.Namespace) -> int:
-    """Makes each call once in several processes, so that its kernels are in Triton's cache when
-    they are timed; what goes wrong is for the timed run to say.
+    """Make each call once in several processes, so that Triton's cache has its kernels when they
+    are timed. Failures are printed; the timed run judges them.
     """
-    _find_peers(args)  # refuses what it does not know
-    failures, start = [], perf_counter()
+    wanted_peers(args.impl, args.peers)  # refuses unknown names
+    start = perf_counter()
     work = [(case, str(device), args.impl, args.peers) for case in cases]
     if args.compile == 1:
-        failures = [compile_case(*each) for each in work]
+        found = [compile_case(*each) for each in work]
     else:
         with Workers(args.compile) as pool:
-            failures = list(pool.map(compile_case, *zip(*work, strict=True)))
-    failures = [text for texts in failures for text in texts]
-    print(*failures, sep="\n", end="\n" if failures else "")
+            found = list(pool.map(compile_case, *zip(*work, strict=True)))
+    failures = [text for texts in found for text in texts]
+    for text in failures:
+        print(text)
     print(f"{len(cases)} cases called once in {perf_counter() - start:.1f} s")
     write_json(args.json, {"schema": SCHEMA, "cases": len(cases), "failures": failures})
     return 0
 
 
 def compile_case(case: Case, device: str, impl: str | None, folder: Path | None) -> list[str]:
-    """Makes the first call of each implementation that ``impl`` names; returns their failures."""
-    family, failures = family_of(case), []
-    wanted = impl.split(",") if impl else None
+    """Make the first call of each implementation that ``impl`` names; returns the failures."""
     try:
-        problem = family.make(case, torch.device(device), 1)
+        problem = make_problem(case, torch.device(device), copies=1)
     except RuntimeError as error:
-        return [f"{case.name}: {type(error).__name__}: {error}".split("\n")[0]]
-    for peer in family.find_peers(folder)[0]:
-        if wanted is None or peer.name in wanted:
+        return [f"{case.name}: {_line(error)}"]
+    failures = []
+    for peer in wanted_peers(impl, folder)[0]:
+        if isinstance(case.shape, peer.shapes):
             try:
-                peer.prepare(problem)[0]()
+                peer.calls(problem)[0]()
             except OSError:  # a full disk
                 raise
             except Exception as error:
-                failures.append(f"{case.name} {peer.name}: {type(error).__name__}: {error}".split("\n")[0])  # fmt: skip
+                failures.append(f"{case.name} {peer.name}: {_line(error)}")
     return failures
-
-
-def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[str, str]]:
-    """{type of case: its implementations}, as far as --impl wants them, and {name: why} of those
-    that are missing.
-    """
-    peers: dict[type, list[Peer]] = {}
-    missing: dict[str, str] = {}
-    for kind, family in FAMILIES.items():
-        peers[kind], lacking = family.find_peers(args.peers)
-        missing |= lacking
-    if args.impl:
-        wanted = args.impl.split(",")
-        names = {peer.name for found in peers.values() for peer in found}
-        unknown = sorted(set(wanted) - names - set(missing))
-        if unknown:
-            raise ValueError(f"impl: expected some of {sorted(names)}, got {unknown}")
-        peers = {kind: [p for p in found if p.name in wanted] for kind, found in peers.items()}
-    return peers, missing
-
-
-def _described(peers: dict[type, list[Peer]]) -> dict[str, dict[str, str]]:
-    """Version and notes of each implementation by name; one that serves several families has a note
-    for each.
-    """
-    described: dict[str, dict[str, str]] = {}
-    for peer in (peer for found in peers.values() for peer in found):
-        notes = [described[peer.name]["note"]] if peer.name in described else []
-        described[peer.name] = {"version": peer.version, "note": "; ".join([*notes, peer.note])}
-    return described
 
 
 def run_case(
     case: Case, peers: list[Peer], device: torch.device, rates: dict[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
-    """One row for each implementation: times, or why there are none.
+    """One row for each implementation of the case's operator: times, or why there are none.
 
     Args:
-        rates: of `bench.common.floors.Rates`.
+        case: what to call.
+        peers: implementations.
+        device: to run on.
+        rates: fields of `bench.common.floors.Rates`.
+        seconds: timing of one implementation.
 
     Raises:
         DeviceLost.
     """
-    family = family_of(case)
-    problem = family.make(case, device, 2 if device.type == "cpu" else None)
-    expected = family.expect(problem)
-    case_bytes, case_flops = family.case_bytes(case), family.case_flops(case)
+    problem = make_problem(case, device, copies=2 if device.type == "cpu" else None)
+    expected = expect(problem)
     rows = []
-    for peer in peers:
+    for peer in (peer for peer in peers if isinstance(case.shape, peer.shapes)):
         row: dict[str, Any] = {
             "case": case.name, "impl": peer.name, "ours": peer.ours, "wrong": None, "skipped": None,
         }  # fmt: skip
@@ -222,34 +202,31 @@ def run_case(
         except OSError:  # a full disk says nothing of results
             raise
         except Exception as error:
-            # Another's failure is a row of the table; a failure of ours is a wrong result.
-            row["wrong" if peer.ours else "skipped"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]  # fmt: skip
+            row["wrong" if peer.ours else "skipped"] = _line(error)
             _require_device(device, error)
         rows.append(row)
+    moved, computed = case_bytes(case), case_flops(case)
     others = [row["ms"] for row in rows if not row["ours"] and "ms" in row]
     for row in rows:
         if "ms" not in row:
             continue
         each = row["ms"] / 1e3
-        row["gb_per_s"] = case_bytes / each / 1e9
-        row["tflop_per_s"] = case_flops / each / 1e12
-        row["copy_share"] = case_bytes / each / rates["copy_bytes_per_s"]
-        row["matmul_share"] = case_flops / each / rates["matmul_flops_per_s"]
+        row["gb_per_s"] = moved / each / 1e9
+        row["tflop_per_s"] = computed / each / 1e12
+        row["copy_share"] = moved / each / rates["copy_bytes_per_s"]
+        row["matmul_share"] = computed / each / rates["matmul_flops_per_s"]
         row["over_best_peer"] = row["ms"] / min(others) if others else None
     return rows
 
 
 def _measure(
-    peer: Peer, problem: Any, expected: Any, device: torch.device, seconds: float
+    peer: Peer, problem: Problem, expected: Any, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    if not peer.ours and getattr(problem, "scales", None) is not None:
-        raise Unsupported("e4m3 pages with a scale for each row")
-    calls = peer.prepare(problem)
+    calls = peer.calls(problem)
     wrong = expected.wrong(*calls[0]())
     if wrong is None:
         timing = time_calls(calls, device, seconds=seconds)
-        # Once more, after many runs: a race shows here, or scratch that an earlier call left in
-        # another state.
+        # After many runs a race shows, or scratch that an earlier call left in another state.
         wrong = expected.wrong(*calls[0]())
     if wrong is not None:
         return {"wrong": wrong}
@@ -262,8 +239,12 @@ def _measure(
     }
 
 
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
 def _require_device(device: torch.device, cause: Exception) -> None:
-    """Raises DeviceLost when the device does not answer."""
+    """Raise DeviceLost if the device does not answer."""
     if device.type != "cuda":
         return
     try:
@@ -274,7 +255,7 @@ def _require_device(device: torch.device, cause: Exception) -> None:
 
 
 def header(result: dict[str, Any]) -> str:
-    """Machine, rates, and who is there and who is not."""
+    """Machine, rates, and implementations that are present and missing."""
     machine, rates = result["machine"], result["rates"]
     lines = [
         f"device    {machine['device']}" + (f", driver {machine['driver']}" if machine["driver"] else ""),
@@ -288,7 +269,7 @@ def header(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Everything that was timed as aligned text; below it what was wrong, skipped or not run."""
+    """Times as aligned text; below them what was wrong, skipped or not run."""
     rows = [("case", "impl", "ms p50", "p20", "p80", "GB/s", "of copy", "TFLOP/s", "of matmul",
              "/ best peer")]  # fmt: skip
     remarks = []

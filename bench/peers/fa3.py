@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,65 +10,56 @@ from ..cases.problem import Problem
 from .folder import expect_nvidia, file_in
 from .peer import Call, Peer, Unsupported
 
+# Arguments of the operator that are neither tensors nor None, by the names of its schema.
+DEFAULTS = {
+    "softcap": 0.0,
+    "is_causal": True,
+    "is_rotary_interleaved": True,
+    "num_splits": 0,
+    "sm_margin": 0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+}
+
 
 def fa3_peer(folder: Path | None) -> Peer:
     """FlashAttention-3.
 
     Raises:
-        FileNotFoundError, OSError where its library cannot be loaded.
+        FileNotFoundError: no library; OSError: it cannot be loaded.
         NotImplementedError: under ROCm.
     """
     expect_nvidia("FlashAttention-3")
-    library = file_in(folder, "_vllm_fa3_C.abi3.so")
-    torch.ops.load_library(str(library))
+    torch.ops.load_library(str(file_in(folder, "_vllm_fa3_C.abi3.so")))
     forward = torch.ops._vllm_fa3_C.fwd
 
     def prepare(problem: Problem) -> list[Call]:
-        case, shape = problem.case, problem.case.shape
+        case, shape, shared = problem.case, problem.case.shape, problem.shared
         if shape.head_dim > 256:
             raise Unsupported("head_dim above 256")
-        left = -1 if shape.sliding_window is None else shape.sliding_window - 1
-        right = -1 if shape.sliding_window is None else 0
-        sinks = None if problem.sinks is None else problem.sinks.to(problem.q.dtype)
-        out = torch.full_like(problem.q[0], float("nan"))
-        named = {
-            "out": out,
-            "cu_seqlens_q": problem.cu_seqlens_q,
-            "seqused_k": problem.seq_lens,
+        window = shape.sliding_window
+        sinks = shared["sinks"]
+        values = DEFAULTS | {
+            "out": torch.full_like(problem.results["out"], float("nan")),
+            "cu_seqlens_q": shared["cu_seqlens_q"],
+            "seqused_k": shared["seq_lens"],
             "max_seqlen_q": max(case.q_lens),
-            "max_seqlen_k": max(case.seq_lens),
-            "page_table": problem.block_table,
-            "softmax_scale": problem.softmax_scale,
-            "is_causal": True,
-            "window_size_left": left,
-            "window_size_right": right,
-            "s_aux": sinks,
+            "max_seqlen_k": case.context,
+            "page_table": shared["block_table"],
+            "softmax_scale": shape.softmax_scale,
+            "window_size_left": -1 if window is None else window - 1,
+            "window_size_right": -1 if window is None else 0,
+            "s_aux": None if sinks is None else sinks.to(problem.results["out"].dtype),
         }
-        positions = _positions(forward.default._schema, named)
+        names = [argument.name for argument in forward.default._schema.arguments][3:]
+        if lacking := sorted(set(values) - set(DEFAULTS) - set(names)):
+            raise Unsupported(f"the operator has no argument {lacking}")
+        positions = [values.get(name) for name in names]
 
         def call(copy: int) -> Call:
-            first = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
-            return lambda: (forward(*first, *positions)[0],)
+            tensors = [problem.each[copy][name] for name in ("q", "k_pages", "v_pages")]
+            return lambda: (forward(*tensors, *positions)[0],)
 
         return [call(copy) for copy in range(problem.copies)]
 
     return Peer("fa3", "vLLM 0.33.0 build", "num_splits chosen by it", prepare)
-
-
-# Values of the FA3 operator's arguments that are neither tensors of the problem nor None, by the
-# names of its schema.
-FA3_DEFAULTS = {"softcap": 0.0, "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}  # fmt: skip
-
-
-def _positions(schema: Any, named: dict[str, Any]) -> list[Any]:
-    """Arguments after q, k, v in the order of an operator's schema.
-
-    Raises:
-        Unsupported when the schema lacks a name.
-    """
-    names = [argument.name for argument in schema.arguments]
-    lacking = sorted(set(named) - set(names))
-    if lacking:
-        raise Unsupported(f"the operator has no argument {lacking}")
-    values = FA3_DEFAULTS | named
-    return [values.get(name) for name in names[3:]]

@@ -1,9 +1,4 @@
-"""FlashInfer beside the others: installed, or from a folder; its kernels compiled at first use, or
-ahead, many at once.
-
-Compiling needs nvcc. On a machine where CUDA's libraries came as wheels of torch, the compiler is
-told where they are.
-"""
+"""FlashInfer, installed or from a folder. nvcc compiles its kernels at first use, or ahead."""
 
 from __future__ import annotations
 
@@ -21,170 +16,147 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
-from .folder import BUILT, expect_nvidia, file_in, installed
+from ..cases.shapes import LatentShape
+from .folder import expect_nvidia, file_in, installed
 from .peer import Call, Peer, Unsupported
 
 BACKEND = "fa2"
 LAYOUT = "NHD"
 WORKSPACE_BYTES = 256 * 2**20
-# (head_dim, whether there is a window) of the kernels that the named shapes use.
+# (head_dim, has a window) of the kernels that the named shapes use.
 KERNELS = ((128, False), (256, True), (128, True), (256, False), (512, False))
-# Its kernels over tensor cores, which serve grouped heads and prompts, have head_dim up to this.
-MOST_CHANNELS = 256
-# Channels of V3's latents with and without the roped ones: its kernel is one of its own.
+TENSOR_CORE_DIM = 256  # largest head_dim of the kernels for grouped heads and prompts
 MLA_DIM, MLA_VALUE_DIM = 576, 512
 MLA_BACKEND = "fa3"
+BUILT = "flashinfer_built.json"  # in the folder: kernels that were compiled ahead
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
-    """FlashInfer.
-
-    Raises:
-        ImportError, FileNotFoundError.
-    """
+    """FlashInfer's attention; raises ImportError, FileNotFoundError or NotImplementedError."""
     flashinfer = import_flashinfer(folder)
-    built = built_kernels(folder)
 
     def prepare(problem: Problem) -> list[Call]:
         case, shape = problem.case, problem.case.shape
-        if problem.sinks is not None:
+        if problem.shared["sinks"] is not None:
             raise Unsupported("sinks")
-        if built is not None and [shape.head_dim, shape.sliding_window is not None] not in built:
-            raise Unsupported("its kernel for this head_dim was not built")
-        if shape.head_dim > MOST_CHANNELS and case.phase != "decode":
-            raise Unsupported(f"head_dim above {MOST_CHANNELS} in prefill")
-        return _flashinfer_calls(flashinfer, problem)
+        _expect_built(folder, shape.head_dim, shape.sliding_window is not None)
+        if shape.head_dim > TENSOR_CORE_DIM and case.phase != "decode":
+            raise Unsupported(f"head_dim above {TENSOR_CORE_DIM} in prefill")
+        return _attention_calls(flashinfer, problem)
 
     return Peer("flashinfer", flashinfer.__version__, "plan() not timed", prepare)
 
 
-def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
-    case, shape = problem.case, problem.case.shape
-    device = problem.q.device
-    counts = [-(-n // case.block_size) for n in case.seq_lens]
-    tables = problem.block_table.tolist()
-    indices = [page for row, count in zip(tables, counts, strict=True) for page in row[:count]]
-    last = [n - (c - 1) * case.block_size for n, c in zip(case.seq_lens, counts, strict=True)]
+def flashinfer_mla_peer(folder: Path | None) -> Peer:
+    """FlashInfer's MLA; raises ImportError, FileNotFoundError or NotImplementedError."""
+    flashinfer = import_flashinfer(folder)
+
+    def prepare(problem: Problem) -> list[Call]:
+        if problem.case.shape.op != "mla":
+            raise Unsupported("no such operator")
+        _expect_built(folder, problem.case.shape.head_dim, False)
+        return _mla_calls(flashinfer, problem)
+
+    note, version = "plan() not timed", flashinfer.__version__
+    return Peer("flashinfer-mla", version, note, prepare, (LatentShape,))
+
+
+def _attention_calls(flashinfer: Any, problem: Problem) -> list[Call]:
+    case, shape, shared = problem.case, problem.case.shape, problem.shared
+    device, dtype = shared["seq_lens"].device, problem.results["out"].dtype
+    count = -(-case.context // shape.block_size)
+    last = case.context - (count - 1) * shape.block_size
 
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    rows = ints([0, *accumulate(counts)]), ints(indices), ints(last)
-    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim, case.block_size
+    indices = shared["block_table"][:, :count].flatten().contiguous()
+    rows = ints([0, *accumulate([count] * case.batch)]), indices, ints([last] * case.batch)
+    heads = shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size
     options = {
         "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
-        "sm_scale": problem.softmax_scale,
-        "q_data_type": problem.q.dtype,
-        "kv_data_type": problem.q.dtype,
+        "sm_scale": shape.softmax_scale,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
     }
     scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     if case.phase == "decode":
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            scratch, LAYOUT, use_tensor_cores=shape.head_dim <= MOST_CHANNELS, backend=BACKEND
+            scratch, LAYOUT, use_tensor_cores=shape.head_dim <= TENSOR_CORE_DIM, backend=BACKEND
         )
         wrapper.plan(*rows, *heads, **options)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, LAYOUT, backend=BACKEND)
-        wrapper.plan(problem.cu_seqlens_q, *rows, *heads, causal=True, **options)
-    out = torch.full_like(problem.q[0], float("nan"))
+        wrapper.plan(shared["cu_seqlens_q"], *rows, *heads, causal=True, **options)
+    out = torch.full_like(problem.results["out"], float("nan"))
 
-    def call(copy: int) -> Call:
-        q, pages = problem.q[copy], (problem.k_pages(copy), problem.v_pages(copy))
+    def call(tensors: dict[str, Any]) -> Call:
+        q, pages = tensors["q"], (tensors["k_pages"], tensors["v_pages"])
         return lambda: (wrapper.run(q, pages, out=out),)
 
-    return [call(copy) for copy in range(problem.copies)]
+    return [call(tensors) for tensors in problem.each]
 
 
-def flashinfer_mla_peer(folder: Path | None) -> Peer:
-    """FlashInfer's MLA, for V3.
-
-    Raises:
-        ImportError, FileNotFoundError.
-    """
-    flashinfer = import_flashinfer(folder)
-    built = built_kernels(folder)
-
-    def prepare(problem: Any) -> list[Call]:
-        if not isinstance(problem, AttentionProblem) or problem.case.shape.op != "mla":
-            raise Unsupported("no such operator")
-        if built is not None and [problem.case.shape.head_dim, False] not in built:
-            raise Unsupported("its kernel for latents was not built")
-        return _mla_calls(flashinfer, problem)
-
-    return Peer("flashinfer-mla", flashinfer.__version__, "plan() not timed", prepare)
-
-
-def _mla_calls(flashinfer: Any, problem: AttentionProblem) -> list[Call]:
-    case, shape = problem.case, problem.case.shape
-    device = problem.q.device
-    assert problem.entries is not None and problem.entry_table is not None
+def _mla_calls(flashinfer: Any, problem: Problem) -> list[Call]:
+    case, shape, shared = problem.case, problem.case.shape, problem.shared
+    device, dtype = shared["seq_lens"].device, problem.results["out"].dtype
     count = -(-case.context // shape.rows)
-    indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count
     scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=MLA_BACKEND)
-    rope_dim = shape.head_dim - shape.head_dim_v
+    parts = [shape.head_dim_v, shape.head_dim - shape.head_dim_v]
     wrapper.plan(
-        problem.cu_seqlens_q,
-        indptr,
-        problem.entry_table[:, :count].flatten().contiguous(),
-        problem.seq_lens,
+        shared["cu_seqlens_q"],
+        torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count,
+        shared["block_table"][:, :count].flatten().contiguous(),
+        shared["seq_lens"],
         shape.num_heads,
-        shape.head_dim_v,
-        rope_dim,
+        *parts,
         shape.rows,
         True,
         shape.softmax_scale,
-        problem.q.dtype,
-        problem.q.dtype,
+        dtype,
+        dtype,
     )
-    size = (case.num_tokens, shape.num_heads, shape.head_dim_v)
-    out = torch.full(size, float("nan"), dtype=problem.q.dtype, device=device)
+    out = torch.full_like(problem.results["out"], float("nan"))
 
-    def call(copy: int) -> Call:
-        q = problem.q[copy].split([shape.head_dim_v, rope_dim], -1)
-        pages = problem.entries[copy].split([shape.head_dim_v, rope_dim], -1)
-        return lambda: (wrapper.run(*q, *pages, out=out),)
+    def call(tensors: dict[str, Any]) -> Call:
+        inputs = (*tensors["q"].split(parts, -1), *tensors["pages"].split(parts, -1))
+        return lambda: (wrapper.run(*inputs, out=out),)
 
-    return [call(copy) for copy in range(problem.copies)]
+    return [call(tensors) for tensors in problem.each]
 
 
 def build_flashinfer(folder: Path) -> dict[str, str]:
-    """Compiles the kernels of ``KERNELS`` ahead, and notes in the folder which could be. Needs
-    nvcc.
+    """Compile the kernels of ``KERNELS`` and MLA ahead, and note in the folder which could be.
 
     Returns:
-        {kernel: "built" or why not}.
+        {kernel: "built" or the reason why not}.
     """
-    # What is not noted as built is not used: compiling at first use would take minutes of a
-    # benchmark.
+    # A kernel that is not noted is not used: compiling at first use takes minutes of a benchmark.
     (folder / BUILT).write_text("[]")
     import_flashinfer(folder)
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     build = importlib.import_module("flashinfer.jit.core").build_jit_specs
-    # Pages whose K and V have equal strides are served by a module of their own since 0.7; before,
-    # one module served all.
+    # 0.7 has a module of its own for pages whose K and V have equal strides.
     prefill = getattr(
         modules, "_gen_batch_prefill_primary_module", modules.gen_batch_prefill_module
     )
-    bf16 = (torch.bfloat16,) * 3
+
+    def spec(dim: int, window: bool) -> Any:
+        shape = (*(torch.bfloat16,) * 3, torch.int32, dim, dim, 0, window, False)
+        if dim == MLA_DIM:
+            parts = (MLA_VALUE_DIM, MLA_DIM - MLA_VALUE_DIM)
+            return modules.gen_batch_mla_module(MLA_BACKEND, *shape[:4], *parts, False)
+        if dim > TENSOR_CORE_DIM:
+            return modules.gen_batch_decode_module(*shape)
+        return prefill(BACKEND, *shape, False)
+
     result, built = {}, []
-    # The first run takes what is known to compile, all at once; the others are attempts.
+    # The first group is known to compile; the others are attempts.
     for group in (KERNELS[:-1], ((MLA_DIM, False),), KERNELS[-1:]):
         try:
-            specs = []
-            for dim, window in group:
-                shape = (*bf16, torch.int32, dim, dim, 0, window, False)
-                if dim == MLA_DIM:
-                    rope_dim = MLA_DIM - MLA_VALUE_DIM
-                    shape = (*bf16, torch.int32, MLA_VALUE_DIM, rope_dim, False)
-                    specs.append(modules.gen_batch_mla_module(MLA_BACKEND, *shape))
-                elif dim > MOST_CHANNELS:
-                    specs.append(modules.gen_batch_decode_module(*shape))
-                else:
-                    specs.append(prefill(BACKEND, *shape, False))
-            build(specs, verbose=False, skip_prebuilt=True)
+            build([spec(*kernel) for kernel in group], verbose=False, skip_prebuilt=True)
             built += [list(kernel) for kernel in group]
             outcome = "built"
         except Exception as error:
@@ -194,16 +166,17 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
     return result
 
 
-def built_kernels(folder: Path | None) -> list[list[Any]] | None:
-    """[head_dim, window] of kernels that were compiled ahead; None where nobody tried, and first
-    use compiles.
-    """
-    path = None if folder is None else folder / BUILT
-    return json.loads(path.read_text()) if path is not None and path.is_file() else None
+def _expect_built(folder: Path | None, head_dim: int, window: bool) -> None:
+    """Raise Unsupported if kernels were compiled ahead, but not this one."""
+    noted = None if folder is None else folder / BUILT
+    if noted is None or not noted.is_file():
+        return
+    if [head_dim, window] not in json.loads(noted.read_text()):
+        raise Unsupported("its kernel for this head_dim was not built")
 
 
 def import_flashinfer(folder: Path | None) -> Any:
-    """The package: installed, or in the folder, which is then on the path.
+    """The package: installed, or in the folder, which is put on the path.
 
     Raises:
         ImportError, FileNotFoundError.
@@ -218,9 +191,7 @@ def import_flashinfer(folder: Path | None) -> Any:
 
 
 def _compiler_environment(root: Path) -> None:
-    """Where FlashInfer's compiler finds CUDA on a machine that has nvcc, and CUDA libraries only as
-    wheels of torch.
-    """
+    """Set where FlashInfer's compiler finds CUDA, whose libraries may be wheels of torch only."""
     compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     environment = os.environ
     environment.setdefault("CUDA_HOME", str(Path(compiler).resolve().parent.parent))
@@ -254,5 +225,6 @@ def _driver_library() -> Path | None:
     except OSError:
         listed = ""
     lines = [line.rpartition("=> ")[2] for line in listed.splitlines() if "libcuda.so.1 " in line]
-    paths = [Path(line) for line in lines] + list(Path("/usr/local/nvidia").glob("lib*/libcuda.so.1"))  # fmt: skip
+    paths = [Path(line) for line in lines]
+    paths += Path("/usr/local/nvidia").glob("lib*/libcuda.so.1")
     return paths[0] if paths else None

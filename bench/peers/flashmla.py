@@ -1,10 +1,9 @@
-"""FlashMLA beside the others: DeepSeek's kernels for Hopper, as vLLM builds them, from the folder
-of `bench.peers.folder`.
+"""FlashMLA: DeepSeek's kernels for Hopper, as vLLM builds them.
 
-It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantised pages,
-whose keys it takes as lists of physical rows: those of the window, and of entries as the extra
-cache. Lists are made outside of the timed calls, as its schedule is (which its first call
-computes). It takes 64 or 128 heads of V4: fewer are padded to 64 beforehand.
+It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantized pages.
+Keys of the latter are lists of physical rows: one of the window, and one of entries as the extra
+cache. Lists, and its schedule, which the first call computes, are not timed. It takes 64 or 128
+heads of V4; fewer are padded to 64.
 
 Source: FlashMLA, flash_mla_interface (conventions of its operators).
 """
@@ -20,15 +19,15 @@ from torch.nn.functional import pad
 
 from quire.kernels import LatentPages
 
-from ..cases.latent_problem import AttentionProblem
+from ..cases.latent import positions, slots
+from ..cases.problem import Problem
+from ..cases.shapes import LATENT_ATTENTION, LatentShape
 from .folder import expect_nvidia, file_in
 from .peer import Call, Peer, Unsupported
 
-LIBRARY = "_flashmla_C.abi3.so"
 DENSE_ROWS = 64
 V4_HEADS = (64, 128)
-# A list of rows has a multiple of this many.
-LIST_ALIGNMENT = 64
+LIST_ALIGNMENT = 64  # a list has a multiple of this many rows
 MAX_LIST_BYTES = 8 * 2**30
 
 
@@ -36,79 +35,66 @@ def flashmla_peer(folder: Path | None) -> Peer:
     """FlashMLA.
 
     Raises:
-        FileNotFoundError, OSError where its library cannot be loaded.
+        FileNotFoundError: no library; OSError: it cannot be loaded.
         NotImplementedError: under ROCm.
     """
     expect_nvidia("FlashMLA")
-    library = file_in(folder, LIBRARY)
-    torch.ops.load_library(str(library))
+    torch.ops.load_library(str(file_in(folder, "_flashmla_C.abi3.so")))
     ops = torch.ops._flashmla_C
 
-    def prepare(problem: Any) -> list[Call]:
-        if not isinstance(problem, AttentionProblem):
+    def prepare(problem: Problem) -> list[Call]:
+        if problem.case.shape.op not in LATENT_ATTENTION:
             raise Unsupported("no such operator")
         calls = dense_calls if problem.case.shape.op == "mla" else sparse_calls
         return calls(ops, problem)
 
     note = "schedule and lists of rows not timed; below 64 heads of V4 padded to 64"
-    return Peer("flashmla", "vLLM 0.33.0 build", note, prepare)
+    return Peer("flashmla", "vLLM 0.33.0 build", note, prepare, (LatentShape,))
 
 
-def dense_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
-    """V3's decode.
-
-    Raises:
-        Unsupported.
-    """
-    case, shape = problem.case, problem.case.shape
+def dense_calls(ops: Any, problem: Problem) -> list[Call]:
+    """V3's decode; raises Unsupported."""
+    case, shape, shared = problem.case, problem.case.shape, problem.shared
     if case.phase != "decode":
         raise Unsupported("dense prefill of latents")
     if shape.rows != DENSE_ROWS:
         raise Unsupported(f"pages of {shape.rows} rows")
-
-    assert problem.entries is not None
+    lengths = (shape.head_dim_v, shared["seq_lens"], shared["block_table"], shape.softmax_scale)
     plan: list[Any] = [None, None]
 
-    def call(copy: int) -> Call:
-        q = problem.q[copy].unflatten(0, (case.batch, 1))
-        cache = problem.entries[copy].unsqueeze(2)
+    def call(tensors: dict[str, Any]) -> Call:
+        q, cache = tensors["q"].unflatten(0, (case.batch, 1)), tensors["pages"].unsqueeze(2)
 
         def run() -> tuple[Tensor]:
-            out, _, *plan[:] = ops.dense_decode_fwd(
-                q, cache, shape.head_dim_v, problem.seq_lens, problem.entry_table, shape.softmax_scale, True, *plan, None
-            )  # fmt: skip
+            out, _, *plan[:] = ops.dense_decode_fwd(q, cache, *lengths, True, *plan, None)
             return (out.flatten(0, 1),)
 
         return run
 
-    return [call(copy) for copy in range(problem.copies)]
+    return [call(tensors) for tensors in problem.each]
 
 
-def sparse_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
-    """V4 over lists of rows.
-
-    Raises:
-        Unsupported.
-    """
+def sparse_calls(ops: Any, problem: Problem) -> list[Call]:
+    """V4 over lists of rows; raises Unsupported."""
     case, shape = problem.case, problem.case.shape
-    if not case.fp8:
+    if not shape.fp8:
         raise Unsupported("plain rows")
     heads = max(shape.num_heads, V4_HEADS[0])
     if heads not in V4_HEADS:
         raise Unsupported(f"{shape.num_heads} heads")
-    if problem.copies * list_bytes(problem) > MAX_LIST_BYTES:
+    listed = shape.sliding_window + (shape.topk or shape.entries(case.context))
+    if problem.copies * 8 * case.num_tokens * listed > MAX_LIST_BYTES:
         raise Unsupported("lists of rows would not fit")
-    assert problem.window is not None
-    sinks = pad(problem.sinks, (0, heads - shape.num_heads))
-    window_list = window_rows(problem)
+    padding = heads - shape.num_heads
+    sinks, window_list = pad(problem.shared["sinks"], (0, padding)), window_rows(problem)
     plan: list[Any] = [None, None]
 
-    def call(copy: int) -> Call:
-        q = pad(problem.q[copy], (0, 0, 0, heads - shape.num_heads)).unflatten(0, (case.batch, -1))
-        window = cache_view(problem.window[copy])
-        extra = extra_list = None
-        if problem.entries is not None:
-            extra, extra_list = cache_view(problem.entries[copy]), entry_rows(problem, copy)
+    def call(tensors: dict[str, Any]) -> Call:
+        q = pad(tensors["q"], (0, 0, 0, padding)).unflatten(0, (case.batch, -1))
+        window, extra, extra_list = cache_view(tensors["window_pages"]), None, None
+        if "compressed_pages" in tensors:
+            extra = cache_view(tensors["compressed_pages"])
+            extra_list = entry_rows(problem, tensors.get("topk_indices"))
 
         def run() -> tuple[Tensor]:
             out, _, *plan[:] = ops.sparse_decode_fwd(
@@ -119,54 +105,38 @@ def sparse_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
 
         return run
 
-    return [call(copy) for copy in range(problem.copies)]
+    return [call(tensors) for tensors in problem.each]
 
 
 def cache_view(pages: LatentPages) -> Tensor:
-    """Pages in the shape that FlashMLA gives them, [num_pages, rows, 1, 584] bytes: rows of 584 are
-    a fiction, scales lie behind all rows.
+    """Pages in FlashMLA's shape [num_pages, rows, 1, 584] bytes, although scales lie behind all
+    rows of a page.
     """
-    num_pages, rows, width = pages.data.shape[0], pages.storage_block_size, 584
-    return pages.data.as_strided((num_pages, rows, 1, width), (pages.data.stride(0), width, width, 1))  # fmt: skip
+    num_pages, rows = pages.data.shape[0], pages.storage_block_size
+    return pages.data.as_strided((num_pages, rows, 1, 584), (pages.data.stride(0), 584, 584, 1))
 
 
-def window_rows(problem: AttentionProblem) -> Tensor:
-    """[batch, q_len, n] int32 physical rows of each query's window, oldest first, -1 before the
-    first token.
+def window_rows(problem: Problem) -> Tensor:
+    """[batch, q_len, n] int32 physical rows of each query's window, oldest first, -1 for none."""
+    case, shape, tables = problem.case, problem.case.shape, problem.shared["window_table"]
+    position = positions(case, tables.device)[: case.q_lens[0], None]
+    seen = position - torch.arange(shape.sliding_window - 1, -1, -1, device=tables.device)
+    return _aligned([slots(table, shape.window_rows, seen) for table in tables])
+
+
+def entry_rows(problem: Problem, topk_indices: Tensor | None) -> Tensor:
+    """[batch, q_len, n] int32 physical rows of each query's ``topk_indices``; None: of all entries
+    that it sees.
     """
-    case = problem.case
-    q_len, reach = case.q_lens[0], case.shape.sliding_window
-    position = torch.arange(case.context - q_len, case.context, device=problem.q.device)
-    seen = position[:, None] - torch.arange(reach - 1, -1, -1, device=position.device)
-    return _aligned(torch.stack([problem.window_slots(s, seen) for s in range(case.batch)]))
+    case, shape, tables = problem.case, problem.case.shape, problem.shared["compressed_table"]
+    if topk_indices is None:
+        entry = torch.arange(shape.entries(case.context), device=tables.device)
+        visible = (positions(case, tables.device)[:, None] + 1) // shape.ratio
+        topk_indices = torch.where(entry < visible, entry, -1)
+    indices = topk_indices.long().unflatten(0, (case.batch, -1))
+    return _aligned([slots(t, shape.rows, i) for t, i in zip(tables, indices, strict=True)])
 
 
-def entry_rows(problem: AttentionProblem, copy: int) -> Tensor:
-    """Physical rows of each query's ``topk_indices``, or of all entries that it sees.
-
-    Returns:
-        [batch, q_len, n] int32.
-    """
-    case = problem.case
-    q_len = case.q_lens[0]
-    if problem.topk_indices is not None:
-        topk_indices = problem.topk_indices[copy].unflatten(0, (case.batch, q_len)).long()
-    else:
-        position = torch.arange(case.context - q_len, case.context, device=problem.q.device)
-        entry = torch.arange(case.num_entries, device=position.device)
-        visible = entry < ((position + 1) // case.shape.ratio)[:, None]
-        topk_indices = torch.where(visible, entry, -1).expand(case.batch, -1, -1)
-    return _aligned(
-        torch.stack([problem.entry_slots(s, topk_indices[s]) for s in range(case.batch)])
-    )
-
-
-def list_bytes(problem: AttentionProblem) -> int:
-    """Bytes of the lists of one copy, as they are made (int64)."""
-    shape = problem.case.shape
-    entries = shape.topk if problem.topk_indices is not None else problem.case.num_entries
-    return 8 * problem.case.num_tokens * (shape.sliding_window + entries)
-
-
-def _aligned(slots: Tensor) -> Tensor:
-    return pad(slots, (0, -slots.shape[2] % LIST_ALIGNMENT), value=-1).int()
+def _aligned(rows: list[Tensor]) -> Tensor:
+    found = torch.stack(rows)
+    return pad(found, (0, -found.shape[2] % LIST_ALIGNMENT), value=-1).int()

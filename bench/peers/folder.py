@@ -1,5 +1,4 @@
-"""Peers that are GPU packages of others: installed ones, or files in a folder, for machines that
-cannot install.
+"""Packages of others: installed ones, or files in a folder, for machines that cannot install.
 
 The folder holds, packed or unpacked: ``_vllm_fa3_C.abi3.so`` and ``_flashmla_C.abi3.so``
 (FlashAttention-3 and FlashMLA as vLLM builds them, their operators registered with torch;
@@ -18,12 +17,11 @@ from pathlib import Path
 
 import torch
 
-BUILT = "flashinfer_built.json"  # which of FlashInfer's kernels were compiled
-
 
 def unpack(source: Path, target: Path) -> Path:
-    """Unpacks ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one; files already
-    there are kept.
+    """Unpack ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one.
+
+    Files that are there already are kept.
 
     Returns:
         The folder to load from: ``source`` itself when nothing in it is packed.
@@ -50,7 +48,7 @@ def unpack(source: Path, target: Path) -> Path:
 
 
 def installed(distribution: str) -> str | None:
-    """Version of an installed package; a folder of the same name somewhere on the path is none."""
+    """Version of an installed package; a mere folder of that name on the path does not count."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -58,14 +56,7 @@ def installed(distribution: str) -> str | None:
 
 
 def expect_nvidia(name: str) -> None:
-    """Require a torch that is not for AMD GPUs.
-
-    Args:
-        name: of the peer that asks.
-
-    Raises:
-        NotImplementedError.
-    """
+    """Raise NotImplementedError naming a peer if torch is for AMD GPUs."""
     if torch.version.hip is not None:
         raise NotImplementedError(
             f"{name}: expected NVIDIA GPUs, got a torch for ROCm {torch.version.hip}"

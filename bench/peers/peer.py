@@ -1,22 +1,23 @@
-"""What an implementation is to the benchmarks, and the list of those that load."""
+"""An implementation that the benchmarks call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
+from ..cases.problem import Problem
+from ..cases.shapes import LatentShape, Shape
+
 Call = Callable[[], tuple[Tensor, ...]]
-"""Computes one copy; returns what ``wrong`` of what is expected takes: for attention (out,) or
-(out, lse), [num_tokens, num_heads, head_dim] and [num_heads, num_tokens] in natural log.
+"""Compute one copy. Returns arguments of ``Expected.wrong``, for attention (out,) or (out, lse):
+[num_tokens, num_heads, head_dim] and [num_heads, num_tokens] in natural log.
 """
 
 
 class Unsupported(Exception):
-    """An implementation cannot do a case; the message says why."""
+    """An implementation cannot run a case; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -25,30 +26,27 @@ class Peer:
 
     Attributes:
         name: short, for tables and ``--impl``.
-        version: of the package.
-        note: what differs in its work, or "".
-        prepare: problem of the peer's family (`bench.kernels.families`) -> one call for each copy;
-            raises Unsupported.
-        ours: whether a wrong result of it is a bug of this repository.
+        version: version of the package.
+        note: differences of its work, or "".
+        prepare: problem -> one call for each copy; raises Unsupported. Work that depends on lengths
+            alone (plans, masks, contiguous copies of pages) is done here and is not timed.
+        shapes: types of the shapes that it is compared on.
+        ours: whether a wrong result is a bug of this repository.
     """
 
     name: str
     version: str
     note: str
-    prepare: Callable[[Any], list[Call]]
+    prepare: Callable[[Problem], list[Call]]
+    shapes: tuple[type, ...] = (Shape,)
     ours: bool = False
 
+    def calls(self, problem: Problem) -> list[Call]:
+        """One call for each copy; raises Unsupported."""
+        shape = problem.case.shape
+        if not self.ours and isinstance(shape, Shape) and shape.fp8:
+            raise Unsupported("e4m3 pages with a scale for each row")
+        return self.prepare(problem)
 
-def load_peers(
-    loaders: dict[str, Callable[[Path | None], Peer]], folder: Path | None
-) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that load, and {name: why} of the others."""
-    found, missing = [], {}
-    for name, load in loaders.items():
-        try:
-            found.append(load(folder))
-        # Foreign packages fail to load in many ways, a missing library among them; each is a reason
-        # to report, not to stop.
-        except Exception as error:
-            missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    return found, missing
+
+BOTH_SHAPES = (Shape, LatentShape)

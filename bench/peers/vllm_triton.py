@@ -1,4 +1,4 @@
-"""vLLM's Triton kernel of unified attention, without the rest of vLLM where it is missing."""
+"""vLLM's Triton kernel of unified attention, without the rest of vLLM where it is not installed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from ..cases.problem import Problem
 from .folder import file_in, installed
 from .peer import Call, Peer
 
-# vLLM splits the keys of a decode in this many parts, while the batch is at most this many
-# sequences over KV heads.
-VLLM_SEGMENTS = 16
-VLLM_GRID_2D = 128
+# As in vLLM: KV splits of a decode, for batches of at most this many sequences times KV heads.
+SEGMENTS = 16
+GRID_2D = 128
 
 
 def vllm_triton_peer(folder: Path | None) -> Peer:
@@ -29,49 +28,48 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
     Raises:
         FileNotFoundError, ImportError.
     """
-    name = "vllm.v1.attention.ops.triton_unified_attention"
     version = installed("vllm")
     if version is None:
         path = file_in(folder, "vllm/v1/attention/ops/triton_unified_attention.py")
         if "vllm" not in sys.modules:
             _stub_vllm(path.parent)
         version = "0.33.0"
-    unified = importlib.import_module(name).unified_attention
+    module = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention")
 
     def prepare(problem: Problem) -> list[Call]:
-        case, shape = problem.case, problem.case.shape
-        device = problem.q.device
-        rows = max(1, VLLM_GRID_2D // shape.num_kv_heads)
-        parts = (max(rows, case.batch), shape.num_heads, VLLM_SEGMENTS)
-        out = torch.full_like(problem.q[0], float("nan"))
+        case, shape, shared = problem.case, problem.case.shape, problem.shared
+        device = shared["seq_lens"].device
+        rows = max(1, GRID_2D // shape.num_kv_heads)
+        parts = (max(rows, case.batch), shape.num_heads, SEGMENTS)
+        out = torch.full_like(problem.results["out"], float("nan"))
         window = (-1, -1) if shape.sliding_window is None else (shape.sliding_window - 1, 0)
         options = {
             "out": out,
-            "cu_seqlens_q": problem.cu_seqlens_q,
+            "cu_seqlens_q": shared["cu_seqlens_q"],
             "max_seqlen_q": max(case.q_lens),
-            "seqused_k": problem.seq_lens,
-            "max_seqlen_k": max(case.seq_lens),
-            "softmax_scale": problem.softmax_scale,
+            "seqused_k": shared["seq_lens"],
+            "max_seqlen_k": case.context,
+            "softmax_scale": shape.softmax_scale,
             "causal": True,
             "window_size": window,
-            "block_table": problem.block_table,
+            "block_table": shared["block_table"],
             "softcap": 0.0,
             "q_descale": None,
             "k_descale": None,
             "v_descale": None,
             "seq_threshold_3D": rows,
-            "num_par_softmax_segments": VLLM_SEGMENTS,
+            "num_par_softmax_segments": SEGMENTS,
             "softmax_segm_output": torch.empty(*parts, shape.head_dim, device=device),
             "softmax_segm_max": torch.empty(parts, device=device),
             "softmax_segm_expsum": torch.empty(parts, device=device),
-            "sinks": problem.sinks,
+            "sinks": shared["sinks"],
         }
 
         def call(copy: int) -> Call:
-            first = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
+            tensors = [problem.each[copy][name] for name in ("q", "k_pages", "v_pages")]
 
             def run() -> tuple[Tensor]:
-                unified(*first, **options)
+                module.unified_attention(*tensors, **options)
                 return (out,)
 
             return run
@@ -82,13 +80,14 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
 
 
 def _stub_vllm(ops: Path) -> None:
-    """Modules that vLLM's attention kernels import, with just the names that they use, so that the
-    rest of vLLM is not needed.
-    """
+    """Put modules into ``sys.modules`` with the names that vLLM's attention kernels import."""
     import triton
     import triton.language as tl
 
-    modes = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "NVFP4")  # fmt: skip
+    modes = (
+        "NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD",
+        "INT4_PER_TOKEN_HEAD", "NVFP4",
+    )  # fmt: skip
     platform = types.SimpleNamespace(
         fp8_dtype=lambda: torch.float8_e4m3fn, is_device_capability_family=lambda family: False
     )

@@ -1,4 +1,4 @@
-"""Kernels of the cases, compiled for architectures that this machine need not have."""
+"""Compile kernels for architectures that this machine need not have."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.kernels.common import launching
-from quire.kernels.common.arch import named
+from quire.kernels.common.arch import Arch, named
 
-from .cases import StaticCase, all_cases, launches_of
+from .cases import all_cases, launches_of
 from .launches import Launch
 from .limits import resident_programs, resident_workgroups
 
@@ -128,52 +128,69 @@ def value_parts(launch: Launch) -> int:
     return values["HEAD_DIM"] // values["VALUE_DIM"]
 
 
-def measure(name: str, arch: str, index: int) -> dict[str, Any]:
-    """Compile a kernel of a case for an architecture; returns its row of the report.
-
-    Args:
-        name: of the case.
-        index: of the launch among the case's.
-    """
+def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
+    """Compile a launch; returns what the kernel takes of an SM, by the names of `measure`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    started = processor_seconds()
-    case = all_cases()[name]
-    launch = launches_of(case, named(arch))[index]
     signature, constants, attributes, options = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     with launching.without_buffer_operations():
-        compiled = triton.compile(source, target=GPUTarget(*named(arch).target), options=options)
+        compiled = triton.compile(source, target=GPUTarget(*arch.target), options=options)
     metadata = compiled.metadata
-    if named(arch).maker == "nvidia":
+    if arch.maker == "nvidia":
         registers, spill_bytes = _usage(compiled.asm["cubin"])
         columns = getattr(metadata, "tmem_size", None) or 0
         threads = metadata.num_warps * 32
-        resident = resident_programs(arch, registers, metadata.shared, threads, columns)
+        resident = resident_programs(arch.name, registers, metadata.shared, threads, columns)
     else:
         registers, spill_bytes = amd_usage(compiled.asm["amdgcn"])
-        resident = resident_workgroups(arch, registers, metadata.shared, metadata.num_warps)
+        resident = resident_workgroups(arch.name, registers, metadata.shared, metadata.num_warps)
     return {
-        "kernel": launch.name,
-        "case": name,
         "config": config(launch),
-        "arch": arch,
-        "dtype": case.dtype,
         "registers": registers,
         "spill_bytes": spill_bytes,
         "shared_bytes": metadata.shared,
-        "shared_limit": named(arch).shared_memory,
+        "shared_limit": arch.shared_memory,
         "ctas_per_sm": resident,
-        "bytes_in_flight_per_sm": (metadata.num_stages - 1) * _tile_bytes(case, launch) * resident,
+        "stages_in_flight": metadata.num_stages - 1,
+    }
+
+
+def measure(name: str, arch: str, index: int) -> dict[str, Any]:
+    """Compile a kernel of a case for an architecture; returns its row of the report.
+
+    Args:
+        name: name of the case.
+        arch: name of the architecture.
+        index: index of the launch among the case's.
+    """
+    import triton
+
+    started = processor_seconds()
+    case = all_cases()[name]
+    launch = launches_of(case, named(arch))[index]
+    used = usage(launch, named(arch))
+    tile_bytes = 0  # of a kernel without tiles of keys
+    if case.key_bytes and "BLOCK_N" in launch.values:
+        tile_bytes = int(launch.values["BLOCK_N"] * case.key_bytes)
+    in_flight = used.pop("stages_in_flight") * tile_bytes * used["ctas_per_sm"]
+    return {
+        "kernel": launch.name,
+        "case": name,
+        "config": used.pop("config"),
+        "arch": arch,
+        "dtype": case.dtype,
+        **used,
+        "bytes_in_flight_per_sm": in_flight,
         "triton": triton.__version__,
         "seconds": round(processor_seconds() - started, 2),
     }
 
 
 def attempt(name: str, arch: str, index: int) -> dict[str, Any] | str:
-    """``measure``, or what to say of a kernel that does not compile."""
+    """`measure`, or the message of a kernel that does not compile."""
     try:
         return measure(name, arch, index)
     except OSError:  # a full disk says nothing of the kernel
@@ -207,13 +224,6 @@ def processor_seconds() -> float:
     """Processor time of this process and of those that it has waited for."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def _tile_bytes(case: StaticCase, launch: Launch) -> int:
-    """Bytes of a tile of keys and values; 0 for a kernel without such tiles."""
-    if not case.key_bytes or "BLOCK_N" not in launch.values:
-        return 0
-    return int(launch.values["BLOCK_N"] * case.key_bytes)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.bench.cases.problem import make_problem
+from quire.bench.cases.make import make_problem
 from quire.bench.cases.shapes import TINY_SHAPES, Case, Shape
-from quire.bench.peers.attention import quire_calls
+from quire.bench.peers.quire_calls import quire_calls
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
 from tests.support.helpers import (
     DEVICE,
@@ -18,13 +18,13 @@ from tests.support.helpers import (
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = Shape("test/full", 16, 4, 128)
-WINDOW = Shape("test/window", 16, 4, 128, sliding_window=1024)
+SHAPE = Shape("test/full", 16, 4, 128, block_size=32)
+WINDOW = Shape("test/window", 16, 4, 128, sliding_window=1024, block_size=32)
 PHASES = ("decode", "prefill", "mixed")
 
 
 def problem_of(shape, phase, copies=1):
-    case = Case(shape, phase, 4, 4096, 32)
+    case = Case(shape, phase, 4, 4096)
     return make_problem(case, torch.device(DEVICE), torch.bfloat16, copies=copies)
 
 
@@ -64,12 +64,12 @@ def test_write_and_merge_do_not_synchronise(cuda):
 @pytest.mark.parametrize("shape", [SHAPE, WINDOW], ids=["full", "window"])
 def test_a_captured_decode_serves_other_lengths_and_tables(cuda, shape):
     problem = problem_of(shape, "decode")
-    table = problem.block_table.clone()
+    table = problem.shared["block_table"].clone()
     if shape.sliding_window is not None:
         # Pages behind the window do not exist at full length; shorter sequences see them.
-        table = torch.randint_like(table, 1, problem.pages.shape[1])
-    lengths = problem.seq_lens.clone()
-    out = torch.full_like(problem.q[0], NAN)
+        table = torch.randint_like(table, 1, len(problem.each[0]["k_pages"]))
+    lengths = problem.shared["seq_lens"].clone()
+    out = torch.full_like(problem.results["out"], NAN)
     lse = torch.full((shape.num_heads, 4), NAN, device=cuda)
 
     def call(out, lse):
@@ -77,8 +77,8 @@ def test_a_captured_decode_serves_other_lengths_and_tables(cuda, shape):
         options = {"max_seqlen_q": 1, "max_seq_len": 4096, "out": out, "lse": lse}
         if shape.sliding_window is not None:
             attend, options["sliding_window"] = sliding_window_attention, shape.sliding_window
-        tensors = (problem.q[0], problem.k_pages(0), problem.v_pages(0))
-        return attend(*tensors, table, lengths, problem.cu_seqlens_q, **options)
+        tensors = [problem.each[0][name] for name in ("q", "k_pages", "v_pages")]
+        return attend(*tensors, table, lengths, problem.shared["cu_seqlens_q"], **options)
 
     call(out, lse)
     torch.cuda.synchronize()
@@ -132,7 +132,7 @@ def test_calls_compute_with_their_own_tensors(seq_lens, q_lens):
 @pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
 def test_calls_share_their_output_and_differ_by_copy(in_step):
     """What the rotation of a benchmark relies on: each call reads its own copy, and fills one output."""
-    case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20, 16)
+    case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20)
     problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
     first, second = quire_calls(problem, in_step=in_step)
     one = first()[0].clone()

@@ -1,4 +1,4 @@
-"""The calls that ``bench.static`` compiles, a module for each part of a model."""
+"""The calls that ``bench.static`` compiles, over tensors without storage."""
 
 from __future__ import annotations
 
@@ -15,6 +15,24 @@ from ..launches import Launch, record
 
 # Compiled by default: each tile shape for the first, the samples for the others.
 DEFAULT_ARCH, SAMPLE_ARCHS = "sm_90", ("sm_80", "sm_100", "gfx942", "gfx950")
+# Together they launch every kernel.
+SAMPLES = """
+    decode-d128-p128-q1 prefill-d128-p128 decode-fp8-d128-p128-q1 prefill-fp8-d128-p128
+    merge-d128 write-d128 write-fp8-d128
+    mla-decode-h16 mla-prefill-h128 compressed-decode-csa-h16-k512
+    compressed-decode-csa-h64-k512-fp8-pages compressed-prefill-csa-h64-k512
+    index-decode-k512-bf16 index-decode-k512-fp8
+    latent-fp8-p64 latent-heads compress-csa-fp8-prefill overlap-compressor
+    residual-norm-gemma4 norm-rope-llama norm-rope-gemma4-sliding
+    gated-product-llama gated-product-gemma
+    experts-gpt-oss-decode experts-gpt-oss-middle experts-v4-flash-prefill
+    experts-v4-flash-fp8-decode experts-v4-flash-fp4-decode experts-v4-flash-fp4-prefill
+    experts-gemma4-fp32-decode
+    collapse-flash-decode collapse-pro-decode collapse-pro-prefill
+    expand-flash-decode expand-pro-decode expand-pro-prefill
+    route-flash-score route-flash-table route-gemma4 combine-flash-shared
+    sample-probs gather-pages scatter-pages
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,28 +42,45 @@ class StaticCase:
     Attributes:
         name: unique among all cases.
         call: makes the call over tensors on the device "meta", with ``impl="triton"``.
-        dtype: a torch dtype by name, of the keys and values if there are any.
-        key_bytes: bytes of a key and its value in the pages; 0: no kernel has tiles of keys. The
-            constant BLOCK_N of a kernel that has them is the keys of a tile.
-        sample: whether it is compiled for SAMPLE_ARCHS.
+        dtype: torch dtype by name, of the keys and values if there are any.
+        key_bytes: bytes of a key and its value in the pages; 0: no kernel has tiles of keys. Their
+            number of keys is the kernel's constant BLOCK_N.
     """
 
     name: str
     call: Callable[[], object]
     dtype: str = "bfloat16"
     key_bytes: int = 0
-    sample: bool = False
+
+    @property
+    def sample(self) -> bool:
+        """True if it is compiled for SAMPLE_ARCHS."""
+        return self.name in SAMPLES.split()
+
+
+def case(
+    name: str,
+    operator: Callable[..., object],
+    *arguments: Any,
+    dtype: str = "bfloat16",
+    key_bytes: int = 0,
+    **options: Any,
+) -> StaticCase:
+    """The case of ``operator(*arguments, **options)``; other arguments as in `StaticCase`."""
+    call = functools.partial(operator, *arguments, impl="triton", **options)
+    return StaticCase(name, call, dtype, key_bytes)
 
 
 @functools.cache
 def all_cases() -> dict[str, StaticCase]:
     """All cases of the modules of this package by name."""
-    found: dict[str, StaticCase] = {}
-    for module in pkgutil.iter_modules(__path__):
-        for case in importlib.import_module(f"{__name__}.{module.name}").cases():
-            if case.name in found:
-                raise ValueError(f"name: expected one case of each name, got two of {case.name!r}")
-            found[case.name] = case
+    modules = [
+        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
+    ]
+    cases = [each for module in modules for each in module.cases()]
+    found = {each.name: each for each in cases}
+    if len(found) < len(cases):
+        raise ValueError("name: expected one case of each name")
     return found
 
 
@@ -59,3 +94,18 @@ def meta(*shape: int, dtype: str = "bfloat16") -> Any:
     import torch
 
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def ints(*shape: int) -> Any:
+    """An int32 tensor without storage."""
+    return meta(*shape, dtype="int32")
+
+
+def longs(*shape: int) -> Any:
+    """An int64 tensor without storage."""
+    return meta(*shape, dtype="int64")
+
+
+def floats(*shape: int) -> Any:
+    """An fp32 tensor without storage."""
+    return meta(*shape, dtype="float32")

@@ -9,25 +9,13 @@ from typing import Any
 
 from quire import kernels
 
-from . import StaticCase, meta
+from . import StaticCase, case, floats, ints, longs, meta
 
-NUM_SEQS, NUM_PAGES, PREFILL = 16, 512, 1024
-HEAD_DIM, ROPE_DIM, WINDOW, INDEX_DIM = 512, 64, 128, 128
+NUM_SEQS, NUM_PAGES, PREFILL, NUM_ROWS = 16, 512, 1024, 8192
+HEAD_DIM, ROPE_DIM, WINDOW, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 128, 64
 FP8 = "uint8"  # the dtype of quantized pages
+ITEM_BYTES = {"float32": 4, FP8: 1}
 ROW_BYTES = {"bfloat16": 2 * HEAD_DIM, FP8: 576, "float32": 4 * HEAD_DIM}
-SAMPLE = (
-    "mla-decode-h16",
-    "mla-prefill-h128",
-    "compressed-decode-csa-h16-k512",
-    "compressed-decode-csa-h64-k512-fp8-pages",
-    "compressed-prefill-csa-h64-k512",
-    "index-decode-k512-bf16",
-    "index-decode-k512-fp8",
-    "latent-fp8-p64",
-    "latent-heads",
-    "compress-csa-fp8-prefill",
-    "overlap-compressor",
-)
 
 
 def cases() -> list[StaticCase]:
@@ -47,25 +35,25 @@ def cases() -> list[StaticCase]:
         mla("decode-h16-narrow", 16, 1, head_dim_v=256),
         mla("decode-h16-fp32", 16, 1, dtype="float32"),
         mla("prefill-h16-fp32", 16, dtype="float32"),
-        compressed("decode-csa-h8-k512", "csa", 8, 1),
-        compressed("decode-csa-h16-k512", "csa", 16, 1),
-        compressed("decode-csa-h64-k512", "csa", 64, 1),
-        compressed("decode-csa-h128-k1024", "csa", 128, 1, topk=1024),
-        compressed("decode-csa-h16-k512-fp8-pages", "csa", 16, 1, FP8, in_step=False),
-        compressed("decode-csa-h64-k512-fp8-pages", "csa", 64, 1, FP8, in_step=False),
-        compressed("decode-csa-h128-k1024-fp8-pages", "csa", 128, 1, FP8, topk=1024, in_step=False),
-        compressed("decode-hca-h8-fp8-q2", "hca", 8, 2, FP8),
-        compressed("decode-hca-h16-q2", "hca", 16, 2),
-        compressed("decode-hca-h16-fp8-q2", "hca", 16, 2, FP8),
-        compressed("decode-csa-h16-k512-fp32", "csa", 16, 1, "float32"),
-        compressed("prefill-csa-h16-k512", "csa", 16),
-        compressed("prefill-csa-h16-k512-fp8", "csa", 16, pages=FP8),
-        compressed("prefill-csa-h64-k512", "csa", 64),
-        compressed("prefill-csa-h64-k512-fp8", "csa", 64, pages=FP8),
-        compressed("prefill-csa-h128-k1024-fp8", "csa", 128, pages=FP8, topk=1024),
-        compressed("prefill-hca-h8", "hca", 8),
-        compressed("prefill-hca-h16-fp8", "hca", 16, pages=FP8),
-        compressed("prefill-hca-h64-fp32", "hca", 64, pages="float32"),
+        compressed("decode-csa-h8-k512", 8, 1),
+        compressed("decode-csa-h16-k512", 16, 1),
+        compressed("decode-csa-h64-k512", 64, 1),
+        compressed("decode-csa-h128-k1024", 128, 1, topk=1024),
+        compressed("decode-csa-h16-k512-fp8-pages", 16, 1, FP8, in_step=False),
+        compressed("decode-csa-h64-k512-fp8-pages", 64, 1, FP8, in_step=False),
+        compressed("decode-csa-h128-k1024-fp8-pages", 128, 1, FP8, topk=1024, in_step=False),
+        compressed("decode-hca-h8-fp8-q2", 8, 2, FP8),
+        compressed("decode-hca-h16-q2", 16, 2),
+        compressed("decode-hca-h16-fp8-q2", 16, 2, FP8),
+        compressed("decode-csa-h16-k512-fp32", 16, 1, "float32"),
+        compressed("prefill-csa-h16-k512", 16),
+        compressed("prefill-csa-h16-k512-fp8", 16, pages=FP8),
+        compressed("prefill-csa-h64-k512", 64),
+        compressed("prefill-csa-h64-k512-fp8", 64, pages=FP8),
+        compressed("prefill-csa-h128-k1024-fp8", 128, pages=FP8, topk=1024),
+        compressed("prefill-hca-h8", 8),
+        compressed("prefill-hca-h16-fp8", 16, pages=FP8),
+        compressed("prefill-hca-h64-fp32", 64, pages="float32"),
         flash_mla("slots-h16-k512", 16, "bfloat16"),
         flash_mla("slots-h64-k512-fp8", 64, FP8),
     ]
@@ -77,7 +65,7 @@ def cases() -> list[StaticCase]:
             index(f"{phase}-k1024-fp8", q_len, FP8, topk=1024),
             index(f"{phase}-small-pages", q_len, block_size=2),
             index(f"{phase}-small-pages-fp8", q_len, FP8, block_size=2),
-            index(f"{phase}-scores", q_len, scores=True),
+            index(f"{phase}-scores", q_len, scores=floats(NUM_SEQS * q_len, 512)),
             index(f"{phase}-all-selected", q_len, max_seq_len=1 << 11),
             index(f"{phase}-fp32", q_len, "float32", dtype="float32"),
             index(f"{phase}-fp32-fp8", q_len, FP8, dtype="float32"),
@@ -89,8 +77,8 @@ def cases() -> list[StaticCase]:
         write("fp8-p64", FP8),
         write("fp8-p2", FP8, block_size=2),
         write("fp8-only-write", FP8, fused=False),
-        heads("heads", HEAD_DIM),
-        heads("index-heads", INDEX_DIM, norm=False),
+        rotated_heads("heads", HEAD_DIM),
+        rotated_heads("index-heads", INDEX_DIM, norm_weight=None),
         compress("csa-bf16-decode", "bfloat16"),
         compress("csa-fp8-prefill", FP8, PREFILL),
         compress("csa-fp32-decode", "float32"),
@@ -115,28 +103,23 @@ def mla(
 ) -> StaticCase:
     """One ``mla_attention``; q_len: new tokens of a sequence in decode, None: prefill."""
     num_tokens, head_dim = NUM_SEQS * (q_len or PREFILL), head_dim_v + ROPE_DIM
-
-    def call() -> None:
-        kernels.mla_attention(
-            meta(num_tokens, num_heads, head_dim, dtype=dtype),
-            meta(NUM_PAGES, block_size, head_dim, dtype=dtype),
-            *batch(),
-            max_seqlen_q=q_len or PREFILL,
-            num_decodes=NUM_SEQS if q_len else 0,
-            softmax_scale=0.1,
-            head_dim_v=head_dim_v,
-            kv=meta(num_tokens, head_dim, dtype=dtype) if in_step else None,
-            lse=meta(num_heads, num_tokens, dtype="float32"),
-            impl="triton",
-        )
-
-    key_bytes = head_dim * (4 if dtype == "float32" else 2)
-    return StaticCase(f"mla-{name}", call, dtype, key_bytes, f"mla-{name}" in SAMPLE)
+    return case(
+        f"mla-{name}",
+        kernels.mla_attention,
+        meta(num_tokens, num_heads, head_dim, dtype=dtype),
+        meta(NUM_PAGES, block_size, head_dim, dtype=dtype),
+        *batch(),
+        **phase_of(q_len, num_heads),
+        softmax_scale=0.1,
+        head_dim_v=head_dim_v,
+        kv=meta(num_tokens, head_dim, dtype=dtype) if in_step else None,
+        dtype=dtype,
+        key_bytes=head_dim * (4 if dtype == "float32" else 2),
+    )
 
 
 def compressed(
     name: str,
-    kind: str,
     num_heads: int,
     q_len: int | None = None,
     pages: str = "bfloat16",
@@ -146,67 +129,57 @@ def compressed(
     """One ``compressed_attention``.
 
     Args:
-        kind: "csa" (top-k entries, pages of 64), "hca" (all entries, pages of 2) or "window".
+        name: name of the case, with "csa" (top-k entries, pages of 64) or "hca" (all, pages of 2).
+        num_heads: of the queries.
         q_len: new tokens of a sequence in decode; None: prefill.
         pages: dtype of the pages.
+        topk: entries of a token.
+        in_step: whether the step's own rows are handed over.
     """
-    num_tokens, dtype = (
-        NUM_SEQS * (q_len or PREFILL),
-        "float32" if pages == "float32" else "bfloat16",
+    num_tokens, csa = NUM_SEQS * (q_len or PREFILL), "csa" in name
+    dtype = "float32" if pages == "float32" else "bfloat16"
+    return case(
+        f"compressed-{name}",
+        kernels.compressed_attention,
+        meta(num_tokens, num_heads, HEAD_DIM, dtype=dtype),
+        latent_pages(pages, 64),
+        *batch(4),
+        **phase_of(q_len, num_heads),
+        sliding_window=WINDOW,
+        kv=meta(num_tokens, HEAD_DIM, dtype=dtype) if in_step else None,
+        compressed_pages=latent_pages(pages, 64 if csa else 2),
+        compressed_table=ints(NUM_SEQS, 4096),
+        compress_ratio=4 if csa else 128,
+        topk_indices=ints(num_tokens, topk) if csa else None,
+        topk_lens=ints(num_tokens) if csa else None,
+        sinks=floats(num_heads),
+        cos_sin=angles(),
+        dtype=pages,
+        key_bytes=ROW_BYTES[pages],
     )
-    name = f"compressed-{name}"
-
-    def call() -> None:
-        entries: dict[str, Any] = {}
-        if kind != "window":
-            entries = {
-                "compressed_pages": latent_pages(pages, 2 if kind == "hca" else 64),
-                "compressed_table": meta(NUM_SEQS, 4096, dtype="int32"),
-                "compress_ratio": 128 if kind == "hca" else 4,
-            }
-        if kind == "csa":
-            entries["topk_indices"] = meta(num_tokens, topk, dtype="int32")
-            entries["topk_lens"] = meta(num_tokens, dtype="int32")
-        kernels.compressed_attention(
-            meta(num_tokens, num_heads, HEAD_DIM, dtype=dtype),
-            latent_pages(pages, 64),
-            *batch(4),
-            sliding_window=WINDOW,
-            max_seqlen_q=q_len or PREFILL,
-            num_decodes=NUM_SEQS if q_len else 0,
-            kv=meta(num_tokens, HEAD_DIM, dtype=dtype) if in_step else None,
-            **entries,
-            sinks=meta(num_heads, dtype="float32"),
-            cos_sin=meta(1 << 20, ROPE_DIM, dtype="float32"),
-            lse=meta(num_heads, num_tokens, dtype="float32"),
-            impl="triton",
-        )
-
-    return StaticCase(name, call, pages, ROW_BYTES[pages], name in SAMPLE)
 
 
 def flash_mla(name: str, num_heads: int, pages: str) -> StaticCase:
     """One ``flash_mla_with_kvcache`` over lists of rows."""
-
-    def call() -> None:
-        cache = meta(NUM_PAGES, 64, 1, 584 if pages == FP8 else HEAD_DIM, dtype=pages)
-        kernels.flash_mla_with_kvcache(
-            meta(NUM_SEQS, 1, num_heads, HEAD_DIM),
-            cache,
-            None,
-            None,
-            HEAD_DIM,
-            is_fp8_kvcache=pages == FP8,
-            indices=meta(NUM_SEQS, 1, WINDOW, dtype="int32"),
-            topk_length=meta(NUM_SEQS, dtype="int32"),
-            attn_sink=meta(num_heads, dtype="float32"),
-            extra_k_cache=cache,
-            extra_indices_in_kvcache=meta(NUM_SEQS, 1, 512, dtype="int32"),
-            extra_topk_length=meta(NUM_SEQS, dtype="int32"),
-            impl="triton",
-        )
-
-    return StaticCase(f"compressed-decode-{name}", call, pages, ROW_BYTES[pages])
+    cache = meta(NUM_PAGES, 64, 1, 584 if pages == FP8 else HEAD_DIM, dtype=pages)
+    return case(
+        f"compressed-decode-{name}",
+        kernels.flash_mla_with_kvcache,
+        meta(NUM_SEQS, 1, num_heads, HEAD_DIM),
+        cache,
+        None,
+        None,
+        HEAD_DIM,
+        is_fp8_kvcache=pages == FP8,
+        indices=ints(NUM_SEQS, 1, WINDOW),
+        topk_length=ints(NUM_SEQS),
+        attn_sink=floats(num_heads),
+        extra_k_cache=cache,
+        extra_indices_in_kvcache=ints(NUM_SEQS, 1, 512),
+        extra_topk_length=ints(NUM_SEQS),
+        dtype=pages,
+        key_bytes=ROW_BYTES[pages],
+    )
 
 
 def index(
@@ -217,61 +190,46 @@ def index(
     max_seq_len: int = 1 << 17,
     dtype: str = "bfloat16",
     block_size: int = 64,
-    scores: bool = False,
+    scores: Any = None,
 ) -> StaticCase:
-    """One ``index_topk`` with 64 heads, which scores the keys and selects in one or more levels."""
-    name, num_tokens = f"index-{name}", NUM_SEQS * q_len
-
-    def call() -> None:
-        kernels.index_topk(
-            meta(num_tokens, 64, INDEX_DIM, dtype=dtype),
-            meta(num_tokens, 64, dtype="float32"),
-            index_pages(pages, block_size),
-            *batch(max_seq_len // 4 // block_size),
-            topk=topk,
-            max_seqlen_q=q_len,
-            max_seq_len=max_seq_len,
-            scores=meta(num_tokens, topk, dtype="float32") if scores else None,
-            impl="triton",
-        )
-
-    item_bytes = {FP8: 1, "float32": 4}.get(pages, 2)
-    return StaticCase(name, call, dtype, INDEX_DIM * item_bytes, name in SAMPLE)
+    """One ``index_topk``, which scores the keys and selects in one or more levels."""
+    num_tokens = NUM_SEQS * q_len
+    return case(
+        f"index-{name}",
+        kernels.index_topk,
+        meta(num_tokens, INDEX_HEADS, INDEX_DIM, dtype=dtype),
+        floats(num_tokens, INDEX_HEADS),
+        index_pages(pages, block_size),
+        *batch(max_seq_len // 4 // block_size),
+        topk=topk,
+        max_seqlen_q=q_len,
+        max_seq_len=max_seq_len,
+        scores=scores,
+        dtype=dtype,
+        key_bytes=INDEX_DIM * ITEM_BYTES.get(pages, 2),
+    )
 
 
 def write(
     name: str, pages: str, dtype: str = "bfloat16", block_size: int = 64, fused: bool = True
 ) -> StaticCase:
     """One ``write_latent``; fused: with norm and RoPE, and a result."""
-    name, rows = f"latent-{name}", 8192
-
-    def call() -> None:
-        more: dict[str, Any] = rotation(rows, HEAD_DIM) if fused else {}
-        if fused:
-            more["out"] = meta(rows, HEAD_DIM, dtype=dtype)
-        kernels.write_latent(
-            meta(rows, HEAD_DIM, dtype=dtype),
-            latent_pages(pages, block_size),
-            meta(rows, dtype="int64"),
-            impl="triton",
-            **more,
-        )
-
-    return StaticCase(name, call, dtype, sample=name in SAMPLE)
+    return case(
+        f"latent-{name}",
+        kernels.write_latent,
+        meta(NUM_ROWS, HEAD_DIM, dtype=dtype),
+        latent_pages(pages, block_size),
+        longs(NUM_ROWS),
+        **(rotation(HEAD_DIM) | {"out": meta(NUM_ROWS, HEAD_DIM, dtype=dtype)} if fused else {}),
+        dtype=dtype,
+    )
 
 
-def heads(name: str, dim: int, norm: bool = True) -> StaticCase:
+def rotated_heads(name: str, dim: int, **options: Any) -> StaticCase:
     """The ``write_latent`` that rotates heads of queries in place."""
-    name, rows = f"latent-{name}", 8192
-
-    def call() -> None:
-        x = meta(rows * 64, dim)
-        options = rotation(rows, dim)
-        if not norm:
-            options["norm_weight"] = None
-        kernels.write_latent(x, None, None, out=x, impl="triton", **options)
-
-    return StaticCase(name, call, sample=name in SAMPLE)
+    x = meta(NUM_ROWS * 64, dim)
+    options = rotation(dim) | options
+    return case(f"latent-{name}", kernels.write_latent, x, None, None, out=x, **options)
 
 
 def compress(
@@ -283,87 +241,84 @@ def compress(
     dtype: str = "float32",
     dim: int = HEAD_DIM,
 ) -> StaticCase:
-    """One ``compress``, with a ring that a decode step of one token fills by one launch."""
-    name, overlap_rows = f"compress-{name}", ratio == 4
-    num_tokens, channels = NUM_SEQS * q_len, dim * (1 + overlap_rows)
-
-    def call() -> None:
-        # Projected side by side, as a model does.
-        kv, gate = meta(num_tokens, 2, channels, dtype=dtype).unbind(1)
-        kernels.compress(
-            kv,
-            gate,
-            meta(ratio, channels, dtype="float32"),
-            meta(NUM_SEQS, ratio * (1 + overlap_rows), 2, channels, dtype="float32"),
-            meta(NUM_SEQS, dtype="int32"),
-            *batch()[1:],
-            ratio=ratio,
-            overlap=overlap_rows,
-            norm_weight=meta(dim, dtype="float32"),
-            cos_sin=meta(1 << 20, ROPE_DIM, dtype="float32"),
-            pages=(index_pages if dim == INDEX_DIM else latent_pages)(pages, block_size),
-            slot_mapping=meta(num_tokens, dtype="int64"),
-            max_seqlen_q=q_len,
-            impl="triton",
-        )
-
-    return StaticCase(name, call, sample=name in SAMPLE)
+    """One ``compress``; a window of ratio 4 overlaps the one before."""
+    num_tokens, overlapping = NUM_SEQS * q_len, ratio == 4
+    channels, ring = dim * (1 + overlapping), ratio * (1 + overlapping)
+    # Projected side by side, as a model does.
+    kv, gate = meta(num_tokens, 2, channels, dtype=dtype).unbind(1)
+    return case(
+        f"compress-{name}",
+        kernels.compress,
+        kv,
+        gate,
+        floats(ratio, channels),
+        floats(NUM_SEQS, ring, 2, channels),
+        ints(NUM_SEQS),
+        *batch()[1:],
+        ratio=ratio,
+        overlap=overlapping,
+        norm_weight=floats(dim),
+        cos_sin=angles(),
+        pages=(index_pages if dim == INDEX_DIM else latent_pages)(pages, block_size),
+        slot_mapping=longs(num_tokens),
+        max_seqlen_q=q_len,
+    )
 
 
 def overlap(name: str, width: int) -> StaticCase:
     """One ``copy_overlap`` of a decode step."""
-    name, count = f"overlap-{name}", 64
+    count = 64
+    kv, gate = floats(count, 2, 2 * width).unbind(1)
+    return case(
+        f"overlap-{name}",
+        kernels.copy_overlap,
+        kv,
+        gate,
+        floats(4, 2 * width),
+        floats(count + 1, 8, 2, 2 * width),
+        floats(NUM_PAGES, 4, 2, width),
+        from_pages=longs(count),
+        state_index=longs(count),
+        state_rows=longs(count, 4),
+        tokens=longs(count * 4),
+        to_pages=longs(count * 4),
+        dtype="float32",
+    )
 
-    def call() -> None:
-        kv, gate = meta(count, 2, 2 * width, dtype="float32").unbind(1)
-        kernels.copy_overlap(
-            kv,
-            gate,
-            meta(4, 2 * width, dtype="float32"),
-            meta(count + 1, 8, 2, 2 * width, dtype="float32"),
-            meta(NUM_PAGES, 4, 2, width, dtype="float32"),
-            from_pages=meta(count, dtype="int64"),
-            state_index=meta(count, dtype="int64"),
-            state_rows=meta(count, 4, dtype="int64"),
-            tokens=meta(count * 4, dtype="int64"),
-            to_pages=meta(count * 4, dtype="int64"),
-            impl="triton",
-        )
 
-    return StaticCase(name, call, "float32", sample=name in SAMPLE)
+def phase_of(q_len: int | None, num_heads: int) -> dict[str, Any]:
+    """Lengths and lse of decode with ``q_len`` new tokens a sequence, or of prefill (None)."""
+    return {
+        "max_seqlen_q": q_len or PREFILL,
+        "num_decodes": NUM_SEQS if q_len else 0,
+        "lse": floats(num_heads, NUM_SEQS * (q_len or PREFILL)),
+    }
 
 
 def batch(table_width: int = 256) -> tuple[Any, Any, Any]:
     """block_table, seq_lens and cu_seqlens_q."""
-    return (
-        meta(NUM_SEQS, table_width, dtype="int32"),
-        meta(NUM_SEQS, dtype="int32"),
-        meta(NUM_SEQS + 1, dtype="int32"),
-    )
+    return ints(NUM_SEQS, table_width), ints(NUM_SEQS), ints(NUM_SEQS + 1)
 
 
-def rotation(rows: int, dim: int) -> dict[str, Any]:
+def angles() -> Any:
+    """cos_sin of RoPE."""
+    return floats(1 << 20, ROPE_DIM)
+
+
+def rotation(dim: int) -> dict[str, Any]:
     """The arguments of ``write_latent`` for a norm and RoPE."""
-    return {
-        "positions": meta(rows, dtype="int64"),
-        "cos_sin": meta(1 << 20, ROPE_DIM, dtype="float32"),
-        "norm_weight": meta(dim, dtype="float32"),
-    }
+    return {"positions": longs(NUM_ROWS), "cos_sin": angles(), "norm_weight": floats(dim)}
 
 
 def latent_pages(dtype: str, block_size: int) -> Any:
     """Pages of latent rows."""
-    if dtype == FP8:
-        width = kernels.page_bytes(block_size)
-        return kernels.LatentPages(meta(NUM_PAGES, width, dtype=FP8), block_size)
-    data = meta(NUM_PAGES, block_size, HEAD_DIM, dtype=dtype)
-    return kernels.LatentPages(data, block_size)
+    size = (kernels.page_bytes(block_size),) if dtype == FP8 else (block_size, HEAD_DIM)
+    return kernels.LatentPages(meta(NUM_PAGES, *size, dtype=dtype), block_size)
 
 
 def index_pages(dtype: str, block_size: int) -> Any:
     """Pages of the indexer's keys."""
+    size = (block_size, INDEX_DIM)
     if dtype == FP8:
-        width = kernels.page_bytes(block_size, INDEX_DIM + 4)
-        return kernels.IndexPages(meta(NUM_PAGES, width, dtype=FP8), block_size)
-    data = meta(NUM_PAGES, block_size, INDEX_DIM, dtype=dtype)
-    return kernels.IndexPages(data, block_size)
+        size = (kernels.page_bytes(block_size, INDEX_DIM + 4),)
+    return kernels.IndexPages(meta(NUM_PAGES, *size, dtype=dtype), block_size)

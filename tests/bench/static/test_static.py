@@ -228,7 +228,7 @@ print(json.dumps({
 def test_the_list_of_kernels():
     """A sample holds every kernel, and one launch of each tile shape is compiled."""
     found = in_a_process_that_compiles(LISTED)
-    assert found["samples"] == found["kernels"] >= 25
+    assert found["samples"] == found["kernels"] >= 20
     assert found["shapes"] == found["tiles"] < found["every"]
     assert all(sample for _, sample in found["others"])
 

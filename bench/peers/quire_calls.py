@@ -1,0 +1,46 @@
+"""Calls of quire's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..cases.problem import Problem
+from .peer import Call, Unsupported
+
+
+def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = None) -> list[Call]:
+    """One call for each copy; all write the same results.
+
+    Args:
+        problem: arguments of the operator.
+        in_step: hand over the step's own rows beside the pages.
+        impl: as in ``quire.kernels``.
+    """
+    # Garbage where the operator has to write.
+    results = {
+        name: torch.full_like(empty, float("nan") if empty.is_floating_point() else -2)
+        for name, empty in problem.results.items()
+    }
+    written = tuple(results.values())
+
+    def call(arguments: dict[str, Any]) -> Call:
+        def run() -> tuple[torch.Tensor, ...]:
+            problem.operator(**arguments)
+            return written
+
+        return run
+
+    shared = problem.shared | results | {"impl": impl}
+    each = problem.each
+    if in_step:
+        if problem.in_step is None:
+            raise Unsupported("no attention")
+        each = [a | b for a, b in zip(each, problem.in_step, strict=True)]
+    return [call(shared | arguments) for arguments in each]
+
+
+def in_step_calls(problem: Problem) -> list[Call]:
+    """`quire_calls` with the step's own rows."""
+    return quire_calls(problem, in_step=True)

@@ -1,0 +1,258 @@
+"""bench.kernels on attention: named shapes, the float64 result, adapters of peers."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from quire.bench.cases.attention import attention_rows
+from quire.bench.cases.make import expect, make_problem
+from quire.bench.cases.shapes import (
+    LATENT_SHAPES,
+    SHAPES,
+    TINY_SHAPES,
+    Case,
+    Shape,
+    all_cases,
+    attention_headline,
+    tiny_cases,
+)
+from quire.bench.cases.work import case_bytes
+from quire.bench.common.bounds import bounding
+from quire.bench.peers import flashinfer as adapter
+from quire.bench.peers.peer import Peer, Unsupported
+from quire.bench.peers.quire_calls import quire_calls
+from quire.kernels.attention.call import AttentionCall
+from quire.models.config.named import get_config
+from tests.kernels.oracles import attention as reference
+from tests.support.forked import printed
+from tests.support.helpers import assert_equal_in_float64
+
+ROOT = Path(__file__).resolve().parents[3]
+CPU = torch.device("cpu")
+
+
+def tiny(name, phase, context=37):
+    return Case(TINY_SHAPES[name], phase, 2, context)
+
+
+def test_shapes_are_those_of_the_configurations():
+    config = get_config("gemma-4-31b")
+    for kind, attention in (("local", config.sliding), ("global", config.full)):
+        shape = SHAPES[f"gemma-4-31b/{kind}"]
+        for field in ("num_heads", "num_kv_heads", "head_dim", "sliding_window"):
+            assert getattr(shape, field) == getattr(attention, field)
+        assert shape.softmax_scale == 1.0
+        # All pages of a model have equal bytes.
+        assert shape.block_size * shape.kv_token_bytes == 16 * 4 * 16 * 256
+        fp8 = SHAPES[f"gemma-4-31b/{kind}/fp8"]
+        assert fp8.kv_token_bytes == shape.kv_token_bytes * (fp8.head_dim + 4) / (2 * fp8.head_dim)
+    shape = SHAPES["gemma-4-31b/global"]
+    share = shape.shard(4)
+    assert (share.num_heads, share.num_kv_heads, share.name) == (8, 1, "gemma-4-31b/global/tp4")
+    assert shape.shard(8) is None
+
+
+def test_cases_are_unique_and_the_headline_comes_first():
+    cases = all_cases()
+    assert len({case.name for case in cases}) == len(cases) > 350
+    assert cases[: len(attention_headline())] == attention_headline()
+    for phase in ("decode", "prefill"):
+        names = {case.shape.name for case in cases if case.phase == phase}
+        assert names >= {*SHAPES, *LATENT_SHAPES}
+    assert {case.shape.name for case in cases if case.phase == "mixed"} == set(SHAPES)
+    assert {case.batch for case in cases} == {1, 4, 16, 128}
+    assert {case.context for case in cases} == {4096, 32768, 131072, 1 << 20}
+    sizes = {case.shape.block_size for case in cases if isinstance(case.shape, Shape)}
+    assert sizes == {16, 32, 64, 128, 256}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in tiny_cases() if c.shape.name in TINY_SHAPES],
+    ids=lambda c: c.name.replace(" ", "-"),
+)
+def test_the_vectorised_oracle_is_the_one_with_loops(case):
+    problem = make_problem(dataclasses.replace(case, context=37), CPU, torch.float32)
+    case, lse = problem.case, problem.results["lse"].double()
+    shared = {n: x for n, x in problem.shared.items() if n not in ("workspace", "num_decodes")}
+    call = AttentionCall(**problem.each[0], **shared, lse=lse)
+    exact, start = reference.attention(call, torch.float64), 0
+    for seq, q_len in enumerate(case.q_lens):
+        with bounding():
+            rows, rows_lse = attention_rows(problem, seq, list(range(q_len)))
+        part = slice(start, start + q_len)
+        assert_equal_in_float64("rows", exact[part], rows)
+        assert_equal_in_float64("lse", lse[:, part], rows_lse.T)
+        start += q_len
+
+
+def test_an_unread_page_is_an_error():
+    """The budget is tight enough: a result over all keys but one tile is refused."""
+    problem = make_problem(tiny("tiny/global", "decode", 640), CPU)
+    expected = expect(problem)
+    [call] = quire_calls(problem)
+    assert expected.wrong(*call()) is None
+    for skipped in range(0, 40, 8):
+        # The keys of one page become those of another one that the sequence sees anyway.
+        table = problem.shared["block_table"].clone()
+        table[0, skipped] = table[0, (skipped + 1) % 40]
+        broken = dataclasses.replace(problem, shared=problem.shared | {"block_table": table})
+        assert "error" in expected.wrong(*quire_calls(broken)[0]())
+    out = torch.full_like(problem.results["out"], float("nan"))
+    assert expected.wrong(out) == "out: not finite"
+
+
+def test_wrong_scales_are_found_and_peers_are_not_compared():
+    problem = make_problem(tiny("tiny/local/fp8", "decode"), CPU)
+    expected = expect(problem)
+    for in_step in (False, True):
+        [call] = quire_calls(problem, in_step=in_step)
+        assert expected.wrong(*call()) is None
+    [tensors] = problem.each
+    tensors |= {"k_scale": tensors["v_scale"], "v_scale": tensors["k_scale"]}
+    assert "error" in expected.wrong(*quire_calls(problem)[0]())
+    with pytest.raises(Unsupported, match="e4m3 pages"):
+        Peer("other", "1", "", lambda problem: []).calls(problem)
+
+
+def test_bytes_of_a_case():
+    keys, queries = 2 * 37 * 4 * 2 * 32, 2 * 4 * 32 * 2
+    assert case_bytes(tiny("tiny/global", "decode")) == keys + 2 * queries
+
+
+class PrefillWrapper:
+    """FlashInfer's wrapper in fp32, a sequence at a time; queries are the last keys."""
+
+    def __init__(self, workspace, kv_layout="NHD", *, backend="auto"):
+        assert workspace.dtype == torch.uint8 and kv_layout == "NHD" and backend == "fa2"
+
+    def plan(
+        self,
+        qo_indptr,
+        indptr,
+        indices,
+        last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim,
+        page_size,
+        *,
+        causal=False,
+        sm_scale=None,
+        window_left=-1,
+        q_data_type="float16",
+        kv_data_type=None,
+    ):
+        for each in (qo_indptr, indptr, indices, last_page_len):
+            assert each.dtype == torch.int32 and each.ndim == 1
+        counts = indptr.diff()
+        assert causal and bool((counts >= 1).all()) and int(counts.sum()) == len(indices)
+        assert bool(((last_page_len >= 1) & (last_page_len <= page_size)).all())
+        self.cu, self.lengths = qo_indptr.tolist(), (counts - 1) * page_size + last_page_len
+        self.pages = indices.clone().split(counts.tolist())
+        self.heads, self.page_size = (num_qo_heads, num_kv_heads, head_dim), page_size
+        self.dtypes, self.scale, self.window = (q_data_type, kv_data_type), sm_scale, window_left
+
+    def run(self, q, paged_kv_cache, *, out):
+        num_heads, num_kv_heads, head_dim = self.heads
+        assert q.shape == out.shape == (self.cu[-1], num_heads, head_dim)
+        for cache in paged_kv_cache:
+            assert cache.shape[1:] == (self.page_size, num_kv_heads, head_dim)
+            assert (q.dtype, cache.dtype) == self.dtypes
+        for i, (pages, length) in enumerate(zip(self.pages, self.lengths.tolist(), strict=True)):
+            rows = slice(self.cu[i], self.cu[i + 1])
+            keys, values = (
+                cache[pages.long()]
+                .float()
+                .flatten(0, 1)[:length]
+                .repeat_interleave(num_heads // num_kv_heads, dim=1)
+                for cache in paged_kv_cache
+            )
+            key = torch.arange(length)
+            own_key = torch.arange(length - (rows.stop - rows.start), length)[:, None]
+            seen = key <= own_key
+            if self.window >= 0:
+                seen = seen & (key >= own_key - self.window)
+            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * self.scale
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+        return out
+
+
+class DecodeWrapper(PrefillWrapper):
+    """One query a sequence, the last of its keys."""
+
+    def __init__(self, workspace, kv_layout="NHD", *, use_tensor_cores=False, backend="auto"):
+        super().__init__(workspace, kv_layout, backend=backend)
+
+    def plan(self, indptr, indices, last_page_len, *heads, **options):
+        cu = torch.arange(len(indptr), dtype=torch.int32)
+        super().plan(cu, indptr, indices, last_page_len, *heads, causal=True, **options)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill", "mixed"])
+@pytest.mark.parametrize("window", [None, 24])
+def test_flashinfer_is_given_what_it_takes(phase, window, monkeypatch):
+    module = ModuleType("flashinfer")
+    module.__version__ = "stand-in"
+    module.BatchPrefillWithPagedKVCacheWrapper = PrefillWrapper
+    module.BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(adapter, "WORKSPACE_BYTES", 2**10)
+    peer = adapter.flashinfer_peer(None)
+    assert peer.version == "stand-in"
+    problem = make_problem(Case(Shape("", 4, 2, 16, window, scale=0.3), phase, 2, 40), CPU)
+    [call] = peer.calls(problem)
+    [out] = call()
+    assert expect(problem).wrong(out) is None
+    with pytest.raises(Unsupported, match="sinks"):
+        peer.calls(make_problem(tiny("tiny/local", "decode"), CPU))
+
+
+FAKE_FLASHINFER = {
+    "__init__.py": "__version__ = '9.9'",
+    "jit/__init__.py": "",
+    "jit/attention/__init__.py": "",
+    "jit/attention/modules.py": "def gen_batch_decode_module(*a): return ('decode', *a)\n"
+    "def gen_batch_prefill_module(*a): return ('prefill', *a)\n",
+    "jit/core.py": "def build_jit_specs(specs, **options):\n"
+    "    if any(spec[0] == 'decode' for spec in specs): raise RuntimeError('nvcc said no')\n",
+}
+USE_FAKE = """
+import json, sys
+from pathlib import Path
+import torch
+from quire.bench.cases.make import make_problem
+from quire.bench.cases.shapes import Case, Shape
+from quire.bench.peers.flashinfer import build_flashinfer, flashinfer_peer
+from quire.bench.peers.peer import Unsupported
+folder = Path(sys.argv[1])
+found = {"built": build_flashinfer(folder)}
+peer = flashinfer_peer(folder)
+found["version"] = peer.version
+for dim in (512, 64, 128):
+    try:
+        peer.calls(make_problem(Case(Shape("", 2, 1, dim), "decode", 1, 20), torch.device("cpu")))
+    except (Unsupported, AttributeError) as reason:
+        found[str(dim)] = str(reason)
+print(json.dumps(found))
+"""
+
+
+def test_flashinfer_kernels_that_did_not_compile_are_not_used(tmp_path):
+    for name, text in FAKE_FLASHINFER.items():
+        path = tmp_path / "flashinfer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    # A process of its own: the folder goes to its import path and environment.
+    found = json.loads(printed(USE_FAKE, str(tmp_path), cwd=ROOT).splitlines()[-1])
+    assert found["built"]["head_dim 128"] == "built"
+    assert found["built"]["head_dim 512"] == "RuntimeError: nvcc said no"
+    assert found["version"] == "9.9"
+    assert found["512"] == found["64"] == "its kernel for this head_dim was not built"
+    assert "BatchDecodeWithPagedKVCacheWrapper" in found["128"]  # this one is called

@@ -1,0 +1,171 @@
+"""The command bench.kernels: nothing wrong is timed, failures are reported, JSON is written."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from quire.bench.cases.shapes import (
+    LATENT_ATTENTION,
+    TINY_LATENT_SHAPES,
+    TINY_SHAPES,
+    Case,
+    tiny_latent_cases,
+)
+from quire.bench.common.floors import Rates
+from quire.bench.common.timing import time_calls
+from quire.bench.kernels import __main__ as kernels
+from quire.bench.peers.find import find_peers
+from quire.bench.peers.folder import unpack
+from quire.bench.peers.peer import BOTH_SHAPES, Peer, Unsupported
+from quire.bench.peers.quire_calls import quire_calls
+
+CPU = torch.device("cpu")
+RATES = {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": 1e12}
+CASE = Case(TINY_SHAPES["tiny/global"], "decode", 2, 37)
+LATENT = Case(TINY_LATENT_SHAPES["tiny/csa"], "decode", 2, 40)
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """No measured ones: a product in bf16 takes seconds on a CPU."""
+    monkeypatch.setattr(kernels, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
+
+
+def row_of(prepare, ours=False, case=CASE):
+    peer = Peer("test", "1", "", prepare, BOTH_SHAPES, ours=ours)
+    [row] = kernels.run_case(case, [peer], CPU, RATES, 0.0)
+    return row
+
+
+@pytest.mark.parametrize("case", [CASE, LATENT], ids=["attention", "latent"])
+@pytest.mark.parametrize("right_calls", [0, 1])
+def test_a_wrong_result_is_not_reported(case, right_calls):
+    """Neither one that is wrong at once, nor one that is wrong after it was timed."""
+    calls = []
+
+    def prepare(problem):
+        right = quire_calls(problem)[0]
+
+        def call():
+            calls.append(1)
+            zeros = (torch.zeros_like(problem.results["out"]),)
+            return right() if len(calls) <= right_calls else zeros
+
+        return [call]
+
+    row = row_of(prepare, case=case)
+    assert "budget" in row["wrong"] and "ms" not in row
+    assert right_calls or len(calls) == 1
+
+
+def test_failures_of_others_are_reasons_and_ours_are_wrong():
+    def unsupported(problem):
+        raise Unsupported("no such thing")
+
+    def broken(problem):
+        raise RuntimeError("it broke\nin line 2")
+
+    assert row_of(unsupported)["skipped"] == "no such thing"
+    assert row_of(broken)["skipped"] == "RuntimeError: it broke"
+    assert row_of(broken, ours=True)["wrong"] == "RuntimeError: it broke"
+
+
+def test_rows_have_shares_and_the_ratio_to_the_best_peer():
+    found, missing = find_peers(None)
+    assert [peer.name for peer in found if peer.ours] == ["quire", "quire-in-step"]
+    others = {"flashinfer", "fa3", "vllm-triton", "flashmla", "flashinfer-mla"}
+    assert others == set(missing) | {p.name for p in found} & others
+    rows = kernels.run_case(CASE, found, CPU, RATES, 0.0)
+    times = {row["impl"]: row["ms"] for row in rows}
+    assert set(times) == {"quire", "quire-in-step", "sdpa", "flex"}
+    best = min(times["sdpa"], times["flex"])
+    for row in rows:
+        assert row["over_best_peer"] == pytest.approx(row["ms"] / best)
+        assert row["copy_share"] == pytest.approx(row["gb_per_s"] * 1e9 / 1e9)
+
+
+def test_peers_for_nvidia_say_so_under_rocm(tmp_path, monkeypatch):
+    """Whatever is in the folder: nothing of it is loaded."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name in ("_flashmla_C.abi3.so", "_vllm_fa3_C.abi3.so", "flashinfer/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    missing = find_peers(tmp_path)[1]
+    reason = "NotImplementedError: {}: expected NVIDIA GPUs, got a torch for ROCm 7.0"
+    assert missing["flashmla"] == reason.format("FlashMLA")
+    assert missing["fa3"] == reason.format("FlashAttention-3")
+    assert missing["flashinfer"] == missing["flashinfer-mla"] == reason.format("FlashInfer")
+
+
+def test_the_command_writes_json_and_says_what_it_did_not_run(tmp_path, capsys, rates):
+    path = tmp_path / "kernels.json"
+    command = ["--set", "tiny", "--impl", "quire", "--per-call", "0", "--device", "cpu"]
+    assert kernels.main([*command, "--seconds", "0", "--json", str(path)]) == 0
+    result, count = json.loads(path.read_text()), len(kernels.SETS["tiny"]())
+    assert result["rows"] == [] and len(result["not_run"]) == count
+    assert f"out of time or memory: {count} cases not run" in capsys.readouterr().out
+    assert kernels.main([*command, "--only", "global mixed", "--json", str(path)]) == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["impl"] == "quire" and row["ms"] > 0
+    assert "missing   flashmla" in capsys.readouterr().out
+    assert kernels.main(["--only", "no such case"]) == 2
+    assert "only: expected part of the name" in capsys.readouterr().err
+    assert kernels.main(["--set", "tiny", "--impl", "quire,none"]) == 2
+    assert "impl: expected some of" in capsys.readouterr().err
+
+
+def test_every_tiny_latent_case_runs(tmp_path, rates):
+    path = tmp_path / "kernels.json"
+    command = ["--set", "tiny-latents", "--impl", "quire,quire-in-step,flashmla", "--per-call", "0"]
+    assert kernels.main([*command, "--device", "cpu", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    timed = {(row["case"], row["impl"]) for row in result["rows"] if not row["skipped"]}
+    cases = tiny_latent_cases()
+    attention = {c.name for c in cases if c.shape.op in LATENT_ATTENTION}
+    assert timed == {(c.name, "quire") for c in cases} | {(n, "quire-in-step") for n in attention}
+    assert all(
+        row["ms"] > 0 and row["gb_per_s"] > 0 for row in result["rows"] if not row["skipped"]
+    )
+    assert result["not_run"] == []
+
+
+def test_a_wrong_result_of_ours_is_exit_status_1(monkeypatch):
+    wrong = {
+        "case": "c",
+        "impl": "quire",
+        "ours": True,
+        "wrong": "error 1, budget 0",
+        "skipped": None,
+    }
+    for ours in (True, False):
+        result = {"rows": [wrong | {"ours": ours}], "not_run": []}
+        monkeypatch.setattr(kernels, "run", lambda *a, result=result: result)
+        assert kernels.main(["--set", "tiny"]) == ours
+
+
+def test_times_are_of_one_call():
+    calls = []
+    timing = time_calls([lambda: calls.append(0), lambda: calls.append(1)], CPU, seconds=0.0)
+    assert timing.calls == 2 and timing.replays == 5 and len(calls) == 2 * 6
+    assert calls[:4] == [0, 1, 0, 1]
+    assert timing.p20 <= timing.p50 <= timing.p80
+
+
+def test_packed_peers_are_unpacked_once(tmp_path):
+    import lzma
+    import zipfile
+
+    packed, target = tmp_path / "packed", tmp_path / "target"
+    packed.mkdir()
+    (packed / "lib.so.xz").write_bytes(lzma.compress(b"library"))
+    with zipfile.ZipFile(packed / "package-1-py3.whl", "w") as wheel:
+        wheel.writestr("package/__init__.py", "")
+    assert unpack(packed, target) == target
+    assert (target / "lib.so").read_bytes() == b"library"
+    assert (target / "package/__init__.py").exists()
+    before = os.stat(target / "lib.so").st_mtime_ns
+    unpack(packed, target)
+    assert os.stat(target / "lib.so").st_mtime_ns == before
+    assert unpack(target, tmp_path / "other") == target
