@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .config.model import BYTE_VOCAB
-from .config.named import ModelConfig
+from .config.model import BYTE_VOCAB, ModelConfig
 
 NUM_SPECIAL = BYTE_VOCAB - 256  # pad, eos, bos
 REPLACEMENT = "\ufffd"

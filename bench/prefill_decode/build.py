@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from quire.models.config.named import ModelConfig, named_configs
+from quire.models.config.model import ModelConfig
+from quire.models.config.named import named_configs
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine.memory import weight_bytes
 from quire.models.families.decoder import Decoder

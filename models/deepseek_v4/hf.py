@@ -295,7 +295,7 @@ def load(
     kept = format_of_experts(found)
     if fp8 == "keep" and kept is None:
         raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
-    whole = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
+    whole = DeepseekV4(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
     sources = match(path, found, parameters, storage)
     plain, pieces = whole, {}
@@ -303,7 +303,7 @@ def load(
         # Other matrices than experts are dequantized: they may be cut anywhere.
         unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
         config = shard_config(config, group.size, unit)
-        plain = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, group=group)
+        plain = DeepseekV4(config, device="meta", dtype=dtype, group=group)
         pieces = pieces_of(sources, parameters, dict(plain.named_parameters()), group)
     if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):
         kept = None

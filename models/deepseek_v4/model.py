@@ -261,8 +261,6 @@ class DeepseekV4(nn.Module):
         device: of all weights.
         dtype: of matrices and activations; hyper-connections, norms, sinks, position and correction
             biases are fp32 in any case.
-        max_positions: rows of the rotary tables, 8 bytes for each rotated channel; default: all
-            that the config allows.
         expert_format: "fp8" or "fp4" for routed experts that stay packed.
         group: ranks that run the model together; None = one runs it all.
 
@@ -284,7 +282,6 @@ class DeepseekV4(nn.Module):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-        max_positions: int | None = None,
         expert_format: str | None = None,
         group: Group | None = None,
     ) -> None:
@@ -307,9 +304,10 @@ class DeepseekV4(nn.Module):
             MTP(config, index, device, dtype, expert_format, group)
             for index in range(config.num_mtp_layers)
         )
-        num_positions = max_positions or config.max_position_embeddings
         plain, compressed = (
-            rope_table(rope_frequencies(config, compressed=kind).to(device), num_positions)
+            rope_table(
+                rope_frequencies(config, compressed=kind).to(device), config.max_position_embeddings
+            )
             for kind in (False, True)
         )
         self.rope = {SLIDING: plain, CSA: compressed, HCA: compressed}
@@ -427,7 +425,6 @@ class DeepseekV4(nn.Module):
     def make_cache(
         self,
         *,
-        base_block_size: int | None,
         kv_cache_dtype: str,
         max_requests: int,
         max_draft_tokens: int,
@@ -437,7 +434,6 @@ class DeepseekV4(nn.Module):
         """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`.
 
         Raises:
-            ValueError: a base_block_size (tokens of a page of entries) that the ratios do not divide.
             NotImplementedError: "fp8" with other head sizes than the released ones, or in fp16.
         """
         fp8 = kv_cache_dtype == "fp8"
@@ -447,7 +443,7 @@ class DeepseekV4(nn.Module):
                 "one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=fp8)
-        plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)
+        plan = plan_cache(self.config, fmt, drafters=drafter_layers)
 
         def allocate(num_pages: int) -> V4PagePool:
             return V4PagePool(

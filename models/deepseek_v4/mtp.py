@@ -25,10 +25,8 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder, Staging
 
-from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request
 from ..engine.sampler import DRAFT, draw_columns, uniform
-from ..parallel.group import Group
 from .attention import PagedAttend
 from .cache import V4PagePool
 from .model import DeepseekV4
@@ -66,7 +64,6 @@ class MTPDrafter:
         config, device = self.model.config, self.model.device
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(device)
-        self._graphs: ChainGraphs | None = None
         num_layers = min(len(self.model.mtp), self.max_draft_tokens)
         # By slot: streams of each layer at the last row that stays, and the position after it.
         shape = (max_requests, num_layers, config.hc_mult, config.hidden_size)
@@ -98,31 +95,6 @@ class MTPDrafter:
             out.append(self.model.draft_streams(index, shifted, ids, batch.positions, attend))
         self._streams[request_slots] = torch.stack(out, dim=1)[rows]
         self._ends[request_slots] = batch.positions[rows] + 1
-
-    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.capture`."""
-        num_drafts, longest = self.max_draft_tokens, max_seq_len - self.max_draft_tokens
-        if longest < 1:
-            return
-        # No reference to `self`, which the graphs belong to.
-        model, streams, builder = self.model, self._streams, self._builder
-        pool, impl = self._pool, self._impl
-
-        def chain(slots: Tensor, seq_lens: Tensor) -> Tensor:
-            return chain_drafts(
-                model,
-                streams[slots],
-                seq_lens.int(),
-                builder.gather(slots, max_seq_len),
-                slots.int(),
-                pool,
-                num_drafts=num_drafts,
-                max_seq_len=longest,
-                impl=impl,
-            )
-
-        shapes = [Shape(size, num_drafts) for size in sizes]
-        self._graphs = ChainGraphs(chain, shapes, longest, model.device, capture, model.group)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request]) -> Tensor:
@@ -177,10 +149,6 @@ class MTPDrafter:
     ) -> Tensor:
         longest = int(seq_lens.max())
         self._builder.update_tables()
-        if choose is greedy and self._graphs is not None:
-            shape = self._graphs.shape_of(len(slots), longest)
-            if shape is not None:
-                return self._of_rank_0(self._graphs(shape, slots, seq_lens))
         room = self.model.config.max_position_embeddings - longest
         request_slots, lengths = self._staging.send([slots, seq_lens])
         drafts = chain_drafts(
@@ -200,60 +168,6 @@ class MTPDrafter:
     def _of_rank_0(self, drafts: Tensor) -> Tensor:
         group = self.model.group
         return drafts if group is None else group.from_first(drafts.contiguous())
-
-
-class ChainGraphs:
-    """Chains of drafts for a few batch sizes, each captured once with all of its passes.
-
-    A batch is padded to the next size with chains of slot 0; a chain writes nothing.
-
-    Args:
-        chain: (slots [n] int64, seq_lens [n] int64) -> drafts [n, num_drafts].
-        shapes: to capture, ascending.
-        longest: no sequence is longer.
-        device: of the drafts.
-        capture, group: as in `quire.models.engine.graphs.DecodeGraphs`.
-    """
-
-    def __init__(
-        self,
-        chain: Callable[[Tensor, Tensor], Tensor],
-        shapes: Sequence[Shape],
-        longest: int,
-        device: torch.device,
-        capture: Capture,
-        group: Group | None = None,
-    ) -> None:
-        self._chain, self._capture, self._device = chain, capture, device
-        self._staging, self._longest = Staging(device), longest
-        self._graphs: dict[Shape, tuple[Tensor, list[Tensor], Callable, Callable]] = {}
-        self._shapes = capture_each(shapes, self._add, "draft graphs", group)
-
-    def shape_of(self, num_seqs: int, longest: int) -> Shape | None:
-        """The smallest captured shape that fits; None if there is none."""
-        if longest > self._longest:
-            return None
-        return next((shape for shape in self._shapes if shape.num_seqs >= num_seqs), None)
-
-    def __call__(self, shape: Shape, slots: np.ndarray, seq_lens: np.ndarray) -> Tensor:
-        """Drafts [num_seqs, num_drafts] int64, valid until the next replay of any graph."""
-        data, out, _, replay = self._graphs[shape]
-        now = np.zeros(data.shape, dtype=np.int64)
-        now[:, : len(slots)] = slots, seq_lens
-        [sent] = self._staging.send([now])
-        data.copy_(sent, non_blocking=True)
-        replay()
-        return out[0][: len(slots)]
-
-    def _add(self, shape: Shape) -> None:
-        data = torch.zeros((2, shape.num_seqs), dtype=torch.int64, device=self._device)
-        chain, out = self._chain, []
-
-        def work() -> None:
-            out[:] = [chain(data[0], data[1])]
-
-        # A replay reads by address: `work` keeps the tensors alive.
-        self._graphs[shape] = data, out, work, self._capture(work)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -79,7 +79,6 @@ class DecodeGraphs:
 
     Attributes:
         shapes: captured shapes, in ascending order of their rows.
-        capture_work: captures other work in the memory of these graphs.
     """
 
     def __init__(
@@ -101,12 +100,35 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self.capture_work = default_capture(device)
+        self._capture = default_capture(device)
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self) -> None:
-        """Capture every shape that can be; the steps of others use a larger one, or none."""
-        self.shapes = capture_each(self.shapes, self.add, "decode graphs", self._group)
+        """Capture every shape that can be; the steps of others use a larger one, or none.
+
+        The largest comes first: the others then find their memory in its. Shapes that another rank
+        cannot capture are dropped here too.
+        """
+        failed: dict[Shape, Exception] = {}
+        for shape in reversed(self.shapes):
+            try:
+                self.add(shape)
+            except Exception as error:
+                failed[shape] = error
+        if failed:
+            names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
+            error = next(iter(failed.values()))
+            warnings.warn(
+                f"decode graphs: {names} (sequences x rows) cannot be captured, and run without: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        dropped = [*failed]
+        if self._group is not None:
+            lists = self._group.channel.all_say(dropped)
+            dropped = [Shape(*shape) for shapes in lists for shape in shapes]
+        self.shapes = [shape for shape in self.shapes if shape not in dropped]
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The smallest captured shape for a step of decodes and drafts; None = none."""
@@ -179,42 +201,7 @@ class DecodeGraphs:
             )
             out[:] = [forward(builder.token_ids(tokens[0]), tokens[1], attn)]
 
-        self._graphs[shape] = _Graph(data, out, work, self.capture_work(work))
-
-
-def capture_each(
-    shapes: Sequence[Shape], add: Callable[[Shape], None], what: str, group: Group | None = None
-) -> list[Shape]:
-    """Capture shapes, the largest first: the others then find their memory in its.
-
-    Args:
-        shapes: ascending.
-        add: captures one.
-        what: begins the one warning about shapes that cannot be captured.
-        group: ranks that capture the same; None = this one alone.
-
-    Returns:
-        Shapes that are captured on all ranks, ascending.
-    """
-    failed = {}
-    for shape in reversed(shapes):
-        try:
-            add(shape)
-        except Exception as error:
-            failed[shape] = error
-    if failed:
-        names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
-        error = next(iter(failed.values()))
-        warnings.warn(
-            f"{what}: {names} (sequences x rows) cannot be captured, and run without: "
-            f"{type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    if group is not None:
-        told = group.channel.all_say([*failed])
-        failed = {Shape(*shape) for shapes_of_rank in told for shape in shapes_of_rank}
-    return [shape for shape in shapes if shape not in failed]
+        self._graphs[shape] = _Graph(data, out, work, self._capture(work))
 
 
 def _even(count: int) -> int:

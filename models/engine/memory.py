@@ -76,7 +76,6 @@ def model_cache(
             f"{kv_cache_dtype!r}"
         )
     return model.make_cache(
-        base_block_size=None,
         kv_cache_dtype=kv_cache_dtype,
         max_requests=max_requests,
         max_draft_tokens=max_draft_tokens,

@@ -109,8 +109,6 @@ class ModelRunner:
             )
             with torch.inference_mode(), torch.cuda.device_of(self.builder.tables):
                 self.graphs.capture()
-                if self.has_hidden:
-                    drafter.capture(sizes, max_model_len, self.graphs.capture_work)
                 if on_gpu or config.impl == "triton":
                     warm_up(self.forward, self.builder, config, max_model_len)
 

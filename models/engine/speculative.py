@@ -36,7 +36,6 @@ from .request import Request
 if TYPE_CHECKING:
     from quire.kvcore.device import Batch, BatchBuilder
 
-    from .graphs import Capture
     from .scheduler import Step
 
 
@@ -91,15 +90,6 @@ class ModelDrafter(Drafter, Protocol):
             builder: has the allocator's tables.
             max_requests: slots.
             impl: of the kernels.
-        """
-
-    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
-        """Called once after `attach` where decode steps are captured.
-
-        Args:
-            sizes: batch sizes of `propose` to capture, ascending.
-            max_seq_len: the longest sequence.
-            capture: makes graphs, in the memory of the engine's own.
         """
 
     def observe(

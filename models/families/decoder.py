@@ -120,9 +120,7 @@ class Decoder(nn.Module):
                     f"{kind}; 'torch' takes any"
                 )
 
-    def make_cache(
-        self, *, base_block_size: int | None, kv_cache_dtype: str, **_: Any
-    ) -> ModelCache:
+    def make_cache(self, *, kv_cache_dtype: str, **_: Any) -> ModelCache:
         """Pages for keys and values of the attention layers.
 
         Arguments as in `quire.models.engine.memory.model_cache`.
@@ -138,7 +136,7 @@ class Decoder(nn.Module):
         groups, placement = cache_groups(
             self.config,
             dtype,
-            base_block_size=BASE_BLOCK_SIZE if base_block_size is None else base_block_size,
+            base_block_size=BASE_BLOCK_SIZE,
             row_scales=kv_scales is None,
         )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.kernels import attention_for, write_kv
 from quire.kvcore.device import AttnMetadata
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 from .kv_cache import PageTensors
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels import paged_attention
 from quire.kvcore.device import AttnMetadata
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 from .attention import PagedAttend
 from .kv_cache import LayerCache, PageTensors
 

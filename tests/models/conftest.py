@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
-from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_config
+from quire.models.config.model import ModelConfig, RopeConfig
+from quire.models.config.named import CONFIGS, get_config
 from quire.models.families.decoder import Decoder
 from quire.models.loading.random_weights import random_model
 from tests.support.forked import RUN, printed

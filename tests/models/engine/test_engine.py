@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import get_config
 from quire.models.engine import engine as runner
 from quire.models.engine import report
 from quire.models.engine.engine import Engine, EngineConfig

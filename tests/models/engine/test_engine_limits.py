@@ -9,7 +9,8 @@ import torch
 from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import BatchBuilder
-from quire.models.config.named import FULL, get_config
+from quire.models.config.model import FULL
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.engine import runner
 from quire.models.engine.config import EngineConfig

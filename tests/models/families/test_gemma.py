@@ -5,7 +5,8 @@ import torch
 
 from quire.bench.common.bounds import UNIT
 from quire.bench.common.hf_checkpoint import save_checkpoint
-from quire.models.config.named import RopeConfig, get_config
+from quire.models.config.model import RopeConfig
+from quire.models.config.named import get_config
 from quire.models.layers import basic as layers
 from quire.models.layers import rotary
 from quire.models.loading.random_weights import random_model

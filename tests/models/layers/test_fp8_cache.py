@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.common import e4m3
-from quire.models.config.named import CONFIGS, FULL, SLIDING, get_config
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import CONFIGS, get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
 from quire.models.layers.attention import PagedAttend
