@@ -34,7 +34,6 @@ from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import Work, join_ranks
-from .parallel.shard import shard_config
 from .parallel.steps import Lead
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -149,7 +148,7 @@ class LLM:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
             # Refuses a size that does not fit before any process starts.
-            shard_config(config, settings.tensor_parallel_size)
+            config.shard(settings.tensor_parallel_size)
             self.engine = self._lead(Work(source, settings, drafter, device))
         else:
             loaded = model if built else source.build(find_device(device))

@@ -74,13 +74,13 @@ from quire.models.command import (
     program,
     threads,
 )
+from quire.models.config.model import MAX_RANKS
 from quire.models.device import find_device
 from quire.models.engine.config import IMPLS, KV_CACHE_DTYPES
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import weight_bytes
 from quire.models.engine.speculative import Drafter
 from quire.models.llm import DRAFTERS
-from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import measure_rates
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         if args.tensor_parallel_size is not None:
             # Says what does not fit.
-            shard_config(built.model.config, args.tensor_parallel_size)
+            built.model.config.shard(args.tensor_parallel_size)
         workload = _workload(args, built)
         settings = _settings(args, device, workload)
         result = measure(
@@ -425,7 +425,7 @@ def _parser() -> Parser:
     )
     add(
         "--tensor-parallel-size",
-        type=integer(2, MAX_SIZE),
+        type=integer(2, MAX_RANKS),
         metavar="N",
         help="run once more on N ranks of this machine",
     )

@@ -52,7 +52,7 @@ def build_model(
     """Loads a Hugging Face directory, or makes random weights for a named configuration.
 
     A small random model is written as a checkpoint to a temporary directory and read back, so that a
-    default run covers the way real weights take (not where safetensors or pydantic is missing). Models without a tokenizer.json read bytes.
+    default run covers the way real weights take (not where safetensors is missing). Models without a tokenizer.json read bytes.
 
     name: a named configuration, or a directory. dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU and
     float32 on a CPU. kv_cache_dtype: of the engine that it is for. seed: of random weights.
@@ -84,8 +84,7 @@ def _random(
             _shrink_choices(model)
     else:
         _adjust_v4(model)
-    absent = [name for name in ("safetensors", "pydantic") if find_spec(name) is None]
-    if weight_bytes(model) > CHECKPOINT_BYTES or absent:
+    if weight_bytes(model) > CHECKPOINT_BYTES or find_spec("safetensors") is None:
         return model, f"random weights (seed {seed})"
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
         save_checkpoint(model, directory)

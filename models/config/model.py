@@ -5,7 +5,8 @@ The shapes and rules that its layers, its cache and its weights are made from.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from .fields import check_fields
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 LayerTypes = tuple[Literal["sliding_attention", "full_attention"], ...]
+MAX_RANKS = 1024
 ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
 
 
@@ -81,6 +83,29 @@ def expect_tokens(config: Any) -> None:
             )
 
 
+def expect_ranks(name: str, size: int, divides: Callable[[int], bool], heads: str) -> None:
+    """Refuse a number of ranks that does not divide a model.
+
+    Args:
+        name: of the model.
+        divides: True for a number of ranks that does.
+        heads: in words.
+
+    Raises:
+        ValueError: naming the numbers of ranks that divide it.
+    """
+    if not divides(size):
+        sizes = [n for n in range(1, MAX_RANKS) if divides(n)]
+        raise ValueError(
+            f"tensor_parallel_size: expected one of {sizes} for {name!r}, whose {heads}, got {size}"
+        )
+
+
+def divided_width(width: int, size: int, unit: int) -> int:
+    """Channels of each of ``size`` ranks, a multiple of ``unit``; zeros fill up the last one."""
+    return unit * -(-width // (unit * size))
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Attention shapes shared by all layers of one kind.
@@ -105,6 +130,16 @@ class AttentionConfig:
                 f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got "
                 f"{self.num_kv_heads}"
             )
+
+    def divides(self, size: int) -> bool:
+        """True if ``size`` ranks can share the heads; a KV head may be on several."""
+        kv = self.num_kv_heads
+        return self.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
+
+    def shard(self, size: int) -> AttentionConfig:
+        """Heads of one of ``size`` ranks."""
+        kv = max(1, self.num_kv_heads // size)
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv)
 
 
 @dataclass(frozen=True)
@@ -199,6 +234,39 @@ class ModelConfig:
                 f"num_kv_shared_layers: expected an earlier layer of kind {sorted(missing)} to "
                 "share"
             )
+
+    def shard(self, size: int, unit: int = 1) -> ModelConfig:
+        """Shapes of one rank's layers; vocabulary and router stay whole.
+
+        Args:
+            size: number of ranks.
+            unit: widths of MLPs and experts are cut at multiples of it, such as the columns that
+                share a scale.
+
+        Raises:
+            ValueError: a number of ranks that does not divide the heads.
+        """
+        if size == 1:
+            return self
+        shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
+        heads = {f"num_heads={s.num_heads}, num_kv_heads={s.num_kv_heads}": None for s in shapes}
+        expect_ranks(
+            self.name,
+            size,
+            lambda n: all(shape.divides(n) for shape in shapes),
+            f"{' and '.join(heads)} are divided, or a KV head is on several ranks",
+        )
+        moe = self.moe
+        if moe is not None:
+            width = divided_width(moe.intermediate_size, size, unit)
+            moe = replace(moe, intermediate_size=width)
+        return replace(
+            self,
+            full=self.full.shard(size),
+            sliding=self.sliding and self.sliding.shard(size),
+            intermediate_size=divided_width(self.intermediate_size, size, unit),
+            moe=moe,
+        )
 
     @property
     def num_layers(self) -> int:

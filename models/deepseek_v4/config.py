@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from ..config import fields
 from ..config.fields import check_fields
-from ..config.model import BYTE_VOCAB, SLIDING, expect_tokens
+from ..config.model import BYTE_VOCAB, SLIDING, divided_width, expect_ranks, expect_tokens
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
@@ -143,6 +143,19 @@ class DeepseekV4Config:
                 f"num_experts_per_tok: expected 1..{self.num_experts}, got "
                 f"{self.num_experts_per_tok}"
             )
+
+    def shard(self, size: int, unit: int = 1) -> DeepseekV4Config:
+        """As `quire.models.config.model.ModelConfig.shard`."""
+        if size == 1:
+            return self
+        heads = f"num_heads={self.num_heads} and o_groups={self.o_groups} are divided"
+        expect_ranks(self.name, size, lambda n: self.o_groups % n == 0, heads)
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            o_groups=self.o_groups // size,
+            moe_intermediate_size=divided_width(self.moe_intermediate_size, size, unit),
+        )
 
     @property
     def num_layers(self) -> int:

@@ -26,7 +26,6 @@ from ..loading.dequantize import fill
 from ..loading.names import match, unique
 from ..loading.shards import pieces_of
 from ..parallel.group import Group
-from ..parallel.shard import shard_config
 from .config import (
     CONFIGS,
     CSA,
@@ -302,7 +301,7 @@ def load(
     if group is not None:
         # Other matrices than experts are dequantized: they may be cut anywhere.
         unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
-        config = shard_config(config, group.size, unit)
+        config = config.shard(group.size, unit)
         plain = DeepseekV4(config, device="meta", dtype=dtype, group=group)
         pieces = pieces_of(sources, parameters, dict(plain.named_parameters()), group)
     if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):

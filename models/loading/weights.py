@@ -24,7 +24,6 @@ from ..config.keys import QuantizationKeys
 from ..engine.memory import fits
 from ..families.registry import family_of
 from ..parallel.group import Group
-from ..parallel.shard import shard_config
 from .checkpoint import read_headers
 from .dequantize import Keep, fill
 from .names import Source, Storage, match, part_of, unique
@@ -47,10 +46,10 @@ def build_model(
     Args:
         config: of a registered family (`quire.models.families.registry`).
         group: the ranks; None = one has it all.
-        unit: as in `quire.models.parallel.shard.shard_config`.
+        unit: as in ``config.shard``.
     """
     if group is not None:
-        config = shard_config(config, group.size, unit)
+        config = config.shard(group.size, unit)
     return family_of(config).build(config, device=device, dtype=dtype, group=group)
 
 
