@@ -35,7 +35,7 @@ class NamedTemplate:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """What is read of ``tokenizer_config.json`` besides its ``*_token`` keys."""
+    """Keys of ``tokenizer_config.json`` besides its ``*_token`` keys."""
 
     chat_template: str | tuple[NamedTemplate, ...] | None = None
 

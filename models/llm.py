@@ -34,7 +34,7 @@ from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import Work, join_ranks
-from .parallel.steps import Lead
+from .parallel.steps import StepSender
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
@@ -149,7 +149,7 @@ class LLM:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
             # Refuses a size that does not fit before any process starts.
             config.shard(settings.tensor_parallel_size)
-            self.engine = self._lead(Work(source, settings, drafter, device))
+            self.engine = self._with_ranks(Work(source, settings, drafter, device))
         else:
             loaded = model if built else source.build(find_device(device))
             self.engine = Engine(
@@ -158,7 +158,7 @@ class LLM:
             )  # fmt: skip
         self.model = self.engine.model
 
-    def _lead(self, work: Work) -> Engine:
+    def _with_ranks(self, work: Work) -> Engine:
         """The engine of rank 0; on other ranks this ends the process when rank 0 is done."""
         ranks = join_ranks(work)
         if ranks.channel.rank != 0:
@@ -170,11 +170,11 @@ class LLM:
             raise SystemExit(0)
         with ranks.failing():
             model, drafter = work.parts(ranks.group)
-            lead = Lead(ranks)
+            sender = StepSender(ranks)
             engine = Engine(
-                model, work.config, tokenizer=self.tokenizer, drafter=drafter, ranks=lead
+                model, work.config, tokenizer=self.tokenizer, drafter=drafter, ranks=sender
             )
-        weakref.finalize(self, lead.close)  # the other ranks end with this object, or the process
+        weakref.finalize(self, sender.close)  # the other ranks end with this object, or the process
         return engine
 
     def generate(

@@ -254,7 +254,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Adds the file to what is said of its content."""
+    """Add the file to what is said of its content."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:

@@ -15,7 +15,7 @@ from .model import ModelConfig
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
-    """Reads a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
+    """Read a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
 
     Args:
         config: the parsed file.
@@ -60,7 +60,7 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
+    """Read ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
     Raises:
         ValueError: there is no config.json, or naming file and key where one is no JSON or a key

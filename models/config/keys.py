@@ -1,4 +1,4 @@
-"""What the readers and writers of ``config.json`` files of several families share.
+"""Keys of ``config.json`` that several families share.
 
 A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the
 file's author ran.
@@ -18,7 +18,7 @@ from .model import FULL, SLIDING, LayerTypes, ModelConfig, RopeConfig
 
 @dataclass(frozen=True)
 class WeightKeys:
-    """How compressed-tensors stores a group of weights."""
+    """Storage of a group of weights of compressed-tensors."""
 
     type: only("float") = None
     num_bits: only(8) = None
@@ -73,7 +73,7 @@ class TextKeys:
     quantization_config: QuantizationKeys | None = None
 
     def common_fields(self) -> dict[str, Any]:
-        """What every family calls alike, as fields of ModelConfig."""
+        """Fields of ModelConfig whose keys are the same in every family."""
         same = (
             "vocab_size",
             "hidden_size",

@@ -1,6 +1,4 @@
-"""What a text model is.
-
-The shapes and rules that its layers, its cache and its weights are made from.
+"""Configuration of a text model: the shapes of its layers, its cache and its weights.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class RopeConfig:
 
 
 def expect_tokens(config: Any) -> None:
-    """Raises ValueError where a special token of a model is not in its vocabulary."""
+    """Refuse a special token that is not in the vocabulary: ValueError."""
     for name in ("eos_token_ids", "bos_token_id"):
         ids = getattr(config, name)
         if any(i >= config.vocab_size for i in (ids if isinstance(ids, tuple) else (ids or 0,))):
@@ -275,7 +273,7 @@ class ModelConfig:
 
     @property
     def num_kv_owners(self) -> int:
-        """How many layers, the first ones, have keys and values of their own."""
+        """Number of layers, the first ones, with keys and values of their own."""
         return self.num_layers - self.num_kv_shared_layers
 
     @property

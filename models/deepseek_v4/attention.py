@@ -239,7 +239,7 @@ def _rotate_heads(
     q: Tensor, positions: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float,
     impl: str | None,
 ) -> None:  # fmt: skip
-    """Norms (with a weight) and rotates heads [num_tokens, num_heads, head_dim] in place."""
+    """Norm (with a weight) and rotate heads [num_tokens, num_heads, head_dim] in place."""
     rows = q.flatten(0, 1)
     write_latent(
         rows, None, None, positions=positions, cos_sin=cos_sin, norm_weight=norm_weight, eps=eps,

@@ -1,6 +1,4 @@
-"""What a DeepSeek-V4 model is, and named configurations.
-
-Flash, Pro, and a tiny one for tests and CPU runs.
+"""Configuration of DeepSeek-V4 models: Flash, Pro, and tiny ones for tests and CPU runs.
 
 Layers differ in what they see besides a window of raw tokens: nothing (``SLIDING``), those that the
 indexer selects of the entries that compress 4 tokens each (``CSA``), or all entries that compress

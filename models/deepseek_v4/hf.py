@@ -124,7 +124,7 @@ class DeepseekV4Keys:
 
 
 def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Config:
-    """Reads a ``config.json``, with the keys of the released models or with those of transformers.
+    """Read a ``config.json``, with the keys of the released models or with those of transformers.
 
     Args:
         config: the parsed file.
@@ -248,7 +248,7 @@ def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
 
 
 def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
-    """Writes config.json."""
+    """Write config.json."""
     partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
     main = {"rope_type": "default", "rope_theta": config.rope_theta} | partial
     compress = {"rope_type": "default", "rope_theta": config.compress_rope_theta} | partial

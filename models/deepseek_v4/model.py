@@ -289,17 +289,14 @@ class DeepseekV4(nn.Module):
         device = torch.device(device)
         self.config, self.group = config, group
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = Embedding(
-            vocab_size, hidden_size, device, dtype, scaled=False, group=group
-        )
+        self.embed_tokens = Embedding(vocab_size, hidden_size, device, dtype, group=group)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, kind, device, dtype, expert_format, group)
             for layer, kind in enumerate(config.mlp_layer_types)
         )
         self.hc_head = HyperHead(config, device)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, device, torch.float32)
-        num_ids = self.embed_tokens.vocabulary.num_rows
-        self.lm_head = Linear(hidden_size, num_ids, device, dtype)
+        self.lm_head = Linear(hidden_size, self.embed_tokens.num_rows, device, dtype)
         self.mtp = nn.ModuleList(
             MTP(config, index, device, dtype, expert_format, group)
             for index in range(config.num_mtp_layers)
@@ -380,7 +377,7 @@ class DeepseekV4(nn.Module):
         """
         head = self if of is None else of
         x = head.hc_head(streams, head.norm, impl)
-        return self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()
+        return self.embed_tokens.logits(x, self.lm_head)
 
     def draft_streams(
         self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend

@@ -32,7 +32,7 @@ from .cache import V4PagePool
 from .model import DeepseekV4
 
 if TYPE_CHECKING:
-    from ..parallel.steps import Lead
+    from ..parallel.steps import StepSender
 
 
 class MTPDrafter:
@@ -55,7 +55,7 @@ class MTPDrafter:
             raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
         self.model, self.max_draft_tokens = model, max_draft_tokens
         # Rank 0 of several makes the others draft too.
-        self.lead: Lead | None = None
+        self.sender: StepSender | None = None
 
     def attach(
         self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
@@ -80,8 +80,8 @@ class MTPDrafter:
         slots: np.ndarray,
     ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
-        if self.lead is not None:
-            self.lead.observe(next_ids, last_rows, slots)
+        if self.sender is not None:
+            self.sender.observe(next_ids, last_rows, slots)
         ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
         attend = PagedAttend(batch.attn, self._pool, impl=self._impl)
         firsts = batch.attn.cu_seqlens_q[:-1].long()
@@ -140,8 +140,8 @@ class MTPDrafter:
         slots = np.array([request.slot for request in requests], dtype=np.int64)
         # The newest token of each is not computed yet.
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
-        if self.lead is not None:
-            self.lead.draft(slots, seq_lens, choose is greedy)
+        if self.sender is not None:
+            self.sender.draft(slots, seq_lens, choose is greedy)
         return self._run_chain(slots, seq_lens, choose)
 
     def _run_chain(

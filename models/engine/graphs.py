@@ -126,7 +126,7 @@ class DecodeGraphs:
             )
         dropped = [*failed]
         if self._group is not None:
-            lists = self._group.channel.all_say(dropped)
+            lists = self._group.channel.all_gather(dropped)
             dropped = [Shape(*shape) for shapes in lists for shape in shapes]
         self.shapes = [shape for shape in self.shapes if shape not in dropped]
 

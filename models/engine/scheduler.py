@@ -258,7 +258,7 @@ class Scheduler:
         ids, ready, drafts = [], [], []
         for i, end in enumerate(plan.seq_lens.tolist()):
             request = requests[i]
-            ids.append(request.inputs(end - counts[i], end))
+            ids.append(request.buffer[end - counts[i] : end])
             num_sampled = request.num_tokens + request.num_output_placeholders
             drafts.append(max(0, end - num_sampled))
             if end >= request.num_tokens:

@@ -215,7 +215,10 @@ class Gemma(Decoder):
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
         group: Group | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, device=device, dtype=dtype, group=group, scaled_embedding=True)
+        super().__init__(
+            config, device=device, dtype=dtype, group=group,
+            embedding_scale=config.hidden_size**0.5,
+        )  # fmt: skip
         device = torch.device(device)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, device, dtype, group) for layer in range(config.num_layers)
@@ -240,7 +243,8 @@ class Gemma(Decoder):
         """
         inputs = self.per_layer_inputs(input_ids, x)
         branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
-        for i, (layer, norm) in enumerate(zip(self.layers, self.following_norms(), strict=True)):
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
                 branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
@@ -252,7 +256,7 @@ class Gemma(Decoder):
         return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What each layer gets of each token: [num_tokens, num_layers, per_layer_input_size].
+        """Per-layer embeddings [num_tokens, num_layers, per_layer_input_size].
 
         The mean, up to sqrt(2), of a projection of x and of the token's own row. x: embedded and
         scaled. None where the model has no such inputs.

@@ -59,7 +59,7 @@ _registered: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Makes a family known; one of the same name is replaced.
+    """Make a family known; one of the same name is replaced.
 
     Raises:
         ValueError: a ``model_type`` that another family has.

@@ -59,9 +59,6 @@ class Attend(Protocol):
             [num_tokens, num_heads, head_dim].
         """
 
-    def finish(self) -> None:
-        """End the step, after its last layer."""
-
 
 class PagedAttend:
     """Attention of one ragged step through `quire.kernels`.
@@ -95,9 +92,6 @@ class PagedAttend:
         out = self._attend(layer, q, k, v, sinks)
         self._write(layer, k, v)
         return out
-
-    def finish(self) -> None:
-        """Nothing is left: each layer has written its rows."""
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]

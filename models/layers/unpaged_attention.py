@@ -108,9 +108,6 @@ class UnpagedAttend:
             out[rows] = attend_to(q[rows], k, v, visible, self._config.softmax_scale, sinks)
         return out
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
 
 class V4UnpagedAttend:
     """Attention of one whole sequence of DeepSeek-V4.

@@ -1,6 +1,4 @@
-"""What the safetensors files of a Hugging Face directory hold, read from their headers.
-
-Names, shapes, where each tensor is.
+"""Headers of the safetensors files of a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def weight_files(path: Path) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """What is read of the index of shards: the file of each tensor."""
+    """Index of shards: the file of each tensor."""
 
     weight_map: dict[str, str]
 
@@ -107,7 +105,7 @@ def _is_file(path: Path) -> bool:
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Refuses tensors that do not fit, naming by what is wrong the first ones and how many more."""
+    """Refuse tensors that do not fit, naming by what is wrong the first ones and how many more."""
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(

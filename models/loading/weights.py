@@ -25,7 +25,7 @@ from ..engine.memory import fits
 from ..families.registry import family_of
 from ..parallel.group import Group
 from .checkpoint import read_headers
-from .dequantize import Keep, fill
+from .dequantize import SetQuantized, fill
 from .names import Source, Storage, match, part_of, unique
 from .shards import WHOLE, pieces_of, shared_columns
 
@@ -61,7 +61,7 @@ def load_model(
     fp8: str = "auto",
     group: Group | None = None,
 ) -> nn.Module:
-    """Builds the model of a Hugging Face directory, one tensor at a time on its final device.
+    """Build the model of a Hugging Face directory, one tensor at a time on its final device.
 
     The host holds no more than one tensor of the files at a time, or what a rank reads of it.
 
@@ -105,7 +105,7 @@ def load_decoder(
     fp8: str,
     group: Group | None,
 ) -> nn.Module:
-    """What `load_model` does for all families that bring no loader of their own."""
+    """As `load_model`, for families without a loader of their own."""
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     whole = build_model(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
@@ -131,7 +131,7 @@ def load_decoder(
 
 @dataclass(frozen=True)
 class StorageKeys:
-    """What ``config.json`` says of how weights are stored."""
+    """Keys of ``config.json`` about the storage of weights."""
 
     dtype: str | None = None
     torch_dtype: str | None = None
@@ -167,7 +167,7 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def kept_as_stored(
     model: nn.Module, sources: list[Source], fp8: str, device: torch.device
-) -> dict[str, Keep]:
+) -> dict[str, SetQuantized]:
     """The weights that stay quantized, by name: what takes their values and scales.
 
     A module says by its methods what it can hold: ``keep_fp8`` a matrix "weight", ``keep_mxfp4``
@@ -182,7 +182,7 @@ def kept_as_stored(
         return {}
     keeps = fp8 == "keep" or not fits(model, device)
     kinds = {source.target.parameter: source.kind for source in sources}
-    kept: dict[str, Keep] = {}
+    kept: dict[str, SetQuantized] = {}
     for prefix, module in model.named_modules():
         if keeps and hasattr(module, "keep_fp8") and kinds.get(f"{prefix}.weight") == "fp8":
             kept[f"{prefix}.weight"] = module.keep_fp8

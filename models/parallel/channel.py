@@ -58,7 +58,7 @@ class Channel:
         """Wait for the next message of rank 0."""
         return _receive(self._links[0])
 
-    def all_say(self, message: Any) -> list[Any]:
+    def all_gather(self, message: Any) -> list[Any]:
         """Exchange JSON values: return those of all ranks, by rank. All wait for all."""
         data = json.dumps(message).encode()
         if self.rank != 0:

@@ -106,7 +106,7 @@ class Ranks:
                 channel.accept(self._check)
                 channel.send(work)
             self.work: Work = pickle.loads(work or channel.receive())
-            channel.all_say(None)  # all have imported what they need
+            channel.all_gather(None)  # all have imported what they need
             device = _device_of(self.work.device, local_rank)
             if self._owns_group:
                 store.set_timeout(seconds)

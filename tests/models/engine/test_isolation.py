@@ -239,7 +239,7 @@ def faulty_engine(monkeypatch, faults):
     bad = {}
 
     def is_bad_match(tokens, *_):
-        return bool(bad) and (tokens is bad["prompt"]() or np.shares_memory(np.asarray(tokens), bad["request"]._tokens) if not hasattr(tokens, "keys") else tokens is bad["prompt"]())  # fmt: skip
+        return bool(bad) and (tokens is bad["prompt"]() or np.shares_memory(np.asarray(tokens), bad["request"].buffer) if not hasattr(tokens, "keys") else tokens is bad["prompt"]())  # fmt: skip
 
     from quire.models import tokenizer as texts
     from quire.models.engine import request as module

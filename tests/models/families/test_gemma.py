@@ -47,7 +47,10 @@ def test_bf16_pages_cost_no_more_than_bf16_itself(tmp_path, name):
     ("hidden_size", "scale"), [(5376, 73.5), (1152, 34.0), (2560, 50.5), (3840, 62.0)]
 )
 def test_embedding_scale_is_rounded_to_bf16(hidden_size, scale):
-    assert layers.Embedding(2, hidden_size, torch.device("cpu"), torch.bfloat16).scale == scale
+    table = layers.Embedding(
+        2, hidden_size, torch.device("cpu"), torch.bfloat16, scale=hidden_size**0.5
+    )
+    assert table.scale == scale
 
 
 def test_proportional_rotary_frequencies():
