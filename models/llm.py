@@ -33,7 +33,7 @@ from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
-from .parallel.launch import Work, join_ranks
+from .parallel.launch import join_ranks
 from .parallel.steps import StepSender
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -47,20 +47,23 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that each rank builds its part of.
+    """Arguments of an `LLM`, from which each rank builds its part of the model.
 
     Attributes:
         config: of the whole model.
         directory: a Hugging Face directory; None = random weights.
-        dtype, seed: as of `LLM`.
         family: of the configuration; where processes are started, they register it too.
+        engine, drafter, device, dtype, seed: as of `LLM`.
     """
 
     config: Any
     directory: Path | None
+    family: Family
+    engine: EngineConfig
+    drafter: Any
+    device: torch.device | str | None
     dtype: torch.dtype | None
     seed: int
-    family: Family
 
     def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
         """The model, or one rank's part of it.
@@ -74,6 +77,11 @@ class ModelSource:
         dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         expect_room(self.config, device, dtype)
         return random_model(self.config, seed=self.seed, device=device, dtype=dtype, group=group)
+
+    def parts(self, group: Group) -> tuple[nn.Module, Drafter | None]:
+        """The model of a rank, and its drafter."""
+        model = self.build(group.device, group)
+        return model, self.drafter(model) if callable(self.drafter) else self.drafter
 
 
 class LLM:
@@ -141,15 +149,17 @@ class LLM:
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
 
-        source = None
+        has_ranks = settings.tensor_parallel_size > 1
+        if built and has_ranks:
+            raise ValueError("tensor_parallel_size: expected 1 with a built model")
         if not built:
-            source = ModelSource(config, self._directory, dtype, seed, family_of(config))
-        if settings.tensor_parallel_size > 1:
-            if built:
-                raise ValueError("tensor_parallel_size: expected 1 with a built model")
-            # Refuses a size that does not fit before any process starts.
+            # Refuses a number of ranks that does not fit before any process starts.
             config.shard(settings.tensor_parallel_size)
-            self.engine = self._with_ranks(Work(source, settings, drafter, device))
+            source = ModelSource(
+                config, self._directory, family_of(config), settings, drafter, device, dtype, seed
+            )
+        if has_ranks:
+            self.engine = self._with_ranks(source)
         else:
             loaded = model if built else source.build(find_device(device))
             self.engine = Engine(
@@ -158,9 +168,9 @@ class LLM:
             )  # fmt: skip
         self.model = self.engine.model
 
-    def _with_ranks(self, work: Work) -> Engine:
+    def _with_ranks(self, source: ModelSource) -> Engine:
         """The engine of rank 0; on other ranks this ends the process when rank 0 is done."""
-        ranks = join_ranks(work)
+        ranks = join_ranks(source)
         if ranks.channel.rank != 0:
             try:
                 ranks.follow()
@@ -169,10 +179,10 @@ class LLM:
                 raise SystemExit(EXIT_STATUS) from error
             raise SystemExit(0)
         with ranks.failing():
-            model, drafter = work.parts(ranks.group)
+            model, drafter = source.parts(ranks.group)
             sender = StepSender(ranks)
             engine = Engine(
-                model, work.config, tokenizer=self.tokenizer, drafter=drafter, ranks=sender
+                model, source.engine, tokenizer=self.tokenizer, drafter=drafter, ranks=sender
             )
         weakref.finalize(self, sender.close)  # the other ranks end with this object, or the process
         return engine

@@ -1,5 +1,4 @@
-"""Configuration of a text model: the shapes of its layers, its cache and its weights.
-"""
+"""Configuration of a text model: the shapes of its layers, its cache and its weights."""
 
 from __future__ import annotations
 

@@ -55,9 +55,7 @@ class _Graph:
 
     Attributes:
         data: [n] int64, the integers of a step; `_split` has its parts.
-        out: the model's output.
-        work: the captured function. A replay knows the tensors that it reads by address only: this
-            keeps them.
+        work: the captured function. It keeps the tensors alive that a replay knows by address.
     """
 
     data: Tensor
@@ -70,10 +68,7 @@ class DecodeGraphs:
     """Run steps in which every sequence decodes.
 
     Args:
-        forward: the model.
-        builder: has the tables that the graphs read.
         sizes: batch sizes to capture, ascending (`sizes_to_capture`).
-        max_seq_len: the longest sequence.
         max_draft_tokens: above 0 there are graphs for steps with drafts too.
         group: ranks that replay the same shapes.
 
@@ -143,16 +138,14 @@ class DecodeGraphs:
     def __call__(
         self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run one step, between the plan and its commit.
+        """Run one step of decodes, between the plan and its commit.
 
         Args:
             shape: of `shape_of`.
-            plan: of a step in which every sequence decodes.
             input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
 
         Returns:
-            The model's output for these tokens, such as logits [num_tokens, vocab_size] fp32, valid
-            until the next call.
+            The model's output for these tokens, valid until the next call.
         """
         n, total, counts = len(plan.slots), len(plan.positions), plan.num_new_tokens
         graph = self._graphs[shape]
@@ -210,7 +203,7 @@ def _even(count: int) -> int:
 
 
 def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Views of the parts of a graph's integers, a tensor or an array.
+    """Parts of a graph's integers, as views.
 
     Returns:
         (tokens [2 + num_groups, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
@@ -245,11 +238,7 @@ def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
 
 
 class CudaCapture:
-    """Capture work as CUDA graphs that share one pool of memory and one stream.
-
-    Args:
-        device: of the work, and the current one of every call.
-    """
+    """Capture work as CUDA graphs that share one pool of memory and one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""Choice of the requests of a step, and of their new tokens. Integers only, and deterministic.
+"""Requests of a step, and their new tokens. Integers only, and deterministic.
 
 Running requests are kept in order of admission. A step takes, within ``max_num_batched_tokens``,
 one token of every decoding request, prefill chunks of running requests, chunks of waiting ones,

@@ -1,5 +1,4 @@
-"""Headers of the safetensors files of a Hugging Face directory.
-"""
+"""Headers of the safetensors files of a Hugging Face directory."""
 
 from __future__ import annotations
 

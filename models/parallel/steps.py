@@ -34,11 +34,7 @@ _EMPTY = StepArrays(*[np.zeros(0, dtype=np.int64)] * len(StepArrays._fields))
 
 
 class StepSender:
-    """Send the steps of an engine, which is on rank 0, to the other ranks.
-
-    Attributes:
-        group: of the ranks.
-    """
+    """Send the steps of an engine, which is on rank 0, to the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.group = ranks, ranks.group
@@ -111,11 +107,7 @@ class StepSender:
 
 @torch.inference_mode()
 def follow(group: Group, model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> None:
-    """Run the steps of rank 0 on another rank until it closes.
-
-    Args:
-        model, config, drafter: as of `quire.models.engine.engine.Engine`.
-    """
+    """Run the steps of rank 0 on another rank until it closes."""
     runner = ModelRunner(model, config, drafter)
     sampled = runner.builder.sampled
     hidden = batch = None
