@@ -147,10 +147,9 @@ _REQUIRED = {
 def read_rope(
     params: Mapping[str, Any], base: float, max_positions: int | None = None
 ) -> RopeConfig:
-    """One entry of ``rope_parameters``.
+    """One entry of ``rope_parameters``, or keys of the older ``rope_scaling`` and ``rope_theta``.
 
     Args:
-        params: its keys, or those of the older ``rope_scaling`` with ``rope_theta`` beside them.
         base: rope_theta where the file has none.
         max_positions: ``max_position_embeddings``, what llama3 falls back to.
 

@@ -144,9 +144,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts and the shared one; ``gate`` is the router, as in checkpoints.
 
-    Args:
-        expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
-        group: ranks with the rest of each expert's width; None = all is here.
+    expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
     """
 
     def __init__(
@@ -173,8 +171,9 @@ class MoE(nn.Module):
         """experts(x) + shared_experts(x) as terms that `expand_streams` adds up.
 
         Returns:
-            (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens, k]
-            fp32): y + the sum over a token's rows of weight * row. With a group (sum, None, None).
+            (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens,
+            k] fp32): y + the sum over a token's rows of weight * row. With a group (sum, None,
+            None).
         """
         gate = self.gate
         ids, weights = route_tokens(
@@ -385,9 +384,8 @@ class DeepseekV4(nn.Module):
         """Streams [num_tokens, hc_mult, hidden_size] of drafter layer ``index``.
 
         Args:
-            streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of the layer before.
+            streams: of the trunk, or of the layer before.
             next_ids: [num_tokens] int64, the token after each row's.
-            positions: [num_tokens] int64, of the rows, not of next_ids.
         """
         mtp = self.mtp[index]
         # As trained, a sequence's first row is given no token.
@@ -400,11 +398,7 @@ class DeepseekV4(nn.Module):
         return self.logits(streams, impl, of=self.mtp[index])
 
     def expect_impl(self, impl: str) -> None:
-        """Refuse sizes that the kernels are not made for.
-
-        Raises:
-            NotImplementedError: naming the size.
-        """
+        """Refuse sizes that the kernels are not made for: NotImplementedError."""
         config = self.config
         limits = {"hc_mult": MAX_STREAMS, "hidden_size": MAX_HIDDEN}
         if CSA in config.layer_types:

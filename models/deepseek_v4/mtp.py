@@ -189,24 +189,19 @@ def chain_drafts(
     choose: Callable[[Tensor], Tensor] = greedy,
     impl: str | None = None,
 ) -> Tensor:
-    """Drafts of every sequence, one after the other.
+    """Drafts [num_seqs, num_drafts] int64 of every sequence, one after the other.
+
+    The first one is a guess of the token at position seq_lens + 1: the one at seq_lens is known.
 
     Args:
         streams: [num_seqs, num_layers, hc_mult, hidden_size] of the drafter layers at each
             sequence's last computed row.
         seq_lens: [num_seqs] int32, computed tokens.
         block_tables: per group [num_seqs, width] int32, after the commit of that step.
-        request_slots: [num_seqs] int32.
         pool: pages, only read.
-        num_drafts: tokens to draft, >= 1.
         max_seq_len: host int, upper bound of seq_lens.
         choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for each
             draft in turn.
-        impl: as in `DeepseekV4.forward`.
-
-    Returns:
-        [num_seqs, num_drafts] int64: guesses of the tokens at positions seq_lens + 1 and on. The
-        token at seq_lens is known.
     """
     num_seqs, device = len(seq_lens), seq_lens.device
     last = streams.shape[1] - 1

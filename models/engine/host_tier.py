@@ -191,10 +191,10 @@ class Copying:
 class PageCopier:
     """Copy the pages of jobs beside the model.
 
-    A GPU has one stream for each direction, and one kernel launch copies a job. It waits for the work
-    that the model's stream has at that time: a running step may still read pages that a load fills, and
-    it writes pages that a store copies. The model never waits: until the host sees the end of a job,
-    its pages are free or only read. On a CPU a job has ended when `start` returns.
+    A GPU has one stream for each direction, and one kernel launch copies a job. It waits for the
+    work that the model's stream has at that time: a running step may still read pages that a load
+    fills, and it writes pages that a store copies. The model never waits: until the host sees the
+    end of a job, its pages are free or only read. On a CPU a job has ended when `start` returns.
 
     Attributes:
         num_bytes: bytes copied since the start, by direction.

@@ -123,10 +123,7 @@ class Decoder(nn.Module):
                 )
 
     def make_cache(self, *, kv_cache_dtype: str, **_: Any) -> ModelCache:
-        """Pages for keys and values of the attention layers.
-
-        Arguments as in `quire.models.engine.memory.model_cache`.
-        """
+        """Pages for keys and values of the attention layers."""
         dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
         kv_scales = None
         if kv_cache_dtype == "fp8_per_tensor":
@@ -220,10 +217,7 @@ class Decoder(nn.Module):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """All layers in turn, each with one call ``attend(layer, q, k, v)``, and the last norm.
-
-        Args:
-            x: [num_tokens, hidden_size], embedded tokens; overwritten.
+        """All layers in turn and the last norm, on embedded tokens x, which are overwritten.
 
         Returns:
             [num_tokens, hidden_size], or ``attend.rows`` of it.

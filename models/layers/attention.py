@@ -61,13 +61,7 @@ class Attend(Protocol):
 
 
 class PagedAttend:
-    """Attention of one ragged step through `quire.kernels`.
-
-    Args:
-        attn: this step's tables, lengths and slots.
-        pool: pages, read and then written.
-        impl: "triton" or "torch"; default: by device.
-    """
+    """Attention of one ragged step through `quire.kernels`."""
 
     rows: Tensor | None = None
 

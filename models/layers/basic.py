@@ -78,10 +78,6 @@ class RMSNorm(nn.Module):
                 norm is that of x.
             post: norm of x before it is added; None = none.
             scalar: [1] or None for 1.
-            impl: "triton" or "torch"; None = by device.
-
-        Returns:
-            [num_tokens, size].
         """
         return residual_norm(
             x,
@@ -95,12 +91,7 @@ class RMSNorm(nn.Module):
         )
 
     def add_to(self, residual: Tensor, x: Tensor, *, impl: str | None) -> None:
-        """Add the norm of x to ``residual`` in place, in one launch.
-
-        Args:
-            residual, x: [num_tokens, size].
-            impl: "triton" or "torch"; None = by device.
-        """
+        """Add the norm of x to ``residual`` in place, both [num_tokens, size], in one launch."""
         residual_norm(
             x,
             None,
@@ -150,12 +141,7 @@ class Linear(nn.Module):
         return dequantize_fp8(self.weight, self.scale, dtype)
 
     def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
-        """Hold the weight in fp8, half the memory of bf16; each forward pass dequantizes it.
-
-        Args:
-            weight: [out_size, in_size] fp8.
-            scale: as in `dequantize_fp8`.
-        """
+        """Hold the weight [out_size, in_size] in fp8; each forward pass dequantizes it."""
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = scale
 
@@ -163,10 +149,8 @@ class Linear(nn.Module):
 class Stacked:
     """Linear layers that read the same rows, as one product over adjacent memory.
 
-    Each layer keeps its part of the weight under its own name, as checkpoints have it.
-
-    Args:
-        layers: of one in_size, all with a bias or none; they get new weights, uninitialized.
+    Each layer keeps its part of the weight under its own name, as checkpoints have it. Layers have
+    one in_size, all have a bias or none; they get new weights, uninitialized.
     """
 
     def __init__(self, *layers: Linear) -> None:
@@ -215,15 +199,7 @@ class Stacked:
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T without rounding to the model's dtype, for routers and compressors.
-
-    Args:
-        x: [num_tokens, in_size].
-        weight: [out_size, in_size] in the dtype of x.
-
-    Returns:
-        [num_tokens, out_size] fp32.
-    """
+    """x W^T in fp32, without rounding to the model's dtype, for routers and compressors."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
@@ -290,7 +266,6 @@ class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)).
 
     Args:
-        activation: "gelu_tanh" or "silu", as in `quire.kernels.gated_product`.
         limit: clamps gate from above and up on both sides; None = no clamp.
         group: ranks with the rest of the width; None = all is here.
     """

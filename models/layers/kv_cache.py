@@ -2,7 +2,8 @@
 
 A layer that shares another layer's keys and values has the pages of its donor. Pages of e4m3 hold
 the scales of their rows too, unless a layer has one scale for all keys and one for all values:
-behind K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads them.
+behind K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads
+them.
 """
 
 from __future__ import annotations
@@ -86,10 +87,7 @@ def cache_groups(
 def token_bytes(
     config: ModelConfig, layer: int, dtype: torch.dtype, *, row_scales: bool = True
 ) -> int:
-    """Bytes of one token's K and V in one layer, scales included.
-
-    Arguments as in `cache_groups`.
-    """
+    """Bytes of one token's K and V in one layer, scales included."""
     shape = config.attention(layer)
     scale_bytes = SCALE_BYTES if dtype == E4M3 and row_scales else 0
     return 2 * shape.num_kv_heads * (shape.head_dim * dtype.itemsize + scale_bytes)

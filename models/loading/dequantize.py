@@ -35,10 +35,8 @@ def fill(
     Of a file no more than one tensor, with its scales, is in use at a time.
 
     Args:
-        model: with all its weights allocated, but for those of ``kept``.
-        sources: of `match`.
         kept: of `quire.models.loading.weights.kept_as_stored`.
-        pieces: what is read for parts of weights of which a rank has a part; of others, all.
+        pieces: ranges that a rank reads; of other tensors, all.
     """
     from safetensors import safe_open
 

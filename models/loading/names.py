@@ -75,14 +75,10 @@ class Storage:
     """Names and storage of tensors in a family's checkpoints.
 
     Args:
-        config: of the model.
-        names: of its weights.
+        names: of the model's weights.
         fp8_block: rows and columns of fp8 weights that share a scale; None = what the scales'
             shapes say.
         weight_name: as of `quire.models.families.registry.Family`.
-
-    Attributes:
-        forms: by kind: "plain", "ids", "fp8", "fp4" or "mxfp4".
     """
 
     forms: ClassVar[Mapping[str, Form]] = {
