@@ -162,9 +162,3 @@ def _run_oracle(cwd: Path, jobs: list[dict]) -> None:
 def every_oracle(request, oracles) -> Oracle:
     """Each tiny model of every family in turn."""
     return oracles[request.param]
-
-
-@pytest.fixture(params=["gemma3-tiny", "gemma4-e-tiny", "gpt-oss-tiny"])
-def oracle(request, oracles) -> Oracle:
-    """Three models with nothing in common but windows, for tests of many steps."""
-    return oracles[request.param]
