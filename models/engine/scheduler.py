@@ -246,9 +246,7 @@ class Scheduler:
     def _plan(
         self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int = 0
     ) -> Step | OutOfPages:
-        # Stable, and decodes first.
-        requests = [r for r, count in chosen.items() if count == 1]
-        requests += [r for r, count in chosen.items() if count != 1]
+        requests = sorted(chosen, key=lambda request: chosen[request] != 1)  # decodes first
         counts = [chosen[r] for r in requests]
         before = self._clock.switch(ALLOCATOR)
         plan = self.kv.plan([r.slot for r in requests], counts)
