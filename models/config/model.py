@@ -23,15 +23,14 @@ class RopeConfig:
 
     Attributes:
         kind: "default"; "linear", which divides every frequency by ``factor``; "proportional",
-            which rotates only the first ``partial_rotary_factor`` of the frequencies of the whole
-            head and leaves the others at zero; "llama3" and "yarn", which divide the low
-            frequencies by ``factor``, leave the high ones and blend those between.
+            which rotates only the first ``partial_rotary_factor`` of the frequencies; "llama3" and
+            "yarn", which divide the low frequencies by ``factor``, leave the high ones and blend
+            those between.
         base: float, the RoPE theta.
         original_max_positions: tokens that the model was trained on before the frequencies were
             scaled (llama3, yarn).
-        low, high: where the blend lies. llama3: turns within original_max_positions below which a
-            frequency counts as low, and above which as high (``low_freq_factor``,
-            ``high_freq_factor``). yarn: the same as ``beta_slow`` and ``beta_fast``.
+        low, high: ends of the blend. llama3: turns within original_max_positions
+            (``low_freq_factor``, ``high_freq_factor``). yarn: ``beta_slow`` and ``beta_fast``.
         truncate: yarn only, round the ends of the blend to whole channel pairs.
         amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
 
@@ -282,13 +281,11 @@ class ModelConfig:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most: an estimate from above.
-
-        They are of the model's dtype where that has two bytes.
+        """Upper estimate of the elements that a step holds of each token, in dtypes of two bytes.
 
         Five hidden states, and beside them the widest of a layer's branches: the MLP with its three
-        intermediates, queries, keys and values before and after their norms and RoPE, with what
-        attention gives, or the rows of a token's experts.
+        intermediates, queries, keys and values before and after norms and RoPE, or the experts'
+        rows.
         """
         hidden, width = self.hidden_size, self.per_layer_input_size * self.num_layers
         shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
@@ -310,10 +307,7 @@ class ModelConfig:
         return self.sliding
 
     def kv_donor(self, layer: int) -> int:
-        """The layer whose keys and values layer ``layer`` attends to.
-
-        Itself, or for a shared layer the last owner of its kind.
-        """
+        """The layer with the keys and values that ``layer`` reads: its own or a donor's."""
         return self._donor_of[layer]
 
     @cached_property
@@ -325,11 +319,8 @@ class ModelConfig:
     def replay_tokens(self) -> int | None:
         """Tokens to compute before a boundary until the windows of all layers are right there.
 
-        None without sliding layers.
-
-        Every sliding layer needs W - 1 rows that are right, and each makes right all but its first
-        W - 1. Layers without keys and values of their own read their donors' rows, and only rows
-        after the boundary are wanted of them.
+        None without sliding layers. Every sliding layer needs W - 1 right rows, and each makes
+        right all but its first W - 1. Layers that share keys and values read their donors' rows.
         """
         if self.sliding is None or self.sliding.sliding_window is None:
             return None

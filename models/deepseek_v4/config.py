@@ -162,10 +162,7 @@ class DeepseekV4Config:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most, of the model's dtype.
-
-        An estimate, as in `quire.models.config.model.ModelConfig`.
-        """
+        """As `quire.models.config.model.ModelConfig.activation_size`."""
         queries = 8 * self.num_heads * self.head_dim
         width = self.hidden_size + self.moe_intermediate_size
         experts = self.hidden_size + self.num_experts_per_tok * width
@@ -177,10 +174,7 @@ class DeepseekV4Config:
         return self.layer_types + (SLIDING,) * self.num_mtp_layers
 
     def compress_ratio(self, layer: int) -> int | None:
-        """Tokens of one compressed entry of layer ``layer`` (drafter layers follow the trunk's).
-
-        None in sliding layers.
-        """
+        """Tokens of an entry of a layer (drafter layers follow the trunk's); None = it slides."""
         return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[
             self.all_layer_types[layer]
         ]

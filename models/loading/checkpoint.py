@@ -63,10 +63,9 @@ def read_headers(path: Path) -> list[Stored]:
 
 
 def weight_files(path: Path) -> dict[str, list[str]]:
-    """The files of a directory, each with the tensors that the index, if there is one, puts there.
+    """The files of a directory, each with the tensors that the index, if any, puts there.
 
-    A file may be a link to another place, as in Hugging Face's cache; a name may not lead out of
-    the directory.
+    A file may be a link to another place, as in Hugging Face's cache; a name may not lead out.
     """
     files: dict[str, list[str]] = {"model.safetensors": []}
     if (path / INDEX_FILE).is_file():

@@ -25,10 +25,10 @@ class Piece:
     """Range that a rank reads of a stored tensor and its scales, for one part of a weight.
 
     Attributes:
-        value, scale: what is read of each; None = all of it.
-        cut: what the rank has of the dequantized part; None = all of it.
-        block: elements along the cut that share a scale, as far as that matters.
-        is_whole_blocks: whether nothing is read too much.
+        value, scale: ranges of each; None = all of it.
+        cut: the rank's range of the dequantized part; None = all of it.
+        block: elements along the cut that share a scale.
+        is_whole_blocks: True if nothing is read too much.
     """
 
     value: Cut | None = None
@@ -109,11 +109,7 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
 def pieces_of(
     sources: list[Source], whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group
 ) -> dict[Target, Piece]:
-    """Ranges of the sources that a rank reads in part.
-
-    Args:
-        whole, part: weights of the whole model and of the rank's.
-    """
+    """Ranges of the sources that a rank reads in part; whole, part: weights of model and rank."""
     pieces = {}
     for source in sources:
         target = source.target

@@ -41,12 +41,9 @@ def build_model(
     group: Group | None = None,
     unit: int = 1,
 ) -> nn.Module:
-    """The model of ``config`` with uninitialized weights, or what one of several ranks has of it.
+    """The model of ``config`` with uninitialized weights, or a rank's part of it.
 
-    Args:
-        config: of a registered family (`quire.models.families.registry`).
-        group: the ranks; None = one has it all.
-        unit: as in ``config.shard``.
+    unit: as in ``config.shard``.
     """
     if group is not None:
         config = config.shard(group.size, unit)
@@ -143,10 +140,7 @@ class StorageKeys:
 
     @property
     def fp8_block(self) -> tuple[int, ...] | None:
-        """Rows and columns of fp8 weights that share a scale.
-
-        None where only the shapes of the scales say so.
-        """
+        """Rows and columns of fp8 weights that share a scale; None = the scales' shapes say."""
         return self.quantization_config and self.quantization_config.weight_block_size
 
 
@@ -168,15 +162,9 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def kept_as_stored(
     model: nn.Module, sources: list[Source], fp8: str, device: torch.device
 ) -> dict[str, SetQuantized]:
-    """The weights that stay quantized, by name: what takes their values and scales.
+    """The weights that stay quantized, by name, each with the method that takes it.
 
-    A module says by its methods what it can hold: ``keep_fp8`` a matrix "weight", ``keep_mxfp4``
-    both stacks of experts, or none.
-
-    Args:
-        model: not quantized, on the meta device.
-        sources: of `match`.
-        fp8, device: as in `load_model`.
+    A module has ``keep_fp8`` for a matrix "weight", or ``keep_mxfp4`` for both stacks of experts.
     """
     if fp8 == "dequantize":
         return {}

@@ -62,13 +62,7 @@ class Cut:
 
 
 def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -> Cut | None:
-    """A rank's part of a weight; None = the whole weight.
-
-    Args:
-        name: of the weight.
-        whole, part: shape in the whole model, and on a rank.
-        group: of the rank.
-    """
+    """A rank's part of a weight, from its shapes in the whole model and on the rank; None = all."""
     axes = [
         axis for axis, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]
     ]
@@ -85,11 +79,7 @@ def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -
 def cuts_of(
     whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group | None
 ) -> dict[str, Cut]:
-    """Cuts of the weights that are divided among ranks, by name.
-
-    Args:
-        whole, part: weights of the whole model and of the rank, which may be on the meta device.
-    """
+    """Cuts of the weights that are divided among ranks, by name; weights may be on "meta"."""
     if group is None:
         return {}
     cuts = {name: cut_of(name, w.shape, part[name].shape, group) for name, w in whole.items()}
