@@ -58,7 +58,6 @@ setup(
             "transformers>=5.20,<6; python_version < '3.11'",
             "tokenizers>=0.22",
             "jinja2>=3.1",
-            "pydantic>=2.7,<3",
         ],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],

@@ -22,7 +22,7 @@ _HOME = {
     "Llama": "families.llama",
     "MTPDrafter": "deepseek_v4.mtp",
     "MemoryPlan": "engine.memory",
-    "ModelConfig": "config.named",
+    "ModelConfig": "config.model",
     "NGramDrafter": "engine.speculative",
     "OutputDelta": "engine.outputs",
     "RankError": "parallel.heartbeat",

@@ -37,6 +37,7 @@ from torch import nn
 
 from .chat import ChatTemplate
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
+from .config.model import MAX_RANKS
 from .engine.config import IMPLS, KV_CACHE_DTYPES
 from .engine.engine import EngineConfig
 from .engine.outputs import RequestError
@@ -45,7 +46,6 @@ from .engine.speculative import Drafter
 from .llm import DRAFTERS, LLM
 from .loading.weights import DTYPES
 from .parallel.launch import launched
-from .parallel.shard import MAX_SIZE
 
 
 @program
@@ -293,7 +293,7 @@ def _parser() -> Parser:
     add("--num-pages", type=integer(most=MAX_PAGES), metavar="N", help="pages of the pool, instead")
     add("--max-model-len", type=integer(), metavar="N",
         help="longest sequence; default: that of model and pool")
-    add("--tensor-parallel-size", type=integer(most=MAX_SIZE), metavar="N",
+    add("--tensor-parallel-size", type=integer(most=MAX_RANKS), metavar="N",
         help="ranks with a part of the model each; default: those of torchrun, else 1")
     add("--max-num-seqs", type=integer(), default=16, metavar="N",
         help="requests at once; default: 16")

@@ -33,9 +33,8 @@ from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
 from .parallel.heartbeat import EXIT_STATUS
-from .parallel.launch import Work, join_ranks
-from .parallel.shard import shard_config
-from .parallel.steps import Lead
+from .parallel.launch import join_ranks
+from .parallel.steps import StepSender
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
@@ -48,20 +47,23 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that each rank builds its part of.
+    """Arguments of an `LLM`, from which each rank builds its part of the model.
 
     Attributes:
         config: configuration of the whole model.
         directory: a Hugging Face directory; None = random weights.
-        dtype, seed: arguments of `LLM`.
-        family: the model's family; started processes register it too.
+        family: of the configuration; where processes are started, they register it too.
+        engine, drafter, device, dtype, seed: as of `LLM`.
     """
 
     config: Any
     directory: Path | None
+    family: Family
+    engine: EngineConfig
+    drafter: Any
+    device: torch.device | str | None
     dtype: torch.dtype | None
     seed: int
-    family: Family
 
     def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
         """The model, or one rank's part of it.
@@ -75,6 +77,11 @@ class ModelSource:
         dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         expect_room(self.config, device, dtype)
         return random_model(self.config, seed=self.seed, device=device, dtype=dtype, group=group)
+
+    def parts(self, group: Group) -> tuple[nn.Module, Drafter | None]:
+        """The model of a rank, and its drafter."""
+        model = self.build(group.device, group)
+        return model, self.drafter(model) if callable(self.drafter) else self.drafter
 
 
 class LLM:
@@ -141,15 +148,17 @@ class LLM:
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
 
-        source = None
+        has_ranks = settings.tensor_parallel_size > 1
+        if built and has_ranks:
+            raise ValueError("tensor_parallel_size: expected 1 with a built model")
         if not built:
-            source = ModelSource(config, self._directory, dtype, seed, family_of(config))
-        if settings.tensor_parallel_size > 1:
-            if built:
-                raise ValueError("tensor_parallel_size: expected 1 with a built model")
-            # Refuses a size that does not fit before any process starts.
-            shard_config(config, settings.tensor_parallel_size)
-            self.engine = self._lead(Work(source, settings, drafter, device))
+            # Refuses a number of ranks that does not fit before any process starts.
+            config.shard(settings.tensor_parallel_size)
+            source = ModelSource(
+                config, self._directory, family_of(config), settings, drafter, device, dtype, seed
+            )
+        if has_ranks:
+            self.engine = self._with_ranks(source)
         else:
             loaded = model if built else source.build(find_device(device))
             self.engine = Engine(
@@ -158,9 +167,9 @@ class LLM:
             )  # fmt: skip
         self.model = self.engine.model
 
-    def _lead(self, work: Work) -> Engine:
+    def _with_ranks(self, source: ModelSource) -> Engine:
         """The engine of rank 0; on other ranks this ends the process when rank 0 is done."""
-        ranks = join_ranks(work)
+        ranks = join_ranks(source)
         if ranks.channel.rank != 0:
             try:
                 ranks.follow()
@@ -169,12 +178,12 @@ class LLM:
                 raise SystemExit(EXIT_STATUS) from error
             raise SystemExit(0)
         with ranks.failing():
-            model, drafter = work.parts(ranks.group)
-            lead = Lead(ranks)
+            model, drafter = source.parts(ranks.group)
+            sender = StepSender(ranks)
             engine = Engine(
-                model, work.config, tokenizer=self.tokenizer, drafter=drafter, ranks=lead
+                model, source.engine, tokenizer=self.tokenizer, drafter=drafter, ranks=sender
             )
-        weakref.finalize(self, lead.close)  # the other ranks end with this object, or the process
+        weakref.finalize(self, sender.close)  # the other ranks end with this object, or the process
         return engine
 
     def generate(

@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .config.model import BYTE_VOCAB
-from .config.named import ModelConfig
+from .config.model import BYTE_VOCAB, ModelConfig
 
 NUM_SPECIAL = BYTE_VOCAB - 256  # pad, eos, bos
 REPLACEMENT = "\ufffd"
@@ -164,10 +163,7 @@ class FileTokenizer:
 
 
 def find_tokenizer(config: ModelConfig, path: Path | None) -> Tokenizer | None:
-    """The tokenizer of a model.
-
-    ``tokenizer.json`` in its directory, bytes for a vocabulary of 259, else None.
-    """
+    """The ``tokenizer.json`` of a directory, bytes for a vocabulary of 259, else None."""
     if path is not None and (path / "tokenizer.json").is_file():
         return FileTokenizer(path / "tokenizer.json")
     return ByteTokenizer() if config.vocab_size == BYTE_VOCAB else None

@@ -17,7 +17,7 @@ ALLOWED = {
     "kvcore/device": {"numpy", "torch", "quire.kvcore"},
     "kernels": {"torch", "triton", "quire.kernels"},
     "models": {
-        "jinja2", "numpy", "pydantic", "pydantic_core", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
+        "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
@@ -170,7 +170,7 @@ def test_folders_of_bench_know_few_others():
         # Models with built-in configurations: what reads Hugging Face directories is not there.
         (
             "quire.models.llm, quire.models.deepseek_v4.hf, quire.models.families.gemma4",
-            ["pydantic", "pydantic_core", "safetensors", "tokenizers", "tqdm", "transformers"],
+            ["safetensors", "tokenizers", "tqdm", "transformers"],
         ),
     ],
 )

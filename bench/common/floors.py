@@ -20,7 +20,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from quire.models.config.named import ModelConfig
+from quire.models.config.model import ModelConfig
 from quire.models.engine.memory import weight_bytes
 from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import token_bytes

@@ -80,7 +80,7 @@ def prefill_flops(config: DeepseekV4Config, q_lens: np.ndarray, seq_lens: np.nda
 @cache
 def _weights_of_a_token(config: DeepseekV4Config) -> float:
     """Elements of the matrices that every token is multiplied with, in the layers of the trunk."""
-    model = DeepseekV4(config, device="meta", dtype=torch.bfloat16, max_positions=1)
+    model = DeepseekV4(config, device="meta", dtype=torch.bfloat16)
     share = config.num_experts_per_tok / config.num_experts
     total = 0.0
     for name, weight in model.layers.named_parameters():

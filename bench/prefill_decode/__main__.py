@@ -68,13 +68,13 @@ from quire.models.command import (
     program,
     threads,
 )
+from quire.models.config.model import MAX_RANKS
 from quire.models.device import find_device
 from quire.models.engine.config import IMPLS, KV_CACHE_DTYPES
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import weight_bytes
 from quire.models.engine.speculative import Drafter
 from quire.models.llm import DRAFTERS
-from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import measure_rates
@@ -120,9 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
         )
         if args.tensor_parallel_size is not None:
-            shard_config(
-                built.model.config, args.tensor_parallel_size
-            )  # what does not fit is said here
+            # Says what does not fit.
+            built.model.config.shard(args.tensor_parallel_size)
         workload = _workload(args, built)
         result = measure(
             built,
@@ -373,7 +372,7 @@ def _parser() -> Parser:
     add("--trace", type=input_file, metavar="FILE", help="Mooncake JSONL, also .xz; not chats")
     add("--limit", type=count, metavar="N", help="requests of the trace, or sessions, at most")
     add("--scale", type=number(above=True), default=1.0, metavar="F", help="factor of all lengths")
-    ranks = integer(2, MAX_SIZE)
+    ranks = integer(2, MAX_RANKS)
     add("--tensor-parallel-size", type=ranks, metavar="N", help="run once more on N ranks here")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add(

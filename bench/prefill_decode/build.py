@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from quire.models.config.named import ModelConfig, named_configs
+from quire.models.config.model import ModelConfig
+from quire.models.config.named import named_configs
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine.memory import weight_bytes
 from quire.models.families.decoder import Decoder
@@ -52,7 +53,7 @@ def build_model(
     """Loads a Hugging Face directory, or makes random weights for a named configuration.
 
     A small random model is written as a checkpoint to a temporary directory and read back, so that
-    a default run covers the way real weights take (not where safetensors or pydantic is missing).
+    a default run covers the way real weights take (not where safetensors is missing).
     Models without a tokenizer.json read bytes.
 
     Args:
@@ -90,8 +91,7 @@ def _random(
             _shrink_choices(model)
     else:
         _adjust_v4(model)
-    absent = [name for name in ("safetensors", "pydantic") if find_spec(name) is None]
-    if weight_bytes(model) > CHECKPOINT_BYTES or absent:
+    if weight_bytes(model) > CHECKPOINT_BYTES or find_spec("safetensors") is None:
         return model, f"random weights (seed {seed})"
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
         save_checkpoint(model, directory)

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.models.config.named import ModelConfig
+from quire.models.config.model import ModelConfig
 from quire.models.engine.outputs import RequestOutput
 from quire.models.families.decoder import Decoder
 from quire.models.layers.basic import RMSNorm

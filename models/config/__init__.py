@@ -1,1 +1,1 @@
-"""What a model is: its configuration, named ones, and the config.json files of Hugging Face."""
+"""Configurations of models, and the config.json files of Hugging Face."""

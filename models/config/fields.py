@@ -1,26 +1,35 @@
-"""Declared fields: the type, range and default of what a JSON file says or a caller sets.
+"""Declared fields: the type, range and default of a key of a JSON file, or of a caller's setting.
 
 A dataclass declares them by its annotations::
 
-    hidden_size: Width = 4096            # an int of that range
-    head_dim: HeadSize | None = None     # null too
-    mlp_bias: only(False) = False        # anything else is a feature that is not supported
+    hidden_size: Width = 4096            # an int in that range
+    head_dim: HeadSize | None = None     # or null
+    mlp_bias: only(False) = False        # any other value is an unsupported feature
 
-`read_fields` makes one of a JSON object. It alone uses pydantic (extra "hf"), so that models with
-built-in configurations do without; `check_fields` holds the numbers of one that a caller made
-against their ranges.
+`read_fields` makes one from a JSON object. `check_fields` checks one that a caller made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from reprlib import Repr
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 T = TypeVar("T")
 NUM_NAMED = 20  # errors, keys or tensors that a message lists
@@ -38,52 +47,40 @@ class Range:
     multiple: int = 1
     is_int: bool = True
 
-    def check(self, value: Any) -> Any:
-        """The value; raises ValueError where it is none of these."""
+    def holds(self, value: Any) -> bool:
+        """True for a number in the range."""
         kind = Integral if self.is_int else Real
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"expected {self}")
-        if not self.low <= value <= self.high or (self.multiple > 1 and value % self.multiple):
-            raise ValueError(f"expected {self}")
-        return value
+            return False
+        return self.low <= value <= self.high and (self.multiple == 1 or not value % self.multiple)
 
     def __str__(self) -> str:
         kind = "an int" if self.is_int else "a number"
         multiple = f", a multiple of {self.multiple}," if self.multiple > 1 else ""
-        return f"{kind}{multiple} in {self.low}..{self.high}"
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        """See pydantic: custom types."""
-        from pydantic_core import core_schema
-
-        return core_schema.no_info_plain_validator_function(self.check)
+        return f"expected {kind}{multiple} in {self.low}..{self.high}"
 
 
 @dataclass(frozen=True, eq=False)  # typing takes equal annotations for one: only(1) for only(True)
 class _Only:
     known: tuple[Any, ...]
 
-    def check(self, value: Any) -> Any:
-        """The value; raises ValueError where it is not supported."""
-        if not any(_same(value, one) for one in self.known):
-            raise _Unsupported(f"supported is {' or '.join(map(repr, self.known))}")
-        return value
+    def holds(self, value: Any) -> bool:
+        """True for a supported value; True is not 1."""
+        return any(
+            isinstance(value, bool) == isinstance(k, bool) and value == k for k in self.known
+        )
 
-    __get_pydantic_core_schema__ = Range.__get_pydantic_core_schema__
-
-
-class _Unsupported(ValueError):
-    pass
+    def __str__(self) -> str:
+        return f"supported is {' or '.join(map(repr, self.known))}"
 
 
 class _Flag:
-    def check(self, value: Any) -> bool:
-        """The value; raises ValueError where it is not a bool."""
-        if not isinstance(value, bool):
-            raise ValueError("expected True or False")
-        return value
+    def holds(self, value: Any) -> bool:
+        """True for a bool."""
+        return isinstance(value, bool)
 
-    __get_pydantic_core_schema__ = Range.__get_pydantic_core_schema__
+    def __str__(self) -> str:
+        return "expected True or False"
 
 
 def only(*known: Any) -> Any:
@@ -137,16 +134,83 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
     Raises:
         ValueError: naming every key that is missing or of another type or range.
         NotImplementedError: naming every key whose value is not supported.
-        ImportError: without pydantic (extra "hf").
     """
-    adapter, data = _adapter(cls), checked(dict, name, data)
-    try:
-        return adapter.validate_python(data)
-    except ValueError as error:  # pydantic's ValidationError
-        wrong, unsupported = _by_kind(error, name)
-        if wrong:
-            raise ValueError("; ".join(wrong[:NUM_NAMED])) from None
-        raise NotImplementedError("; ".join(unsupported[:NUM_NAMED])) from None
+    problems: list[_Problem] = []
+    value = _read_object(cls, checked(dict, name, data), name, problems)
+    if wrong := [problem for problem in problems if not problem.is_unsupported]:
+        raise ValueError("; ".join(map(str, wrong[:NUM_NAMED])))
+    if problems:
+        raise NotImplementedError("; ".join(map(str, problems[:NUM_NAMED])))
+    return value
+
+
+class _Problem(NamedTuple):
+    path: str
+    expected: str
+    got: str
+    is_unsupported: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.expected}, got {self.got}"
+
+
+def _read_object(cls: type, data: Mapping[str, Any], path: str, problems: list[_Problem]) -> Any:
+    hints, given, num_before = _hints(cls), {}, len(problems)
+    for field in fields(cls):
+        at = f"{path}.{field.name}" if path else field.name
+        if field.name in data:
+            given[field.name] = _read(hints[field.name], data[field.name], at, problems)
+        elif field.default is MISSING:
+            problems.append(_Problem(at, "expected a value", "nothing"))
+    return None if len(problems) > num_before else cls(**given)
+
+
+def _read(hint: Any, value: Any, path: str, problems: list[_Problem]) -> Any:
+    """A JSON value as its annotation wants it; adds to ``problems`` where it is none such."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return _read_one_of(inner, value, path, problems)
+    if kind is tuple and isinstance(value, list | tuple):
+        return tuple(_read(inner[0], v, f"{path}[{i}]", problems) for i, v in enumerate(value))
+    if kind is dict and isinstance(value, dict):
+        return {key: _read(inner[1], v, f"{path}.{key}", problems) for key, v in value.items()}
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _read_object(hint, value, path, problems)
+    if hint is Any or (hint is str and isinstance(value, str)):
+        return value
+    rule: Any = {str: "a text", tuple: "a list"}.get(kind or hint, "an object")
+    expected, is_unsupported = f"expected {rule}", False
+    if kind is Annotated:
+        rule = hint.__metadata__[0]
+        if rule.holds(value):
+            return value
+        expected, is_unsupported = str(rule), isinstance(rule, _Only)
+    elif kind is Literal:
+        if isinstance(value, str) and value in inner:
+            return value
+        expected = f"expected {' or '.join(map(repr, inner))}"
+    problems.append(_Problem(path, expected, shown(value), is_unsupported))
+    return None
+
+
+def _read_one_of(hints: tuple[Any, ...], value: Any, path: str, problems: list[_Problem]) -> Any:
+    """A value that may have several types. Where none fits, errors inside it tell most."""
+    if value is None and NoneType in hints:
+        return None
+    found: list[_Problem] = []
+    for hint in hints:
+        if hint is not NoneType:
+            trial: list[_Problem] = []
+            out = _read(hint, value, path, trial)
+            if not trial:
+                return out
+            found += trial
+    if inside := [problem for problem in found if problem.path != path]:
+        problems += inside
+        return None
+    rest = (problem.expected.removeprefix("expected ") for problem in found[1:])
+    problems.append(found[0]._replace(expected=" or ".join([found[0].expected, *rest])))
+    return None
 
 
 def checked(kind: type, name: str, value: Any) -> Any:
@@ -164,20 +228,18 @@ def read_object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def check_fields(config: Any) -> None:
-    """Holds the numbers of a dataclass against their ranges, in its ``__post_init__``.
+    """Check the numbers of a dataclass, in its ``__post_init__``, against their ranges.
 
     Raises:
-        ValueError: naming the field, what was expected and what was got.
+        ValueError: naming the field, the range, and the value.
     """
     for name, (rule, has_none) in _ranges(type(config)).items():
         value = getattr(config, name)
         if value is None and has_none:
             continue
         for one in value if isinstance(value, tuple) else (value,):
-            try:
-                rule.check(one)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}, got {shown(value)}") from None
+            if not rule.holds(one):
+                raise ValueError(f"{name}: {rule}, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -192,7 +254,7 @@ def shown(value: Any) -> str:
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Adds the file to what is said of its content."""
+    """Add the file to what is said of its content."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -201,77 +263,18 @@ def naming(file: Path) -> Iterator[None]:
 
 
 @cache
-def _adapter(cls: type) -> Any:
-    try:
-        from pydantic import TypeAdapter
-    except ImportError as error:
-        raise ImportError(
-            "Hugging Face directories need the package pydantic (pip install 'quire[hf]')"
-        ) from error
-    return TypeAdapter(cls)
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 @cache
 def _ranges(cls: type) -> dict[str, tuple[Range, bool]]:
     """The range of a field, or of its elements where it is a tuple, and whether it may be None."""
-    hints, found = get_type_hints(cls, include_extras=True), {}
+    found = {}
     for field in fields(cls):
-        hint = hints[field.name]
+        hint = _hints(cls)[field.name]
         for part in (hint, *get_args(hint)):
             for rule in getattr(part, "__metadata__", ()):
                 if isinstance(rule, Range):
                     found[field.name] = rule, type(None) in get_args(hint)
     return found
-
-
-# pydantic's words for what JSON has other words for.
-_KINDS = {
-    "missing": "a value", "dataclass_type": "an object", "dict_type": "an object",
-    "tuple_type": "a list", "string_type": "a text",
-}  # fmt: skip
-
-
-def _by_kind(error: Any, name: str) -> tuple[list[str], list[str]]:
-    """What pydantic says, key by key: of wrong values, and of unsupported ones.
-
-    Of a value that may have several types it says why it is none of them. What it says of the
-    innermost part counts: there the right type was tried.
-    """
-    found: dict[Any, list[tuple[int, str, str, str, bool]]] = {}
-    for one in error.errors(include_url=False):
-        # Which type was tried is no part of the key.
-        keys = [key for key in one["loc"] if isinstance(key, int) or not _is_type(key)]
-        parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
-        said = one["msg"].replace("Input should be", "expected")
-        if one["type"] in _KINDS:
-            said = f"expected {_KINDS[one['type']]}"
-        own = one.get("ctx", {}).get("error")
-        found.setdefault(keys[0], []).append(
-            (
-                len(keys),
-                (name + "".join(parts)).removeprefix("."),
-                said if own is None else str(own),
-                "nothing" if one["type"] == "missing" else shown(one["input"]),
-                isinstance(own, _Unsupported),
-            )
-        )
-    wrong, unsupported = [], []
-    for all_of_key in found.values():
-        innermost = max(depth for depth, *_ in all_of_key)
-        paths: dict[tuple[str, str, bool], list[str]] = {}
-        for depth, path, said, got, is_unsupported in all_of_key:
-            if depth == innermost:
-                paths.setdefault((path, got, is_unsupported), []).append(said)
-        for (path, got, is_unsupported), said in paths.items():
-            words = " or ".join([said[0], *(other.removeprefix("expected ") for other in said[1:])])
-            (unsupported if is_unsupported else wrong).append(f"{path}: {words}, got {got}")
-    return wrong, unsupported
-
-
-def _is_type(key: str) -> bool:
-    return key == "str" or "[" in key
-
-
-def _same(value: Any, known: Any) -> bool:
-    """Whether two values are equal; True is not 1."""
-    return isinstance(value, bool) == isinstance(known, bool) and bool(value == known)

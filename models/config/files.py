@@ -12,7 +12,7 @@ from .fields import NUM_NAMED, naming, read_fields, shown
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Read a JSON object.
 
     Raises:
         ValueError: naming the file when it is not one, has a key twice, or is too deep or too
@@ -43,7 +43,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerationKeys:
-    """What is read of ``generation_config.json``.
+    """Keys of ``generation_config.json``.
 
     `quire.models.engine.request.SamplingParams` says which numbers it takes.
     """

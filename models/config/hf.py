@@ -60,7 +60,7 @@ def to_hf(config: Any) -> dict[str, Any]:
 
 
 def load_config(path: str | Path) -> ModelConfig:
-    """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
+    """Read ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
     Raises:
         ValueError: there is no config.json, or naming file and key where one is no JSON or a key

@@ -1,4 +1,4 @@
-"""What the readers and writers of ``config.json`` files of several families share.
+"""Keys of ``config.json`` that several families share.
 
 A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the
 file's author ran.
@@ -18,7 +18,7 @@ from .model import FULL, SLIDING, LayerTypes, ModelConfig, RopeConfig
 
 @dataclass(frozen=True)
 class WeightKeys:
-    """How compressed-tensors stores a group of weights."""
+    """Storage of a group of weights of compressed-tensors."""
 
     type: only("float") = None
     num_bits: only(8) = None
@@ -73,7 +73,7 @@ class TextKeys:
     quantization_config: QuantizationKeys | None = None
 
     def common_fields(self) -> dict[str, Any]:
-        """What every family calls alike, as fields of ModelConfig."""
+        """Fields of ModelConfig whose keys are the same in every family."""
         same = (
             "vocab_size",
             "hidden_size",
@@ -147,10 +147,9 @@ _REQUIRED = {
 def read_rope(
     params: Mapping[str, Any], base: float, max_positions: int | None = None
 ) -> RopeConfig:
-    """One entry of ``rope_parameters``.
+    """One entry of ``rope_parameters``, or keys of the older ``rope_scaling`` and ``rope_theta``.
 
     Args:
-        params: its keys, or those of the older ``rope_scaling`` with ``rope_theta`` beside them.
         base: rope_theta where the file has none.
         max_positions: ``max_position_embeddings``, what llama3 falls back to.
 

@@ -1,11 +1,9 @@
-"""What a text model is.
-
-The shapes and rules that its layers, its cache and its weights are made from.
-"""
+"""Configuration of a text model: the shapes of its layers, its cache and its weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,6 +13,7 @@ from .fields import check_fields
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 LayerTypes = tuple[Literal["sliding_attention", "full_attention"], ...]
+MAX_RANKS = 1024
 ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
 
 
@@ -24,15 +23,14 @@ class RopeConfig:
 
     Attributes:
         kind: "default"; "linear", which divides every frequency by ``factor``; "proportional",
-            which rotates only the first ``partial_rotary_factor`` of the frequencies of the whole
-            head and leaves the others at zero; "llama3" and "yarn", which divide the low
-            frequencies by ``factor``, leave the high ones and blend those between.
+            which rotates only the first ``partial_rotary_factor`` of the frequencies; "llama3" and
+            "yarn", which divide the low frequencies by ``factor``, leave the high ones and blend
+            those between.
         base: float, the RoPE theta.
         original_max_positions: tokens that the model was trained on before the frequencies were
             scaled (llama3, yarn).
-        low, high: where the blend lies. llama3: turns within original_max_positions below which a
-            frequency counts as low, and above which as high (``low_freq_factor``,
-            ``high_freq_factor``). yarn: the same as ``beta_slow`` and ``beta_fast``.
+        low, high: ends of the blend. llama3: turns within original_max_positions
+            (``low_freq_factor``, ``high_freq_factor``). yarn: ``beta_slow`` and ``beta_fast``.
         truncate: yarn only, round the ends of the blend to whole channel pairs.
         amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
 
@@ -72,13 +70,36 @@ class RopeConfig:
 
 
 def expect_tokens(config: Any) -> None:
-    """Raises ValueError where a special token of a model is not in its vocabulary."""
+    """Refuse a special token that is not in the vocabulary: ValueError."""
     for name in ("eos_token_ids", "bos_token_id"):
         ids = getattr(config, name)
         if any(i >= config.vocab_size for i in (ids if isinstance(ids, tuple) else (ids or 0,))):
             raise ValueError(
                 f"{name}: expected ids below vocab_size={config.vocab_size}, got {ids}"
             )
+
+
+def expect_ranks(name: str, size: int, divides: Callable[[int], bool], heads: str) -> None:
+    """Refuse a number of ranks that does not divide a model.
+
+    Args:
+        name: of the model.
+        divides: True for a number of ranks that does.
+        heads: in words.
+
+    Raises:
+        ValueError: naming the numbers of ranks that divide it.
+    """
+    if not divides(size):
+        sizes = [n for n in range(1, MAX_RANKS) if divides(n)]
+        raise ValueError(
+            f"tensor_parallel_size: expected one of {sizes} for {name!r}, whose {heads}, got {size}"
+        )
+
+
+def divided_width(width: int, size: int, unit: int) -> int:
+    """Channels of each of ``size`` ranks, a multiple of ``unit``; zeros fill up the last one."""
+    return unit * -(-width // (unit * size))
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,16 @@ class AttentionConfig:
                 f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got "
                 f"{self.num_kv_heads}"
             )
+
+    def divides(self, size: int) -> bool:
+        """True if ``size`` ranks can share the heads; a KV head may be on several."""
+        kv = self.num_kv_heads
+        return self.num_heads % size == 0 and (kv % size == 0 or size % kv == 0)
+
+    def shard(self, size: int) -> AttentionConfig:
+        """Heads of one of ``size`` ranks."""
+        kv = max(1, self.num_kv_heads // size)
+        return replace(self, num_heads=self.num_heads // size, num_kv_heads=kv)
 
 
 @dataclass(frozen=True)
@@ -200,6 +231,39 @@ class ModelConfig:
                 "share"
             )
 
+    def shard(self, size: int, unit: int = 1) -> ModelConfig:
+        """Shapes of one rank's layers; vocabulary and router stay whole.
+
+        Args:
+            size: number of ranks.
+            unit: widths of MLPs and experts are cut at multiples of it, such as the columns that
+                share a scale.
+
+        Raises:
+            ValueError: a number of ranks that does not divide the heads.
+        """
+        if size == 1:
+            return self
+        shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
+        heads = {f"num_heads={s.num_heads}, num_kv_heads={s.num_kv_heads}": None for s in shapes}
+        expect_ranks(
+            self.name,
+            size,
+            lambda n: all(shape.divides(n) for shape in shapes),
+            f"{' and '.join(heads)} are divided, or a KV head is on several ranks",
+        )
+        moe = self.moe
+        if moe is not None:
+            width = divided_width(moe.intermediate_size, size, unit)
+            moe = replace(moe, intermediate_size=width)
+        return replace(
+            self,
+            full=self.full.shard(size),
+            sliding=self.sliding and self.sliding.shard(size),
+            intermediate_size=divided_width(self.intermediate_size, size, unit),
+            moe=moe,
+        )
+
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
@@ -207,7 +271,7 @@ class ModelConfig:
 
     @property
     def num_kv_owners(self) -> int:
-        """How many layers, the first ones, have keys and values of their own."""
+        """Number of layers, the first ones, with keys and values of their own."""
         return self.num_layers - self.num_kv_shared_layers
 
     @property
@@ -217,13 +281,11 @@ class ModelConfig:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most: an estimate from above.
-
-        They are of the model's dtype where that has two bytes.
+        """Upper estimate of the elements that a step holds of each token, in dtypes of two bytes.
 
         Five hidden states, and beside them the widest of a layer's branches: the MLP with its three
-        intermediates, queries, keys and values before and after their norms and RoPE, with what
-        attention gives, or the rows of a token's experts.
+        intermediates, queries, keys and values before and after norms and RoPE, or the experts'
+        rows.
         """
         hidden, width = self.hidden_size, self.per_layer_input_size * self.num_layers
         shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
@@ -245,10 +307,7 @@ class ModelConfig:
         return self.sliding
 
     def kv_donor(self, layer: int) -> int:
-        """The layer whose keys and values layer ``layer`` attends to.
-
-        Itself, or for a shared layer the last owner of its kind.
-        """
+        """The layer with the keys and values that ``layer`` reads: its own or a donor's."""
         return self._donor_of[layer]
 
     @cached_property
@@ -260,11 +319,8 @@ class ModelConfig:
     def replay_tokens(self) -> int | None:
         """Tokens to compute before a boundary until the windows of all layers are right there.
 
-        None without sliding layers.
-
-        Every sliding layer needs W - 1 rows that are right, and each makes right all but its first
-        W - 1. Layers without keys and values of their own read their donors' rows, and only rows
-        after the boundary are wanted of them.
+        None without sliding layers. Every sliding layer needs W - 1 right rows, and each makes
+        right all but its first W - 1. Layers that share keys and values read their donors' rows.
         """
         if self.sliding is None or self.sliding.sliding_window is None:
             return None

@@ -20,19 +20,6 @@ from .model import (
     RopeConfig,
 )
 
-__all__ = [
-    "BYTE_VOCAB",
-    "CONFIGS",
-    "FULL",
-    "SLIDING",
-    "AttentionConfig",
-    "MoEConfig",
-    "ModelConfig",
-    "RopeConfig",
-    "get_config",
-    "named_configs",
-]
-
 
 def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
     """Every ``period``-th layer is full, the others slide."""

@@ -133,14 +133,11 @@ class AttentionInputs:
     """Projections of a step's tokens, before anything is cached.
 
     Attributes:
-        positions: [num_tokens] int64.
         cos_sin: [max_positions, rope_dim] fp32, the layer's `rope_table`.
         q: [num_tokens, num_heads, head_dim], normed and rotated.
         kv: [num_tokens, head_dim], raw rows, neither normed nor rotated.
-        pooled: (kv, gate) of the compressor, each [num_tokens, channels] fp32; None in sliding
-            layers.
-        index_q: [num_tokens, index_num_heads, index_head_dim], rotated; this and the next two are
-            None but in CSA layers.
+        pooled: (kv, gate) of the compressor, each [num_tokens, channels] fp32.
+        index_q: [num_tokens, index_num_heads, index_head_dim], rotated.
         index_weights: [num_tokens, index_num_heads] fp32, with every factor of the score.
         index_pooled: (kv, gate) of the indexer.
     """
@@ -156,11 +153,7 @@ class AttentionInputs:
 
 
 class Attend(Protocol):
-    """The attention operator of a step: `PagedAttend`, or one for a sequence without a cache.
-
-    Attributes:
-        impl: "triton" or "torch" for all kernels of the step; None = by device.
-    """
+    """The attention operator of a step: `PagedAttend`, or one for a sequence without a cache."""
 
     impl: str | None
 
@@ -205,12 +198,7 @@ class Attention(nn.Module):
             self.compressor = Compressor(config, self.kind, device, dtype)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        """Attention of every row of x [num_tokens, hidden_size], in the same shape.
-
-        Args:
-            positions: [num_tokens] int64.
-            cos_sin: [max_positions, rope_dim] fp32.
-        """
+        """Attention of every row of x [num_tokens, hidden_size], in the same shape."""
         impl = attend.impl
         q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
         q_latent = residual_norm(q_latent, self.q_a_norm.weight, eps=self.eps, impl=impl)
@@ -239,7 +227,7 @@ def _rotate_heads(
     q: Tensor, positions: Tensor, cos_sin: Tensor, norm_weight: Tensor | None, eps: float,
     impl: str | None,
 ) -> None:  # fmt: skip
-    """Norms (with a weight) and rotates heads [num_tokens, num_heads, head_dim] in place."""
+    """Norm (with a weight) and rotate heads [num_tokens, num_heads, head_dim] in place."""
     rows = q.flatten(0, 1)
     write_latent(
         rows, None, None, positions=positions, cos_sin=cos_sin, norm_weight=norm_weight, eps=eps,
@@ -252,9 +240,9 @@ class OverlapCopies:
     """Copies of a step between rings and pages of the group "overlap", for all CSA layers.
 
     Save: series a of each of a block's last ``ratio`` tokens goes to the block's page. Load: a
-    sequence that starts at a block's end copies that page to its ring, which after a prefix hit has
-    nothing of it. Shapes give the number of copies, so no step waits for the host; unwanted
-    ones have page 0 or ring -1. Attributes are those of `quire.kernels.copy_overlap`.
+    sequence that starts at a block's end copies that page to its ring. Shapes give the number of
+    copies, so no step waits for the host; unwanted ones have page 0 or ring -1. Attributes are
+    those of `quire.kernels.copy_overlap`.
     """
 
     tokens: Tensor  # [num_copies], ratio of a block one after the other
@@ -312,14 +300,7 @@ class PagedAttend:
     A layer writes its raw rows, then the entries that the step closes, and attends last. Raw rows
     of earlier steps come from pages, the step's own from `write_latent`: attention takes the window
     table without the blocks of this step. A token sees the entry that it closes: attention takes
-    the table of entries with these blocks. No raw row lands on a row that the step reads: it goes
-    to a free row, a new page, or the page of a block that has left the window.
-
-    Args:
-        attn: tables of the context before the step, slots of its rows; request_slots number the
-            rings.
-        pool: pages and rings, read and written.
-        impl: "triton" or "torch" for the kernels; default: by device.
+    the table of entries with these blocks. No raw row lands on a row that the step reads.
     """
 
     def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
@@ -407,8 +388,7 @@ class PagedAttend:
     ) -> None:  # fmt: skip
         """Pool each window that the step closes into an entry, or an index key, in its page.
 
-        The newest tokens go to the ring in any case: later steps close open windows from there, and
-        drafts in closed ones may be rejected.
+        The newest tokens go to the ring: later steps close open windows from there.
         """
         attn, (kv, gate) = self.attn, pooled
         if cache.overlap is not None:  # before `compress` reads the ring

@@ -39,11 +39,8 @@ COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Storage of rows.
-
-    Attributes:
-        dtype: of plain rows.
-        fp8: quantize latent rows (584 bytes) and index keys (132 bytes).
+    """Storage of rows: plain ones of ``dtype``, or quantized latent rows (584 bytes) and index keys
+    (132 bytes).
     """
 
     dtype: torch.dtype
@@ -61,13 +58,9 @@ class CacheFormat:
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """First bytes of a layer's rows in a page; None for what the layer has not.
+    """First bytes of a layer's raw rows, entries and index keys in a page; None = it has none.
 
-    Attributes:
-        window_group: index of the group with its raw rows.
-        window: raw rows.
-        compressed: entries, in pages of the group "compressed".
-        index_keys: index keys, in the same pages.
+    window_group: index of the group with its raw rows.
     """
 
     window_group: int
@@ -78,12 +71,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Groups of a model, and the place of each layer in their pages.
-
-    Attributes:
-        groups: in the order of an allocator's tables; all pages have the same bytes.
-        layers: trunk, then drafters.
-    """
+    """Groups of a model, and the place of each layer, trunk and drafters, in their pages."""
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
@@ -110,10 +98,6 @@ def plan_cache(
         block_size: tokens of a page of entries, a multiple of both ratios; default: the first such
             that holds two HCA windows. A window block is its largest divisor that is at most half a
             sliding window.
-        drafters: include the drafter layers.
-
-    Returns:
-        CachePlan.
 
     Raises:
         ValueError: another block_size.
@@ -202,8 +186,8 @@ class CompressorCache:
         pages: its entries, or its index keys.
         ring: [max_requests + 1, length, 2, channels] fp32, (kv, gate + position bias) of the newest
             tokens of each request: token t in row t % length, length = ratio (CSA: 2 * ratio) +
-            max_draft_tokens. Rows of an earlier request stay, as none is read before it is written
-            or loaded. The last ring takes unwanted writes of `copy_overlap`.
+            max_draft_tokens. Rows of an earlier request are never read. The last ring takes
+            unwanted writes of `copy_overlap`.
         overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the same, of the last tokens of
             a block; None in HCA layers.
     """
@@ -215,14 +199,9 @@ class CompressorCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Pages and rings of one layer.
+    """Pages and rings of one layer; None = it has no such.
 
-    Attributes:
-        window: raw rows.
-        window_group: index of the group with their tables and slots.
-        compressed: of the compressor, entries in pages of the group "compressed"; None in sliding
-            layers.
-        index_keys: of the indexer, in the same pages; None but in CSA layers.
+    window_group: index of the group with the tables and slots of raw rows.
     """
 
     window: LatentPages

@@ -1,6 +1,4 @@
-"""What a DeepSeek-V4 model is, and named configurations.
-
-Flash, Pro, and a tiny one for tests and CPU runs.
+"""Configuration of DeepSeek-V4 models: Flash, Pro, and tiny ones for tests and CPU runs.
 
 Layers differ in what they see besides a window of raw tokens: nothing (``SLIDING``), those that the
 indexer selects of the entries that compress 4 tokens each (``CSA``), or all entries that compress
@@ -15,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from ..config import fields
 from ..config.fields import check_fields
-from ..config.model import BYTE_VOCAB, SLIDING, expect_tokens
+from ..config.model import BYTE_VOCAB, SLIDING, divided_width, expect_ranks, expect_tokens
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
@@ -144,6 +142,19 @@ class DeepseekV4Config:
                 f"{self.num_experts_per_tok}"
             )
 
+    def shard(self, size: int, unit: int = 1) -> DeepseekV4Config:
+        """As `quire.models.config.model.ModelConfig.shard`."""
+        if size == 1:
+            return self
+        heads = f"num_heads={self.num_heads} and o_groups={self.o_groups} are divided"
+        expect_ranks(self.name, size, lambda n: self.o_groups % n == 0, heads)
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            o_groups=self.o_groups // size,
+            moe_intermediate_size=divided_width(self.moe_intermediate_size, size, unit),
+        )
+
     @property
     def num_layers(self) -> int:
         """Layers of the trunk."""
@@ -151,10 +162,7 @@ class DeepseekV4Config:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most, of the model's dtype.
-
-        An estimate, as in `quire.models.config.model.ModelConfig`.
-        """
+        """As `quire.models.config.model.ModelConfig.activation_size`."""
         queries = 8 * self.num_heads * self.head_dim
         width = self.hidden_size + self.moe_intermediate_size
         experts = self.hidden_size + self.num_experts_per_tok * width
@@ -166,10 +174,7 @@ class DeepseekV4Config:
         return self.layer_types + (SLIDING,) * self.num_mtp_layers
 
     def compress_ratio(self, layer: int) -> int | None:
-        """Tokens of one compressed entry of layer ``layer`` (drafter layers follow the trunk's).
-
-        None in sliding layers.
-        """
+        """Tokens of an entry of a layer (drafter layers follow the trunk's); None = it slides."""
         return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[
             self.all_layer_types[layer]
         ]

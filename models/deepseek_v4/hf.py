@@ -26,7 +26,6 @@ from ..loading.dequantize import fill
 from ..loading.names import match, unique
 from ..loading.shards import pieces_of
 from ..parallel.group import Group
-from ..parallel.shard import shard_config
 from .config import (
     CONFIGS,
     CSA,
@@ -125,7 +124,7 @@ class DeepseekV4Keys:
 
 
 def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Config:
-    """Reads a ``config.json``, with the keys of the released models or with those of transformers.
+    """Read a ``config.json``, with the keys of the released models or with those of transformers.
 
     Args:
         config: the parsed file.
@@ -249,7 +248,7 @@ def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
 
 
 def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
-    """Writes config.json."""
+    """Write config.json."""
     partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
     main = {"rope_type": "default", "rope_theta": config.rope_theta} | partial
     compress = {"rope_type": "default", "rope_theta": config.compress_rope_theta} | partial
@@ -295,15 +294,15 @@ def load(
     kept = format_of_experts(found)
     if fp8 == "keep" and kept is None:
         raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
-    whole = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
+    whole = DeepseekV4(config, device="meta", dtype=dtype)
     parameters = dict(whole.named_parameters())
     sources = match(path, found, parameters, storage)
     plain, pieces = whole, {}
     if group is not None:
         # Other matrices than experts are dequantized: they may be cut anywhere.
         unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
-        config = shard_config(config, group.size, unit)
-        plain = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, group=group)
+        config = config.shard(group.size, unit)
+        plain = DeepseekV4(config, device="meta", dtype=dtype, group=group)
         pieces = pieces_of(sources, parameters, dict(plain.named_parameters()), group)
     if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):
         kept = None

@@ -144,9 +144,7 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Routed experts and the shared one; ``gate`` is the router, as in checkpoints.
 
-    Args:
-        expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
-        group: ranks with the rest of each expert's width; None = all is here.
+    expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
     """
 
     def __init__(
@@ -173,8 +171,9 @@ class MoE(nn.Module):
         """experts(x) + shared_experts(x) as terms that `expand_streams` adds up.
 
         Returns:
-            (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens, k]
-            fp32): y + the sum over a token's rows of weight * row. With a group (sum, None, None).
+            (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens,
+            k] fp32): y + the sum over a token's rows of weight * row. With a group (sum, None,
+            None).
         """
         gate = self.gate
         ids, weights = route_tokens(
@@ -261,8 +260,6 @@ class DeepseekV4(nn.Module):
         device: of all weights.
         dtype: of matrices and activations; hyper-connections, norms, sinks, position and correction
             biases are fp32 in any case.
-        max_positions: rows of the rotary tables, 8 bytes for each rotated channel; default: all
-            that the config allows.
         expert_format: "fp8" or "fp4" for routed experts that stay packed.
         group: ranks that run the model together; None = one runs it all.
 
@@ -284,7 +281,6 @@ class DeepseekV4(nn.Module):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-        max_positions: int | None = None,
         expert_format: str | None = None,
         group: Group | None = None,
     ) -> None:
@@ -292,24 +288,22 @@ class DeepseekV4(nn.Module):
         device = torch.device(device)
         self.config, self.group = config, group
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = Embedding(
-            vocab_size, hidden_size, device, dtype, scaled=False, group=group
-        )
+        self.embed_tokens = Embedding(vocab_size, hidden_size, device, dtype, group=group)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, kind, device, dtype, expert_format, group)
             for layer, kind in enumerate(config.mlp_layer_types)
         )
         self.hc_head = HyperHead(config, device)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, device, torch.float32)
-        num_ids = self.embed_tokens.vocabulary.num_rows
-        self.lm_head = Linear(hidden_size, num_ids, device, dtype)
+        self.lm_head = Linear(hidden_size, self.embed_tokens.num_rows, device, dtype)
         self.mtp = nn.ModuleList(
             MTP(config, index, device, dtype, expert_format, group)
             for index in range(config.num_mtp_layers)
         )
-        num_positions = max_positions or config.max_position_embeddings
         plain, compressed = (
-            rope_table(rope_frequencies(config, compressed=kind).to(device), num_positions)
+            rope_table(
+                rope_frequencies(config, compressed=kind).to(device), config.max_position_embeddings
+            )
             for kind in (False, True)
         )
         self.rope = {SLIDING: plain, CSA: compressed, HCA: compressed}
@@ -382,7 +376,7 @@ class DeepseekV4(nn.Module):
         """
         head = self if of is None else of
         x = head.hc_head(streams, head.norm, impl)
-        return self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()
+        return self.embed_tokens.logits(x, self.lm_head)
 
     def draft_streams(
         self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
@@ -390,9 +384,8 @@ class DeepseekV4(nn.Module):
         """Streams [num_tokens, hc_mult, hidden_size] of drafter layer ``index``.
 
         Args:
-            streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of the layer before.
+            streams: of the trunk, or of the layer before.
             next_ids: [num_tokens] int64, the token after each row's.
-            positions: [num_tokens] int64, of the rows, not of next_ids.
         """
         mtp = self.mtp[index]
         # As trained, a sequence's first row is given no token.
@@ -405,11 +398,7 @@ class DeepseekV4(nn.Module):
         return self.logits(streams, impl, of=self.mtp[index])
 
     def expect_impl(self, impl: str) -> None:
-        """Refuse sizes that the kernels are not made for.
-
-        Raises:
-            NotImplementedError: naming the size.
-        """
+        """Refuse sizes that the kernels are not made for: NotImplementedError."""
         config = self.config
         limits = {"hc_mult": MAX_STREAMS, "hidden_size": MAX_HIDDEN}
         if CSA in config.layer_types:
@@ -427,7 +416,6 @@ class DeepseekV4(nn.Module):
     def make_cache(
         self,
         *,
-        base_block_size: int | None,
         kv_cache_dtype: str,
         max_requests: int,
         max_draft_tokens: int,
@@ -437,7 +425,6 @@ class DeepseekV4(nn.Module):
         """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`.
 
         Raises:
-            ValueError: a base_block_size (tokens of a page of entries) that the ratios do not divide.
             NotImplementedError: "fp8" with other head sizes than the released ones, or in fp16.
         """
         fp8 = kv_cache_dtype == "fp8"
@@ -447,7 +434,7 @@ class DeepseekV4(nn.Module):
                 "one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=fp8)
-        plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)
+        plan = plan_cache(self.config, fmt, drafters=drafter_layers)
 
         def allocate(num_pages: int) -> V4PagePool:
             return V4PagePool(

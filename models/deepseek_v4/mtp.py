@@ -25,16 +25,14 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder, Staging
 
-from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request
 from ..engine.sampler import DRAFT, draw_columns, uniform
-from ..parallel.group import Group
 from .attention import PagedAttend
 from .cache import V4PagePool
 from .model import DeepseekV4
 
 if TYPE_CHECKING:
-    from ..parallel.steps import Lead
+    from ..parallel.steps import StepSender
 
 
 class MTPDrafter:
@@ -57,7 +55,7 @@ class MTPDrafter:
             raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
         self.model, self.max_draft_tokens = model, max_draft_tokens
         # Rank 0 of several makes the others draft too.
-        self.lead: Lead | None = None
+        self.sender: StepSender | None = None
 
     def attach(
         self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
@@ -66,7 +64,6 @@ class MTPDrafter:
         config, device = self.model.config, self.model.device
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(device)
-        self._graphs: ChainGraphs | None = None
         num_layers = min(len(self.model.mtp), self.max_draft_tokens)
         # By slot: streams of each layer at the last row that stays, and the position after it.
         shape = (max_requests, num_layers, config.hc_mult, config.hidden_size)
@@ -83,8 +80,8 @@ class MTPDrafter:
         slots: np.ndarray,
     ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
-        if self.lead is not None:
-            self.lead.observe(next_ids, last_rows, slots)
+        if self.sender is not None:
+            self.sender.observe(next_ids, last_rows, slots)
         ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
         attend = PagedAttend(batch.attn, self._pool, impl=self._impl)
         firsts = batch.attn.cu_seqlens_q[:-1].long()
@@ -98,31 +95,6 @@ class MTPDrafter:
             out.append(self.model.draft_streams(index, shifted, ids, batch.positions, attend))
         self._streams[request_slots] = torch.stack(out, dim=1)[rows]
         self._ends[request_slots] = batch.positions[rows] + 1
-
-    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.capture`."""
-        num_drafts, longest = self.max_draft_tokens, max_seq_len - self.max_draft_tokens
-        if longest < 1:
-            return
-        # No reference to `self`, which the graphs belong to.
-        model, streams, builder = self.model, self._streams, self._builder
-        pool, impl = self._pool, self._impl
-
-        def chain(slots: Tensor, seq_lens: Tensor) -> Tensor:
-            return chain_drafts(
-                model,
-                streams[slots],
-                seq_lens.int(),
-                builder.gather(slots, max_seq_len),
-                slots.int(),
-                pool,
-                num_drafts=num_drafts,
-                max_seq_len=longest,
-                impl=impl,
-            )
-
-        shapes = [Shape(size, num_drafts) for size in sizes]
-        self._graphs = ChainGraphs(chain, shapes, longest, model.device, capture, model.group)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request]) -> Tensor:
@@ -168,8 +140,8 @@ class MTPDrafter:
         slots = np.array([request.slot for request in requests], dtype=np.int64)
         # The newest token of each is not computed yet.
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
-        if self.lead is not None:
-            self.lead.draft(slots, seq_lens, choose is greedy)
+        if self.sender is not None:
+            self.sender.draft(slots, seq_lens, choose is greedy)
         return self._run_chain(slots, seq_lens, choose)
 
     def _run_chain(
@@ -177,10 +149,6 @@ class MTPDrafter:
     ) -> Tensor:
         longest = int(seq_lens.max())
         self._builder.update_tables()
-        if choose is greedy and self._graphs is not None:
-            shape = self._graphs.shape_of(len(slots), longest)
-            if shape is not None:
-                return self._of_rank_0(self._graphs(shape, slots, seq_lens))
         room = self.model.config.max_position_embeddings - longest
         request_slots, lengths = self._staging.send([slots, seq_lens])
         drafts = chain_drafts(
@@ -202,60 +170,6 @@ class MTPDrafter:
         return drafts if group is None else group.from_first(drafts.contiguous())
 
 
-class ChainGraphs:
-    """Chains of drafts for a few batch sizes, each captured once with all of its passes.
-
-    A batch is padded to the next size with chains of slot 0; a chain writes nothing.
-
-    Args:
-        chain: (slots [n] int64, seq_lens [n] int64) -> drafts [n, num_drafts].
-        shapes: to capture, ascending.
-        longest: no sequence is longer.
-        device: of the drafts.
-        capture, group: as in `quire.models.engine.graphs.DecodeGraphs`.
-    """
-
-    def __init__(
-        self,
-        chain: Callable[[Tensor, Tensor], Tensor],
-        shapes: Sequence[Shape],
-        longest: int,
-        device: torch.device,
-        capture: Capture,
-        group: Group | None = None,
-    ) -> None:
-        self._chain, self._capture, self._device = chain, capture, device
-        self._staging, self._longest = Staging(device), longest
-        self._graphs: dict[Shape, tuple[Tensor, list[Tensor], Callable, Callable]] = {}
-        self._shapes = capture_each(shapes, self._add, "draft graphs", group)
-
-    def shape_of(self, num_seqs: int, longest: int) -> Shape | None:
-        """The smallest captured shape that fits; None if there is none."""
-        if longest > self._longest:
-            return None
-        return next((shape for shape in self._shapes if shape.num_seqs >= num_seqs), None)
-
-    def __call__(self, shape: Shape, slots: np.ndarray, seq_lens: np.ndarray) -> Tensor:
-        """Drafts [num_seqs, num_drafts] int64, valid until the next replay of any graph."""
-        data, out, _, replay = self._graphs[shape]
-        now = np.zeros(data.shape, dtype=np.int64)
-        now[:, : len(slots)] = slots, seq_lens
-        [sent] = self._staging.send([now])
-        data.copy_(sent, non_blocking=True)
-        replay()
-        return out[0][: len(slots)]
-
-    def _add(self, shape: Shape) -> None:
-        data = torch.zeros((2, shape.num_seqs), dtype=torch.int64, device=self._device)
-        chain, out = self._chain, []
-
-        def work() -> None:
-            out[:] = [chain(data[0], data[1])]
-
-        # A replay reads by address: `work` keeps the tensors alive.
-        self._graphs[shape] = data, out, work, self._capture(work)
-
-
 def greedy(logits: Tensor) -> Tensor:
     """Ids [num_rows] int64 of the largest logits of [num_rows, vocab_size]."""
     return logits.argmax(dim=-1)
@@ -275,24 +189,19 @@ def chain_drafts(
     choose: Callable[[Tensor], Tensor] = greedy,
     impl: str | None = None,
 ) -> Tensor:
-    """Drafts of every sequence, one after the other.
+    """Drafts [num_seqs, num_drafts] int64 of every sequence, one after the other.
+
+    The first one is a guess of the token at position seq_lens + 1: the one at seq_lens is known.
 
     Args:
         streams: [num_seqs, num_layers, hc_mult, hidden_size] of the drafter layers at each
             sequence's last computed row.
         seq_lens: [num_seqs] int32, computed tokens.
         block_tables: per group [num_seqs, width] int32, after the commit of that step.
-        request_slots: [num_seqs] int32.
         pool: pages, only read.
-        num_drafts: tokens to draft, >= 1.
         max_seq_len: host int, upper bound of seq_lens.
         choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for each
             draft in turn.
-        impl: as in `DeepseekV4.forward`.
-
-    Returns:
-        [num_seqs, num_drafts] int64: guesses of the tokens at positions seq_lens + 1 and on. The
-        token at seq_lens is known.
     """
     num_seqs, device = len(seq_lens), seq_lens.device
     last = streams.shape[1] - 1

@@ -1,4 +1,4 @@
-"""How DeepSeek-V4 checkpoints name and store tensors.
+"""Names and storage of tensors in DeepSeek-V4 checkpoints.
 
 Names of any of three schemes become the model's own, and say which part of which weight::
 
@@ -74,7 +74,7 @@ _IGNORED = re.compile(r"^mtp\.\d+\.(emb\.tok_emb|head)\.weight$")
 
 
 def target(stored: str) -> Target | None:
-    """Where the tensor stored as ``stored`` belongs; None = nowhere.
+    """Target of the tensor with this name; None = it is not read.
 
     A name that no rule knows stays as it is.
     """
@@ -142,7 +142,7 @@ class V4Storage(Storage):
 
 
 def format_of_experts(found: Mapping[Target, Stored]) -> str | None:
-    """How the routed experts are quantized: "fp8", "fp4" or None.
+    """Format of the routed experts: "fp8", "fp4" or None.
 
     Raises:
         NotImplementedError: they are not all the same.

@@ -56,7 +56,7 @@ from .scheduler import Scheduler, Step
 from .speculative import Drafter, ModelDrafter, SamplingDrafter, set_drafts, show_step, verify
 
 if TYPE_CHECKING:
-    from ..parallel.steps import Lead
+    from ..parallel.steps import StepSender
 
 MEMORY_SETTINGS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "host_cache_gib",
@@ -101,7 +101,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
-        ranks: Lead | None = None,
+        ranks: StepSender | None = None,
     ) -> None:
         config = config or EngineConfig()
         self.model, self.drafter, self.tokenizer = model, drafter, tokenizer

@@ -55,9 +55,7 @@ class _Graph:
 
     Attributes:
         data: [n] int64, the integers of a step; `_split` has its parts.
-        out: the model's output.
-        work: the captured function. A replay knows the tensors that it reads by address only: this
-            keeps them.
+        work: the captured function. It keeps the tensors alive that a replay knows by address.
     """
 
     data: Tensor
@@ -70,16 +68,12 @@ class DecodeGraphs:
     """Run steps in which every sequence decodes.
 
     Args:
-        forward: the model.
-        builder: has the tables that the graphs read.
         sizes: batch sizes to capture, ascending (`sizes_to_capture`).
-        max_seq_len: the longest sequence.
         max_draft_tokens: above 0 there are graphs for steps with drafts too.
         group: ranks that replay the same shapes.
 
     Attributes:
         shapes: captured shapes, in ascending order of their rows.
-        capture_work: captures other work in the memory of these graphs.
     """
 
     def __init__(
@@ -101,12 +95,35 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self.capture_work = default_capture(device)
+        self._capture = default_capture(device)
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self) -> None:
-        """Capture every shape that can be; the steps of others use a larger one, or none."""
-        self.shapes = capture_each(self.shapes, self.add, "decode graphs", self._group)
+        """Capture every shape that can be; the steps of others use a larger one, or none.
+
+        The largest comes first: the others then find their memory in its. Shapes that another rank
+        cannot capture are dropped here too.
+        """
+        failed: dict[Shape, Exception] = {}
+        for shape in reversed(self.shapes):
+            try:
+                self.add(shape)
+            except Exception as error:
+                failed[shape] = error
+        if failed:
+            names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
+            error = next(iter(failed.values()))
+            warnings.warn(
+                f"decode graphs: {names} (sequences x rows) cannot be captured, and run without: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        dropped = [*failed]
+        if self._group is not None:
+            lists = self._group.channel.all_gather(dropped)
+            dropped = [Shape(*shape) for shapes in lists for shape in shapes]
+        self.shapes = [shape for shape in self.shapes if shape not in dropped]
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The smallest captured shape for a step of decodes and drafts; None = none."""
@@ -121,16 +138,14 @@ class DecodeGraphs:
     def __call__(
         self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run one step, between the plan and its commit.
+        """Run one step of decodes, between the plan and its commit.
 
         Args:
             shape: of `shape_of`.
-            plan: of a step in which every sequence decodes.
             input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
 
         Returns:
-            The model's output for these tokens, such as logits [num_tokens, vocab_size] fp32, valid
-            until the next call.
+            The model's output for these tokens, valid until the next call.
         """
         n, total, counts = len(plan.slots), len(plan.positions), plan.num_new_tokens
         graph = self._graphs[shape]
@@ -179,42 +194,7 @@ class DecodeGraphs:
             )
             out[:] = [forward(builder.token_ids(tokens[0]), tokens[1], attn)]
 
-        self._graphs[shape] = _Graph(data, out, work, self.capture_work(work))
-
-
-def capture_each(
-    shapes: Sequence[Shape], add: Callable[[Shape], None], what: str, group: Group | None = None
-) -> list[Shape]:
-    """Capture shapes, the largest first: the others then find their memory in its.
-
-    Args:
-        shapes: ascending.
-        add: captures one.
-        what: begins the one warning about shapes that cannot be captured.
-        group: ranks that capture the same; None = this one alone.
-
-    Returns:
-        Shapes that are captured on all ranks, ascending.
-    """
-    failed = {}
-    for shape in reversed(shapes):
-        try:
-            add(shape)
-        except Exception as error:
-            failed[shape] = error
-    if failed:
-        names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
-        error = next(iter(failed.values()))
-        warnings.warn(
-            f"{what}: {names} (sequences x rows) cannot be captured, and run without: "
-            f"{type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    if group is not None:
-        told = group.channel.all_say([*failed])
-        failed = {Shape(*shape) for shapes_of_rank in told for shape in shapes_of_rank}
-    return [shape for shape in shapes if shape not in failed]
+        self._graphs[shape] = _Graph(data, out, work, self._capture(work))
 
 
 def _even(count: int) -> int:
@@ -223,7 +203,7 @@ def _even(count: int) -> int:
 
 
 def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
-    """Views of the parts of a graph's integers, a tensor or an array.
+    """Parts of a graph's integers, as views.
 
     Returns:
         (tokens [2 + num_groups, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
@@ -258,11 +238,7 @@ def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
 
 
 class CudaCapture:
-    """Capture work as CUDA graphs that share one pool of memory and one stream.
-
-    Args:
-        device: of the work, and the current one of every call.
-    """
+    """Capture work as CUDA graphs that share one pool of memory and one stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()

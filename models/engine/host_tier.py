@@ -44,12 +44,7 @@ DIRECTIONS = {"store": "to_host", "load": "to_device"}
 
 
 class HostTier:
-    """Loads and stores of one engine. The stepping thread calls it between steps.
-
-    Args:
-        tiers: host tier of the engine's cache.
-        copier: copier of the engine's pool.
-    """
+    """Loads and stores of one engine. The stepping thread calls it between steps."""
 
     def __init__(self, tiers: Tiers, copier: PageCopier) -> None:
         self.tiers, self.copier = tiers, copier
@@ -81,9 +76,6 @@ class HostTier:
 
         Returns:
             (request, exception) of each failed look-up.
-
-        Raises:
-            RuntimeError: the engine was closed.
         """
         if self._is_closed:
             raise RuntimeError("expected an engine that is open, got one after its close()")
@@ -154,9 +146,6 @@ def make_host_tier(
 ) -> HostTier:
     """Make the host tier of an engine with ``host_cache_gib``.
 
-    Args:
-        pool: object with the page tensors in ``tensors``.
-
     Raises:
         ValueError: ``host_cache_gib`` is less than one page.
         MemoryError: not enough free host memory.
@@ -202,15 +191,10 @@ class Copying:
 class PageCopier:
     """Copy the pages of jobs beside the model.
 
-    A GPU has one stream for each direction, as the link moves both at once, and one kernel launch
-    copies a job. It waits for the work that the model's stream has at that time: a running step may
-    still read pages that a load fills, and it writes pages that a store copies. The model never
-    waits: until the host sees the end of a job, its pages are free or only read. On a CPU a job has
-    ended when `start` returns.
-
-    Args:
-        pool: page tensors of the device.
-        host: host pages; a row holds one page of all tensors.
+    A GPU has one stream for each direction, and one kernel launch copies a job. It waits for the
+    work that the model's stream has at that time: a running step may still read pages that a load
+    fills, and it writes pages that a store copies. The model never waits: until the host sees the
+    end of a job, its pages are free or only read. On a CPU a job has ended when `start` returns.
 
     Attributes:
         num_bytes: bytes copied since the start, by direction.
@@ -280,18 +264,10 @@ class PageCopier:
 
 
 class HostPages:
-    """Pages in host memory, pinned for a GPU.
+    """Pages in host memory, pinned for a GPU: rows [num_pages, page_bytes] uint8, zeros at first.
 
     Torch rounds pinned memory up to a power of two. So this is ordinary memory of the exact size,
     registered with the driver.
-
-    Args:
-        num_pages: number of rows, all zeros at first.
-        page_bytes: bytes of a row.
-        device: device that copies to and from the rows.
-
-    Attributes:
-        rows: [num_pages, page_bytes] uint8.
 
     Raises:
         MemoryError: not enough free memory, or the driver does not pin it.

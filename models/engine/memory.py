@@ -60,14 +60,12 @@ def model_cache(
     """Cache of a model, from its ``make_cache``.
 
     Args:
-        kv_cache_dtype: as in `EngineConfig`; a model lists those it supports in
-            ``kv_cache_dtypes``.
         max_requests: requests running at once.
         max_draft_tokens: drafts of a request in a step.
         drafter_layers: True if layers that only draft run too.
 
     Raises:
-        NotImplementedError: a kv_cache_dtype that the model does not support.
+        NotImplementedError: a kv_cache_dtype that is not in the model's ``kv_cache_dtypes``.
     """
     supported = getattr(model, "kv_cache_dtypes", ("auto",))
     if kv_cache_dtype not in supported:
@@ -76,7 +74,6 @@ def model_cache(
             f"{kv_cache_dtype!r}"
         )
     return model.make_cache(
-        base_block_size=None,
         kv_cache_dtype=kv_cache_dtype,
         max_requests=max_requests,
         max_draft_tokens=max_draft_tokens,

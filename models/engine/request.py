@@ -128,6 +128,7 @@ class Request:
         stream: report new tokens after each step.
         slot: kvcore slot while running, else -1.
         num_output_placeholders: 1 while its next token is known to the device alone, else 0.
+        buffer: [capacity] int32, known tokens, then drafts; until `reserve` the prompt's own.
         drafts: [num_drafts] int32, tokens that may come next, which the next step verifies.
         draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, the distributions they
             were drawn from; None = they were not drawn.
@@ -161,8 +162,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = self.num_tokens = len(self.prompt_token_ids)
-        self._tokens = self.prompt_token_ids
-        self.drafts, self.placeholder = self._tokens[:0], 0
+        self.buffer = self.prompt_token_ids
+        self.drafts, self.placeholder = self.buffer[:0], 0
         self.draft_probs: Tensor | None = None
 
     def __str__(self) -> str:
@@ -177,7 +178,7 @@ class Request:
     @property
     def tokens(self) -> np.ndarray:
         """[num_tokens] int32: prompt and output so far."""
-        return self._tokens[: self.num_tokens]
+        return self.buffer[: self.num_tokens]
 
     @property
     def num_output(self) -> int:
@@ -194,27 +195,23 @@ class Request:
 
     def reserve(self) -> None:
         """Allocate memory for tokens and drafts; until then samples share the prompt's."""
-        if len(self._tokens) < self.capacity:
+        if len(self.buffer) < self.capacity:
             tokens = np.empty(self.capacity, dtype=np.int32)
             tokens[: self.num_tokens] = self.tokens
-            self._tokens = tokens
+            self.buffer = tokens
 
     def set_placeholder(self, index: int) -> None:
         """Let -1 - index stand for the next token, ``sampled[index]`` of the BatchBuilder."""
-        self.placeholder, self._tokens[self.num_tokens] = index, -1 - index
+        self.placeholder, self.buffer[self.num_tokens] = index, -1 - index
         self.num_output_placeholders = 1
 
     def set_drafts(self, token_ids: np.ndarray, probs: Tensor | None = None) -> None:
         """Keep drafts, as many as leave room for the token after them."""
         count = max(0, min(len(token_ids), self.capacity - self.num_tokens - 1))
         # Behind the known tokens, so that a step's input is one slice.
-        self.drafts = self._tokens[self.num_tokens : self.num_tokens + count]
+        self.drafts = self.buffer[self.num_tokens : self.num_tokens + count]
         self.drafts[:] = token_ids[:count]
         self.draft_probs = probs
-
-    def inputs(self, start: int, end: int) -> np.ndarray:
-        """[end - start] int32 tokens of these positions, drafts after the known ones."""
-        return self._tokens[start:end]
 
     def extend(self, new: NewTokens, now: float) -> str | None:
         """Append a step's tokens; return the finish reason if one was the last, or "nan"."""
@@ -223,9 +220,9 @@ class Request:
                 return "nan"
             if new.logprobs is not None:
                 self.logprobs.append(new.logprobs[i])
-            self._tokens[self.num_tokens] = token
+            self.buffer[self.num_tokens] = token
             self.num_tokens += 1
-            self.drafts, self.draft_probs = self._tokens[:0], None
+            self.drafts, self.draft_probs = self.buffer[:0], None
             self.token_times.append(now)
             if token in self.stop_ids:
                 self.stop_reason = token

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class ModelRunner:
 
         self.memory = plan_memory(model, cache, config, max_draft_tokens=num_drafts)
         if group is not None:  # all ranks have the pages of the one with the least memory
-            num_pages = min(group.channel.all_say(self.memory.num_pages))
+            num_pages = min(group.channel.all_gather(self.memory.num_pages))
             alike = replace(config, num_pages=num_pages, memory_fraction=None)
             self.memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
         self._make_tables(model, cache, config, is_first=group is None or group.rank == 0)
@@ -90,7 +90,9 @@ class ModelRunner:
         self.builder = BatchBuilder(
             self.tables, device, max_placeholders=config.max_num_seqs * placeholders
         )
-        self.forward = forward_pass(model, self.pool, self.impl, self.has_hidden)
+        # The model over its pages, as a function that keeps no engine alive.
+        options = {"return_hidden": True} if self.has_hidden else {}
+        self.forward: Forward = partial(model, pool=self.pool, impl=self.impl, **options)
         if self.has_hidden:
             drafter.attach(
                 self.pool, self.builder, max_requests=config.max_num_seqs, impl=self.impl
@@ -109,8 +111,6 @@ class ModelRunner:
             )
             with torch.inference_mode(), torch.cuda.device_of(self.builder.tables):
                 self.graphs.capture()
-                if self.has_hidden:
-                    drafter.capture(sizes, max_model_len, self.graphs.capture_work)
                 if on_gpu or config.impl == "triton":
                     warm_up(self.forward, self.builder, config, max_model_len)
 
@@ -181,29 +181,14 @@ class ModelRunner:
         if shape is not None:
             out = self.graphs(shape, plan, input_ids)
         else:
-            out = self.forward(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
+            out = self.forward(
+                batch.input_ids, batch.positions, batch.attn, logits_rows=batch.logits_rows
+            )
         return (*out, batch) if self.has_hidden else (out, None, batch)
 
 
 Forward = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
-"""(input_ids, positions, attn, logits_rows=None) -> logits, or (logits, hidden states)."""
-
-
-def forward_pass(model: nn.Module, pool: Any, impl: str | None, has_hidden: bool) -> Forward:
-    """The model over its pages, as a function that keeps no engine alive."""
-    options: dict[str, Any] = {"impl": impl}
-    if has_hidden:
-        options["return_hidden"] = True
-
-    def run(
-        input_ids: Tensor,
-        positions: Tensor,
-        attn: AttnMetadata,
-        logits_rows: Tensor | None = None,
-    ) -> Any:
-        return model(input_ids, positions, attn, pool, logits_rows=logits_rows, **options)
-
-    return run
+"""(input_ids, positions, attn, *, logits_rows=None) -> logits, or (logits, hidden states)."""
 
 
 def warm_up(
@@ -219,18 +204,18 @@ def warm_up(
         if num_decodes < most:
             num_tokens = min(max_seq_len, most - num_decodes)
             for longest in (1, max_seq_len):
-                forward(*_padding(builder, num_decodes, num_tokens, longest))
+                _run_padding(forward, builder, num_decodes, num_tokens, longest)
     size = SHORTEST_WARM_UP
     while size < max(most, max_seq_len):
         longest = min(size, max_seq_len)
-        forward(*_padding(builder, 0, min(longest, most), longest))
+        _run_padding(forward, builder, 0, min(longest, most), longest)
         size *= 2
 
 
-def _padding(
-    builder: BatchBuilder, num_decodes: int, num_tokens: int, max_seq_len: int
-) -> tuple[Tensor, Tensor, AttnMetadata, Tensor]:
-    """A step of padding rows: decodes of one token, and one sequence of ``num_tokens``."""
+def _run_padding(
+    forward: Forward, builder: BatchBuilder, num_decodes: int, num_tokens: int, max_seq_len: int
+) -> None:
+    """Run a step of padding rows: decodes of one token, and one sequence of ``num_tokens``."""
     num_seqs, total, device = num_decodes + 1, num_decodes + num_tokens, builder.tables.device
     slots = torch.zeros(num_seqs, dtype=torch.int64, device=device)
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
@@ -246,4 +231,4 @@ def _padding(
         num_decodes=num_decodes,
         request_slots=slots.to(torch.int32),
     )
-    return tokens, tokens.clone(), attn, cu_seqlens_q[1:].long() - 1
+    forward(tokens, tokens.clone(), attn, logits_rows=cu_seqlens_q[1:].long() - 1)

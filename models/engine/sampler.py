@@ -1,12 +1,11 @@
-"""From logits to the next tokens of every request.
+"""Logits to the next tokens of every request.
 
 Without drafts a request has one row of logits and gets one token. With drafts d_1..d_k it has k + 1
 rows; row i gives the token after d_1..d_i (`quire.models.engine.speculative`).
 
-A token is drawn by inversion: the first one whose cumulative probability, in the order of ids,
-exceeds u. The uniform number u is a hash of the request's seed and the position. So a request draws
-the same tokens in any batch, after any preemption, and under "strict" speculation. Under "standard"
-speculation the numbers are as reproducible, but which of them decide depends on the drafts.
+A token is drawn by inversion: the first id whose cumulative probability exceeds u, a hash of seed
+and position. So a request draws the same tokens in any batch, after any preemption, and with drafts
+under "strict".
 
 Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64
     (Steele et al. 2014) for the hash; Leviathan et al. (arXiv 2211.17192) for rejection sampling.
@@ -37,15 +36,12 @@ class Sampled:
 
     Args:
         device_ids: [num_rows] int64, `NO_TOKEN` for a row with NaN or +inf, or of -inf alone.
-        packed: [num_rows, n] float64, in which ids are exact: the id, then the log-probabilities
-            that rows want, if any.
+        packed: [num_rows, n] float64: the id, then log-probabilities where any row wants some.
         wanted: number of likeliest tokens of each row, or None; empty where no row wants any.
         drafts: [n] int64 that go to the host in the same copy.
 
     Attributes:
-        device_ids: as given, 0 for `NO_TOKEN`.
-        ids, drafts: on the host, after `wait`.
-        logprobs: of each row, None where the row wants none; None if no row wants any.
+        ids, drafts, logprobs: on the host, after `wait`; logprobs is None if no row wants any.
     """
 
     def __init__(
@@ -91,12 +87,9 @@ class Sampler:
     """Draw the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
 
     Args:
-        vocab_size: columns of the logits.
         max_requests: slots of the allocator.
-        device: of the logits.
         sampled: [n] int64, ids that placeholders stand for (`BatchBuilder.sampled`).
         rejection_sample_method: "standard" = rejection sampling of drafts; "strict" = comparison.
-        impl: as in `quire.kernels.sample_tokens`.
     """
 
     def __init__(
@@ -131,17 +124,12 @@ class Sampler:
         num_rows: Sequence[int],
         drafts: Tensor,
     ) -> Sampled:
-        """Sample all rows.
+        """Sample all rows: the token of each follows the drafts before it.
 
         Args:
-            logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another;
-                -inf where a token is not to come.
+            logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another.
             requests, num_rows: requests that get tokens, and for each 1 + its verified drafts.
             drafts: [n] int64 that go to the host in the same copy.
-
-        Returns:
-            The token of each row, which follows the drafts before it. A draft is accepted if the
-            row before it gives that draft.
         """
         if all(request.params.is_plain for request in requests):
             ids = sample_tokens(logits, impl=self._impl)
@@ -206,11 +194,9 @@ class Sampler:
         requests: Sequence[Request],
         num_rows: Sequence[int],
     ) -> Tensor:
-        """Replace ``drawn`` by `rejection_sample` in the rows before a draft.
+        """Replace tokens ``drawn`` [num_rows] by `rejection_sample` in the rows before a draft.
 
-        Args:
-            drawn: [num_rows] int64.
-            mass: [num_rows, vocab_size], unnormalized probabilities of each row.
+        mass: [num_rows, vocab_size], unnormalized probabilities of each row.
         """
         numbers = [_draws(requests, num_rows, purpose) for purpose in (ACCEPT, RESAMPLE)]
         parts: dict[bool, list[tuple[np.ndarray, Request]]] = {False: [], True: []}
@@ -258,12 +244,7 @@ def _draws(
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Divide logits of seen tokens by a penalty where positive, multiply where negative.
-
-    Args:
-        logits: [num_rows, vocab_size].
-        seen: the same shape, bool.
-        penalty: [num_rows].
+    """Divide logits of seen tokens by penalty [num_rows] where positive, else multiply.
 
     Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
     """
@@ -276,9 +257,7 @@ def draw_columns(
 ) -> list[dict[str, Tensor]]:
     """Keyword arguments of ``sample_tokens``, [num_rows] tensors, for each of several draws.
 
-    Args:
-        params: of each row.
-        numbers: [num_rows] float64 in [0, 1) of each draw.
+    numbers: [num_rows] float64 in [0, 1) of each draw.
     """
     temperature = np.array([p.temperature for p in params], dtype="f4")
     # A temperature that fp32 rounds to 0 is not greedy.
@@ -295,15 +274,11 @@ def draw_columns(
 
 
 def draw(mass: Tensor, u: Tensor, impl: str | None = None) -> Tensor:
-    """Draw one index a row by inversion.
+    """Draw one index a row by inversion: [num_rows] int64, -1 for a row with NaN.
 
     Args:
         mass: [num_rows, n] fp32 >= 0, each row with a positive sum (not necessarily 1).
         u: [num_rows] float64 in [0, 1).
-        impl: as in ``sample_tokens``.
-
-    Returns:
-        [num_rows] int64; never an index of mass 0. Of a row with NaN -1.
     """
     ones = mass.new_ones(len(mass))
     return sample_tokens(
@@ -325,22 +300,16 @@ def rejection_sample(
     u_draw: Tensor,
     impl: str | None = None,
 ) -> Tensor:
-    """Accept or replace drafts, so that tokens have the target's distribution.
+    """Accept or replace drafts [num_rows], so that tokens have the target's distribution.
 
-    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p
-    - q, 0), normalized.
+    Draft x of row i is accepted if u_accept < p(x) / q(x); else another token is drawn from
+    max(p - q, 0), normalized.
 
     Args:
         target: [num_rows, vocab_size] fp32, p of each row.
-        drafts: [num_rows] int64.
         probs: [num_rows, vocab_size] fp32, distribution q of each draft; None = they were not
             drawn: q is 1 at the draft.
         u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
-        impl: as in ``sample_tokens``.
-
-    Returns:
-        [num_rows] int64: the draft where it is accepted, else its replacement, which is another
-        token.
     """
     at = drafts[:, None]
     p = target.gather(1, at).squeeze(1).double()
@@ -356,15 +325,7 @@ def rejection_sample(
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:
-    """Numbers in [0, 1), multiples of 2^-32, that depend on (seed, position, purpose) alone.
-
-    Args:
-        seeds, positions: [n] ints.
-        purpose: keeps independent draws at one position apart.
-
-    Returns:
-        [n] float64.
-    """
+    """[n] float64 multiples of 2^-32 in [0, 1) that depend on (seed, position, purpose) alone."""
     with np.errstate(over="ignore"):
         x = _mix(np.array([s % 2**64 for s in seeds], dtype=np.uint64))
         x = _mix(x + np.asarray(positions, dtype=np.uint64) * GOLDEN)

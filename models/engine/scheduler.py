@@ -1,4 +1,4 @@
-"""Choice of the requests of a step, and of their new tokens. Integers only, and deterministic.
+"""Requests of a step, and their new tokens. Integers only, and deterministic.
 
 Running requests are kept in order of admission. A step takes, within ``max_num_batched_tokens``,
 one token of every decoding request, prefill chunks of running requests, chunks of waiting ones,
@@ -246,9 +246,7 @@ class Scheduler:
     def _plan(
         self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int = 0
     ) -> Step | OutOfPages:
-        # Stable, and decodes first.
-        requests = [r for r, count in chosen.items() if count == 1]
-        requests += [r for r, count in chosen.items() if count != 1]
+        requests = sorted(chosen, key=lambda request: chosen[request] != 1)  # decodes first
         counts = [chosen[r] for r in requests]
         before = self._clock.switch(ALLOCATOR)
         plan = self.kv.plan([r.slot for r in requests], counts)
@@ -258,7 +256,7 @@ class Scheduler:
         ids, ready, drafts = [], [], []
         for i, end in enumerate(plan.seq_lens.tolist()):
             request = requests[i]
-            ids.append(request.inputs(end - counts[i], end))
+            ids.append(request.buffer[end - counts[i] : end])
             num_sampled = request.num_tokens + request.num_output_placeholders
             drafts.append(max(0, end - num_sampled))
             if end >= request.num_tokens:

@@ -3,19 +3,14 @@
 A request with drafts d_1..d_k computes k + 1 rows. Row i gives the token a_i after d_1..d_i. The
 drafts before the first a_i != d_(i+1) are accepted, a_i follows them, and
 `KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
-`EngineConfig.rejection_sample_method` chooses a_i; both methods give the target distribution p
-exactly, for any drafts:
+`EngineConfig.rejection_sample_method` chooses a_i; both methods give the target distribution p:
 
-- "strict": a_i is the draw of this request and position (`quire.models.engine.sampler.uniform`). So
-  the output is, token by token, that without speculation. A draft x is accepted with probability
-  p(x).
+- "strict" (default): a_i is the draw of this request and position
+  (`quire.models.engine.sampler.uniform`): the output is, token by token, that without drafts. A
+  draft x is accepted with probability p(x).
 - "standard": rejection sampling. A draft x that was drawn from q is accepted with probability
-  min(1, p(x) / q(x)), else a_i is drawn from max(p - q, 0). Drafts are accepted with probability
-  sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is flat, but the tokens
-  depend on the drafts. A draft that was not drawn has q(x) = 1.
-
-The default is "strict": a seed then means the same output with and without drafts, in any batch,
-after any preemption.
+  min(1, p(x) / q(x)), else a_i is drawn from max(p - q, 0). More drafts are accepted where p is
+  flat, but the tokens depend on the drafts. A draft that was not drawn has q(x) = 1.
 
 Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena
     2023) for `NGramDrafter`; vLLM for the names of the methods.
@@ -36,7 +31,6 @@ from .request import Request
 if TYPE_CHECKING:
     from quire.kvcore.device import Batch, BatchBuilder
 
-    from .graphs import Capture
     from .scheduler import Step
 
 
@@ -84,23 +78,7 @@ class ModelDrafter(Drafter, Protocol):
     def attach(
         self, pool: Any, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """Called once, by the engine that it drafts for.
-
-        Args:
-            pool: pages of all layers.
-            builder: has the allocator's tables.
-            max_requests: slots.
-            impl: of the kernels.
-        """
-
-    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
-        """Called once after `attach` where decode steps are captured.
-
-        Args:
-            sizes: batch sizes of `propose` to capture, ascending.
-            max_seq_len: the longest sequence.
-            capture: makes graphs, in the memory of the engine's own.
-        """
+        """Called once, by the engine with these pages and tables."""
 
     def observe(
         self,
@@ -113,8 +91,7 @@ class ModelDrafter(Drafter, Protocol):
         """Write the rows of its layers; called in each step after sampling, before the commit.
 
         Args:
-            batch: the step.
-            hidden: of its rows, as the model returns them with ``return_hidden=True``.
+            hidden: of the step's rows, as the model returns them with ``return_hidden=True``.
             next_ids: [num_tokens] int64, the token after each row that stays.
             last_rows: [num_seqs] int64, each sequence's last row that stays.
             slots: [num_seqs] int64.
@@ -177,12 +154,10 @@ def set_drafts(
     vocab_size: int,
     sampled: Tensor,
 ) -> list[tuple[Request, Exception]]:
-    """Ask a drafter for drafts, and give them to the requests.
+    """Ask a drafter for drafts of requests that wait for their next token.
 
     Args:
-        requests: all wait for their next token.
         draws: True if a `SamplingDrafter` is to draw the drafts of sampled requests.
-        vocab_size: drafts are below it.
         sampled: place for the drafts of a `ModelDrafter` (`BatchBuilder.sampled`).
 
     Returns:

@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype,
         group: Group | None = None,
-        scaled_embedding: bool = False,
+        embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
         device = torch.device(device)
@@ -65,21 +65,23 @@ class Decoder(nn.Module):
         self.config, self.group = config, group
         self.kv_scales = [(1.0, 1.0)] * config.num_layers
         self.embed_tokens = Embedding(
-            config.vocab_size, size, device, dtype, scaled=scaled_embedding, group=group
+            config.vocab_size, size, device, dtype, scale=embedding_scale, group=group
         )
         self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
         self.frequencies = self._frequencies(device)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(size, self.embed_tokens.vocabulary.num_rows, device, dtype)
+            self.lm_head = Linear(size, self.embed_tokens.num_rows, device, dtype)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
         """Give a model on the meta device weights on ``device``, except for these names."""
         kept = {id(w) for name, w in self.named_parameters() if name in except_for}
         for module in self.modules():
             for stacked in vars(module).values():
-                if isinstance(stacked, Stacked) and kept.isdisjoint(map(id, stacked.weights)):
-                    stacked.lay(device)
+                if isinstance(stacked, Stacked):
+                    weights = [w for layer in stacked.layers for w in layer.parameters()]
+                    if kept.isdisjoint(map(id, weights)):
+                        stacked.lay(device)
         for prefix, module in self.named_modules():
             for name, weight in module.named_parameters(prefix, recurse=False):
                 if name not in except_for and weight.is_meta:
@@ -118,13 +120,8 @@ class Decoder(nn.Module):
                     f"{kind}; 'torch' takes any"
                 )
 
-    def make_cache(
-        self, *, base_block_size: int | None, kv_cache_dtype: str, **_: Any
-    ) -> ModelCache:
-        """Pages for keys and values of the attention layers.
-
-        Arguments as in `quire.models.engine.memory.model_cache`.
-        """
+    def make_cache(self, *, kv_cache_dtype: str, **_: Any) -> ModelCache:
+        """Pages for keys and values of the attention layers."""
         dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
         kv_scales = None
         if kv_cache_dtype == "fp8_per_tensor":
@@ -136,7 +133,7 @@ class Decoder(nn.Module):
         groups, placement = cache_groups(
             self.config,
             dtype,
-            base_block_size=BASE_BLOCK_SIZE if base_block_size is None else base_block_size,
+            base_block_size=BASE_BLOCK_SIZE,
             row_scales=kv_scales is None,
         )
 
@@ -153,6 +150,7 @@ class Decoder(nn.Module):
 
         return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
 
+    @torch.inference_mode()
     def forward(
         self,
         input_ids: Tensor,
@@ -177,14 +175,15 @@ class Decoder(nn.Module):
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
-        attend = PagedAttend(self.config, attn, pool, impl=impl)
-        if self.config.num_kv_shared_layers:
-            # Where each sequence has one token, choosing rows saves nothing.
-            rows = logits_rows if attn.max_seqlen_q > 1 else None
-            attend = SharedAttend(
-                self.config, attn, pool, positions=positions, rows=rows, impl=impl
-            )
-        return self._run(input_ids, positions, attend, logits_rows)
+        if not self.config.num_kv_shared_layers:
+            attend = PagedAttend(self.config, attn, pool, impl=impl)
+            return self._run(input_ids, positions, attend, logits_rows)
+        # Where each sequence has one token, choosing rows saves nothing.
+        rows = logits_rows if attn.max_seqlen_q > 1 else None
+        shared = SharedAttend(self.config, attn, pool, positions=positions, rows=rows, impl=impl)
+        logits = self._run(input_ids, positions, shared, logits_rows)
+        shared.finish()
+        return logits
 
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
@@ -209,7 +208,6 @@ class Decoder(nn.Module):
             for kind, frequencies in self.frequencies.items()
         }
         x = self.run_layers(input_ids, x, rotary, attend)
-        attend.finish()
         if logits_rows is not None and attend.rows is None:
             x = x[logits_rows]
         return self.logits(x)
@@ -217,28 +215,19 @@ class Decoder(nn.Module):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """All layers in turn, each with one call ``attend(layer, q, k, v)``, and the last norm.
-
-        Args:
-            x: [num_tokens, hidden_size], embedded tokens; overwritten.
+        """All layers in turn and the last norm, on embedded tokens x, which are overwritten.
 
         Returns:
             [num_tokens, hidden_size], or ``attend.rows`` of it.
         """
         branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
-        for layer, norm in zip(self.layers, self.following_norms(), strict=True):
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, norm in zip(self.layers, norms, strict=True):
             branch = layer(branch, x, rotary[layer.kind], attend, norm)
         return branch
 
-    def following_norms(self) -> list[RMSNorm]:
-        """The norm after each layer; the next layer's attention, or the logits, read its output."""
-        return [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-
     def logits(self, x: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] fp32 of normed rows [num_rows, hidden_size]."""
-        if self.lm_head is None:
-            logits = self.embed_tokens.logits(x)
-        else:
-            logits = self.embed_tokens.vocabulary.gather(self.lm_head(x)).float()
+        logits = self.embed_tokens.logits(x, self.lm_head)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)

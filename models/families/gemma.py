@@ -35,9 +35,9 @@ from .decoder import Decoder, Rotary
 
 
 class Router(nn.Module):
-    """Chooses experts by softmax over all of them, makes their weights sum to one, and scales each.
+    """Choose experts by softmax over all of them, make their weights sum to one, and scale each.
 
-    All of it in fp32: in bf16, near ties would choose other experts.
+    In fp32: in bf16, near ties would choose other experts.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -60,11 +60,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs of all experts.
-
-    gate_up_proj: [num_experts, 2 * width, hidden_size].
-    down_proj: [num_experts, hidden_size, width].
-    """
+    """Gated MLPs of all experts."""
 
     def __init__(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
@@ -140,7 +136,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer; the file's docstring has the formula."""
+    """One layer; the docstring of the module has the formula."""
 
     def __init__(
         self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
@@ -215,7 +211,10 @@ class Gemma(Decoder):
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
         group: Group | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, device=device, dtype=dtype, group=group, scaled_embedding=True)
+        super().__init__(
+            config, device=device, dtype=dtype, group=group,
+            embedding_scale=config.hidden_size**0.5,
+        )  # fmt: skip
         device = torch.device(device)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, device, dtype, group) for layer in range(config.num_layers)
@@ -234,13 +233,11 @@ class Gemma(Decoder):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """See `Decoder.run_layers`.
-
-        From the first shared layer on, only ``attend.rows`` go further.
-        """
+        """As `Decoder.run_layers`; from the first shared layer on for ``attend.rows`` only."""
         inputs = self.per_layer_inputs(input_ids, x)
         branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
-        for i, (layer, norm) in enumerate(zip(self.layers, self.following_norms(), strict=True)):
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
                 branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
@@ -254,8 +251,8 @@ class Gemma(Decoder):
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
         """Per-layer inputs of each token, [num_tokens, num_layers, per_layer_input_size].
 
-        The mean, up to sqrt(2), of a projection of x and of the token's own row. x: embedded and
-        scaled. None where the model has no such inputs.
+        The mean, up to sqrt(2), of a projection of x, embedded and scaled, and of the token's own
+        row.
         """
         width = self.config.per_layer_input_size
         if not width:

@@ -58,7 +58,7 @@ class GemmaKeys(LayeredKeys):
 
 
 def keys_of_both(config: ModelConfig) -> dict[str, Any]:
-    """What both Gemma families write alike."""
+    """Keys that both Gemma families write."""
     assert config.sliding is not None
     return common_keys(config) | {
         "num_key_value_heads": config.sliding.num_kv_heads,
@@ -91,7 +91,7 @@ class Gemma3Keys(GemmaKeys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Reads config.json."""
+    """Read config.json."""
     keys = read_fields(Gemma3Keys, text)
     given = keys.rope_parameters or {}
     scaled = read_object(given, FULL) | (keys.rope_scaling or {})  # never applies to sliding layers
@@ -110,7 +110,7 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json."""
+    """Write config.json."""
     return keys_of_both(config) | {
         "architectures": ["Gemma3ForCausalLM"],
         "query_pre_attn_scalar": config.query_pre_attn_scalar,

@@ -21,7 +21,7 @@ from .registry import Family, register_family
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKeys:
-    """What ``per_layer_config`` says of a layer."""
+    """Keys of a layer in ``per_layer_config``."""
 
     head_dim: fields.HeadSize | None = None
     num_key_value_heads: fields.NumHeads | None = None
@@ -58,7 +58,7 @@ class Gemma4UnifiedKeys(Gemma4Keys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Reads config.json."""
+    """Read config.json."""
     unified = text.get("model_type") in UNIFIED
     keys = read_fields(Gemma4UnifiedKeys if unified else Gemma4Keys, text)
     given = keys.rope_parameters or {
@@ -126,7 +126,7 @@ def _full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json."""
+    """Write config.json."""
     return keys_of_both(config) | {
         "architectures": ["Gemma4ForCausalLM"],
         "global_head_dim": config.full.head_dim,

@@ -57,7 +57,7 @@ class GptOssKeys(LayeredKeys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Reads config.json."""
+    """Read config.json."""
     keys = read_fields(GptOssKeys, text)
     released = {
         "rope_type": "yarn",
@@ -90,7 +90,7 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json."""
+    """Write config.json."""
     assert config.sliding is not None and config.moe is not None
     return (
         common_keys(config)
@@ -142,10 +142,9 @@ class Experts(nn.Module):
         self.register_parameter("down_proj_scale", None)
 
     def keep_mxfp4(self, name: str, values: Tensor, scale: Tensor) -> None:
-        """Holds a weight as it is stored: 17 bytes for 32 values.
+        """Hold "gate_up_proj" or "down_proj" as it is stored: 17 bytes for 32 values.
 
         Args:
-            name: "gate_up_proj" or "down_proj"; both are to be held so.
             values: [num_experts, out_size, in_size / 2] uint8.
             scale: [num_experts, out_size, in_size / 32] uint8.
         """
@@ -155,11 +154,7 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
     ) -> Tensor:
-        """The weighted sum of every row's experts; x: [num_tokens, hidden_size].
-
-        Args:
-            expert_ids, weights: [num_tokens, top_k].
-        """
+        """The weighted sum of every row's experts."""
         gate_up, down, scale = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale
         if scale is None:
             gate_up, down = gate_up.mT, down.mT

@@ -70,12 +70,12 @@ class LlamaKeys(TextKeys):
 
 
 def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
-    """Reads config.json."""
+    """Read config.json."""
     return read_fields(LlamaKeys, text).model_config("llama", name)
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Writes config.json."""
+    """Write config.json."""
     return common_keys(config) | {
         "architectures": ["LlamaForCausalLM"],
         "num_key_value_heads": config.full.num_kv_heads,

@@ -23,7 +23,7 @@ from torch import Tensor
 from quire.kernels import attention_for, write_kv
 from quire.kvcore.device import AttnMetadata
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 from .kv_cache import PageTensors
 
 
@@ -59,18 +59,9 @@ class Attend(Protocol):
             [num_tokens, num_heads, head_dim].
         """
 
-    def finish(self) -> None:
-        """End the step, after its last layer."""
-
 
 class PagedAttend:
-    """Attention of one ragged step through `quire.kernels`.
-
-    Args:
-        attn: this step's tables, lengths and slots.
-        pool: pages, read and then written.
-        impl: "triton" or "torch"; default: by device.
-    """
+    """Attention of one ragged step through `quire.kernels`."""
 
     rows: Tensor | None = None
 
@@ -95,9 +86,6 @@ class PagedAttend:
         out = self._attend(layer, q, k, v, sinks)
         self._write(layer, k, v)
         return out
-
-    def finish(self) -> None:
-        """Nothing is left: each layer has written its rows."""
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]

@@ -14,7 +14,6 @@ from quire.kernels import gated_product, residual_norm
 from quire.kernels.common.dequantize import dequantize_fp8
 
 from ..parallel.group import Group
-from ..parallel.vocabulary import Vocabulary
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -79,10 +78,6 @@ class RMSNorm(nn.Module):
                 norm is that of x.
             post: norm of x before it is added; None = none.
             scalar: [1] or None for 1.
-            impl: "triton" or "torch"; None = by device.
-
-        Returns:
-            [num_tokens, size].
         """
         return residual_norm(
             x,
@@ -96,12 +91,7 @@ class RMSNorm(nn.Module):
         )
 
     def add_to(self, residual: Tensor, x: Tensor, *, impl: str | None) -> None:
-        """Add the norm of x to ``residual`` in place, in one launch.
-
-        Args:
-            residual, x: [num_tokens, size].
-            impl: "triton" or "torch"; None = by device.
-        """
+        """Add the norm of x to ``residual`` in place, both [num_tokens, size], in one launch."""
         residual_norm(
             x,
             None,
@@ -151,12 +141,7 @@ class Linear(nn.Module):
         return dequantize_fp8(self.weight, self.scale, dtype)
 
     def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
-        """Hold the weight in fp8, half the memory of bf16; each forward pass dequantizes it.
-
-        Args:
-            weight: [out_size, in_size] fp8.
-            scale: as in `dequantize_fp8`.
-        """
+        """Hold the weight [out_size, in_size] in fp8; each forward pass dequantizes it."""
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = scale
 
@@ -164,10 +149,8 @@ class Linear(nn.Module):
 class Stacked:
     """Linear layers that read the same rows, as one product over adjacent memory.
 
-    Each layer keeps its part of the weight under its own name, as checkpoints have it.
-
-    Args:
-        layers: of one in_size, all with a bias or none; they get new weights, uninitialized.
+    Each layer keeps its part of the weight under its own name, as checkpoints have it. Layers have
+    one in_size, all have a bias or none; they get new weights, uninitialized.
     """
 
     def __init__(self, *layers: Linear) -> None:
@@ -190,42 +173,33 @@ class Stacked:
             if self._bias is not None:
                 layer.bias = nn.Parameter(self._bias[part], requires_grad=False)
             start += count
-        self._addresses = self._find_addresses()
+        self._addresses = self.addresses
 
     @property
-    def weights(self) -> list[Tensor]:
-        """The weight and the bias, if any, of each layer."""
-        found = []
-        for layer in self.layers:
-            found += [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-        return found
-
-    def _find_addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.weights))
+    def addresses(self) -> list[int]:
+        """Addresses of weights and biases."""
+        return [
+            weight.data_ptr()
+            for layer in self.layers
+            for weight in (layer.weight, layer.bias)
+            if weight is not None
+        ]
 
     def __call__(self, x: Tensor) -> Tensor:
         """The products side by side: [num_tokens, sum of the out_sizes]."""
-        if self._find_addresses() != self._addresses:  # a layer was given another weight, say fp8
+        if self.addresses != self._addresses:  # a layer was given another weight, say fp8
             return torch.cat([layer(x) for layer in self.layers], dim=-1)
         return F.linear(x, self._weight, self._bias)
 
     def fp32(self, x: Tensor) -> list[Tensor]:
         """The product of each layer as of `linear_fp32`, without biases."""
-        if self._find_addresses() != self._addresses:
+        if self.addresses != self._addresses:
             return [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
         return list(linear_fp32(x, self._weight).split(self._rows, dim=-1))
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T without rounding to the model's dtype, for routers and compressors.
-
-    Args:
-        x: [num_tokens, in_size].
-        weight: [out_size, in_size] in the dtype of x.
-
-    Returns:
-        [num_tokens, out_size] fp32.
-    """
+    """x W^T in fp32, without rounding to the model's dtype, for routers and compressors."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())
@@ -234,43 +208,64 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """Token embedding; tied models use it, unscaled, as output projection too.
 
+    Of several ranks each has as many rows, one rank after another. Rows of the last rank past the
+    vocabulary are zeros, and give no logits.
+
     Args:
-        scaled: multiply rows by sqrt(hidden_size), as in Gemma.
+        scale: factor of the rows, rounded to the weight dtype first, as the models were trained: in
+            bf16 sqrt(5376) is 73.5.
         group: ranks with the rows of other ids; None = all are here.
+
+    Attributes:
+        num_rows: rows of this rank.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        hidden_size: int,
+        size: int,
         device: torch.device,
         dtype: torch.dtype,
         *,
-        scaled: bool = True,
+        scale: float = 1.0,
         group: Group | None = None,
     ) -> None:
         super().__init__()
-        self.vocabulary = Vocabulary(vocab_size, group)
-        num_rows = self.vocabulary.num_rows
-        self.weight = empty_parameter(num_rows, hidden_size, device=device, dtype=dtype)
-        # Rounded to the weight dtype first, as the models were trained: in bf16 sqrt(5376) is 73.5.
-        self.scale = torch.tensor(hidden_size**0.5, dtype=dtype).item() if scaled else 1.0
+        self.vocab_size, self.group = vocab_size, group
+        self.num_rows = vocab_size if group is None else -(-vocab_size // group.size)
+        self.weight = empty_parameter(self.num_rows, size, device=device, dtype=dtype)
+        self.scale = torch.tensor(scale, dtype=dtype).item()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Rows [num_tokens, hidden_size] of input_ids [num_tokens], scaled."""
-        rows = self.vocabulary.look_up(input_ids, self.weight)
+    def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
+        """Scaled rows [num_tokens, size] of input_ids [num_tokens] int64.
+
+        table: view of the weight on the device of the ids; None = the weight.
+        """
+        table, group = self.weight if table is None else table, self.group
+        if group is None:
+            rows = F.embedding(input_ids, table)
+        else:
+            local = input_ids - group.rank * self.num_rows
+            foreign = (local < 0) | (local >= self.num_rows)
+            rows = F.embedding(local.masked_fill(foreign, 0), table)
+            rows = group.sum(rows.masked_fill_(foreign[:, None], 0.0))
         return rows if self.scale == 1.0 else rows * self.scale
 
-    def logits(self, x: Tensor) -> Tensor:
-        """The table as output projection: [num_rows, vocab_size] fp32 of [num_rows, hidden_size]."""
-        return self.vocabulary.gather(F.linear(x, self.weight)).float()
+    def logits(self, x: Tensor, projection: Linear | None = None) -> Tensor:
+        """Logits [num_rows, vocab_size] fp32 of x [num_rows, size].
+
+        projection: output projection; None = this table.
+        """
+        logits = F.linear(x, self.weight) if projection is None else projection(x)
+        if self.group is not None:
+            logits = self.group.gather(logits)[:, : self.vocab_size].contiguous()
+        return logits.float()
 
 
 class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)).
 
     Args:
-        activation: "gelu_tanh" or "silu", as in `quire.kernels.gated_product`.
         limit: clamps gate from above and up on both sides; None = no clamp.
         group: ranks with the rest of the width; None = all is here.
     """

@@ -1,7 +1,9 @@
 """Page tensors of keys and values, and the cache groups of layers (`quire.kvcore.cache_groups`).
 
-A layer that shares another layer's keys and values has the pages of its donor. e4m3 pages with row
-scales hold them after K and V: fp32 [2, num_kv_heads, block_size], a head's rows side by side.
+A layer that shares another layer's keys and values has the pages of its donor. Pages of e4m3 hold
+the scales of their rows too, unless a layer has one scale for all keys and one for all values:
+behind K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
 from quire.kvcore import cache_groups as groups_of_layers
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4
@@ -85,10 +87,7 @@ def cache_groups(
 def token_bytes(
     config: ModelConfig, layer: int, dtype: torch.dtype, *, row_scales: bool = True
 ) -> int:
-    """Bytes of one token's K and V in one layer, scales included.
-
-    Arguments as in `cache_groups`.
-    """
+    """Bytes of one token's K and V in one layer, scales included."""
     shape = config.attention(layer)
     scale_bytes = SCALE_BYTES if dtype == E4M3 and row_scales else 0
     return 2 * shape.num_kv_heads * (shape.head_dim * dtype.itemsize + scale_bytes)

@@ -33,16 +33,10 @@ def run_experts(
     The sum is fp32 and in the router's order, whatever else is in the batch.
 
     Args:
-        x: [num_tokens, hidden_size].
-        expert_ids: [num_tokens, k] int64 below num_experts.
-        expert_weights: [num_tokens, k], used in fp32.
+        expert_ids, expert_weights: [num_tokens, k].
         gate_up: [num_experts, 2, intermediate_size, hidden_size], of any strides.
         down: [num_experts, hidden_size, intermediate_size].
-        impl: "triton" or "torch"; default: by device.
         options: activation, scales and biases, as of `quire.kernels.expert_mlp`.
-
-    Returns:
-        [num_tokens, hidden_size] in the dtype of x.
     """
     rows = expert_mlp(x, expert_ids, gate_up, down, **options, impl=impl)
     return combine_experts(rows, expert_weights, impl=impl)
@@ -80,12 +74,7 @@ class PackedMatrices(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Routed experts with SiLU that are dequantized as they are used.
-
-    Args:
-        kind: "fp8" or "fp4".
-        limit: as in `quire.kernels.gated_product`; None = no clamp.
-    """
+    """Routed experts with SiLU, "fp8" or "fp4", that are dequantized as they are used."""
 
     def __init__(
         self, kind: str, num_experts: int, hidden_size: int, width: int, device: torch.device,
@@ -98,13 +87,7 @@ class PackedExperts(nn.Module):
         self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
 
     def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
-        """Rows [num_tokens * k, hidden_size] as of `quire.kernels.expert_mlp`.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            ids: [num_tokens, k] int64.
-            impl: "triton" or "torch"; default: by device.
-        """
+        """Rows [num_tokens * k, hidden_size] as of `quire.kernels.expert_mlp`."""
         gate_up, down = self.gate_up_proj, self.down_proj
         return expert_mlp(
             x, ids, gate_up.weight, down.weight, gate_up_scale=gate_up.scale,

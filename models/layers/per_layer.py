@@ -5,33 +5,25 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..parallel.group import Group
-from ..parallel.vocabulary import Vocabulary
-from .basic import empty_parameter
+from .basic import Embedding
 
 
-class HostEmbedding(nn.Module):
+class HostEmbedding(Embedding):
     """Scaled embedding with its table on the host; rows come out on the device of the ids.
 
     On a GPU the table is page-locked at its first use, and the lookup kernel reads rows over the
-    bus: no host synchronization, and CUDA graphs capture it.
-
-    Args:
-        scale: factor of the rows, rounded to the dtype first.
-        group: ranks with the rows of other ids; None = all are here.
+    bus: no host synchronization, and CUDA graphs capture it. Arguments as in `Embedding`.
     """
 
     def __init__(
         self, vocab_size: int, size: int, device: torch.device, dtype: torch.dtype, *, scale: float,
         group: Group | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
         place = self.weight_device(device)
-        self.vocabulary = Vocabulary(vocab_size, group)
-        self.weight = empty_parameter(self.vocabulary.num_rows, size, device=place, dtype=dtype)
-        self.scale = torch.tensor(scale, dtype=dtype).item()
+        super().__init__(vocab_size, size, place, dtype, scale=scale, group=group)
         self._view: Tensor | None = None
 
     @staticmethod
@@ -39,16 +31,14 @@ class HostEmbedding(nn.Module):
         """Device of the table for a model on ``device``."""
         return device if device.type == "meta" else torch.device("cpu")
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Rows [num_tokens, size] of input_ids [num_tokens] int64, on their device."""
-        if not input_ids.is_cuda:
-            return self.vocabulary.look_up(input_ids, self.weight) * self.scale
-        if self._view is None:
+    def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
+        """As `Embedding.forward`."""
+        if input_ids.is_cuda and self._view is None:
             # Page-locked memory belongs to the current device: of another one, torch would copy it.
             with torch.cuda.device_of(input_ids):
                 self._view = _device_view(self.weight.data, input_ids.device)
             weakref.finalize(self, _release, self.weight.data_ptr())
-        return self.vocabulary.look_up(input_ids, self._view) * self.scale
+        return super().forward(input_ids, self._view if input_ids.is_cuda else table)
 
 
 class _CudaArray:

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels import paged_attention
 from quire.kvcore.device import AttnMetadata
 
-from ..config.named import ModelConfig
+from ..config.model import ModelConfig
 from .attention import PagedAttend
 from .kv_cache import LayerCache, PageTensors
 
@@ -94,10 +94,9 @@ class SharedAttend(PagedAttend):
         return out
 
     def finish(self) -> None:
-        """Write the rows that shared layers had to see unwritten."""
+        """Write the rows that shared layers had to see unwritten; called after the last layer."""
         for layer, (k, v) in self._new.items():
             self._write(layer, k, v)
-        self._new.clear()
 
     def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
         return paged_attention(

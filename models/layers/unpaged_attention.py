@@ -28,16 +28,12 @@ QUERY_BLOCK = 128  # rows of the score matrix that are held at a time
 def attend_to(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, softmax_scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Softmax attention over the visible keys.
+    """Softmax attention [num_rows, num_heads, head_dim] over the visible keys.
 
     Args:
-        q: [num_rows, num_heads, head_dim].
         k, v: [num_keys, num_kv_heads, head_dim].
         visible: [num_rows, num_keys] bool.
         sinks: [num_heads] logits that join the denominator only.
-
-    Returns:
-        [num_rows, num_heads, head_dim] in the dtype of q.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (rows.float().repeat_interleave(group, dim=1) for rows in (k, v))
@@ -108,9 +104,6 @@ class UnpagedAttend:
             out[rows] = attend_to(q[rows], k, v, visible, self._config.softmax_scale, sinks)
         return out
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
 
 class V4UnpagedAttend:
     """Attention of one whole sequence of DeepSeek-V4.
@@ -167,15 +160,10 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def compress_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
-    """Compressed entries of all whole windows of a sequence.
+    """Compressed entries of all whole windows of a sequence: [num_tokens // ratio, width] fp32.
 
-    Args:
-        kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on.
-        cos_sin: [max_positions, rope_dim].
-
-    Returns:
-        [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window
-        starts.
+    Normed, and rotated by the position at which each window starts. kv, gate: [num_tokens, width *
+    (1 + overlap)] fp32, from position 0 on.
     """
     ratio, num_tokens = pooling.ratio, len(kv) // pooling.ratio * pooling.ratio
     kv = kv[:num_tokens].unflatten(0, (-1, ratio))
@@ -197,15 +185,9 @@ def _with_window_before(rows: Tensor, absent: float) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the trailing channels of every row, in adjacent pairs, by its angles.
+    """Rotate the trailing channels of every row of x, in adjacent pairs, by its angles, in fp32.
 
-    Args:
-        x: [num_tokens, ..., head_dim].
-        cos_sin: [num_tokens, rope_dim] fp32, cosines, then sines.
-        inverse: rotate by the negative angles.
-
-    Returns:
-        The shape and dtype of x; the arithmetic is fp32.
+    cos_sin: [num_tokens, rope_dim] fp32, cosines, then sines. inverse: by the negative angles.
     """
     num_tokens, rope_dim = cos_sin.shape
     cos, sin = cos_sin.view(num_tokens, *[1] * (x.ndim - 2), rope_dim).chunk(2, dim=-1)

@@ -1,7 +1,4 @@
-"""What the safetensors files of a Hugging Face directory hold, read from their headers.
-
-Names, shapes, where each tensor is.
-"""
+"""Headers of the safetensors files of a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -66,10 +63,9 @@ def read_headers(path: Path) -> list[Stored]:
 
 
 def weight_files(path: Path) -> dict[str, list[str]]:
-    """The files of a directory, each with the tensors that the index, if there is one, puts there.
+    """The files of a directory, each with the tensors that the index, if any, puts there.
 
-    A file may be a link to another place, as in Hugging Face's cache; a name may not lead out of
-    the directory.
+    A file may be a link to another place, as in Hugging Face's cache; a name may not lead out.
     """
     files: dict[str, list[str]] = {"model.safetensors": []}
     if (path / INDEX_FILE).is_file():
@@ -94,7 +90,7 @@ def weight_files(path: Path) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """What is read of the index of shards: the file of each tensor."""
+    """Index of shards: the file of each tensor."""
 
     weight_map: dict[str, str]
 
@@ -107,7 +103,7 @@ def _is_file(path: Path) -> bool:
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Refuses tensors that do not fit, naming by what is wrong the first ones and how many more."""
+    """Refuse tensors that do not fit, naming by what is wrong the first ones and how many more."""
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(

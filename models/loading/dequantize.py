@@ -20,25 +20,23 @@ from .names import UP, WHOLE, Source, Target, part_of
 from .shards import WHOLE as ALL
 from .shards import Piece, fill_up, read
 
-Keep = Callable[[Tensor, Tensor], None]
-"""Gives a layer the values of its weight and their scales, both on its device."""
+SetQuantized = Callable[[Tensor, Tensor], None]
+"""Set the quantized values of a layer's weight and their scales, both on its device."""
 CHUNK = 2**20  # elements that are looked at together where a copy is needed
 _LARGEST = {"fp8": 448.0, "fp4": 6.0}
 
 
 def fill(
-    model: nn.Module, sources: list[Source], kept: Mapping[str, Keep],
+    model: nn.Module, sources: list[Source], kept: Mapping[str, SetQuantized],
     pieces: Mapping[Target, Piece],
 ) -> None:  # fmt: skip
-    """Reads tensors file by file, each into its place, and checks it.
+    """Read tensors file by file, each into its place, and check it.
 
     Of a file no more than one tensor, with its scales, is in use at a time.
 
     Args:
-        model: with all its weights allocated, but for those of ``kept``.
-        sources: of `match`.
         kept: of `quire.models.loading.weights.kept_as_stored`.
-        pieces: what is read for parts of weights of which a rank has a part; of others, all.
+        pieces: ranges that a rank reads; of other tensors, all.
     """
     from safetensors import safe_open
 
@@ -72,9 +70,9 @@ def _of(source: Source) -> tuple[Stored, Stored]:
 
 
 def _keep(
-    keep: Keep, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
+    keep: SetQuantized, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
 ) -> None:
-    """Hands a layer its weight as it is stored."""
+    """Hand a layer its weight as it is stored."""
     assert scale is not None
     value, scale = value.to(model.device, copy=True), scale.to(model.device, copy=True)
     kind = source.kind
@@ -88,7 +86,7 @@ def _pack(
     parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
     model: nn.Module,
 ) -> None:  # fmt: skip
-    """Copies an expert that stays quantized to its place in `PackedMatrices`."""
+    """Copy an expert that stays quantized to its place in `PackedMatrices`."""
     target, kind = source.target, source.kind
     assert scale is not None and target.expert is not None
     at = (target.expert,) if target.part == WHOLE else (target.expert, int(target.part == UP))
@@ -103,7 +101,7 @@ def _dequantize(
     parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
     model: nn.Module, piece: Piece,
 ) -> None:  # fmt: skip
-    """Copies values to their place, in the dtype that the weight has."""
+    """Copy values to their place, in the dtype that the weight has."""
     weight = part_of(parameters, source.target)
     assert weight is not None
     device = weight.device
@@ -128,7 +126,7 @@ def _dequantize(
 
 
 def _expect_finite(weight: Tensor, stored: Stored) -> None:
-    """Refuses what was made of a tensor where it is NaN, infinite or has overflowed."""
+    """Refuse what was made of a tensor where it is NaN, infinite or has overflowed."""
     if weight.numel() == 0 or _is_finite(weight):
         return
     weight = weight.detach()
@@ -160,7 +158,7 @@ def _expect_finite_packed(
 
 
 def _expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:
-    """Refuses a table of indices that are not in 0..num_ids - 1."""
+    """Refuse a table of indices that are not in 0..num_ids - 1."""
     low, high = (bound.item() for bound in table.detach().aminmax())
     if low < 0 or high >= num_ids:
         outside = (table < 0) | (table >= num_ids)

@@ -1,4 +1,4 @@
-"""Which stored tensor fills which part of a model's weights.
+"""Match stored tensors with the weights of a model.
 
 Names, shapes and dtypes are compared before anything is read::
 
@@ -44,7 +44,7 @@ _IGNORED = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """Where a stored tensor belongs.
+    """Part of a weight that a stored tensor fills.
 
     Attributes:
         parameter: the model's name of the weight.
@@ -65,24 +65,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Form:
-    """How values of one kind, and their scales, are stored: dtypes as safetensors calls them."""
+    """Stored dtypes of values of one kind and of their scales, as safetensors calls them."""
 
     dtypes: tuple[str, ...]
     scale_dtypes: tuple[str, ...] = ()
 
 
 class Storage:
-    """How a family's checkpoints name and store tensors.
+    """Names and storage of tensors in a family's checkpoints.
 
     Args:
-        config: of the model.
-        names: of its weights.
+        names: of the model's weights.
         fp8_block: rows and columns of fp8 weights that share a scale; None = what the scales'
             shapes say.
         weight_name: as of `quire.models.families.registry.Family`.
-
-    Attributes:
-        forms: by kind: "plain", "ids", "fp8", "fp4" or "mxfp4".
     """
 
     forms: ClassVar[Mapping[str, Form]] = {
@@ -102,7 +98,7 @@ class Storage:
         self._weight_name = weight_name
 
     def target(self, stored: str) -> Target | None:
-        """Where the tensor of that name belongs; None = nowhere.
+        """Target of the tensor with this name; None = it is not read.
 
         A name that no rule knows stays as it is.
         """
@@ -124,7 +120,7 @@ class Storage:
         return name if self._weight_name is None else self._weight_name(name, self._config)
 
     def kind(self, stored: Stored, part: Tensor) -> str:
-        """How the values for a part of a weight are stored."""
+        """Kind of the values stored for a part of a weight."""
         if stored.name.endswith("_blocks") and part.ndim == 3 and part.shape[1] % FP4_GROUP == 0:
             return "mxfp4"
         return "fp8" if stored.dtype == FP8 else "plain"
@@ -137,7 +133,7 @@ class Storage:
         return num_experts, out_size, in_size // FP4_GROUP, FP4_GROUP // 2
 
     def scale_misfit(self, kind: str, scale: Stored, shape: Sequence[int]) -> list[str]:
-        """What is wrong with the shape of scales of values for a part of ``shape``."""
+        """Problems with the shape of the scales of a part of ``shape``."""
         if kind == "mxfp4":
             return differs(scale, scale.shape, self.shape(kind, shape)[:-1])
         if _scale_fits(scale.shape, shape, self._fp8_block):
@@ -156,7 +152,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Source:
-    """What a part of a weight is made from: values of a kind, and their scales."""
+    """Stored values of a part of a weight, and their scales."""
 
     target: Target
     kind: str
@@ -197,7 +193,7 @@ def match(
     parameters: Mapping[str, Tensor],
     storage: Storage,
 ) -> list[Source]:
-    """What each part of the weights is made from.
+    """Find the stored tensors of each part of the weights.
 
     Args:
         found: of `unique`.
@@ -244,7 +240,7 @@ def match(
 
 
 def _scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
-    """Whether ``dequantize_fp8`` takes scales of one shape with weights of another."""
+    """True if ``dequantize_fp8`` takes scales of one shape with weights of another."""
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
         return tuple(scale) == (*weight[:-2], *blocks)

@@ -51,7 +51,7 @@ def random_model(
 
 
 def draw(name: str, weight: Tensor, config: Any, generator: torch.Generator) -> None:
-    """Fills a weight of a `Decoder` with random numbers, as `random_model` says."""
+    """Fill a weight of a `Decoder` with random numbers, as `random_model` says."""
     if name.endswith("layer_scalar"):
         weight.uniform_(0.8, 1.2, generator=generator)
     elif name.startswith("embed_tokens"):

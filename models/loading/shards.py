@@ -1,4 +1,4 @@
-"""Reads of a stored tensor what one rank has of the weight.
+"""Read the part of a stored tensor that one rank needs.
 
 Of quantized tensors whole blocks are read, those that hold a part of what the rank has, each with
 its scale; `Piece.of` then drops what was read too much.
@@ -22,13 +22,13 @@ from .names import Source, Target, part_of
 
 @dataclass(frozen=True)
 class Piece:
-    """What is read of one stored tensor and its scales, for one part of a weight.
+    """Range that a rank reads of a stored tensor and its scales, for one part of a weight.
 
     Attributes:
-        value, scale: what is read of each; None = all of it.
-        cut: what the rank has of the dequantized part; None = all of it.
-        block: elements along the cut that share a scale, as far as that matters.
-        is_whole_blocks: whether nothing is read too much.
+        value, scale: ranges of each; None = all of it.
+        cut: the rank's range of the dequantized part; None = all of it.
+        block: elements along the cut that share a scale.
+        is_whole_blocks: True if nothing is read too much.
     """
 
     value: Cut | None = None
@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank has nothing of the weight, but zeros in its place."""
+        """True if the rank has zeros alone in the weight's place."""
         return self.cut is not None and self.cut.start >= self.cut.stop
 
     def of(self, read: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Piece:
     def filled_up(
         self, value: Tensor, scale: Tensor | None, shape: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """What was read of a weight that stays quantized, with zeros to the shape of its place."""
+        """Pad the values and scales of a weight that stays quantized to ``shape``, with zeros."""
         if self.cut is None:
             return value, scale
         length = shape[self.cut.axis]
@@ -73,7 +73,7 @@ EVERYTHING = 2**62
 
 
 def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece:
-    """What a rank reads of ``source``, for ``whole`` of which it has ``part``."""
+    """Range of ``source`` that a rank with ``part`` of the weight ``whole`` reads."""
     cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
     if cut is None:
         return WHOLE
@@ -109,11 +109,7 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
 def pieces_of(
     sources: list[Source], whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group
 ) -> dict[Target, Piece]:
-    """What a rank reads of the sources of which it needs no more than a part.
-
-    Args:
-        whole, part: weights of the whole model and of the rank's.
-    """
+    """Ranges of the sources that a rank reads in part; whole, part: weights of model and rank."""
     pieces = {}
     for source in sources:
         target = source.target
@@ -146,7 +142,7 @@ def read(tensors: Any, name: str, cut: Cut | None) -> Tensor:
 
 
 def fill_up(place: Tensor, part: Tensor) -> None:
-    """Copies ``part`` to the first elements of each axis of ``place``, and zeros to the others."""
+    """Copy ``part`` to the first elements of each axis of ``place``, and zeros to the others."""
     if place.shape != part.shape:
         place.zero_()
         place = place[tuple(slice(size) for size in part.shape)]

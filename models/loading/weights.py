@@ -24,9 +24,8 @@ from ..config.keys import QuantizationKeys
 from ..engine.memory import fits
 from ..families.registry import family_of
 from ..parallel.group import Group
-from ..parallel.shard import shard_config
 from .checkpoint import read_headers
-from .dequantize import Keep, fill
+from .dequantize import SetQuantized, fill
 from .names import Source, Storage, match, part_of, unique
 from .shards import WHOLE, pieces_of, shared_columns
 
@@ -42,15 +41,12 @@ def build_model(
     group: Group | None = None,
     unit: int = 1,
 ) -> nn.Module:
-    """Build a model with uninitialized weights, or one rank's part of it.
+    """The model of ``config`` with uninitialized weights, or a rank's part of it.
 
-    Args:
-        config: configuration of a registered family (`quire.models.families.registry`).
-        group: the ranks; None = one.
-        unit: argument of `quire.models.parallel.shard.shard_config`.
+    unit: as in ``config.shard``.
     """
     if group is not None:
-        config = shard_config(config, group.size, unit)
+        config = config.shard(group.size, unit)
     return family_of(config).build(config, device=device, dtype=dtype, group=group)
 
 
@@ -141,10 +137,7 @@ class StorageKeys:
 
     @property
     def fp8_block(self) -> tuple[int, ...] | None:
-        """Rows and columns of fp8 weights that share a scale.
-
-        None where only the shapes of the scales say so.
-        """
+        """Rows and columns of fp8 weights that share a scale; None = the scales' shapes say."""
         return self.quantization_config and self.quantization_config.weight_block_size
 
 
@@ -165,22 +158,16 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def kept_as_stored(
     model: nn.Module, sources: list[Source], fp8: str, device: torch.device
-) -> dict[str, Keep]:
-    """The weights that stay quantized, by name: what takes their values and scales.
+) -> dict[str, SetQuantized]:
+    """The weights that stay quantized, by name, each with the method that takes it.
 
-    A module says by its methods what it can hold: ``keep_fp8`` a matrix "weight", ``keep_mxfp4``
-    both stacks of experts, or none.
-
-    Args:
-        model: not quantized, on the meta device.
-        sources: of `match`.
-        fp8, device: as in `load_model`.
+    A module has ``keep_fp8`` for a matrix "weight", or ``keep_mxfp4`` for both stacks of experts.
     """
     if fp8 == "dequantize":
         return {}
     keeps = fp8 == "keep" or not fits(model, device)
     kinds = {source.target.parameter: source.kind for source in sources}
-    kept: dict[str, Keep] = {}
+    kept: dict[str, SetQuantized] = {}
     for prefix, module in model.named_modules():
         if keeps and hasattr(module, "keep_fp8") and kinds.get(f"{prefix}.weight") == "fp8":
             kept[f"{prefix}.weight"] = module.keep_fp8

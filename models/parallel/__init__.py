@@ -5,7 +5,6 @@ model on their part of the weights and of the cache.
 
 group        collectives of a step
 shard        a rank's share of each weight; `models.loading.shards` reads it
-vocabulary   embedding and output projection by token id
 channel      messages from rank 0 to the other hosts
 steps        the messages of a step, and the loop of the other ranks
 launch       processes that are ranks

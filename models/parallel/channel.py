@@ -14,12 +14,7 @@ POLL = 0.1  # seconds
 class Channel:
     """Connections between rank 0 and the others. A call fails once a connection breaks.
 
-    Args:
-        rank, size: this rank, and the number of ranks.
-        address: host and port: rank 0 listens there (port 0: any), the others connect to it.
-
-    Attributes:
-        port: where rank 0 listens.
+    address: host and port: rank 0 listens there (port 0: any, then see `port`), the others connect.
     """
 
     def __init__(self, rank: int, size: int, address: tuple[str, int]) -> None:
@@ -35,11 +30,7 @@ class Channel:
             self.send(rank.to_bytes(8, "little"))
 
     def accept(self, check: Callable[[], None]) -> None:
-        """Wait in rank 0 for the connections of all others.
-
-        Args:
-            check: called meanwhile; raises to end the waiting.
-        """
+        """Wait in rank 0 for the connections of all others; ``check`` raises to end the waiting."""
         assert self._server is not None
         while len(self._links) < self.size - 1:
             check()
@@ -58,7 +49,7 @@ class Channel:
         """Wait for the next message of rank 0."""
         return _receive(self._links[0])
 
-    def all_say(self, message: Any) -> list[Any]:
+    def all_gather(self, message: Any) -> list[Any]:
         """Exchange JSON values: return those of all ranks, by rank. All wait for all."""
         data = json.dumps(message).encode()
         if self.rank != 0:

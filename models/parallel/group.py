@@ -51,25 +51,14 @@ class Group:
         self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "step"), 0))
 
     def sum(self, part: Tensor) -> Tensor:
-        """Add up the tensors of all ranks, in place; the same bits on each of them.
-
-        Args:
-            part: contiguous, of any shape.
-        """
+        """Add up the tensors of all ranks, in place; the same bits on each of them."""
         self._count("sum", part)
         if part.numel():
             dist.all_reduce(part, group=self._group)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """Put the columns of all ranks side by side, those of rank 0 first.
-
-        Args:
-            part: [num_rows, n].
-
-        Returns:
-            [num_rows, size * n].
-        """
+        """Put the columns of all ranks [num_rows, n] side by side: [num_rows, size * n]."""
         self._count("gather", part)
         out = part.new_empty(self.size, *part.shape)
         if part.numel():
@@ -77,11 +66,7 @@ class Group:
         return out.transpose(0, 1).flatten(1)
 
     def from_first(self, data: Tensor) -> Tensor:
-        """Copy the tensor of rank 0 to all ranks, in place.
-
-        Args:
-            data: contiguous, of the same shape on all ranks.
-        """
+        """Copy the tensor of rank 0 to all ranks, in place."""
         self._count("from_first", data)
         if data.numel():
             dist.broadcast(data, group_src=0, group=self._group)

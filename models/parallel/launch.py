@@ -23,16 +23,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.rendezvous import rendezvous
 
-from ..engine.config import EngineConfig
-from ..engine.speculative import Drafter
 from .channel import Channel
 from .group import MARGIN, Group
 from .heartbeat import LOCAL, Heartbeat, RankError
@@ -50,40 +46,16 @@ SECONDS_TO_END = 5.0
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
 
-@dataclass(frozen=True)
-class Work:
-    """Arguments of the engine on each rank; rank 0 sends them to the others.
-
-    Attributes:
-        source: of the weights.
-        config: of the engine.
-        drafter: as of `quire.models.llm.LLM`.
-        device: "cuda" = the GPU with the rank's number on its machine; "cpu"; None = by machine.
-    """
-
-    source: ModelSource
-    config: EngineConfig
-    drafter: Any
-    device: torch.device | str | None
-
-    def parts(self, group: Group) -> tuple[nn.Module, Drafter | None]:
-        """The model of a rank, and its drafter."""
-        model = self.source.build(group.device, group)
-        return model, self.drafter(model) if callable(self.drafter) else self.drafter
-
-
 class Ranks:
     """All ranks of one model, from the side of one of them.
 
     Args:
-        heartbeat, channel: of this rank; the channel of rank 0 still waits for the others.
+        channel: of this rank; the channel of rank 0 still waits for the others.
         store: of torch.distributed.
-        local_rank: number of this rank on its machine.
-        work: pickled `Work`, on rank 0.
+        source: pickled, on rank 0.
         processes: processes that this rank has started, by rank.
 
     Attributes:
-        group: of the ranks.
         ended: the reason that no step can follow; "" = one can.
 
     Raises:
@@ -95,7 +67,7 @@ class Ranks:
 
     def __init__(
         self, heartbeat: Heartbeat, channel: Channel, store: Any, local_rank: int,
-        work: bytes = b"", processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
+        source: bytes = b"", processes: Mapping[int, subprocess.Popen[bytes]] | None = None,
     ) -> None:  # fmt: skip
         self.heartbeat, self.channel, self.ended = heartbeat, channel, ""
         self.processes, self._owns_group = processes or {}, not dist.is_initialized()
@@ -104,10 +76,10 @@ class Ranks:
         with self.failing():
             if channel.rank == 0:
                 channel.accept(self._check)
-                channel.send(work)
-            self.work: Work = pickle.loads(work or channel.receive())
-            channel.all_say(None)  # all have imported what they need
-            device = _device_of(self.work.device, local_rank)
+                channel.send(source)
+            self.source: ModelSource = pickle.loads(source or channel.receive())
+            channel.all_gather(None)  # all have imported what they need
+            device = _device_of(self.source.device, local_rank)
             if self._owns_group:
                 store.set_timeout(seconds)
                 dist.init_process_group(
@@ -139,15 +111,14 @@ class Ranks:
     def follow(self) -> None:
         """Run the steps of rank 0 until it closes."""
         with self.failing():
-            model, drafter = self.work.parts(self.group)
-            follow(self.group, model, self.work.config, drafter)
+            model, drafter = self.source.parts(self.group)
+            follow(self.group, model, self.source.engine, drafter)
         self.close()
 
     def close(self, error: str = "") -> None:
         """End the heartbeat, the process group, and the processes that were started.
 
-        Args:
-            error: of this rank, for which the others end; "" = all are done.
+        error: of this rank, for which the others end; "" = all are done.
         """
         self.ended = self.ended or error or "the engine is closed"
         self.heartbeat.leave(error)
@@ -184,7 +155,7 @@ def launched() -> tuple[int, int]:
     return size, rank
 
 
-def join_ranks(work: Work) -> Ranks:
+def join_ranks(source: ModelSource) -> Ranks:
     """Join ranks that are there already, or start them.
 
     Raises:
@@ -193,9 +164,9 @@ def join_ranks(work: Work) -> Ranks:
         RankError: as `Ranks`.
         NotImplementedError: a host tier.
     """
-    if work.config.host_cache_gib is not None:
+    if source.engine.host_cache_gib is not None:
         raise NotImplementedError("host_cache_gib: supported with tensor_parallel_size=1")
-    size, timeout = work.config.tensor_parallel_size, RANK_TIMEOUT
+    size, timeout = source.engine.tensor_parallel_size, RANK_TIMEOUT
     store, rank, found = _found()
     if found != size and (found > 1 or dist.is_initialized()):
         raise ValueError(f"tensor_parallel_size: expected {found}, the ranks, got {size}")
@@ -207,7 +178,7 @@ def join_ranks(work: Work) -> Ranks:
             "start other processes"
         )
     try:
-        pickled = pickle.dumps(work)
+        pickled = pickle.dumps(source)
     except Exception as error:
         raise ValueError(
             "tensor_parallel_size: expected arguments that can be sent to another process, got "
@@ -224,11 +195,7 @@ def join_ranks(work: Work) -> Ranks:
 
 
 def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
-    """Be a rank that another process has started, until that closes.
-
-    Args:
-        spec: of `_start`.
-    """
+    """Be a rank that another process has started with ``spec`` (`_start`), until that closes."""
     rank, size = spec["rank"], spec["size"]
     torch.set_num_threads(spec["threads"])
     channel = Channel(rank, size, (LOCAL, spec["channel"]))
@@ -237,11 +204,7 @@ def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
 
 
 def _start(heartbeat: Heartbeat, channel: Channel, port: int) -> dict[int, subprocess.Popen[bytes]]:
-    """Start the other ranks on this machine.
-
-    Args:
-        port: of the store.
-    """
+    """Start the other ranks on this machine; port: of the store."""
     threads = max(1, torch.get_num_threads() // channel.size)
     torch.set_num_threads(threads)
     spec = {"size": channel.size, "timeout": heartbeat.timeout, "threads": threads}

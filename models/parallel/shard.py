@@ -1,8 +1,8 @@
 """Sharding: the part of each weight that a rank holds.
 
-`shard_config` divides heads, and the widths of MLPs and experts, by the number of ranks. The rest
-follows from the shapes of the whole model and of the rank's (`cut_of`): the axis in which they
-differ is cut, rank after rank, and weights of equal shapes are on every rank::
+A configuration's ``shard`` divides heads, and the widths of MLPs and experts, by the number of
+ranks. The rest follows from the shapes of the whole model and of the rank's (`cut_of`): the axis in
+which they differ is cut, rank after rank, and weights of equal shapes are on every rank::
 
     q_proj, k_proj, v_proj, sinks, gate_proj, up_proj     rows
     o_proj, down_proj                                     columns, products summed
@@ -19,85 +19,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..config.model import AttentionConfig, ModelConfig
-from ..deepseek_v4.config import DeepseekV4Config
 from .group import Group
 
 _KV = re.compile(r"\.[kv]_proj\.")
-MAX_SIZE = 1024
-
-
-def shard_config(config: Any, size: int, unit: int = 1) -> Any:
-    """Configuration of one rank's layers; vocabulary and router keep the whole model's shapes.
-
-    Args:
-        config: of the whole model.
-        size: number of ranks.
-        unit: widths of MLPs and experts are cut at multiples of it, such as the columns that share
-            a scale.
-
-    Raises:
-        ValueError: a number of ranks that does not divide the heads, naming the numbers that do.
-    """
-    if size == 1:
-        return config
-    if not _fits(config, size):
-        sizes = [n for n in range(1, MAX_SIZE) if _fits(config, n)]
-        raise ValueError(
-            f"tensor_parallel_size: expected one of {sizes} for {config.name!r}, whose "
-            f"{_heads(config)}, got {size}"
-        )
-
-    def part(width: int) -> int:
-        return unit * -(-width // (unit * size))
-
-    if isinstance(config, DeepseekV4Config):
-        return replace(
-            config,
-            num_heads=config.num_heads // size,
-            o_groups=config.o_groups // size,
-            moe_intermediate_size=part(config.moe_intermediate_size),
-        )
-
-    def heads(shape: AttentionConfig | None) -> AttentionConfig | None:
-        return shape and replace(
-            shape,
-            num_heads=shape.num_heads // size,
-            num_kv_heads=max(1, shape.num_kv_heads // size),
-        )
-
-    moe = config.moe
-    return replace(
-        config,
-        full=heads(config.full),
-        sliding=heads(config.sliding),
-        intermediate_size=part(config.intermediate_size),
-        moe=moe and replace(moe, intermediate_size=part(moe.intermediate_size)),
-    )
-
-
-def _fits(config: ModelConfig | DeepseekV4Config, size: int) -> bool:
-    if isinstance(config, DeepseekV4Config):
-        return config.num_heads % size == 0 and config.o_groups % size == 0
-    shapes = [shape for shape in (config.sliding, config.full) if shape is not None]
-    return all(
-        s.num_heads % size == 0 and (s.num_kv_heads % size == 0 or size % s.num_kv_heads == 0)
-        for s in shapes
-    )
-
-
-def _heads(config: ModelConfig | DeepseekV4Config) -> str:
-    if isinstance(config, DeepseekV4Config):
-        return f"num_heads={config.num_heads} and o_groups={config.o_groups} are divided"
-    shapes = [shape for shape in (config.sliding, config.full) if shape is not None]
-    found = {f"num_heads={s.num_heads}, num_kv_heads={s.num_kv_heads}": None for s in shapes}
-    return f"{' and '.join(found)} are divided, or a KV head is on several ranks"
 
 
 @dataclass(frozen=True)
@@ -133,13 +62,7 @@ class Cut:
 
 
 def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -> Cut | None:
-    """A rank's part of a weight; None = the whole weight.
-
-    Args:
-        name: of the weight.
-        whole, part: shape in the whole model, and on a rank.
-        group: of the rank.
-    """
+    """A rank's part of a weight, from its shapes in the whole model and on the rank; None = all."""
     axes = [
         axis for axis, sizes in enumerate(zip(whole, part, strict=True)) if sizes[0] != sizes[1]
     ]
@@ -156,11 +79,7 @@ def cut_of(name: str, whole: Sequence[int], part: Sequence[int], group: Group) -
 def cuts_of(
     whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group | None
 ) -> dict[str, Cut]:
-    """Cuts of the weights that are divided among ranks, by name.
-
-    Args:
-        whole, part: weights of the whole model and of the rank, which may be on the meta device.
-    """
+    """Cuts of the weights that are divided among ranks, by name; weights may be on "meta"."""
     if group is None:
         return {}
     cuts = {name: cut_of(name, w.shape, part[name].shape, group) for name, w in whole.items()}

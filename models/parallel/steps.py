@@ -1,4 +1,4 @@
-"""Messages of a step: rank 0 sends them (`Lead`), the other ranks run them (`follow`).
+"""Messages of a step: rank 0 sends them (`StepSender`), the other ranks run them (`follow`).
 
 run       arrays of the plan, input ids, rows of the logits, graph    the model runs
 observe   next ids, last rows, slots                                  the drafter sees that step
@@ -33,12 +33,8 @@ RUN, OBSERVE, DRAFT, CLOSE = "run", "observe", "draft", "close"
 _EMPTY = StepArrays(*[np.zeros(0, dtype=np.int64)] * len(StepArrays._fields))
 
 
-class Lead:
-    """Send the steps of an engine, which is on rank 0, to the other ranks.
-
-    Attributes:
-        group: of the ranks.
-    """
+class StepSender:
+    """Send the steps of an engine, which is on rank 0, to the other ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.group = ranks, ranks.group
@@ -56,7 +52,7 @@ class Lead:
                     "drafter: supported with tensor_parallel_size > 1 are MTPDrafter and drafters "
                     f"that read tokens alone, such as NGramDrafter; got {type(drafter).__name__}"
                 )
-            drafter.lead = self
+            drafter.sender = self
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -111,11 +107,7 @@ class Lead:
 
 @torch.inference_mode()
 def follow(group: Group, model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> None:
-    """Run the steps of rank 0 on another rank until it closes.
-
-    Args:
-        model, config, drafter: as of `quire.models.engine.engine.Engine`.
-    """
+    """Run the steps of rank 0 on another rank until it closes."""
     runner = ModelRunner(model, config, drafter)
     sampled = runner.builder.sampled
     hidden = batch = None

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
-from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_config
+from quire.models.config.model import ModelConfig, RopeConfig
+from quire.models.config.named import CONFIGS, get_config
 from quire.models.families.decoder import Decoder
 from quire.models.loading.random_weights import random_model
 from tests.support.forked import RUN, printed
@@ -160,10 +161,4 @@ def _run_oracle(cwd: Path, jobs: list[dict]) -> None:
 @pytest.fixture(params=TINY)
 def every_oracle(request, oracles) -> Oracle:
     """Each tiny model of every family in turn."""
-    return oracles[request.param]
-
-
-@pytest.fixture(params=["gemma3-tiny", "gemma4-e-tiny", "gpt-oss-tiny"])
-def oracle(request, oracles) -> Oracle:
-    """Three models with nothing in common but windows, for tests of many steps."""
     return oracles[request.param]

@@ -9,14 +9,8 @@ import torch
 
 from quire.bench.common.hf_checkpoint import to_hf
 from quire.models.config.hf import from_hf
-from quire.models.config.named import (
-    CONFIGS,
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    RopeConfig,
-    get_config,
-)
+from quire.models.config.model import FULL, SLIDING, AttentionConfig, RopeConfig
+from quire.models.config.named import CONFIGS, get_config
 from quire.models.layers.kv_cache import PageTensors, cache_groups, num_tensors
 
 

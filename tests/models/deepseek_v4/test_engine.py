@@ -165,20 +165,6 @@ def test_outputs_do_not_depend_on_drafts(model, plain, name):
         assert 10 < totals.num_accepted < totals.num_drafts
 
 
-def test_decode_through_fixed_buffers(model, plain):
-    """Padded batches: padding rows have no request, and must not touch the ring of the request in slot 0."""
-    engine = Engine(
-        model,
-        EngineConfig(num_pages=500, max_num_seqs=3, max_num_batched_tokens=64, decode_graphs=True),
-    )
-    ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
-    outputs = {}
-    while engine.has_work:
-        outputs |= {o.request_id: o.token_ids for o in engine.step().finished}
-    assert [shape.num_seqs for shape in engine.runner.graphs.shapes] == [1, 2, 3]
-    assert [outputs[i] for i in ids] == [plain[i] for i in ids]
-
-
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_hits_of_every_kind(model, num_drafts):
     """A resend, a longer sibling, the next turn, a junction, another tenant; the drafter changes none of them."""
@@ -208,21 +194,6 @@ def test_preempted_requests_resume(model, num_drafts):
     ids = [run.add(prompt(50 + n, n), 30) for n in range(4)]
     run.run()
     assert sum(run.check(i).num_preemptions for i in ids) > 0
-    assert run.engine.kv.stats()["pages_in_use"] == 0
-
-
-def test_aborts(model):
-    """At any step; the others' outputs are those of a run alone, and all pages come back."""
-    run = V4Recorder(model, drafter=MTPDrafter(model, 2))
-    ids = [run.add(prompt(40 + n, n), 10) for n in range(6)]
-    for step in range(8):
-        run.run(max_steps=1)
-        if step in (0, 3, 5) and ids[step] in run.engine.unfinished:
-            run.engine.abort(ids[step])
-    run.run()
-    assert 3 <= len(run.outputs) < 6
-    for request_id in run.outputs:
-        run.check(request_id)
     assert run.engine.kv.stats()["pages_in_use"] == 0
 
 

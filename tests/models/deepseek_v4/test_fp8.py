@@ -8,7 +8,6 @@ import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4 import attention
-from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
@@ -149,18 +148,6 @@ def test_a_hit_and_a_resumed_request_are_bit_equal_to_cold_ones(model):
     expected = torch.stack(cold.logits[first])
     for other, request_id in [(warm, again[0]), (warm, again[1]), (disturbed, preempted)]:
         assert torch.equal(torch.stack(other.logits[request_id]), expected)
-
-
-def test_drafts_change_nothing(model):
-    def outputs(drafter):
-        run = V4Recorder(model, kv_cache_dtype="fp8", drafter=drafter)
-        ids = [run.add(prompt(n, n), 10) for n in (9, 40, 33)]
-        run.run()
-        return [run.outputs[i].token_ids for i in ids], run.engine.totals
-
-    plain, _ = outputs(None)
-    drafted, totals = outputs(MTPDrafter(model, 2))
-    assert drafted == plain and totals.num_drafts > 0
 
 
 def test_pool_and_plan_of_an_engine(model):

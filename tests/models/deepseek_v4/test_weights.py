@@ -220,24 +220,12 @@ def _rename(old, new):
     return lambda stored: stored.__setitem__(new, stored.pop(old))
 
 
-def _drop(name):
-    return lambda stored: stored.pop(name)
-
-
 @pytest.mark.parametrize(
     ("edit", "match"),
     [
-        (_drop("layers.1.attn.wq_a.weight"), r"missing.*layers\.1\.self_attn\.q_a_proj"),
-        (_drop("layers.1.attn.wq_a.scale"), r"missing.*layers\.1\.attn\.wq_a\.scale"),
-        (_drop("layers.2.ffn.experts.3.w3.weight"), r"missing.*gate_up_proj\[3\]\.up"),
-        (_drop("layers.2.ffn.experts.3.w2.scale"), r"missing.*layers\.2\.ffn\.experts\.3\.w2\.scale"),
         (_rename("layers.2.ffn.experts.3.w2.weight", "layers.2.ffn.experts.4.w2.weight"),
          r"missing.*down_proj\[3\].*unexpected.*experts\.4\.w2\.weight"),
         (_rename("layers.0.attn.attn_sink", "layers.0.attn.other"), r"unexpected.*layers\.0\.attn\.other"),
-        (lambda s: s.update({"layers.0.attn.wkv.weight": s["layers.0.attn.wkv.weight"][:31].clone()}),
-         r"misshaped.*layers\.0\.attn\.wkv\.weight \[31, 160\] \(expected \[32, 160\]\)"),
-        (lambda s: s.update({"layers.0.attn.wkv.scale": torch.ones(1, 1)}),
-         r"misshaped.*layers\.0\.attn\.wkv\.scale \[1, 1\] \(expected \[1, 2\]\)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named(tmp_path, model, edit, match):
@@ -246,21 +234,12 @@ def test_what_does_not_fit_is_named(tmp_path, model, edit, match):
         load_model(tmp_path / "release")
 
 
-def test_unreadable_directories(tmp_path, model):
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_model(tmp_path)
+def test_what_becomes_of_experts_is_refused_by_name(tmp_path, model):
     save_checkpoint(model, tmp_path)
     with pytest.raises(ValueError, match="not quantized"):
         load_model(tmp_path, fp8="keep")
     with pytest.raises(ValueError, match="fp8: expected one of"):
         load_model(tmp_path, fp8="packed")
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"complete safetensors file, got .*model\.safetensors"):
-        load_model(tmp_path)
-    weights.unlink()
-    with pytest.raises(ValueError, match=r"expected the files \['model.safetensors'\]"):
-        load_model(tmp_path)
 
 
 def test_every_fp4_value_and_every_scale_byte():

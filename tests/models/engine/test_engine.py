@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import get_config
 from quire.models.engine import engine as runner
 from quire.models.engine import report
 from quire.models.engine.engine import Engine, EngineConfig
@@ -14,7 +15,6 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import Sampled
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
-from quire.models.loading.weights import load_model
 from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
@@ -134,23 +134,6 @@ def test_ragged_requests_equal_each_alone(model, retention):
         assert len(output.token_ids) == 3 + n % 20 and output.finish_reason == "length"
     assert run.engine.kv.stats()["pages_in_use"] == 0
     assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("budget", "lengths"), [(37, (38, 107, 130))])
-def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):
-    """Prompts of many lengths, then the rest of the known sequence token by token: each logit row is transformers'."""
-    run = Recorder(load_model(oracle.ours, device=DEVICE), max_num_batched_tokens=budget)
-    tokens = oracle.input_ids.tolist()
-    for length in lengths:
-        # A prompt of 1 or 107 tokens covers the rest of what follows one of 38.
-        request_id = run.add(tokens[:length], max_tokens=40 if length == 38 else 131 - length)
-        run.forced[request_id] = tokens
-        run.run()  # one after another: the later ones start from cached prefixes
-        got = torch.stack(run.logits[request_id]).cpu()
-        expected = oracle.ours_logits[length - 1 :][: len(got)]
-        assert (got - expected).abs().max() < tolerance(oracle.model)
-    assert run.outputs[request_id].num_cached_tokens == 128
 
 
 def test_prefix_hit_equals_cold_run(model):
@@ -478,20 +461,3 @@ def test_abort_ends_all_samples_started_or_not():
         run.run()
         run.check(other)
         assert run.engine.kv.stats()["pages_in_use"] == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_decode_through_fixed_buffers_equals_each_alone(name):
-    """What a graph replays, called again instead: batches of many sizes, padded with rows that must neither read nor write."""
-    model = random_model(few(name), device=DEVICE)
-    run = Recorder(model, decode_graphs=True, max_num_seqs=11, max_model_len=200)
-    ids = [run.add(prompt(n, seed=n), max_tokens=4 + 3 * (n % 7)) for n in range(7, 40, 3)]
-    run.run()
-    for request_id in ids:
-        run.check(request_id)
-    sizes = [shape.num_seqs for shape in run.engine.runner.graphs.shapes]
-    assert sizes == [1, 2, 4, 8, 11]
-    decodes = [r for r in run.reports if not r.num_prefills]
-    assert any(r.num_decodes not in sizes for r in decodes)  # padded ones
-    for slot in run.engine.pool.tensors:
-        assert slot.view(torch.float32)[0].isnan().all(), "padding wrote to page 0"

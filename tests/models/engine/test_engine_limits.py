@@ -9,7 +9,8 @@ import torch
 from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import BatchBuilder
-from quire.models.config.named import FULL, get_config
+from quire.models.config.model import FULL
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.engine import runner
 from quire.models.engine.config import EngineConfig
@@ -152,10 +153,10 @@ def test_memory_of_many_samples_is_that_of_the_running_ones():
     engine = Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=2))
     engine.add_request([5] * 500, SamplingParams(1000, n=16_384))
     waiting = [request for samples in engine.outputs.unfinished.values() for request in samples]
-    assert len(waiting) == 16_384 and {id(r._tokens) for r in waiting} == {id(waiting[0]._tokens)}
+    assert len(waiting) == 16_384 and {id(r.buffer) for r in waiting} == {id(waiting[0].buffer)}
     engine.step()
     engine.step()
-    assert sum(len(r._tokens) > 500 for r in waiting) <= 3
+    assert sum(len(r.buffer) > 500 for r in waiting) <= 3
     engine.abort("0")
     assert not engine.has_work and not engine.scheduler.waiting
     engine.abort(engine.add_request([5] * 500, SamplingParams(1000, n=3)))  # before its prompt

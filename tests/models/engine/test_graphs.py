@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kvcore.device import batch
-from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine import graphs, sampler
 from quire.models.engine.engine import Engine, EngineConfig

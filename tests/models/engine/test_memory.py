@@ -11,7 +11,8 @@ from quire.kernels import sample_tokens
 from quire.kernels.common import checks, launching
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.device import Staging
-from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
+from quire.models.config.model import FULL, SLIDING, MoEConfig
+from quire.models.config.named import CONFIGS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import (
     LOGITS_COPIES,

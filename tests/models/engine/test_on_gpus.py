@@ -190,7 +190,7 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     device = torch.device("cuda", 1)
-    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device).capture_work
+    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device)._capture
     replays = [captures(lambda: log.append(("work", streams[-1]))) for _ in range(2)]
     [side], [pool] = made, {event[1] for event in log if event[0] == "begin"}
     assert side.device == device and replays[0] is not replays[1]

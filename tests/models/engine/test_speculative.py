@@ -173,9 +173,6 @@ class DeviceOracle(Oracle):
     def attach(self, pool, builder, **_):
         pass
 
-    def capture(self, *_):
-        pass
-
     def observe(self, batch, hidden, next_ids, last_rows, slots):
         assert (batch.input_ids >= 0).all() and (next_ids >= 0).all()
 

@@ -14,7 +14,6 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.host_tier import PageCopier
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.llm import DRAFTERS
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.models.engine.test_engine_many import alone, run_all, workload
@@ -419,62 +418,3 @@ def test_close_waits_for_copies_and_ends_the_steps(monkeypatch):
     engine.close()
     with pytest.raises(RuntimeError, match=r"^expected an engine that is open"):
         engine.step()
-
-
-@pytest.mark.parametrize(
-    "name, num_users, drafter",
-    [
-        ("gemma3-tiny", 4, None),
-        ("deepseek-v4-tiny", 4, "mtp"),
-    ],
-)
-def test_conversations_in_a_pool_that_is_too_small(name, num_users, drafter, monkeypatch):
-    """Turn after turn, each prompt with the answer before: the same tokens as with room for all and without drafts, whatever fails."""
-    config = few(name)
-    if drafter == "mtp":
-        config = replace(config, num_mtp_layers=1)
-    model = random_model(config, device=DEVICE)
-
-    def converse(num_pages, make_drafter=None, **settings):
-        config = EngineConfig(
-            max_num_seqs=2, max_num_batched_tokens=48, num_pages=num_pages, **settings
-        )
-        engine = Engine(model, config, drafter=make_drafter and make_drafter(model, 2))
-        prompts = {user: prompt(70 + 9 * user, seed=user) for user in range(num_users)}
-        for turn in range(3):
-            ids = {engine.add_request(p, PARAMS): user for user, p in prompts.items()}
-            for request_id, output in finish_any(engine).items():
-                user = ids[request_id]
-                prompts[user] = [
-                    *output.prompt_token_ids,
-                    *output.token_ids,
-                    *prompt(11, seed=turn),
-                ]
-        return engine, prompts
-
-    def finish_any(engine):
-        outputs = {}
-        while engine.has_work:
-            outputs |= {o.request_id: o for o in engine.step().finished}
-            engine.kv.check_invariants()
-        return outputs
-
-    _, expected = converse(400, enable_caching=False)
-    faults = Faults(monkeypatch, random.Random(3), 0.1)
-    make_drafter = DRAFTERS.get(drafter)
-    plain = Engine(
-        model,
-        EngineConfig(max_num_seqs=2, max_model_len=150, num_pages=400),
-        drafter=make_drafter and make_drafter(model, 2),
-    )
-    needed = 1 + 2 * -(-plain.memory.request_bytes(150) // plain.memory.page_bytes)
-    for is_async in (False, True) if drafter is None else (False,):
-        engine, prompts = converse(
-            needed, make_drafter, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001
-        )
-        assert prompts == expected
-        stats = engine.kv.stats()
-        assert stats["tier_stored_pages/host"] and stats["tier_loaded_pages/host"]
-        assert drafter is None or engine.totals.num_drafts > 3
-        end(engine)
-    assert faults.count

@@ -9,35 +9,11 @@ from tests.models.conftest import ROPES, rope_config
 from tests.support.models.hand_paged import HandPaged, difference
 from tests.support.models.tolerance import tolerance
 
-CHUNKS = {
-    "chunks": ([1, 37, 64, 5, 24], False),
-    "chunks, ring": ([1, 37, 64, 5, 24], True),
-    "steps, ring": ([40, *[1] * 40, 51], True),
-}
-
 
 def test_full_forward_equals_transformers_on_our_checkpoint(every_oracle):
     assert every_oracle.ours_logits.std() > 0.8  # a dead model would agree with anything
     got = every_oracle.model.full_forward(every_oracle.input_ids)
     assert difference(got, every_oracle.ours_logits) < tolerance(every_oracle.model)
-
-
-@pytest.mark.parametrize(("chunks", "ring"), CHUNKS.values(), ids=CHUNKS)
-def test_paged_forward_equals_transformers(every_oracle, chunks, ring):
-    paged = HandPaged(every_oracle.model, num_seqs=1, max_len=131, ring=ring)
-    logits = torch.cat([paged.step({0: ids}) for ids in every_oracle.input_ids.split(chunks)])
-    assert difference(logits, every_oracle.ours_logits) < tolerance(every_oracle.model)
-
-
-def test_ragged_batch_equals_each_sequence_alone(every_oracle):
-    ids, expected = every_oracle.input_ids, every_oracle.ours_logits
-    paged = HandPaged(every_oracle.model, num_seqs=3, max_len=131)
-    paged.step({0: ids[:50], 1: ids[:17]})
-    mixed = paged.step({1: ids[17:18], 0: ids[50:99], 2: ids[:33]})  # a decode before two prefills
-    want = torch.cat([expected[17:18], expected[50:99], expected[:33]])
-    assert difference(mixed, want) < tolerance(every_oracle.model)
-    decodes = paged.step({2: ids[33:34], 0: ids[99:100], 1: ids[18:19]})
-    assert difference(decodes, expected[[33, 99, 18]]) < tolerance(every_oracle.model)
 
 
 @pytest.mark.parametrize("ring", [False, True], ids=["linear", "ring"])

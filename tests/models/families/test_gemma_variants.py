@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
-from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import get_config
 from quire.models.families import gemma
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.random_weights import random_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.common import e4m3
-from quire.models.config.named import CONFIGS, FULL, SLIDING, get_config
-from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import CONFIGS, get_config
 from quire.models.engine.memory import model_cache
 from quire.models.layers.attention import PagedAttend
 from quire.models.layers.kv_cache import PageTensors, cache_groups, token_bytes
@@ -244,24 +244,6 @@ def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
         assert torch.equal(one, two) and torch.equal(one, three)
 
 
-def test_many_requests_at_once_equal_each_alone(model):
-    """Chunks, decodes and hits side by side, through fixed buffers where all decode."""
-    run = Written(model, kv_cache_dtype="fp8", decode_graphs=True, enable_caching=False, max_num_batched_tokens=200)  # fmt: skip
-    ids = {run.add(prompt(n, seed=n), 7): n for n in (30, 17, 45)}
-    run.run()
-    for request_id, n in ids.items():
-        tokens = list(run.outputs[request_id].token_ids)
-        sequence = (prompt(n, seed=n) + tokens)[:-1]
-        cuts = [n] + [1] * (len(sequence) - n)
-        expected = stepped(model, sequence, cuts, as_e4m3, run.written(request_id))[n - 1 :]
-        # Replays leave no record but of the first tokens.
-        assert (run.logits[request_id][0] - expected[0]).abs().max().item() < tolerance(model)
-        chosen = expected[torch.arange(len(tokens)), torch.tensor(tokens)]
-        assert (expected.amax(1) - chosen < 2 * tolerance(model)).all(), (
-            "the largest, or a near tie"
-        )
-
-
 def test_tokens_computed_once_more_take_cached_rows():
     model = build("gemma3-tiny")
     run = Recorder(model, replay=True, kv_cache_dtype="fp8")
@@ -325,22 +307,3 @@ def test_pages_of_few_rows_start_at_16_bytes():
     llama = CONFIGS["llama-tiny"]
     config = replace(llama, full=replace(llama.full, num_kv_heads=1))
     assert cache_groups(config, E4M3, base_block_size=1)[0][0].page_bytes == 80
-
-
-def test_the_memory_plan_counts_quantized_values_and_scales(monkeypatch):
-    monkeypatch.setattr("quire.models.engine.memory.CPU_CACHE_BYTES", 2**20)
-    model = build("gemma3-tiny")
-    memory = Engine(model, EngineConfig(kv_cache_dtype="fp8")).memory
-    config, plain = model.config, Engine(model, EngineConfig()).memory
-    full = [i for i in range(config.num_layers) if config.layer_types[i] == FULL]
-    a = config.attention(full[0])
-    cache = model_cache(model, kv_cache_dtype="fp8")
-    num_slots = cache.page_bytes // cache.groups[0].page_bytes
-    assert memory.bytes_per_token >= len(full) * 2 * a.num_kv_heads * (a.head_dim + 4)
-    assert memory.page_bytes == num_slots * 16 * 2 * a.num_kv_heads * (a.head_dim + 4)
-    # fp32 values have 4 bytes, these 1 and a share of a scale.
-    assert plain.page_bytes / memory.page_bytes == pytest.approx(4 * a.head_dim / (a.head_dim + 4))
-    assert memory.num_pages > 2.5 * plain.num_pages
-    assert memory.num_pages * memory.page_bytes <= 2**20
-    pool = cache.allocate(memory.num_pages)
-    assert sum(slot.numel() for slot in pool.tensors) == memory.cache_bytes

@@ -18,7 +18,7 @@ from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
-from quire.models.engine.graphs import Shape, capture_each
+from quire.models.engine.graphs import DecodeGraphs, Shape
 from quire.models.engine.memory import model_cache, pages_of_request
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -136,7 +136,7 @@ VARIANTS = {
     "fp8": ("gemma3-tiny", {"kv_cache_dtype": "fp8", "enable_caching": False}),
     "drawn drafts": ("deepseek-v4-tiny", {"rejection_sample_method": "standard", "drafter": partial(MTPDrafter, max_draft_tokens=3)}),
     "n-gram drafts": ("deepseek-v4-tiny", {"drafter": partial(ngram, max_draft_tokens=3)}),
-    "draft graphs": ("deepseek-v4-tiny", {"decode_graphs": True, "drafter": partial(MTPDrafter, max_draft_tokens=3)}),
+    "drafts and graphs": ("deepseek-v4-tiny", {"decode_graphs": True, "drafter": partial(MTPDrafter, max_draft_tokens=3)}),
 }  # fmt: skip
 
 
@@ -225,14 +225,19 @@ def test_a_step_that_fails_ends_all():
 
 def test_shapes_that_one_rank_cannot_capture():
     """No rank replays them: the others would send sums of other sizes."""
-    shapes = [Shape(1, 1), Shape(2, 1), Shape(4, 1)]
 
     def work(group):
+        graphs = DecodeGraphs(
+            None, None, sizes=[1, 2, 4], max_seq_len=9, device=torch.device("cpu"), group=group
+        )
+
         def add(shape):
             if group.rank == 1 and shape.num_seqs == 2:
                 raise RuntimeError("no memory")
 
-        return capture_each(shapes, add, "decode graphs", group)
+        graphs.add = add
+        graphs.capture()
+        return graphs.shapes
 
     with pytest.warns(RuntimeWarning, match="2 x 1"):
         assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.config.model import FULL, SLIDING
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
 
 FEW = {

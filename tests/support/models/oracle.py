@@ -34,6 +34,10 @@ def randomise(model, seed):
             tensor.normal_(0.0, std, generator=generator)
         elif tensor.ndim == 1:
             tensor.normal_(offset, 0.3, generator=generator)
+            if name.endswith("q_norm.weight") and model.config.model_type.startswith("gemma4"):
+                # Their softmax has no scale: without one in the norms it is so sharp that rounding
+                # decides.
+                tensor *= len(tensor) ** -0.5
         elif "embed_tokens" in name:
             tensor.normal_(0.0, 0.15, generator=generator)
         else:

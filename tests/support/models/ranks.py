@@ -13,7 +13,7 @@ from quire.models.loading.random_weights import random_model
 from quire.models.parallel.channel import Channel
 from quire.models.parallel.group import Group
 from quire.models.parallel.heartbeat import LOCAL
-from quire.models.parallel.steps import Lead, follow
+from quire.models.parallel.steps import StepSender, follow
 
 
 class ThreadGroup(Group):
@@ -114,7 +114,7 @@ def run_on_ranks(size, config, work, *, drafter=None, seed=5, **settings):
         made = None if drafter is None else drafter(model)
         if group.rank:
             return follow(group, model, settings, made)
-        engine = Engine(model, settings, drafter=made, ranks=Lead(ThreadRanks(group)))
+        engine = Engine(model, settings, drafter=made, ranks=StepSender(ThreadRanks(group)))
         found = work(engine)
         engine.close()
         return found
