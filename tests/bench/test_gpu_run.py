@@ -54,7 +54,7 @@ from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 class Bare(PathFinder):
     @staticmethod
     def find_spec(name, path=None, target=None):
-        hidden = name in ("pydantic", "safetensors", "tqdm", "transformers", "xdist")
+        hidden = name in ("safetensors", "tqdm", "transformers", "xdist")
         return None if hidden else PathFinder.find_spec(name, path, target)
 
 sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]
