@@ -271,7 +271,7 @@ def _torch(
 ) -> torch.Tensor:
     kind = weight_format(gate_up)
 
-    def product(rows, weight, scale, bias, *index):
+    def product(rows, weight, scale, bias, *index) -> torch.Tensor:
         matrix = weight[index]
         if scale is not None:
             matrix = DEQUANTIZE[kind](matrix, scale[index], x.dtype)
@@ -279,14 +279,21 @@ def _torch(
         return sums if bias is None else (sums + bias[index]).to(x.dtype)
 
     flat = ids.flatten()
-    out = x.new_empty(len(flat), x.shape[1])
-    for expert in flat.unique().tolist():
-        rows = (flat == expert).nonzero()[:, 0]
-        of_expert = x[rows // ids.shape[1]]
-        gate = product(of_expert, gate_up, gate_up_scale, gate_up_bias, expert, 0)
-        up = product(of_expert, gate_up, gate_up_scale, gate_up_bias, expert, 1)
+    order = flat.argsort(stable=True)
+    sorted_rows = x[order // ids.shape[1]]
+    sorted_out = torch.empty_like(sorted_rows)
+    start = 0
+    for expert, count in enumerate(flat.bincount().tolist()):
+        if count == 0:
+            continue
+        rows = sorted_rows[start : start + count]
+        gate = product(rows, gate_up, gate_up_scale, gate_up_bias, expert, 0)
+        up = product(rows, gate_up, gate_up_scale, gate_up_bias, expert, 1)
         gated = gated_torch(gate, up, *options)
-        out[rows] = product(gated, down, down_scale, down_bias, expert)
+        sorted_out[start : start + count] = product(gated, down, down_scale, down_bias, expert)
+        start += count
+    out = torch.empty_like(sorted_out)
+    out[order] = sorted_out
     return out
 
 
