@@ -28,7 +28,6 @@ from functools import partial
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from .call import AttentionCall, check_attention, check_merge, check_values
 from .tiles import plan_decode
 
@@ -267,7 +266,7 @@ def merge_partials(
 
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
     """
-    chosen = implementation(impl, partial_out)
+    chosen = checks.implementation(impl, partial_out)
     out = check_merge(partial_out, partial_lse, sinks, out, lse)
     if chosen == "triton":
         from .triton_impl import merge_partials as merge
@@ -329,7 +328,7 @@ def workspace_numel(
 
 
 def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
-    chosen = implementation(impl, call.q)
+    chosen = checks.implementation(impl, call.q)
     call = check_attention(call)
     if chosen == "triton":
         from .triton_impl import attention

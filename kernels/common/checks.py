@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+IMPLS = ("triton", "torch")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 E4M3 = torch.float8_e4m3fn
@@ -20,6 +21,43 @@ E4M3 = torch.float8_e4m3fn
 MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
+
+
+def expect_impl(impl: str | None, device_type: str) -> None:
+    """Check the name of an implementation, and that it runs on a device.
+
+    Args:
+        impl: one of ``IMPLS``; None = by device.
+        device_type: device type of the tensors, "cpu" or "cuda".
+
+    Raises:
+        ValueError: another impl.
+        NotImplementedError: Triton on a CPU, unless its interpreter is on.
+    """
+    if impl is not None and impl not in IMPLS:
+        names = ", ".join(map(repr, IMPLS))
+        raise ValueError(f"impl: expected {names} or None, got {impl!r}")
+    if impl == "triton" and device_type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise NotImplementedError(
+                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a CPU"
+            )
+
+
+def implementation(impl: str | None, tensor: torch.Tensor) -> str:
+    """Choose the implementation of a call by its first tensor.
+
+    Of anything but a tensor the answer is "torch", and the checks raise.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        expect_impl(impl, "")
+        return "torch"
+    if impl is not None:
+        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
+        return impl
+    return "triton" if tensor.is_cuda else "torch"
 
 
 def expect_tensor(

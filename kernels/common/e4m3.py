@@ -16,9 +16,6 @@ with amax the row's largest magnitude. Whatever the row, nothing but a NaN becom
     beyond 448 scales   +-448 (scales of a tensor only; a row's own scale is large enough)
     NaN                 with one scale, a NaN; a row with a NaN has scale NaN, and is NaN all over
 
-An e4m3 NaN stays NaN in paged attention. Elsewhere reading it needs an instruction that widens e4m3
-(``Arch.widens_e4m3``): without it, as on sm_80 and gfx942, the kernels read 480 scales.
-
 Error: |x' - x| <= max(2^-4 |x|, 2^-10 scale) and a rounding of the fp32 division and product
 (2^-23 |x|) where nothing saturates; with a scale of the row's own, 2^-10 scale is 2^-18.8 of its
 largest magnitude.

@@ -102,21 +102,6 @@ class Cells(NamedTuple):
     stride_column: Any
 
 
-class PagedRows(NamedTuple):
-    """Rows of channels in pages, [num_pages, block_size, channels].
-
-    Attributes:
-        data: the tensor; a pointer in a kernel.
-        stride_page: elements from one page to the next.
-        stride_row: elements from one row of a page to the next; 0 where a kernel knows it of
-            quantized pages.
-    """
-
-    data: Any
-    stride_page: Any
-    stride_row: Any
-
-
 def matrix(tensor: torch.Tensor | None) -> Matrix | None:
     """A tensor [num_rows, channels] with its stride; None for None."""
     return None if tensor is None else Matrix(tensor, tensor.stride(0))
@@ -159,15 +144,3 @@ def matrices(
     if not parts:
         strides.insert(1, 0)
     return Matrices(tensor, *strides, *([] if columns else [0]))
-
-
-def at_16_bytes(*tensors: torch.Tensor | None) -> bool:
-    """Whether all tensors start at multiples of 16 bytes; None counts as one that does."""
-    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-def rows_at_16_bytes(*tensors: torch.Tensor | None) -> bool:
-    """Whether the rows of all tensors start at multiples of 16 bytes, too."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    steps = [step * tensor.itemsize for tensor in given for step in tensor.stride()[:-1]]
-    return at_16_bytes(*given) and all(step % 16 == 0 for step in steps)

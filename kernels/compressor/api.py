@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import IndexPages, LatentPages
 from ..latent_write.api import check_cos_sin, check_device, check_norm
 from .torch_impl import live_tokens
@@ -79,7 +78,7 @@ def compress(
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
-    chosen = implementation(impl, kv)
+    chosen = checks.implementation(impl, kv)
     _check(
         kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q,
         ratio, overlap, norm_weight, eps, cos_sin, pages, slot_mapping, max_seqlen_q,

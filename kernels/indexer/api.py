@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import IndexPages
 from .plan import IndexPlan, plan
 
@@ -84,7 +83,7 @@ def index_topk(
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
-    chosen = implementation(impl, q)
+    chosen = checks.implementation(impl, q)
     _check(
         q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
         max_seqlen_q, max_seq_len, out, lens, scores, workspace,

@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 
 from ..common import latent_pages, query_tiles, split_kv
+from ..common.bits import widen
 from ..common.query_tiles import LOG2E
-from ..common.strided import PagedRows
-from ..common.tiles import widen_e4m3
 
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
@@ -54,10 +53,18 @@ class Shape(NamedTuple):
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
 
+class PagedRows(NamedTuple):
+    """Rows of channels in pages."""
+
+    data: Any  # pointer
+    stride_page: Any
+    stride_row: Any  # 0 of quantized pages, whose rows lie ROW_BYTES apart
+
+
 class Source(NamedTuple):
     """Rows of one sequence: in pages, or one after another (table and indices None)."""
 
-    rows: Any  # ``strided.PagedRows``; quantized: bytes
+    rows: Any  # ``PagedRows``; quantized: bytes
     table: Any  # block table of the sequence
     width: Any  # its entries
     indices: Any  # the token's list of rows of the table or, without one, of flat indices
@@ -113,7 +120,7 @@ def _load_quantized(rows, scales, live, dtype: tl.constexpr, SHAPE: tl.constexpr
     group = tl.arange(0, GROUPS)
     exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
     factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
-    values = widen_e4m3(quantized, tl.float32, SHAPE.HARDWARE)
+    values = widen(quantized, tl.float32, SHAPE.HARDWARE)
     values = (tl.reshape(values, [SHAPE.BLOCK_N, GROUPS, GROUP]) * factors).to(dtype)
     values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(dtype)[:, None, :], values)
     return tl.reshape(values, [SHAPE.BLOCK_N, SHAPE.VALUE_DIM])
@@ -211,7 +218,7 @@ def latent_kernel(
 
     Args:
         q, out, lse: ``strided.Rows``. kv, cos_sin: ``strided.Matrix``; None: there are none.
-        pages, entries: ``strided.PagedRows``; entries None: rows are raw alone.
+        pages, entries: ``PagedRows``; entries None: rows are raw alone.
         table, entry_table, topk_indices: ``strided.Table``; topk_indices None: all entries.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.

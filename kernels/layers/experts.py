@@ -26,11 +26,17 @@ import triton
 import triton.language as tl
 
 from ..common import launching, strided
-from ..common.checks import E4M3, MODEL_DTYPES, expect_int, expect_tensor, expect_values
+from ..common.bits import widen
+from ..common.checks import (
+    E4M3,
+    MODEL_DTYPES,
+    expect_int,
+    expect_tensor,
+    expect_values,
+    implementation,
+)
 from ..common.dequantize import DEQUANTIZE
-from ..common.impls import implementation
 from ..common.tile_shapes import MAX_REGISTERS
-from ..common.tiles import halve_e4m3
 from .gating import check_options, gated_torch
 from .gating import gated as gated_values
 
@@ -40,9 +46,8 @@ FP4_GROUP = tl.constexpr(32)
 # Rows that a program of the first kernel looks at together, and its warps.
 CHUNK, ORDER_WARPS = 1024, 8
 ENTRY = tl.constexpr(3)
-# Powers of two that fp16's bias of 15 has too little for e2m1 (1) and e4m3 (7).
+# 2 to the difference of the biases of fp16, 15, and e2m1, 1.
 E2M1_FACTOR = tl.constexpr(2.0**14)
-E4M3_FACTOR = tl.constexpr(2.0**8)
 
 
 class Tile(NamedTuple):
@@ -382,9 +387,8 @@ def _multiply(
             b = tl.trans(_widen_e2m1(packed, exponents, dtype))
         elif FORMAT == "fp8":
             bits = tl.load(matrix[:, None] + k[None, :], mask=real[:, None] & inside, other=0)
-            half = halve_e4m3(bits, HARDWARE=False)
             factor = tl.load(scale + first // FP8_BLOCK * scale_stride, mask=real, other=0.0)
-            b = tl.trans((half.to(tl.float32) * E4M3_FACTOR * factor[:, None]).to(dtype))
+            b = tl.trans((widen(bits, tl.float32, HARDWARE=False) * factor[:, None]).to(dtype))
         else:
             # Loaded as it is multiplied: a transposed load would not be copied ahead.
             cells = matrix[None, :] + k[:, None] * stride_column

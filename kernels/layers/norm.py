@@ -21,8 +21,8 @@ from ..common.checks import (
     expect_number,
     expect_positive,
     expect_tensor,
+    implementation,
 )
-from ..common.impls import implementation
 from ..common.tile_shapes import next_power_of_2
 
 MAX_SIZE = 16384

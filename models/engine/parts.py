@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.kernels.common.impls import expect_impl
+from quire.kernels.common.checks import expect_impl
 from quire.kvcore import KVCache, WorkerTables
 from quire.kvcore.device import BatchBuilder
 
