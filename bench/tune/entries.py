@@ -17,8 +17,8 @@ from itertools import product
 from types import ModuleType
 from typing import Any
 
+from quire.kernels.attention import launch as paged
 from quire.kernels.attention import tiles
-from quire.kernels.attention import triton_impl as paged
 from quire.kernels.common.arch import Arch
 from quire.kernels.common.tile_shapes import tile_rows
 from quire.kernels.latent import launch as latent_launch

@@ -1,6 +1,6 @@
 """The public functions: choose the implementation by name, and never fall back to another.
 
-Next: `call`, the checks; then `triton_impl`, which launches `kernel`, or `torch_impl` on a CPU.
+Next: `call`, the checks; then `launch`, which launches `kernel`, or `torch_impl` on a CPU.
 
 Torch is imported here and Triton only by the functions that launch a kernel, so that
 ``impl="torch"`` works where Triton is missing.
@@ -269,7 +269,7 @@ def merge_partials(
     chosen = checks.implementation(impl, partial_out)
     out = check_merge(partial_out, partial_lse, sinks, out, lse)
     if chosen == "triton":
-        from .triton_impl import merge_partials as merge
+        from .launch import merge_partials as merge
     else:
         from .torch_impl import merge_partials as merge
     return merge(partial_out, partial_lse, sinks, out, lse)
@@ -331,7 +331,7 @@ def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
     chosen = checks.implementation(impl, call.q)
     call = check_attention(call)
     if chosen == "triton":
-        from .triton_impl import attention
+        from .launch import attention
 
         if checks.is_readable(call.q):
             check_values(call)

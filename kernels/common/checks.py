@@ -178,6 +178,43 @@ def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
         )
 
 
+def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
+    """Require lengths, prefix sums and the longest sequence of a ragged batch; ValueError otherwise.
+
+    Returns:
+        Sequences in the batch.
+    """
+    expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    expect_int("max_seqlen_q", max_seqlen_q, 0)
+    return num_seqs
+
+
+def expect_longest(num_tokens: int, num_seqs: int, max_seqlen_q: int) -> None:
+    """Require a max_seqlen_q by which the sequences can hold all tokens; ValueError otherwise."""
+    if num_seqs * max_seqlen_q < num_tokens:
+        raise ValueError(
+            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
+            f" got {max_seqlen_q}"
+        )
+
+
+def expect_decodes(
+    num_tokens: int, num_seqs: int, max_seqlen_q: int, max_seq_len: Any, num_decodes: Any
+) -> int:
+    """Require ``max_seq_len`` and ``num_decodes`` as in ``quire.kernels.paged_attention``; returns
+    the latter, or its default."""
+    if max_seq_len is not None:
+        expect_int("max_seq_len", max_seq_len, 0)
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    expect_int("num_decodes", num_decodes, 0, num_seqs)
+    if num_decodes == num_seqs:  # no prefill kernel is launched for longer sequences
+        expect_longest(num_tokens, num_seqs, max_seqlen_q)
+    return int(num_decodes)
+
+
 def expect_head_dim(name: str, head_dim: int) -> None:
     """Require a head dimension that the Triton kernels are built for.
 

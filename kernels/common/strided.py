@@ -102,6 +102,21 @@ class Cells(NamedTuple):
     stride_column: Any
 
 
+class PagedRows(NamedTuple):
+    """Rows of channels in pages, [num_pages, block_size, channels].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_page: elements from one page to the next.
+        stride_row: elements from one row of a page to the next; 0 where a kernel knows it of
+            quantized pages.
+    """
+
+    data: Any
+    stride_page: Any
+    stride_row: Any
+
+
 def matrix(tensor: torch.Tensor | None) -> Matrix | None:
     """A tensor [num_rows, channels] with its stride; None for None."""
     return None if tensor is None else Matrix(tensor, tensor.stride(0))

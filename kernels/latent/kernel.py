@@ -26,6 +26,7 @@ import triton.language as tl
 from ..common import latent_pages, query_tiles, split_kv
 from ..common.bits import widen
 from ..common.query_tiles import LOG2E
+from ..common.strided import PagedRows
 
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
@@ -53,18 +54,10 @@ class Shape(NamedTuple):
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
 
-class PagedRows(NamedTuple):
-    """Rows of channels in pages."""
-
-    data: Any  # pointer
-    stride_page: Any
-    stride_row: Any  # 0 of quantized pages, whose rows lie ROW_BYTES apart
-
-
 class Source(NamedTuple):
     """Rows of one sequence: in pages, or one after another (table and indices None)."""
 
-    rows: Any  # ``PagedRows``; quantized: bytes
+    rows: Any  # ``strided.PagedRows``; quantized: bytes
     table: Any  # block table of the sequence
     width: Any  # its entries
     indices: Any  # the token's list of rows of the table or, without one, of flat indices
@@ -218,7 +211,7 @@ def latent_kernel(
 
     Args:
         q, out, lse: ``strided.Rows``. kv, cos_sin: ``strided.Matrix``; None: there are none.
-        pages, entries: ``PagedRows``; entries None: rows are raw alone.
+        pages, entries: ``strided.PagedRows``; entries None: rows are raw alone.
         table, entry_table, topk_indices: ``strided.Table``; topk_indices None: all entries.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.

@@ -12,7 +12,7 @@ from ..common.merging import merge_splits
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, tile_heads
 from .call import LatentCall, MlaPages
-from .kernel import PagedRows, Shape, latent_kernel
+from .kernel import Shape, latent_kernel
 from .tiles import DecodePlan, plan_decode, select_config
 
 
@@ -150,6 +150,6 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         )
 
 
-def _paged_rows(pages: LatentPages | MlaPages) -> PagedRows:
+def _paged_rows(pages: LatentPages | MlaPages) -> strided.PagedRows:
     stride_row = 0 if pages.fp8 else pages.data.stride(1)
-    return PagedRows(pages.data, pages.data.stride(0), stride_row)
+    return strided.PagedRows(pages.data, pages.data.stride(0), stride_row)

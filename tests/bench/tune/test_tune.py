@@ -15,7 +15,7 @@ from quire.bench.tune import __main__ as tune
 from quire.bench.tune import entries as tune_cells
 from quire.bench.tune.entries import _AttentionEntry as AttentionEntry
 from quire.bench.tune.entries import _LatentEntry as LatentEntry
-from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention import launch as paged
 from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
 from quire.kernels.latent import launch as latent_launch

@@ -9,7 +9,7 @@ import torch
 
 import quire.kernels
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
-from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention import launch as paged
 from quire.kernels.attention.call import AttentionCall, check_attention
 from tests.support.forked import forked, printed
 from tests.support.helpers import DEVICE, AttentionCase, make_batch
