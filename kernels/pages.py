@@ -157,7 +157,7 @@ def _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None
 
 @triton.jit
 def _row_scales(rows):
-    """Scales [ROWS] of rows [ROWS, DIM] fp32, as ``e4m3.quantize`` has them."""
+    """Scales [ROWS] of rows [ROWS, DIM] fp32, as in ``e4m3.quantize``."""
     # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
     largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)

@@ -61,12 +61,12 @@ class AttentionCall:
 
     @property
     def scales(self) -> str:
-        """What k_scale and v_scale are: "none", "number", "tensor" (of one number) or "rows"."""
+        """Kind of k_scale and v_scale: "none", "number", "tensor" (of one number) or "rows"."""
         return scale_kind(self.k_scale)
 
     @property
     def paged_context(self) -> bool:
-        """Whether the keys in the pages are those before the step alone."""
+        """True if the pages hold only the keys before the step."""
         return self.k is not None or self.context_only
 
     @property

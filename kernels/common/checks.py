@@ -1,8 +1,8 @@
-"""Argument checks of the public functions: one error format, shapes and dtypes only, no device
-synchronisation.
+"""Argument checks of the public functions, with one error format, and the choice of an
+implementation.
 
-A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. What an operator checks of
-a call, and the call with every default filled in, are in ``call`` of its folder.
+A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. No check synchronises with
+a device: values are checked for CPU tensors only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ IMPLS = ("triton", "torch")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 E4M3 = torch.float8_e4m3fn
-# What a sequence has fewer tokens than: within 32 bits two positions add up, or a position and a
-# window.
+# Sequences have fewer tokens: the sum of two positions, or of a position and a window, fits 32 bits.
 MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
@@ -47,10 +46,8 @@ def expect_impl(impl: str | None, device_type: str) -> None:
 
 
 def implementation(impl: str | None, tensor: torch.Tensor) -> str:
-    """Choose the implementation of a call by its first tensor.
-
-    Of anything but a tensor the answer is "torch", and the checks raise.
-    """
+    """Choose the implementation of a call by its first tensor; "torch" for anything else, which the
+    checks then refuse."""
     if not isinstance(tensor, torch.Tensor):
         expect_impl(impl, "")
         return "torch"
@@ -82,8 +79,6 @@ def expect_tensor(
 
     Raises:
         ValueError: naming what was expected and what came.
-
-    Source: style rule 16 of this project (raise at the edge, one format).
     """
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     right = isinstance(tensor, torch.Tensor)
@@ -240,7 +235,7 @@ def check_pages(
 
 
 def scale_kind(scale: float | torch.Tensor | None) -> str:
-    """What a scale argument is: "none", "number", "tensor" (of one number) or "rows"."""
+    """Kind of a scale argument: "none", "number", "tensor" (of one number) or "rows"."""
     if scale is None:
         return "none"
     if isinstance(scale, torch.Tensor):
@@ -298,7 +293,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether values of a tensor are looked at: on a CPU. Reading those of a device waits for it."""
+    """True for CPU tensors, whose values are checked; reading those of a device would wait for it."""
     return tensor.is_cpu
 
 

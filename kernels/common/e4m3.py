@@ -1,4 +1,4 @@
-"""How rows of keys and values are quantized to e4m3, and read back, in plain torch.
+"""Quantization of rows of keys and values to e4m3, in plain torch.
 
     value = e4m3(clamp(x / scale, -448, 448)),   x' = value * scale
 
@@ -42,8 +42,6 @@ def quantize(
 
     Returns:
         (values [..., head_dim] float8_e4m3fn, scales fp32 [...], or [] if one was given).
-
-    Source: the file's docstring.
     """
     x = rows.float()
     if scale is None:
@@ -58,7 +56,7 @@ def quantize(
 
 
 def dequantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """Rows that quantized values stand for.
+    """Read quantized rows.
 
     Args:
         values: [..., head_dim] float8_e4m3fn.
@@ -66,8 +64,6 @@ def dequantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tenso
 
     Returns:
         [..., head_dim] fp32.
-
-    Source: the file's docstring.
     """
     if isinstance(scale, torch.Tensor) and scale.dim() == values.dim() - 1:
         scale = scale.unsqueeze(-1)

@@ -1,5 +1,5 @@
-"""What a page of latents or of index keys is, byte by byte: views for the kernels, and exact reads
-and writes in torch.
+"""Pages of latents and of index keys, byte by byte: views for the kernels, and exact reads and
+writes in torch.
 
 Plain pages are rows [num_pages, storage_block_size, dim]. The two quantized layouts keep their
 scales behind all rows of a page:
@@ -88,7 +88,7 @@ class LatentPages:
 
     @property
     def fp8(self) -> bool:
-        """Whether the pages are in the quantized layout."""
+        """True for the quantized layout."""
         return _is_bytes(self.data)
 
     @property
@@ -190,7 +190,7 @@ class IndexPages:
 
     @property
     def fp8(self) -> bool:
-        """Whether the pages are in the quantized layout."""
+        """True for the quantized layout."""
         return _is_bytes(self.data)
 
     @property
@@ -283,8 +283,7 @@ def quantize_groups(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch
 
 
 def dequantize_groups(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The rows [..., dim] fp32 that ``quantize_groups`` encoded, exactly; arguments as it returns
-    them."""
+    """Undo ``quantize_groups``: rows [..., dim] fp32; arguments as it returns them."""
     rows = _decode(values).unflatten(-1, (exponents.shape[-1], -1))
     return (rows * _power_of_two(exponents)[..., None]).flatten(-2)
 

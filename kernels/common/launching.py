@@ -52,7 +52,7 @@ def without_buffer_operations() -> Iterator[None]:
 def partials(
     numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
-    """Where KV splits leave their partial results: rows of ``dim`` values, then the lse of each.
+    """Memory for the partial results of KV splits: rows of ``dim`` values, then the lse of each.
 
     Args:
         numel: elements of both together; 0: nothing is split, and there is no memory.

@@ -81,12 +81,12 @@ class LatentCall:
 
     @property
     def lists(self) -> bool:
-        """Whether every token has keys of its own, so that a query tile holds one token."""
+        """True if every token has its own list of keys; a query tile then holds one token."""
         return self.slots or self.topk_indices is not None
 
     @property
     def bounded(self) -> bool:
-        """Whether a query's keys stay few at any context length."""
+        """True if the context length does not bound the keys of a query: a window, top-k or slots."""
         if self.slots:
             return True
         return self.sliding_window is not None and (
@@ -276,7 +276,7 @@ def check_values(call: LatentCall) -> None:
 
 
 def listed(lists: torch.Tensor, lens: torch.Tensor | None, tokens_per_len: int = 1) -> torch.Tensor:
-    """Which elements of lists [n, width] count: those that are no -1, of the first ``lens``."""
+    """Mask [n, width] of list elements that count: the first ``lens``, without -1."""
     live = lists >= 0
     if lens is not None:
         rank = torch.arange(lists.shape[1], device=lists.device)

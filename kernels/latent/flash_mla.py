@@ -154,7 +154,6 @@ def flash_mla_with_kvcache(
 def _check_lists(
     q: torch.Tensor, name: str, indices: torch.Tensor, lens_name: str, lens: torch.Tensor | None
 ) -> None:
-    """Check the key lists of one cache and their lengths."""
     checks.expect_tensor(name, indices, (*q.shape[:2], None), torch.int32, device=q.device)
     checks.expect_int(f"{name}: topk", indices.shape[2], 1)
     if lens is not None:

@@ -49,7 +49,7 @@ def attention(call: LatentCall) -> torch.Tensor:
 
 
 def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int) -> None:
-    """Launch decode (``plan``) or prefill (None)."""
+    """Launch decode, or prefill if ``plan`` is None."""
     num_heads, head_dim = call.q.shape[1:]
     if plan is None:
         tile = select_config(

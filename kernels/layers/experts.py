@@ -222,7 +222,7 @@ def expert_mlp(
 
 
 def weight_format(weight: torch.Tensor) -> str:
-    """How the values of a weight are stored: "plain", "fp8" or "fp4"."""
+    """Storage format of a weight: "plain", "fp8" or "fp4"."""
     return {E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
 
 
@@ -250,7 +250,6 @@ def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_
 
 
 def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
-    """Check a stack of matrices [*lead, rows, columns] and its scale."""
     kind, group, block = weight_format(weight), FP4_GROUP.value, FP8_BLOCK.value
     if kind == "fp4" and columns % group:
         raise ValueError(

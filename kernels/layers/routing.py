@@ -204,7 +204,6 @@ def combine_experts(
 
 
 def _check_score(score, logits_factor, logits_bias, expert_scale, bias, table) -> None:
-    """Check that only what belongs to a score is given with it."""
     if score not in SCORES:
         raise ValueError(f"score: expected one of {list(SCORES)}, got {score!r}")
     others = {"logits_bias": logits_bias, "expert_scale": expert_scale}

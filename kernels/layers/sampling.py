@@ -40,7 +40,7 @@ BLOCK = 4096
 # Weights of 2**20 tokens add up to less than 2**63.
 UNITS = tl.constexpr(2.0**42)
 MAX_VOCAB = 1 << 20
-# Of each row: how it is drawn, and the values that are right.
+# Dtype and range of the columns that say how a row is drawn.
 OF_ROWS = {
     "temperature": (torch.float32, 0.0, float("inf")),
     "top_k": (torch.int32, 0, 2**31 - 1),
@@ -134,7 +134,6 @@ def sample_tokens(
 
 
 def _check_rows(logits, columns, probs) -> None:
-    """Check what says how rows are drawn, and ``probs``."""
     given = dict(zip(OF_ROWS, columns, strict=True))
     greedy = all(value is None for value in columns)
     for name, value in given.items():
@@ -155,7 +154,7 @@ def _check_rows(logits, columns, probs) -> None:
 
 @torch.no_grad()
 def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
-    """The same in plain torch, with a sort; reads on the host which rows are drawn."""
+    """Sort the drawn rows; waits for the device to know them."""
     logits = logits.float()
     top, ids = logits.max(dim=-1)
     if temperature is not None:
@@ -176,7 +175,7 @@ def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
 
 
 def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
-    """What rows are drawn from, [num_rows, vocab_size] fp32: each adds up to 1."""
+    """Filtered probabilities, [num_rows, vocab_size] fp32, of sum 1 a row."""
     top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     # Largest logit 0 first: then no temperature overflows.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
@@ -228,7 +227,7 @@ class Row(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tokens that the filters keep, by the integers of ``ordered``."""
+    """Bounds of the kept tokens, as integers of ``ordered``."""
 
     low: Any
     high: Any  # all above it are kept
@@ -253,10 +252,7 @@ def _share(part, whole, ROUND_UP: tl.constexpr):
 
 @triton.jit
 def _tokens(row, count, start, BLOCK: tl.constexpr):
-    """Tokens of a row from a place on, which of them there are, and their x.
-
-    count: how many candidates there are to look at; -1: look at all tokens.
-    """
+    """(token ids, mask, x) of a block of a row; count: candidates, -1: all tokens."""
     place = start + tl.arange(0, BLOCK)
     token = place
     if count >= 0:
@@ -270,13 +266,12 @@ def _tokens(row, count, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _places(row, count):
-    """How many tokens there are to look at."""
     return tl.where(count >= 0, count, row.vocab_size)
 
 
 @triton.jit
 def _reached(row, count, bound, BLOCK: tl.constexpr):
-    """How many tokens reach a bound, and what they weigh."""
+    """(number, weight) of the tokens that reach a bound."""
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.int64)
     for start in range(0, _places(row, count), BLOCK):
@@ -363,12 +358,12 @@ def _threshold(values, k, GROUPS: tl.constexpr):
 
 @triton.jit
 def _bounds(row, best, k, p, BLOCK: tl.constexpr):
-    """What top_k and top_p keep: all above high, and num_equal of those from low to high.
+    """Bounds of the tokens that top_k and top_p keep: all above high, and num_equal of [low, high].
 
-    best: of each lane the largest logit.
+    best: largest logit of each lane.
 
     Returns:
-        (how many candidates there are, or -1, low, high, num_equal).
+        (candidates or -1, low, high, num_equal).
     """
     low = tl.zeros([], tl.uint32)
     high = tl.zeros([], tl.uint32)
@@ -414,10 +409,8 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_kept(x, live, kept, seen):
-    """Which tokens of a block are kept, and ``seen`` for the next block.
-
-    seen: how many of those from low to high the blocks before had.
-    """
+    """(mask of the kept tokens of a block, ``seen`` for the next block); seen: tokens in [low, high]
+    of the blocks before."""
     value = ordered(x)
     equal = live & (value >= kept.low) & (value <= kept.high)
     rank = seen + tl.cumsum(equal.to(tl.int32), 0)
@@ -427,7 +420,6 @@ def _is_kept(x, live, kept, seen):
 
 @triton.jit
 def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
-    """What all kept tokens weigh."""
     weights = tl.zeros([BLOCK], tl.int64)
     seen = tl.zeros([], tl.int32)
     for start in range(0, _places(row, count), BLOCK):
@@ -439,7 +431,7 @@ def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
-    """The first kept token with which the weights exceed the goal, which is less than all weigh."""
+    """First kept token at which the sum of weights exceeds the goal, below the whole sum."""
     found = tl.full([], -1, tl.int32)
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
@@ -459,7 +451,7 @@ def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lane_maxima(logits, vocab_size, BLOCK: tl.constexpr):
-    """Of each lane the largest logit and its lowest id; NaN where there is one."""
+    """(largest logit of each lane, NaN if it has one; lowest id of it)."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab_size, BLOCK):
