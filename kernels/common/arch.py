@@ -19,26 +19,16 @@ Tiles = Literal["hopper", "blackwell", "medium", "small", "cdna3", "cdna4"]
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture.
+    """An architecture."""
 
-    Attributes:
-        name: as compilers call it: "sm_90", "gfx942".
-        maker: of the GPU.
-        tiles: the GPUs that share entries of a table of tile shapes.
-        shared_memory: bytes of shared memory (AMD: LDS) that a program may use.
-        lanes: threads of a warp (AMD: wavefront).
-        widens_e4m3: whether Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is
-            for another format, e4m3fnuz.
-        fp32_products: the ``input_precision`` by which products of fp32 lose 2^-22 of themselves at
-            most: three products of tf32, or those of fp32.
-    """
-
-    name: str
+    name: str  # as compilers call it: "sm_90", "gfx942"
     maker: Literal["nvidia", "amd"]
-    tiles: Tiles
-    shared_memory: int
-    lanes: int = 32
+    tiles: Tiles  # GPUs of one class share the entries of a table of tile shapes
+    shared_memory: int  # bytes of shared memory (AMD: LDS) that a program may use
+    lanes: int = 32  # threads of a warp (AMD: wavefront)
+    # Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is for e4m3fnuz.
     widens_e4m3: bool = False
+    # The ``input_precision`` by which products of fp32 lose at most 2^-22 of themselves.
     fp32_products: Literal["tf32x3", "ieee"] = "ieee"
 
     @property

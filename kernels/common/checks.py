@@ -23,16 +23,8 @@ MAX_TILE = 128
 
 
 def expect_impl(impl: str | None, device_type: str) -> None:
-    """Check the name of an implementation, and that it runs on a device.
-
-    Args:
-        impl: one of ``IMPLS``; None = by device.
-        device_type: device type of the tensors, "cpu" or "cuda".
-
-    Raises:
-        ValueError: another impl.
-        NotImplementedError: Triton on a CPU, unless its interpreter is on.
-    """
+    """Require one of ``IMPLS`` or None, ValueError otherwise, that runs on a device ("cpu" or
+    "cuda"); NotImplementedError for Triton on a CPU, unless its interpreter is on."""
     if impl is not None and impl not in IMPLS:
         names = ", ".join(map(repr, IMPLS))
         raise ValueError(f"impl: expected {names} or None, got {impl!r}")
@@ -66,19 +58,14 @@ def expect_tensor(
     device: torch.device | None = None,
     any_stride: bool = False,
 ) -> None:
-    """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has
-    stride 1.
+    """Require a tensor of a shape, of one of some dtypes, with stride 1 in the last dimension;
+    ValueError otherwise.
 
     Args:
-        name: the argument's name, which starts the message.
-        tensor: the value to check.
+        name: of the argument, the start of the message.
         shape: expected sizes; None matches any size and prints as ``*``.
-        dtypes: accepted dtypes.
-        device: where the tensor has to be; None accepts any place.
-        any_stride: accepts any stride of the last dimension.
-
-    Raises:
-        ValueError: naming what was expected and what came.
+        device: required device; None accepts any.
+        any_stride: accept any stride of the last dimension.
     """
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     right = isinstance(tensor, torch.Tensor)
