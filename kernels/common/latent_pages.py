@@ -1,5 +1,6 @@
-"""Pages of latents and of index keys, byte by byte: views for the kernels, and exact reads and
-writes in torch.
+"""Byte layout of pages of latents and of index keys.
+
+Views for the kernels, and exact reads and writes in torch.
 
 Plain pages are rows [num_pages, storage_block_size, dim]. The two quantized layouts keep their
 scales behind all rows of a page:
@@ -88,7 +89,7 @@ class LatentPages:
 
     @property
     def fp8(self) -> bool:
-        """True for the quantized layout."""
+        """True if the pages are in the quantized layout."""
         return _is_bytes(self.data)
 
     @property
@@ -190,7 +191,7 @@ class IndexPages:
 
     @property
     def fp8(self) -> bool:
-        """True for the quantized layout."""
+        """True if the pages are in the quantized layout."""
         return _is_bytes(self.data)
 
     @property

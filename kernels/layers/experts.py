@@ -222,7 +222,7 @@ def expert_mlp(
 
 
 def weight_format(weight: torch.Tensor) -> str:
-    """Storage format of a weight: "plain", "fp8" or "fp4"."""
+    """Storage of a weight's values: "plain", "fp8" or "fp4"."""
     return {E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
 
 

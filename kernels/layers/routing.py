@@ -204,6 +204,7 @@ def combine_experts(
 
 
 def _check_score(score, logits_factor, logits_bias, expert_scale, bias, table) -> None:
+    """Refuse arguments that do not belong to the score."""
     if score not in SCORES:
         raise ValueError(f"score: expected one of {list(SCORES)}, got {score!r}")
     others = {"logits_bias": logits_bias, "expert_scale": expert_scale}

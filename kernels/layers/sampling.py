@@ -134,6 +134,7 @@ def sample_tokens(
 
 
 def _check_rows(logits, columns, probs) -> None:
+    """Check the sampling parameters and ``probs``."""
     given = dict(zip(OF_ROWS, columns, strict=True))
     greedy = all(value is None for value in columns)
     for name, value in given.items():
@@ -154,7 +155,7 @@ def _check_rows(logits, columns, probs) -> None:
 
 @torch.no_grad()
 def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
-    """Sort the drawn rows; waits for the device to know them."""
+    """The same in plain torch, with a sort; reads on the host which rows are drawn."""
     logits = logits.float()
     top, ids = logits.max(dim=-1)
     if temperature is not None:
@@ -175,7 +176,7 @@ def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
 
 
 def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
-    """Filtered probabilities, [num_rows, vocab_size] fp32, of sum 1 a row."""
+    """Distribution of each row, [num_rows, vocab_size] fp32."""
     top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     # Largest logit 0 first: then no temperature overflows.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
@@ -236,6 +237,27 @@ class Kept(NamedTuple):
 
 
 @triton.jit
+def _threshold(values, k, GROUPS: tl.constexpr):
+    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
+
+    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
+    have each a largest value; k values reach the least of these, where the search begins. It halves
+    what is left until exactly k values reach a number, or none but the k-th largest is left.
+    """
+    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
+    high = tl.max(values, 0)
+    count = tl.zeros([], tl.int32)
+    while (low < high) & (count != k):
+        middle = high - (high - low) // 2
+        reached = tl.sum((values >= middle).to(tl.int32), 0)
+        enough = reached >= k
+        count = tl.where(enough, reached, count)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
 def _weight(x):
     """exp(x) as an integer, x <= 0."""
     return (tl.exp(x) * UNITS).to(tl.int64)
@@ -252,7 +274,10 @@ def _share(part, whole, ROUND_UP: tl.constexpr):
 
 @triton.jit
 def _tokens(row, count, start, BLOCK: tl.constexpr):
-    """(token ids, mask, x) of a block of a row; count: candidates, -1: all tokens."""
+    """Ids of a block of a row's tokens, their mask and their x.
+
+    count: number of candidates to look at; -1: look at all tokens.
+    """
     place = start + tl.arange(0, BLOCK)
     token = place
     if count >= 0:
@@ -266,12 +291,13 @@ def _tokens(row, count, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def _places(row, count):
+    """Number of tokens to look at."""
     return tl.where(count >= 0, count, row.vocab_size)
 
 
 @triton.jit
 def _reached(row, count, bound, BLOCK: tl.constexpr):
-    """(number, weight) of the tokens that reach a bound."""
+    """Number and weight of the tokens that reach a bound."""
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.int64)
     for start in range(0, _places(row, count), BLOCK):
@@ -284,14 +310,14 @@ def _reached(row, count, bound, BLOCK: tl.constexpr):
 
 @triton.jit
 def _search(row, count, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest x at which the tokens that reach it are ``goal`` many, or weigh that much.
+    """Find the highest x that ``goal`` tokens reach, or tokens of weight ``goal``.
 
     Args:
-        low: a bound at which they are.
+        low: a bound that enough tokens reach.
 
     Returns:
-        (low, high, how many are above high, what they weigh, how many lie from low to high, what
-        they weigh). Those from low to high are equal, or one, or, of a count, all of them needed.
+        (low, high, number above high, their weight, number from low to high, their weight). The
+        tokens from low to high are equal, or one, or, for a count, all needed.
     """
     high = ordered(tl.zeros([], tl.float32))
     found, weight = _reached(row, count, low, BLOCK)
@@ -336,34 +362,13 @@ def _list_candidates(row, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _threshold(values, k, GROUPS: tl.constexpr):
-    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
-
-    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
-    have each a largest value; k values reach the least of these, where the search begins. It halves
-    what is left until exactly k values reach a number, or none but the k-th largest is left.
-    """
-    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
-    high = tl.max(values, 0)
-    count = tl.zeros([], tl.int32)
-    while (low < high) & (count != k):
-        middle = high - (high - low) // 2
-        reached = tl.sum((values >= middle).to(tl.int32), 0)
-        enough = reached >= k
-        count = tl.where(enough, reached, count)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
-
-
-@triton.jit
 def _bounds(row, best, k, p, BLOCK: tl.constexpr):
-    """Bounds of the tokens that top_k and top_p keep: all above high, and num_equal of [low, high].
+    """Bounds of top_k and top_p: keep all above high, and num_equal of those from low to high.
 
-    best: largest logit of each lane.
+    best: the largest logit of each lane.
 
     Returns:
-        (candidates or -1, low, high, num_equal).
+        (number of candidates, or -1, low, high, num_equal).
     """
     low = tl.zeros([], tl.uint32)
     high = tl.zeros([], tl.uint32)
@@ -409,8 +414,10 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
 
 @triton.jit
 def _is_kept(x, live, kept, seen):
-    """(mask of the kept tokens of a block, ``seen`` for the next block); seen: tokens in [low, high]
-    of the blocks before."""
+    """Mask of the kept tokens of a block, and ``seen`` for the next block.
+
+    seen: number of tokens from low to high in earlier blocks.
+    """
     value = ordered(x)
     equal = live & (value >= kept.low) & (value <= kept.high)
     rank = seen + tl.cumsum(equal.to(tl.int32), 0)
@@ -420,6 +427,7 @@ def _is_kept(x, live, kept, seen):
 
 @triton.jit
 def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
+    """Weight of all kept tokens."""
     weights = tl.zeros([BLOCK], tl.int64)
     seen = tl.zeros([], tl.int32)
     for start in range(0, _places(row, count), BLOCK):
@@ -431,7 +439,7 @@ def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
-    """First kept token at which the sum of weights exceeds the goal, below the whole sum."""
+    """The first kept token with which the weights exceed the goal, which is less than all weigh."""
     found = tl.full([], -1, tl.int32)
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
@@ -451,7 +459,7 @@ def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lane_maxima(logits, vocab_size, BLOCK: tl.constexpr):
-    """(largest logit of each lane, NaN if it has one; lowest id of it)."""
+    """Largest logit of each lane and its lowest id; NaN where there is one."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocab_size, BLOCK):
