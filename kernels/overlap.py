@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from .common import checks, launching, strided
-from .common.checks import expect_apart, expect_tensor, expect_values
-from .common.impls import implementation
+from .common.checks import expect_apart, expect_tensor, expect_values, implementation
 
 # Channels that a program copies.
 BLOCK = 512

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import checks, e4m3, launching, strided
+from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import (
     MODEL_DTYPES,
     check_pages,
@@ -34,12 +35,14 @@ from .common.checks import (
     expect_ids,
     expect_int,
     expect_tensor,
+    implementation,
     scale_kind,
 )
-from .common.impls import implementation
 from .common.tile_shapes import next_power_of_2
-from .common.tiles import rounded_to_e4m3, row_scales
 
+LARGEST = tl.constexpr(e4m3.E4M3_MAX)
+LEAST_SCALE = tl.constexpr(e4m3.MIN_SCALE)
+MAX_BITS = tl.constexpr(0x7F7FFFFF)  # of the largest finite fp32 number
 # Elements of K that one program writes; V the same.
 ELEMENTS_PER_PROGRAM = 2048
 # Words of a piece of a page: each of 128 threads has four loads of 16 bytes under way.
@@ -152,6 +155,16 @@ def _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None
 
 
 @triton.jit
+def _row_scales(rows):
+    """Scales [ROWS] of rows [ROWS, DIM] fp32, as in ``e4m3.quantize``."""
+    # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
+    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)
+    scales = tl.math.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    return tl.where(scales < LEAST_SCALE, LEAST_SCALE, scales)
+
+
+@triton.jit
 def _write_rows(rows, pages, scale, page, row, head, live, SCALES: tl.constexpr):
     """Store the heads [HEADS, HEAD_DIM] of one row, and scales of their own.
 
@@ -164,7 +177,7 @@ def _write_rows(rows, pages, scale, page, row, head, live, SCALES: tl.constexpr)
         rows = rows.to(tl.float32)
         divisor = scale
         if SCALES == "rows":
-            scales = row_scales(rows)
+            scales = _row_scales(rows)
             of_row = scale.data + page * scale.stride_page + row * scale.stride_row
             tl.store(of_row + head * scale.stride_head, scales, mask=live)
             divisor = scales[:, None]
@@ -336,7 +349,7 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
     block = min(BLOCK, next_power_of_2(words))
     num_pieces = page_ids.shape[0] * num_tensors * triton.cdiv(words, block)
     most = DEVICE_PROGRAMS if buffer.device == pages.device else HOST_PROGRAMS
-    aligned = pages.is_aligned and strided.rows_at_16_bytes(buffer)
+    aligned = pages.is_aligned and gcd(buffer.data_ptr(), buffer.stride(0)) % FASTEST == 0
     with torch.cuda.device_of(pages.addresses):
         launching.launch(
             _copy_pages_kernel,

@@ -1,6 +1,6 @@
 """The public functions: choose the implementation by name, and never fall back to another.
 
-Next: `call`, the checks; then `triton_impl`, which launches `kernel`, or `torch_impl` on a CPU.
+Next: `call`, the checks; then `launch`, which launches `kernel`, or `torch_impl` on a CPU.
 
 Torch is imported here and Triton only by the functions that launch a kernel, so that
 ``impl="torch"`` works where Triton is missing.
@@ -27,7 +27,6 @@ from functools import partial
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from .call import AttentionCall, check_attention, check_merge, check_values
 from .tiles import plan_decode
 
@@ -262,10 +261,10 @@ def merge_partials(
 
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
     """
-    chosen = implementation(impl, partial_out)
+    chosen = checks.implementation(impl, partial_out)
     out = check_merge(partial_out, partial_lse, sinks, out, lse)
     if chosen == "triton":
-        from .triton_impl import merge_partials as merge
+        from .launch import merge_partials as merge
     else:
         from .torch_impl import merge_partials as merge
     return merge(partial_out, partial_lse, sinks, out, lse)
@@ -323,10 +322,10 @@ def workspace_numel(
 
 
 def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
-    chosen = implementation(impl, call.q)
+    chosen = checks.implementation(impl, call.q)
     call = check_attention(call)
     if chosen == "triton":
-        from .triton_impl import attention
+        from .launch import attention
 
         if checks.is_readable(call.q):
             check_values(call)

@@ -13,6 +13,8 @@ from ..common.checks import (
     check_pages,
     check_scales,
     expect_apart,
+    expect_batch,
+    expect_decodes,
     expect_head_dim,
     expect_ids,
     expect_int,
@@ -59,12 +61,12 @@ class AttentionCall:
 
     @property
     def scales(self) -> str:
-        """What k_scale and v_scale are: "none", "number", "tensor" (of one number) or "rows"."""
+        """Kind of k_scale and v_scale: "none", "number", "tensor" (of one number) or "rows"."""
         return scale_kind(self.k_scale)
 
     @property
     def paged_context(self) -> bool:
-        """Whether the keys in the pages are those before the step alone."""
+        """True if the pages hold only the keys before the step."""
         return self.k is not None or self.context_only
 
     @property
@@ -125,10 +127,11 @@ def check_attention(call: AttentionCall) -> AttentionCall:
         raise ValueError(
             f"q: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
         )
-    expect_tensor("seq_lens", call.seq_lens, (None,), torch.int32, device=device)
+    num_seqs = expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
+    num_decodes = expect_decodes(
+        num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes
+    )
     expect_values("seq_lens", call.seq_lens, -MAX_TOKENS, MAX_TOKENS - 1)
-    num_seqs = call.seq_lens.shape[0]
-    expect_tensor("cu_seqlens_q", call.cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
     expect_tensor("block_table", call.block_table, (num_seqs, None), torch.int32, device=device)
     expect_int("block_table: width", call.block_table.shape[1], 1)
     if (k is None) != (v is None):
@@ -157,19 +160,6 @@ def check_attention(call: AttentionCall) -> AttentionCall:
         expect_apart("lse", call.lse)
     if call.workspace is not None:
         expect_tensor("workspace", call.workspace, (None,), torch.float32, device=device)
-    expect_int("max_seqlen_q", call.max_seqlen_q, 0)
-    if call.max_seq_len is not None:
-        expect_int("max_seq_len", call.max_seq_len, 0)
-    num_decodes = call.num_decodes
-    if num_decodes is None:
-        num_decodes = num_seqs if call.max_seqlen_q <= 1 else 0
-    expect_int("num_decodes", num_decodes, 0, num_seqs)
-    if num_decodes == num_seqs and num_seqs * call.max_seqlen_q < num_tokens:
-        # No prefill kernel is launched for what the decode tile cannot hold.
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
-            f" got {call.max_seqlen_q}"
-        )
     softcap, sliding_window, out = call.softcap, call.sliding_window, call.out
     if softcap is not None:
         expect_positive("softcap", softcap)

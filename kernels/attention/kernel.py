@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from ..common import query_tiles, split_kv
+from ..common.bits import widen
 from ..common.query_tiles import LOG2E
 from ..common.strided import Pages
 
@@ -65,23 +66,6 @@ class Source(NamedTuple):
     table: Any  # block table of the sequence
     width: Any  # its entries
     offset: Any  # position of row 0 in the sequence
-
-
-@triton.jit
-def widen(values, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """e4m3 bytes as numbers of ``dtype``, exactly; NaN stays NaN.
-
-    Without HARDWARE the bits move into an fp16, whose exponent has a bias of 15 instead of 7.
-    """
-    if HARDWARE:
-        wide = values.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        # The shift copies the sign into the top two bits; 0xBF80 keeps one of them.
-        bits = values.to(tl.int8, bitcast=True).to(tl.int16) << 7
-        bits = (bits.to(tl.uint16, bitcast=True) & 0xBF80).to(tl.uint16)
-        bits = tl.where((values & 0x7F) == 0x7F, 0x7E00, bits).to(tl.uint16)
-        wide = (bits.to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
-    return wide.to(dtype)
 
 
 @triton.jit

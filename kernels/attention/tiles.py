@@ -21,21 +21,13 @@ from ..common.tile_shapes import (
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape of a launch.
+    """Tile shape of a launch."""
 
-    Attributes:
-        block_m: rows of the query tile.
-        block_n: keys of the K/V tile.
-        num_warps: warps of a program.
-        num_stages: most stages of the K/V pipeline; fewer where shared memory is short.
-        value_parts: accumulators that share the value channels.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # rows of the query tile
+    block_n: int  # keys of the K/V tile
     num_warps: int
-    num_stages: int
-    value_parts: int = 1
+    num_stages: int  # at most; fewer where shared memory is short
+    value_parts: int = 1  # accumulators that share the value channels
 
 
 _HOPPER = {
@@ -115,19 +107,12 @@ def select_config(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Split of the decode part of a batch (`common.split_kv`).
+    """Split of the decode part of a batch (`common.split_kv`)."""
 
-    Attributes:
-        block_m: rows of the query tile.
-        target_splits: KV splits that the keys of the whole batch are divided into, about.
-        max_splits: KV splits of the batch, at most.
-        workspace_numel: fp32 elements; 0 where no sequence can be split.
-    """
-
-    block_m: int
-    target_splits: int
-    max_splits: int
-    workspace_numel: int
+    block_m: int  # rows of the query tile
+    target_splits: int  # approximate KV splits of the whole batch
+    max_splits: int  # KV splits of the batch, at most
+    workspace_numel: int  # fp32 elements; 0 where no sequence can be split
 
 
 def plan_decode(

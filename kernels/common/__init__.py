@@ -1,2 +1,1 @@
-"""What several operators share: argument checks, launches and their cache, page formats, tiles, and
-the ways to divide work."""
+"""Shared by several operators: argument checks, launches, page formats, tiles and split-KV."""

@@ -1,8 +1,7 @@
-"""The architecture of a GPU as a value, and the only place that tells one from another by name.
+"""The architecture of a GPU as a value: tile class, limits and launch options.
 
-What differs between GPUs is asked of an `Arch`: which tile shapes it takes, which instruction
-multiplies, what a program may use, which launch options there are. ``launching.arch_of`` makes it
-of a device, `named` of a name, without a GPU.
+No other module tells architectures apart by name. ``launching.arch_of`` makes an `Arch` of a device,
+`named` of a name, without a GPU.
 
 Source: CUDA programming guide, table of compute capabilities; AMD instruction set architecture
     documents of CDNA 3 and CDNA 4; LLVM's user guide of the AMDGPU backend.
@@ -20,28 +19,16 @@ Tiles = Literal["hopper", "blackwell", "medium", "small", "cdna3", "cdna4"]
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture.
+    """An architecture."""
 
-    Attributes:
-        name: as compilers call it: "sm_90", "gfx942".
-        maker: of the GPU.
-        tiles: the GPUs that share entries of a table of tile shapes.
-        matrix: the instruction that multiplies matrices.
-        shared_memory: bytes of shared memory (AMD: LDS) that a program may use.
-        lanes: threads of a warp (AMD: wavefront).
-        widens_e4m3: whether Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is
-            for another format, e4m3fnuz.
-        fp32_products: the ``input_precision`` by which products of fp32 lose 2^-22 of themselves at
-            most: three products of tf32, or those of fp32.
-    """
-
-    name: str
+    name: str  # as compilers call it: "sm_90", "gfx942"
     maker: Literal["nvidia", "amd"]
-    tiles: Tiles
-    matrix: Literal["mma", "wgmma", "tcgen05", "mfma"]
-    shared_memory: int
-    lanes: int = 32
+    tiles: Tiles  # GPUs of one class share the entries of a table of tile shapes
+    shared_memory: int  # bytes of shared memory (AMD: LDS) that a program may use
+    lanes: int = 32  # threads of a warp (AMD: wavefront)
+    # Triton's cast of e4m3fn to fp16 is an instruction. That of CDNA 3 is for e4m3fnuz.
     widens_e4m3: bool = False
+    # The ``input_precision`` by which products of fp32 lose at most 2^-22 of themselves.
     fp32_products: Literal["tf32x3", "ieee"] = "ieee"
 
     @property
@@ -60,15 +47,12 @@ class Arch:
         return {"maxnreg": registers} if self.maker == "nvidia" else {}
 
 
-_AMPERE = Arch("sm_80", "nvidia", "medium", "mma", 163 << 10, fp32_products="tf32x3")
+_AMPERE = Arch("sm_80", "nvidia", "medium", 163 << 10, fp32_products="tf32x3")
 _SMALL = replace(_AMPERE, name="sm_86", tiles="small", shared_memory=99 << 10)
-_HOPPER = replace(
-    _AMPERE, name="sm_90", tiles="hopper", matrix="wgmma", shared_memory=227 << 10,
-    widens_e4m3=True,
-)  # fmt: skip
-_BLACKWELL = replace(_HOPPER, name="sm_100", tiles="blackwell", matrix="tcgen05")
-_CDNA3 = Arch("gfx942", "amd", "cdna3", "mfma", 64 << 10, lanes=64)
-_CDNA4 = Arch("gfx950", "amd", "cdna4", "mfma", 160 << 10, lanes=64, widens_e4m3=True)
+_HOPPER = replace(_AMPERE, name="sm_90", tiles="hopper", shared_memory=227 << 10, widens_e4m3=True)
+_BLACKWELL = replace(_HOPPER, name="sm_100", tiles="blackwell")
+_CDNA3 = Arch("gfx942", "amd", "cdna3", 64 << 10, lanes=64)
+_CDNA4 = Arch("gfx950", "amd", "cdna4", 160 << 10, lanes=64, widens_e4m3=True)
 
 
 @cache

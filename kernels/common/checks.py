@@ -1,8 +1,8 @@
-"""Argument checks of the public functions: one error format, shapes and dtypes only, no device
-synchronisation.
+"""Argument checks of the public functions, with one error format, and the choice of an
+implementation.
 
-A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. What an operator checks of
-a call, and the call with every default filled in, are in ``call`` of its folder.
+A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. No check synchronises with
+a device: values are checked for CPU tensors only.
 """
 
 from __future__ import annotations
@@ -12,14 +12,41 @@ from typing import Any
 
 import torch
 
+IMPLS = ("triton", "torch")
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 E4M3 = torch.float8_e4m3fn
-# What a sequence has fewer tokens than: within 32 bits two positions add up, or a position and a
-# window.
+# Sequences have fewer tokens: the sum of two positions, or of a position and a window, fits 32 bits.
 MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
+
+
+def expect_impl(impl: str | None, device_type: str) -> None:
+    """Require one of ``IMPLS`` or None, ValueError otherwise, that runs on a device ("cpu" or
+    "cuda"); NotImplementedError for Triton on a CPU, unless its interpreter is on."""
+    if impl is not None and impl not in IMPLS:
+        names = ", ".join(map(repr, IMPLS))
+        raise ValueError(f"impl: expected {names} or None, got {impl!r}")
+    if impl == "triton" and device_type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise NotImplementedError(
+                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a CPU"
+            )
+
+
+def implementation(impl: str | None, tensor: torch.Tensor) -> str:
+    """Choose the implementation of a call by its first tensor; "torch" for anything else, which the
+    checks then refuse."""
+    if not isinstance(tensor, torch.Tensor):
+        expect_impl(impl, "")
+        return "torch"
+    if impl is not None:
+        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
+        return impl
+    return "triton" if tensor.is_cuda else "torch"
 
 
 def expect_tensor(
@@ -31,36 +58,27 @@ def expect_tensor(
     device: torch.device | None = None,
     any_stride: bool = False,
 ) -> None:
-    """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has
-    stride 1.
+    """Require a tensor of a shape, of one of some dtypes, with stride 1 in the last dimension;
+    ValueError otherwise.
 
     Args:
-        name: the argument's name, which starts the message.
-        tensor: the value to check.
+        name: of the argument, the start of the message.
         shape: expected sizes; None matches any size and prints as ``*``.
-        dtypes: accepted dtypes.
-        device: where the tensor has to be; None accepts any place.
-        any_stride: accepts any stride of the last dimension.
-
-    Raises:
-        ValueError: naming what was expected and what came.
-
-    Source: style rule 16 of this project (raise at the edge, one format).
+        device: required device; None accepts any.
+        any_stride: accept any stride of the last dimension.
     """
-    accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    have = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-    same_shape = (
-        have is not None
-        and len(shape) == len(have)
-        and all(want is None or want == n for want, n in zip(shape, have, strict=True))
-    )
-    if not same_shape or tensor.dtype not in accepted:
+    accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    right = isinstance(tensor, torch.Tensor)
+    right = right and tensor.dtype in accepted and len(shape) == tensor.dim()
+    if right:
+        for want, size in zip(shape, tensor.shape, strict=True):
+            right = right and (want is None or want == size)
+    if not right:
         sizes = ", ".join("*" if n is None else str(n) for n in shape)
-        came = type(tensor).__name__ if have is None else _described(tensor)
+        came = _described(tensor) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ValueError(f"{name}: expected {_names(accepted)} [{sizes}], got {came}")
     # A dimension of size 0 or 1 is never stepped over, so its stride says nothing.
-    steps = tensor.dim() and tensor.shape[-1] > 1 and not any_stride
-    if steps and tensor.stride(-1) != 1:
+    if shape and not any_stride and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride()}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
@@ -109,6 +127,8 @@ def window_tokens(sliding_window: Any) -> int:
 def expect_apart(name: str, tensor: torch.Tensor) -> None:
     """Require a tensor that is written to to have no two elements in one place (expanded tensors
     have); ValueError otherwise."""
+    if tensor.is_contiguous():
+        return
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and tensor.numel():
@@ -140,6 +160,43 @@ def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
         )
 
 
+def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
+    """Require lengths, prefix sums and the longest sequence of a ragged batch; ValueError otherwise.
+
+    Returns:
+        Sequences in the batch.
+    """
+    expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    expect_int("max_seqlen_q", max_seqlen_q, 0)
+    return num_seqs
+
+
+def expect_longest(num_tokens: int, num_seqs: int, max_seqlen_q: int) -> None:
+    """Require a max_seqlen_q by which the sequences can hold all tokens; ValueError otherwise."""
+    if num_seqs * max_seqlen_q < num_tokens:
+        raise ValueError(
+            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
+            f" got {max_seqlen_q}"
+        )
+
+
+def expect_decodes(
+    num_tokens: int, num_seqs: int, max_seqlen_q: int, max_seq_len: Any, num_decodes: Any
+) -> int:
+    """Require ``max_seq_len`` and ``num_decodes`` as in ``quire.kernels.paged_attention``; returns
+    the latter, or its default."""
+    if max_seq_len is not None:
+        expect_int("max_seq_len", max_seq_len, 0)
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    expect_int("num_decodes", num_decodes, 0, num_seqs)
+    if num_decodes == num_seqs:  # no prefill kernel is launched for longer sequences
+        expect_longest(num_tokens, num_seqs, max_seqlen_q)
+    return int(num_decodes)
+
+
 def expect_head_dim(name: str, head_dim: int) -> None:
     """Require a head dimension that the Triton kernels are built for.
 
@@ -165,7 +222,7 @@ def check_pages(
 
 
 def scale_kind(scale: float | torch.Tensor | None) -> str:
-    """What a scale argument is: "none", "number", "tensor" (of one number) or "rows"."""
+    """Kind of a scale argument: "none", "number", "tensor" (of one number) or "rows"."""
     if scale is None:
         return "none"
     if isinstance(scale, torch.Tensor):
@@ -223,7 +280,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether values of a tensor are looked at: on a CPU. Reading those of a device waits for it."""
+    """True for CPU tensors, whose values are checked; reading those of a device would wait for it."""
     return tensor.is_cpu
 
 

@@ -16,12 +16,14 @@ Source: OCP Microscaling Formats 1.0 (E2M1, E8M0); ``weight_scale_inv`` of trans
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 FP4_GROUP = 32  # columns that share a scale, in fp4 and mxfp4
-E8M0_BIAS = 127
+# Values by their four bits: one of sign, two of exponent, one of mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def scale_values(scale: Tensor) -> Tensor:
@@ -33,9 +35,10 @@ def scale_values(scale: Tensor) -> Tensor:
     """
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
-    exponent = scale.view(torch.uint8).int() - E8M0_BIAS
-    values = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-    return values.masked_fill(exponent == 255 - E8M0_BIAS, float("nan"))
+    # The byte is an fp32 exponent, but that 2^-127 (byte 0) is a subnormal number.
+    exponent = scale.view(torch.uint8).int()
+    bits = (exponent << 23).clamp(min=0x400000)
+    return bits.view(torch.float32).masked_fill(exponent == 255, float("nan"))
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,15 +99,16 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [..., num_blocks * 32] fp32.
     """
-    # What each of 16 bit patterns stands for: one bit of sign, two of exponent, one of mantissa.
-    # Computed, as no CUDA graph can hold a copy from the host.
-    pattern = torch.arange(16, device=blocks.device)
-    low = pattern & 7
-    magnitude = torch.where(low < 2, low / 2, torch.ldexp(1 + (low & 1) / 2, (low >> 1) - 1))
-    table = torch.where(pattern < 8, magnitude, -magnitude)
-    patterns = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    exponents = scales.int() - E8M0_BIAS
-    return torch.ldexp(table[patterns.long()], exponents[..., None]).flatten(-2)
+    rows = _e2m1_pairs(blocks.device).index_select(0, blocks.flatten().int())
+    rows = rows.view(*blocks.shape[:-1], FP4_GROUP)
+    return rows.mul_(scale_values(scales)[..., None]).flatten(-2)
+
+
+@cache
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """Both values of each byte, [256, 2] fp32."""
+    high, low = torch.meshgrid(torch.tensor(E2M1), torch.tensor(E2M1), indexing="ij")
+    return torch.stack((low, high), -1).flatten(0, 1).to(device)
 
 
 DEQUANTIZE: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {

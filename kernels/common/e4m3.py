@@ -1,4 +1,4 @@
-"""How rows of keys and values are quantized to e4m3, and read back, in plain torch.
+"""Quantization of rows of keys and values to e4m3, in plain torch.
 
     value = e4m3(clamp(x / scale, -448, 448)),   x' = value * scale
 
@@ -15,9 +15,6 @@ with amax the row's largest magnitude. Whatever the row, nothing but a NaN becom
                         beside them)
     beyond 448 scales   +-448 (scales of a tensor only; a row's own scale is large enough)
     NaN                 with one scale, a NaN; a row with a NaN has scale NaN, and is NaN all over
-
-An e4m3 NaN stays NaN in paged attention. Elsewhere reading it needs an instruction that widens e4m3
-(``Arch.widens_e4m3``): without it, as on sm_80 and gfx942, the kernels read 480 scales.
 
 Error: |x' - x| <= max(2^-4 |x|, 2^-10 scale) and a rounding of the fp32 division and product
 (2^-23 |x|) where nothing saturates; with a scale of the row's own, 2^-10 scale is 2^-18.8 of its
@@ -45,8 +42,6 @@ def quantize(
 
     Returns:
         (values [..., head_dim] float8_e4m3fn, scales fp32 [...], or [] if one was given).
-
-    Source: the file's docstring.
     """
     x = rows.float()
     if scale is None:
@@ -61,7 +56,7 @@ def quantize(
 
 
 def dequantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """Rows that quantized values stand for.
+    """Read quantized rows.
 
     Args:
         values: [..., head_dim] float8_e4m3fn.
@@ -69,8 +64,6 @@ def dequantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tenso
 
     Returns:
         [..., head_dim] fp32.
-
-    Source: the file's docstring.
     """
     if isinstance(scale, torch.Tensor) and scale.dim() == values.dim() - 1:
         scale = scale.unsqueeze(-1)

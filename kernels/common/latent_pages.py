@@ -282,8 +282,7 @@ def quantize_groups(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch
 
 
 def dequantize_groups(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The rows [..., dim] fp32 that ``quantize_groups`` encoded, exactly; arguments as it returns
-    them."""
+    """Undo ``quantize_groups``: rows [..., dim] fp32; arguments as it returns them."""
     rows = _decode(values).unflatten(-1, (exponents.shape[-1], -1))
     return (rows * _power_of_two(exponents)[..., None]).flatten(-2)
 

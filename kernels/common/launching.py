@@ -1,17 +1,13 @@
-"""A kernel launch as a value: what to run over which grid with which arguments.
+"""Kernel launches, and the devices that they are for.
 
-Wrappers build it and run it; ``bench.static`` builds the same one over tensors without storage and
-compiles it for another machine.
-
-What belongs together is one argument, a named tuple. Triton specialises each field of it by its
-value, whatever ``do_not_specialize`` says of the argument: an integer that changes from step to
-step stays an argument of its own, or each new value would compile a new kernel. A named tuple of
-compile-time constants is one ``tl.constexpr`` argument.
+What belongs together is one argument of a kernel, a named tuple (`strided`). Triton specialises each
+field of it by its value, whatever ``do_not_specialize`` says of the argument: an integer that
+changes from step to step stays an argument of its own, or each new value would compile a new kernel.
+A named tuple of compile-time constants is one ``tl.constexpr`` argument.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,59 +20,13 @@ from .arch import Arch, named
 OPTIONS = {"enable_fp_fusion": True}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, its grid, and its arguments and launch options by name."""
-
-    kernel: JITFunction
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The arguments and options by name, named tuples as what their fields hold."""
-        return dict(
-            field for name, value in self.arguments.items() for field in fields(name, value)
-        )
-
-    def run(self) -> None:
-        """Launch on the current device and stream; an empty grid runs nothing."""
-        launch(self.kernel, self.grid, self.arguments)
-
-
-def run(launches: Iterable[Launch], tensor: torch.Tensor) -> None:
-    """Run launches one after the other on the device of a tensor, whichever is the current one."""
-    # Triton launches on the current device, whatever device the tensors are on.
-    with torch.cuda.device_of(tensor):
-        for each in launches:
-            each.run()
-
-
-def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each field of a named tuple; of another argument, itself.
-
-    A field has its own name, but that called ``data`` has the argument's.
-    """
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        names = (name if field == "data" else field for field in value._fields)
-        return zip(names, value, strict=True)
-    return iter([(name, value)])
-
-
-def launch(
-    kernel: JITFunction,
-    grid: tuple[int, ...],
-    arguments: dict[str, Any] | None = None,
-    /,
-    **named: Any,
-) -> None:
+def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> None:
     """Launch a kernel on the current device and stream; an empty grid runs nothing.
 
     Args:
-        kernel, grid: what to run, over which programs.
-        arguments, named: arguments and launch options by name; of both, those of ``named`` count.
+        kernel, grid: programs to run.
+        arguments: arguments and launch options by name.
     """
-    arguments = {**(arguments or {}), **named}
     if min(grid) <= 0:
         return
     if torch.version.hip is None:
@@ -102,7 +52,7 @@ def without_buffer_operations() -> Iterator[None]:
 def partials(
     numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
-    """Where KV splits leave their partial results: rows of ``dim`` values, then the lse of each.
+    """Memory for the partial results of KV splits: rows of ``dim`` values, then the lse of each.
 
     Args:
         numel: elements of both together; 0: nothing is split, and there is no memory.

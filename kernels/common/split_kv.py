@@ -73,7 +73,7 @@ def split_range(low, high, split, num_splits, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _tiles_and_keys(seq, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Query tiles of sequences that are decode's to compute, and about the keys of each of them."""
+    """(query tiles of decode sequences, approximate keys of each tile)."""
     live = seq < batch.num_decodes
     if batch.seq_lens is None:
         tiles = live.to(tl.int32)
@@ -107,7 +107,7 @@ def _num_splits(keys, share, batch):
 
 @triton.jit
 def find_split(item, batch, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """What a program computes.
+    """Find the KV split of a program.
 
     Returns:
         (sequence, num_decodes past the last; its query tile; the split of it; how many splits that

@@ -1,6 +1,4 @@
-"""What tile shapes depend on, as pure functions of host integers: registers, and the heads and
-tokens of a query tile.
-"""
+"""Registers, heads and tokens of a query tile, as pure functions of host integers."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def tile_heads(group: int, block_m: int) -> tuple[int, int, int]:
-    """How a query tile of ``block_m`` rows is shared by the ``group`` query heads of a KV head.
+    """Share a query tile of ``block_m`` rows between the ``group`` query heads of a KV head.
 
     Returns:
         (tokens of a tile, heads of a tile, tiles that cover the group). Rows past tokens * heads

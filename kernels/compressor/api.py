@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import IndexPages, LatentPages
 from ..latent_write.api import check_cos_sin, check_device, check_norm
 from .torch_impl import live_tokens
@@ -79,7 +78,7 @@ def compress(
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
-    chosen = implementation(impl, kv)
+    chosen = checks.implementation(impl, kv)
     _check(
         kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q,
         ratio, overlap, norm_weight, eps, cos_sin, pages, slot_mapping, max_seqlen_q,
@@ -133,18 +132,11 @@ def _check(
     checks.expect_tensor("state", state, (None, None, 2, channels), torch.float32, device=device)
     checks.expect_apart("state", state)
     checks.expect_int("state: ring", state.shape[1], max(1, slots - 1))
-    checks.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
-    num_seqs = seq_lens.shape[0]
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
     checks.expect_tensor("state_index", state_index, (num_seqs,), torch.int32, device=device)
-    checks.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
     check_norm(norm_weight, eps, pages.dim, device)
     rope_dim = pages.rope_dim if isinstance(pages, LatentPages) else None
     check_cos_sin(cos_sin, pages.dim, rope_dim, device)
     check_device("pages", pages.data, device)
     checks.expect_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, device=device)
-    checks.expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if num_seqs * max_seqlen_q < num_tokens:
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} "
-            f"tokens, got {max_seqlen_q}"
-        )

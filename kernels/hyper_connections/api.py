@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..common.checks import MODEL_DTYPES, expect_int, expect_positive, expect_tensor
-from ..common.impls import implementation
+from ..common.checks import MODEL_DTYPES, expect_int, expect_positive, expect_tensor, implementation
 
 # Limits of the Triton kernels.
 MAX_STREAMS = 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import IndexPages
 from .plan import IndexPlan, plan
 
@@ -84,7 +83,7 @@ def index_topk(
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
-    chosen = implementation(impl, q)
+    chosen = checks.implementation(impl, q)
     _check(
         q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
         max_seqlen_q, max_seq_len, out, lens, scores, workspace,
@@ -194,17 +193,10 @@ def _check(
         raise NotImplementedError(f"q: {num_heads} index heads, supported are up to {MAX_HEADS}")
     fp32, int32 = torch.float32, torch.int32
     checks.expect_tensor("weights", weights, (num_tokens, num_heads), fp32, device=device)
-    checks.expect_tensor("seq_lens", seq_lens, (None,), int32, device=device)
-    num_seqs = seq_lens.shape[0]
-    checks.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), int32, device=device)
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
     checks.expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
     _check_sizes(topk, compress_ratio, max_seq_len)
-    checks.expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if num_seqs * max_seqlen_q < num_tokens:
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} "
-            f"tokens, got {max_seqlen_q}"
-        )
     if (num_heads - 1) * q.stride(1) >= 2**31:
         # The kernel addresses the heads of a token with 32 bits.
         raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from ..common import launching
+from ..common.bits import widen
 from ..common.latent_pages import IndexPages
 from ..common.launching import arch_and_sms
 from ..common.tile_shapes import PROGRAMS_PER_SM, next_power_of_2
-from ..common.tiles import find_sequence, widen_e4m3
 from .plan import IndexPlan
-from .selection import index_select_kernel, visible_entries
+from .selection import find_sequence, index_select_kernel, visible_entries
 
 # (keys of a tile, columns of heads, warps) of 16-bit queries, and of fp32 ones.
 TILE, FP32_TILE = (64, 64, 4), (32, 64, 8)
@@ -92,7 +92,7 @@ def index_scores_kernel(
             # Past the end these are other rows of real pages, whose scores are not stored.
             tile = tl.load(key[:, None] + dim[None, :])
             if keys.dtype.element_ty == tl.uint8:
-                tile = widen_e4m3(tile, q.dtype.element_ty, HARDWARE_FP8)
+                tile = widen(tile, q.dtype.element_ty, HARDWARE_FP8)
             products = tl.dot(tile, q_tile, input_precision="ieee")
             products = tl.maximum(products, 0.0) * weight
             score = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_T, BLOCK_HEADS]), 2)

@@ -29,24 +29,15 @@ class IndexPlan:
 
     The workspace of a query has 4 bytes for each score, then for every level but the last the
     scores and the ids of its candidates.
-
-    Attributes:
-        num_entries: most entries of a sequence.
-        topk: entries that are kept.
-        score_all: True = queries that see at most ``topk`` entries are scored, too.
-        block: values of a block.
-        num_blocks: blocks of a row at each level; the last is 1.
-        query_numel: elements of the workspace for one query; 0 if nothing is scored.
-        chunk: queries at a time; 0 if the workspace is too small for one.
     """
 
-    num_entries: int
-    topk: int
-    score_all: bool
-    block: int
-    num_blocks: tuple[int, ...]
-    query_numel: int
-    chunk: int
+    num_entries: int  # most entries of a sequence
+    topk: int  # entries that are kept
+    score_all: bool  # also score queries that see at most ``topk`` entries
+    block: int  # values of a block
+    num_blocks: tuple[int, ...]  # blocks of a row at each level; the last is 1
+    query_numel: int  # elements of the workspace for one query; 0 if nothing is scored
+    chunk: int  # queries at a time; 0 if the workspace is too small for one
 
     @property
     def row_numel(self) -> int:

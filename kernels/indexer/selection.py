@@ -11,10 +11,25 @@ Source: radix selection (Alabi et al., Fast k-selection algorithms for graphics 
 import triton
 import triton.language as tl
 
-from ..common.ordering import ordered
-from ..common.tiles import find_sequence
+from ..common.bits import ordered
 
 DIGITS = tl.constexpr(256)
+# Sequences whose ends a program looks at together.
+CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def find_sequence(token, cu_seqlens_q, num_seqs):
+    """The sequence of a token: how many sequences end at it or before.
+
+    ``num_seqs`` for a token behind the last.
+    """
+    found = tl.zeros([], tl.int32)
+    for start in range(0, num_seqs, CHUNK):
+        seq = start + tl.arange(0, CHUNK)
+        end = tl.load(cu_seqlens_q + 1 + seq, mask=seq < num_seqs, other=2147483647)
+        found += tl.sum((end <= token).to(tl.int32), 0)
+    return found
 
 
 @triton.jit

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import LatentPages
 from ..common.tile_shapes import MAX_ROWS
 from .call import LatentCall, MlaPages, check_batch, check_latent_pages, check_values
@@ -81,7 +80,7 @@ def mla_attention(
 
     Source: DeepSeek-V2 (arXiv 2405.04434) 2.1, decoupled RoPE and absorbed projections.
     """
-    chosen = implementation(impl, q)
+    chosen = checks.implementation(impl, q)
     checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
     num_tokens, num_heads, head_dim = q.shape
     checks.expect_int("q: num_heads", num_heads, 1)
@@ -217,7 +216,7 @@ def compressed_attention(
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
-    chosen = implementation(impl, q)
+    chosen = checks.implementation(impl, q)
     check_latent_pages(q, window_pages, compressed_pages, sinks)
     max_seqlen_q, num_decodes = check_batch(
         q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv, lse, workspace

@@ -81,12 +81,12 @@ class LatentCall:
 
     @property
     def lists(self) -> bool:
-        """Whether every token has keys of its own, so that a query tile holds one token."""
+        """True if every token has its own list of keys; a query tile then holds one token."""
         return self.slots or self.topk_indices is not None
 
     @property
     def bounded(self) -> bool:
-        """Whether a query's keys stay few at any context length."""
+        """True if the context length does not bound the keys of a query: a window, top-k or slots."""
         if self.slots:
             return True
         return self.sliding_window is not None and (
@@ -164,9 +164,10 @@ def check_batch(
         (max_seqlen_q, num_decodes): grids are sized by the former, so it is cut to what there is.
     """
     (num_tokens, num_heads, head_dim), device = q.shape, q.device
-    checks.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
-    num_seqs = seq_lens.shape[0]
-    checks.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    num_decodes = checks.expect_decodes(
+        num_tokens, num_seqs, max_seqlen_q, max_seq_len, num_decodes
+    )
     if kv is not None:
         checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=device)
     if lse is not None:
@@ -174,18 +175,6 @@ def check_batch(
         checks.expect_apart("lse", lse)
     if workspace is not None:
         checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
-    checks.expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if max_seq_len is not None:
-        checks.expect_int("max_seq_len", max_seq_len, 0)
-    if num_decodes is None:
-        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
-    checks.expect_int("num_decodes", num_decodes, 0, num_seqs)
-    if num_decodes == num_seqs and num_seqs * max_seqlen_q < num_tokens:
-        # No prefill kernel is launched for what the decode path leaves.
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
-            f" got {max_seqlen_q}"
-        )
     # A tile never holds more tokens than rows, so its shape stays.
     return min(max_seqlen_q, max(num_tokens, MAX_ROWS)), num_decodes
 
@@ -287,7 +276,7 @@ def check_values(call: LatentCall) -> None:
 
 
 def listed(lists: torch.Tensor, lens: torch.Tensor | None, tokens_per_len: int = 1) -> torch.Tensor:
-    """Which elements of lists [n, width] count: those that are no -1, of the first ``lens``."""
+    """Mask [n, width] of list elements that count: the first ``lens``, without -1."""
     live = lists >= 0
     if lens is not None:
         rank = torch.arange(lists.shape[1], device=lists.device)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
 from .api import run
 from .call import LatentCall, check_latent_pages
@@ -90,7 +89,7 @@ def flash_mla_with_kvcache(
         raise ValueError(f"num_splits: expected None, got {type(num_splits).__name__}")
     if head_dim_v != HEAD_DIM:
         raise NotImplementedError(f"head_dim_v: {head_dim_v} is not {HEAD_DIM}")
-    chosen = implementation(impl, q)
+    chosen = checks.implementation(impl, q)
     checks.expect_tensor("q", q, (None, None, None, HEAD_DIM), checks.MODEL_DTYPES)
     batch, seq_len_q, num_heads = q.shape[:3]
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None) or (
@@ -154,7 +153,6 @@ def flash_mla_with_kvcache(
 def _check_lists(
     q: torch.Tensor, name: str, indices: torch.Tensor, lens_name: str, lens: torch.Tensor | None
 ) -> None:
-    """Check the key lists of one cache and their lengths."""
     checks.expect_tensor(name, indices, (*q.shape[:2], None), torch.int32, device=q.device)
     checks.expect_int(f"{name}: topk", indices.shape[2], 1)
     if lens is not None:

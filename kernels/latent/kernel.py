@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from ..common import latent_pages, query_tiles, split_kv
+from ..common.bits import widen
 from ..common.query_tiles import LOG2E
 from ..common.strided import PagedRows
-from ..common.tiles import widen_e4m3
 
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
@@ -113,7 +113,7 @@ def _load_quantized(rows, scales, live, dtype: tl.constexpr, SHAPE: tl.constexpr
     group = tl.arange(0, GROUPS)
     exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
     factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
-    values = widen_e4m3(quantized, tl.float32, SHAPE.HARDWARE)
+    values = widen(quantized, tl.float32, SHAPE.HARDWARE)
     values = (tl.reshape(values, [SHAPE.BLOCK_N, GROUPS, GROUP]) * factors).to(dtype)
     values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(dtype)[:, None, :], values)
     return tl.reshape(values, [SHAPE.BLOCK_N, SHAPE.VALUE_DIM])

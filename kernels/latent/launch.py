@@ -49,7 +49,7 @@ def attention(call: LatentCall) -> torch.Tensor:
 
 
 def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int) -> None:
-    """Launch decode (``plan``) or prefill (None)."""
+    """Launch decode, or prefill if ``plan`` is None."""
     num_heads, head_dim = call.q.shape[1:]
     if plan is None:
         tile = select_config(
@@ -91,42 +91,40 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
     launching.launch(
         latent_kernel,
         (items * head_tiles,),
-        dict(
-            q=strided.rows(call.q),
-            pages=_paged_rows(call.pages),
-            kv=strided.matrix(call.kv),
-            entries=None if call.entries is None else _paged_rows(call.entries),
-            # A kernel divides by the width, also where there is nothing to look up.
-            table=strided.table(call.table)._replace(width=max(1, call.table.shape[1])),
-            entry_table=strided.table(call.table if call.entry_table is None else call.entry_table),
-            topk_indices=None if call.topk_indices is None else strided.table(call.topk_indices),
-            window_lens=call.window_lens,
-            topk_lens=call.topk_lens,
-            seq_lens=call.seq_lens,
-            cu_seqlens_q=call.cu_seqlens_q,
-            sinks=call.sinks,
-            cos_sin=strided.matrix(call.cos_sin),
-            out=strided.rows(call.out),
-            lse=strided.lse_rows(call.lse),
-            partial_out=partial_out,
-            first_lse=first_lse,
-            num_seqs=call.num_seqs,
-            num_decodes=call.num_decodes,
-            decode_tokens=decode_tokens,
-            num_tiles=num_tiles,
-            target_splits=target_splits,
-            page_room=call.page_room,
-            entry_room=call.entry_room,
-            most_entries=call.most_entries,
-            ratio=call.ratio,
-            tokens_per_len=call.tokens_per_len,
-            window=call.sliding_window,
-            scale=call.softmax_scale * LOG2E.value,
-            SHAPE=shape,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **arch.register_limit(min(MAX_REGISTERS, 2048 // tile.num_warps)),
-        ),
+        q=strided.rows(call.q),
+        pages=_paged_rows(call.pages),
+        kv=strided.matrix(call.kv),
+        entries=None if call.entries is None else _paged_rows(call.entries),
+        # A kernel divides by the width, also where there is nothing to look up.
+        table=strided.table(call.table)._replace(width=max(1, call.table.shape[1])),
+        entry_table=strided.table(call.table if call.entry_table is None else call.entry_table),
+        topk_indices=None if call.topk_indices is None else strided.table(call.topk_indices),
+        window_lens=call.window_lens,
+        topk_lens=call.topk_lens,
+        seq_lens=call.seq_lens,
+        cu_seqlens_q=call.cu_seqlens_q,
+        sinks=call.sinks,
+        cos_sin=strided.matrix(call.cos_sin),
+        out=strided.rows(call.out),
+        lse=strided.lse_rows(call.lse),
+        partial_out=partial_out,
+        first_lse=first_lse,
+        num_seqs=call.num_seqs,
+        num_decodes=call.num_decodes,
+        decode_tokens=decode_tokens,
+        num_tiles=num_tiles,
+        target_splits=target_splits,
+        page_room=call.page_room,
+        entry_room=call.entry_room,
+        most_entries=call.most_entries,
+        ratio=call.ratio,
+        tokens_per_len=call.tokens_per_len,
+        window=call.sliding_window,
+        scale=call.softmax_scale * LOG2E.value,
+        SHAPE=shape,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **arch.register_limit(min(MAX_REGISTERS, 2048 // tile.num_warps)),
     )
     if partial_out is not None:
         merge_splits(

@@ -14,17 +14,10 @@ from ..common.tile_shapes import MAX_ROWS, MIN_SPLIT_KEYS, tile_heads, tile_rows
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape of a launch.
+    """Tile shape of a launch."""
 
-    Attributes:
-        block_m: rows of the query tile.
-        block_n: keys of a tile.
-        num_warps: warps of a program.
-        num_stages: stages of the pipeline.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # rows of the query tile
+    block_n: int  # keys of a tile
     num_warps: int
     num_stages: int
 
@@ -69,21 +62,13 @@ def select_config(
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Split of the decode part of a batch (`common.split_kv`).
-
-    Attributes:
-        config: tile shape.
-        decode_tokens: most new tokens of a sequence on the decode path.
-        target_splits: KV splits that the keys of the whole batch are divided into, about.
-        max_items: query tiles and KV splits of the batch, at most.
-        workspace_numel: fp32 elements; 0 where nothing can be split.
-    """
+    """Split of the decode part of a batch (`common.split_kv`)."""
 
     config: Config
-    decode_tokens: int
-    target_splits: int
-    max_items: int
-    workspace_numel: int
+    decode_tokens: int  # most new tokens of a sequence on the decode path
+    target_splits: int  # approximate KV splits of the whole batch
+    max_items: int  # query tiles and KV splits of the batch, at most
+    workspace_numel: int  # fp32 elements; 0 where nothing can be split
 
 
 def plan_decode(

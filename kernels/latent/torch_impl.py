@@ -65,7 +65,7 @@ def _attend_tokens(
 def _entry_rows(
     call: LatentCall, s: int, first: int, last: int, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of some tokens, and who sees them.
+    """Entries of some tokens, and their visibility.
 
     Returns:
         ([E, head_dim] rows, [L, E] bool); with top-k indices [L, topk, head_dim] and [L, topk].
@@ -110,7 +110,7 @@ def _softmax(
 ) -> torch.Tensor:
     """Attend for the tokens [first, last): fp32 rows [L, H, head_dim_v].
 
-    sources: rows [S, head_dim] or [L, S, head_dim], and [L, S] which of them are seen, each.
+    sources: (rows [S, head_dim] or [L, S, head_dim], visibility [L, S]) each.
     """
     q = call.q[first:last].float()  # [L, H, head_dim]
     scores = [

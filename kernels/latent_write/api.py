@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..common import checks
-from ..common.impls import implementation
 from ..common.latent_pages import DIMS, LatentPages
 
 
@@ -55,7 +54,7 @@ def write_latent(
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.
     """
-    chosen = implementation(impl, x)
+    chosen = checks.implementation(impl, x)
     _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out)
     if chosen == "torch" or checks.is_readable(x):
         _check_values(pages, slot_mapping, positions, cos_sin, out)

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from ..common import latent_pages, launching, strided
+from ..common.bits import INF_BITS, rounded_to_e4m3
 from ..common.latent_pages import IndexPages, LatentPages
-from ..common.tiles import INF_BITS, rounded_to_e4m3
 
 ELEMENTS_PER_PROGRAM = 2048
 # Channels of a tile for rows of any size.

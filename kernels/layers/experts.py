@@ -26,11 +26,17 @@ import triton
 import triton.language as tl
 
 from ..common import launching, strided
-from ..common.checks import E4M3, MODEL_DTYPES, expect_int, expect_tensor, expect_values
+from ..common.bits import widen
+from ..common.checks import (
+    E4M3,
+    MODEL_DTYPES,
+    expect_int,
+    expect_tensor,
+    expect_values,
+    implementation,
+)
 from ..common.dequantize import DEQUANTIZE
-from ..common.impls import implementation
 from ..common.tile_shapes import MAX_REGISTERS
-from ..common.tiles import halve_e4m3
 from .gating import check_options, gated_torch
 from .gating import gated as gated_values
 
@@ -40,9 +46,8 @@ FP4_GROUP = tl.constexpr(32)
 # Rows that a program of the first kernel looks at together, and its warps.
 CHUNK, ORDER_WARPS = 1024, 8
 ENTRY = tl.constexpr(3)
-# Powers of two that fp16's bias of 15 has too little for e2m1 (1) and e4m3 (7).
+# 2 to the difference of the biases of fp16, 15, and e2m1, 1.
 E2M1_FACTOR = tl.constexpr(2.0**14)
-E4M3_FACTOR = tl.constexpr(2.0**8)
 
 
 class Tile(NamedTuple):
@@ -245,7 +250,6 @@ def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_
 
 
 def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
-    """Check a stack of matrices [*lead, rows, columns] and its scale."""
     kind, group, block = weight_format(weight), FP4_GROUP.value, FP8_BLOCK.value
     if kind == "fp4" and columns % group:
         raise ValueError(
@@ -271,7 +275,7 @@ def _torch(
 ) -> torch.Tensor:
     kind = weight_format(gate_up)
 
-    def product(rows, weight, scale, bias, *index):
+    def product(rows, weight, scale, bias, *index) -> torch.Tensor:
         matrix = weight[index]
         if scale is not None:
             matrix = DEQUANTIZE[kind](matrix, scale[index], x.dtype)
@@ -279,14 +283,21 @@ def _torch(
         return sums if bias is None else (sums + bias[index]).to(x.dtype)
 
     flat = ids.flatten()
-    out = x.new_empty(len(flat), x.shape[1])
-    for expert in flat.unique().tolist():
-        rows = (flat == expert).nonzero()[:, 0]
-        of_expert = x[rows // ids.shape[1]]
-        gate = product(of_expert, gate_up, gate_up_scale, gate_up_bias, expert, 0)
-        up = product(of_expert, gate_up, gate_up_scale, gate_up_bias, expert, 1)
+    order = flat.argsort(stable=True)
+    sorted_rows = x[order // ids.shape[1]]
+    sorted_out = torch.empty_like(sorted_rows)
+    start = 0
+    for expert, count in enumerate(flat.bincount().tolist()):
+        if count == 0:
+            continue
+        rows = sorted_rows[start : start + count]
+        gate = product(rows, gate_up, gate_up_scale, gate_up_bias, expert, 0)
+        up = product(rows, gate_up, gate_up_scale, gate_up_bias, expert, 1)
         gated = gated_torch(gate, up, *options)
-        out[rows] = product(gated, down, down_scale, down_bias, expert)
+        sorted_out[start : start + count] = product(gated, down, down_scale, down_bias, expert)
+        start += count
+    out = torch.empty_like(sorted_out)
+    out[order] = sorted_out
     return out
 
 
@@ -375,9 +386,8 @@ def _multiply(
             b = tl.trans(_widen_e2m1(packed, exponents, dtype))
         elif FORMAT == "fp8":
             bits = tl.load(matrix[:, None] + k[None, :], mask=real[:, None] & inside, other=0)
-            half = halve_e4m3(bits, HARDWARE=False)
             factor = tl.load(scale + first // FP8_BLOCK * scale_stride, mask=real, other=0.0)
-            b = tl.trans((half.to(tl.float32) * E4M3_FACTOR * factor[:, None]).to(dtype))
+            b = tl.trans((widen(bits, tl.float32, HARDWARE=False) * factor[:, None]).to(dtype))
         else:
             # Loaded as it is multiplied: a transposed load would not be copied ahead.
             cells = matrix[None, :] + k[:, None] * stride_column

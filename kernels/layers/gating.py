@@ -19,8 +19,8 @@ from ..common.checks import (
     expect_number,
     expect_positive,
     expect_tensor,
+    implementation,
 )
-from ..common.impls import implementation
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024

@@ -20,8 +20,8 @@ from ..common.checks import (
     expect_number,
     expect_positive,
     expect_tensor,
+    implementation,
 )
-from ..common.impls import implementation
 from ..common.tile_shapes import next_power_of_2
 
 MAX_SIZE = 16384
@@ -139,7 +139,6 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out):
 
 @torch.no_grad()
 def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
-    """The same in plain torch; None without a weight."""
 
     def norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # The sum is taken in fp32: 1 + w in bf16 would round away small weights.

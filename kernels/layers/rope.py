@@ -22,8 +22,8 @@ from ..common.checks import (
     expect_number,
     expect_positive,
     expect_tensor,
+    implementation,
 )
-from ..common.impls import implementation
 from ..common.tile_shapes import next_power_of_2
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -118,7 +118,7 @@ def norm_rope(
 def _check(
     qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset, out
 ) -> tuple[int, int, int]:
-    """Check the arguments; the shape of the result."""
+    """Check the arguments; returns the shape of the result."""
     expect_tensor("qkv", qkv, (None, None, None), MODEL_DTYPES)
     num_tokens, heads, head_dim = qkv.shape
     for name, flag in (("has_v", has_v), ("norm_v", norm_v)):

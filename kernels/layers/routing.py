@@ -25,8 +25,8 @@ from ..common.checks import (
     expect_positive,
     expect_tensor,
     expect_values,
+    implementation,
 )
-from ..common.impls import implementation
 from ..common.tile_shapes import next_power_of_2
 
 SCORES = ("sqrt_softplus", "softmax")

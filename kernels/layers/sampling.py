@@ -21,15 +21,15 @@ import triton
 import triton.language as tl
 
 from ..common import launching, strided
+from ..common.bits import ordered
 from ..common.checks import (
     MODEL_DTYPES,
     expect_apart,
     expect_int,
     expect_tensor,
     expect_values,
+    implementation,
 )
-from ..common.impls import implementation
-from ..common.ordering import ordered, threshold
 from ..common.tile_shapes import next_power_of_2
 
 # Logits that a program looks at at a time, at most, and candidates that it writes down.
@@ -37,7 +37,7 @@ BLOCK = 4096
 # Weights of 2**20 tokens add up to less than 2**63.
 UNITS = tl.constexpr(2.0**42)
 MAX_VOCAB = 1 << 20
-# Of each row: how it is drawn, and the values that are right.
+# Dtype and range of the columns that say how a row is drawn.
 OF_ROWS = {
     "temperature": (torch.float32, 0.0, float("inf")),
     "top_k": (torch.int32, 0, 2**31 - 1),
@@ -223,12 +223,33 @@ class Row(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tokens that the filters keep, by the integers of ``ordered``."""
+    """Bounds of the kept tokens, as integers of ``ordered``."""
 
     low: Any
     high: Any  # all above it are kept
     num_equal: Any  # so many of those from low to high are, the lowest ids first
     least: Any  # the smallest exp(x)
+
+
+@triton.jit
+def _threshold(values, k, GROUPS: tl.constexpr):
+    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
+
+    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
+    have each a largest value; k values reach the least of these, where the search begins. It halves
+    what is left until exactly k values reach a number, or none but the k-th largest is left.
+    """
+    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
+    high = tl.max(values, 0)
+    count = tl.zeros([], tl.int32)
+    while (low < high) & (count != k):
+        middle = high - (high - low) // 2
+        reached = tl.sum((values >= middle).to(tl.int32), 0)
+        enough = reached >= k
+        count = tl.where(enough, reached, count)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
 
 
 @triton.jit
@@ -360,7 +381,7 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
                 # k lanes have a token that reaches the k-th largest of theirs.
                 if k <= BLOCK:
                     x = tl.div_rn(best - row.largest, row.temperature)
-                    low = threshold(ordered(x), k, BLOCK)
+                    low = _threshold(ordered(x), k, BLOCK)
             else:
                 # Tokens so light that all of them do not weigh what may be missing; 0.01 is more
                 # than roundings take.

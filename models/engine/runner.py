@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.common.impls import expect_impl
+from quire.kernels.common.checks import expect_impl
 from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.kernels import compressed_attention
-from tests.gpu.conftest import DRY_RUN
+from tests.gpu.conftest import DRY_RUN, assert_neither_waits_nor_allocates, captured
 from tests.kernels.latent.test_compressed import attend
 from tests.kernels.latent.test_flash_mla import exactly as exact_slots
 from tests.kernels.latent.test_flash_mla import make_call
@@ -91,15 +91,7 @@ def test_calls_neither_synchronise_nor_allocate(cuda):
         "lse": torch.empty(16, 2, device=cuda),
         "workspace": torch.empty(132 * 64 * 513 * 2, device=cuda),
     }
-    compressed_attention(**batch, **memory)  # compiles
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        compressed_attention(**batch, **memory)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_neither_waits_nor_allocates(lambda: compressed_attention(**batch, **memory))
 
 
 def test_a_captured_decode_serves_other_lengths(cuda):
@@ -124,11 +116,7 @@ def test_a_captured_decode_serves_other_lengths(cuda):
         pages = batch[name.replace("table", "pages")].data.shape[0]
         batch[name] = torch.randint_like(batch[name], pages)
     out = torch.empty_like(batch["q"])
-    compressed_attention(**batch, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        compressed_attention(**batch, out=out)
+    graph = captured(lambda: compressed_attention(**batch, out=out))
     for seq_lens in ([40000, 9000], [1, 0], [127, 128], [129, 39999]):
         batch["seq_lens"].copy_(torch.tensor(seq_lens, dtype=torch.int32))
         out.fill_(NAN)

@@ -8,7 +8,7 @@ from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
-from tests.gpu.conftest import DRY_RUN
+from tests.gpu.conftest import DRY_RUN, without_waiting
 from tests.gpu.logits import error_over_budget
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.support.helpers import DEVICE
@@ -110,11 +110,8 @@ def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda, monkeypatc
     def watched(step):
         if step.plan.num_new_tokens.max() > 1:
             return forward(step)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             return forward(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
             seen.append(len(step.requests))
 
     monkeypatch.setattr(engine, "_forward", watched)

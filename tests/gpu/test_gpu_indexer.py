@@ -1,11 +1,13 @@
 """The indexer on a device: real sizes entry by entry, scores to the bit between decode and prefill, CUDA graphs."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.indexer.plan import plan
-from tests.gpu.conftest import DRY_RUN
+from tests.gpu.conftest import DRY_RUN, assert_neither_waits_nor_allocates, captured
 from tests.support.helpers import DEVICE, NAN
 
 pytestmark = pytest.mark.gpu
@@ -97,25 +99,13 @@ def test_calls_neither_synchronise_nor_allocate(cuda):
     for q_lens in ((1, 1), (70, 1)):
         call = make_call((LONG, 9000), q_lens)
         memory = given(call)
-        index_topk(**call, **memory)  # compiles
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            index_topk(**call, **memory)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert_neither_waits_nor_allocates(partial(index_topk, **call, **memory))
 
 
 def test_a_captured_call_serves_other_lengths_and_tables(cuda):
     call = make_call((LONG,) * 4, (1,) * 4)
     memory = given(call)
-    index_topk(**call, **memory)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        index_topk(**call, **memory)
+    graph = captured(lambda: index_topk(**call, **memory))
     for seq_lens in ([LONG] * 4, [1, 3, 4, 2051], [0, LONG, 2052, 40_000]):
         call["seq_lens"].copy_(torch.tensor(seq_lens, dtype=torch.int32))
         call["block_table"].copy_(call["block_table"].flip(0))

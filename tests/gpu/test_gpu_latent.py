@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes, write_latent
-from tests.gpu.conftest import DRY_RUN
+from tests.gpu.conftest import DRY_RUN, assert_neither_waits_nor_allocates, captured
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 
@@ -185,26 +185,14 @@ def test_writes_neither_synchronise_nor_allocate(cuda, kind):
         write_latent(x, pages, positions, **options)
         compress(**call)
 
-    step()  # compiles
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_neither_waits_nor_allocates(step)
 
 
 @pytest.mark.parametrize("ratio, index", SHAPES, ids=["csa", "index", "hca"])
 def test_a_captured_decode_serves_other_lengths(cuda, ratio, index):
     call = compress_call(16, 1, ratio, index)
     initial = call["state"].clone()
-    compress(**call)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        compress(**call)
+    graph = captured(lambda: compress(**call))
     for shift in (0, 1, ratio - 1):
         seq_lens = torch.arange(16, dtype=torch.int32, device=cuda) + 2 * ratio + 1 - shift
         seq_lens[3] = 0  # a padding row

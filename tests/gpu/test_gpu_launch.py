@@ -7,6 +7,7 @@ from quire.bench.cases.make import make_problem
 from quire.bench.cases.shapes import TINY_SHAPES, Case, Shape
 from quire.bench.peers.quire_calls import quire_calls
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
+from tests.gpu.conftest import assert_neither_waits_nor_allocates, captured
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -33,16 +34,8 @@ def problem_of(shape, phase, copies=1):
 @pytest.mark.parametrize("phase", PHASES)
 def test_calls_neither_synchronise_nor_allocate(cuda, phase, shape, in_step):
     [call] = quire_calls(problem_of(shape, phase), in_step=in_step)
-    call()  # compiles
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     # Launches of the prefill part need no workspace, and decode was given one.
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert_neither_waits_nor_allocates(call)
 
 
 def test_write_and_merge_do_not_synchronise(cuda):
@@ -80,11 +73,7 @@ def test_a_captured_decode_serves_other_lengths_and_tables(cuda, shape):
         tensors = [problem.each[0][name] for name in ("q", "k_pages", "v_pages")]
         return attend(*tensors, table, lengths, problem.shared["cu_seqlens_q"], **options)
 
-    call(out, lse)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(out, lse)
+    graph = captured(lambda: call(out, lse))
     for seq_lens in ([4096] * 4, [1, 16, 17, 33], [0, 4096, 300, 2000], [1025, 1024, 1023, 0]):
         lengths.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         table.copy_(table.flip(0))

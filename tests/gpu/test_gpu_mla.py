@@ -1,11 +1,13 @@
 """``mla_attention`` on a device: V3's sizes and lengths, CUDA graphs, repeated runs."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import mla_attention, workspace_numel
-from tests.gpu.conftest import DRY_RUN
+from tests.gpu.conftest import DRY_RUN, assert_neither_waits_nor_allocates, captured
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 pytestmark = pytest.mark.gpu
@@ -90,25 +92,13 @@ def test_calls_neither_synchronise_nor_allocate(cuda):
             "out": torch.empty(sum(q_lens), num_heads, LATENT, dtype=BF16, device=DEVICE),
             "workspace": torch.empty(numel, device=DEVICE),
         }
-        mla_attention(**call, **memory)  # compiles
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            mla_attention(**call, **memory)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert_neither_waits_nor_allocates(partial(mla_attention, **call, **memory))
 
 
 def test_a_captured_decode_serves_other_lengths(cuda):
     call = make_call((4096,) * 4, (1,) * 4, 16, False)
     out = torch.full((4, 16, LATENT), NAN, dtype=BF16, device=DEVICE)
-    mla_attention(**call, out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mla_attention(**call, out=out)
+    graph = captured(lambda: mla_attention(**call, out=out))
     for seq_lens in ([4096] * 4, [1, 63, 64, 65], [0, 4096, 300, 2000]):
         call["seq_lens"].copy_(torch.tensor(seq_lens, dtype=torch.int32))
         out.fill_(NAN)

@@ -93,6 +93,7 @@ MLA = [
     *right("q", lambda a: {n: a[n].requires_grad_() for n in ("q", "kv")}),
     *right("q", lambda a: {"q": a["q"][:0], "kv": None, "out": None, "lse": a["lse"][:, :0], "cu_seqlens_q": ints(0, 0, 0)}),
     *no_tensors("pages", F16, optional=False),
+    *refused("pages", lambda a: a["pages"][..., :16]),
     *refused("pages", lambda a: a["pages"][:0], blamed="pages: num_pages"),
     *refused("pages", lambda a: a["pages"][:, :0], blamed="pages: block_size"),
     *no_tensors("block_table", I64, optional=False),
@@ -101,7 +102,9 @@ MLA = [
     *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: ints(0, -5)),
     *no_tensors("cu_seqlens_q", I64, optional=False),
+    *refused("cu_seqlens_q", lambda a: a["cu_seqlens_q"][:2]),
     *integers("max_seqlen_q", 0, odd=[2**40]),
+    *refused("max_seqlen_q", lambda a: {"max_seqlen_q": 1, "num_decodes": 2}),
     *right("max_seqlen_q", lambda a: {"max_seqlen_q": 2**31, "num_decodes": 2}),
     *factors("softmax_scale", -30, 16),
     *refused("softmax_scale", None),
@@ -109,6 +112,7 @@ MLA = [
     *refused("head_dim_v", 24, error=NotImplementedError),
     *refused("head_dim_v", 8, 2**40, error=NotImplementedError),
     *no_tensors("kv", F16),
+    *refused("kv", lambda a: a["kv"][:, :16]),
     *right("kv", lambda a: a["kv"][:1].expand(3, 32)),
     *integers("max_seq_len", 0, odd=[2**40]),
     *integers("num_decodes", 0, 2, odd=[0, 2]),
@@ -181,7 +185,9 @@ COMPRESSED = [
     *right("sliding_window", *(all_entries(sliding_window=n) for n in HUGE)),
     *integers("max_seqlen_q", 0, odd=[2**40]),
     *right("max_seqlen_q", lambda a: {"max_seqlen_q": 2**31, "num_decodes": 2}),
+    *refused("max_seqlen_q", lambda a: {"max_seqlen_q": 1, "num_decodes": 2}),
     *no_tensors("kv", F16),
+    *refused("kv", lambda a: a["kv"][:1]),
     *refused("compressed_pages", None, 3),
     *refused("compressed_pages", of_pages("compressed_pages", rope_dim=8)),
     *refused("compressed_pages", lambda a: LatentPages(zeros(1, 4, 16).expand(2**29, 4, 16), 4, 16, 4), error=NotImplementedError),
@@ -195,12 +201,14 @@ COMPRESSED = [
     *no_tensors("topk_indices", I64),
     *right("topk_indices", lambda a: a["topk_indices"][:, :0], lambda a: a["topk_indices"] * 0 - 1),
     *no_tensors("topk_lens", I64),
+    *refused("topk_lens", lambda a: a["topk_lens"][:1]),
     *right("topk_lens", lambda a: ints(-1, 4, -3), lambda a: {"topk_lens": ints(2**31 - 1, -2**31, 3), "num_decodes": 2}),
     *no_tensors("sinks", F16),
     *right("sinks", lambda a: a["sinks"] + float("inf"), None),
     *factors("softmax_scale", -30, 16),
     *no_tensors("cos_sin", F16),
-    Row("cos_sin", lambda a: a["cos_sin"][:19], impls=("torch",)),
+    *refused("cos_sin", lambda a: a["cos_sin"][:, :2]),
+    Row("cos_sin", lambda a: a["cos_sin"][:19], impls=CHECKED),
     *right("cos_sin", None),
     *integers("max_seq_len", 0, odd=[2**40]),
     *integers("num_decodes", 0, 2, odd=[0, 2]),
@@ -305,7 +313,9 @@ FLASH = [
     *refused("extra_k_cache", None),
     *no_tensors("extra_indices_in_kvcache", I64),
     *refused("extra_indices_in_kvcache", None, blamed="extra_k_cache"),
+    *refused("extra_indices_in_kvcache", lambda a: a["indices"].expand(2, 2, 5)),
     *no_tensors("topk_length", I64),
+    *refused("topk_length", lambda a: ints(1, 2, 3)),
     *right("topk_length", lambda a: ints(-1, 6), lambda a: ints(-2**31, 2**31 - 1)),
     *no_tensors("extra_topk_length", I64),
     *right("extra_topk_length", lambda a: ints(99, -2)),
@@ -568,23 +578,30 @@ def test_compress(row, impl):
 # Pages and sizes.
 
 PLAIN = {"data": torch.zeros(2, 4, 16), "storage_block_size": 4, "head_dim": 16, "rope_dim": 4}
+U8 = torch.uint8
 LATENT_PAGES = [
     *refused("data", None, 3, torch.zeros(2, 4, 16, dtype=torch.float64), torch.zeros(2, 4, 8)),
     *refused("data", lambda a: a["data"].transpose(0, 1)),
+    *refused("data", *(
+        lambda a, data=data: {"data": data, "storage_block_size": 2, "head_dim": 512, "rope_dim": 64}
+        for data in (
+            torch.zeros(3, 2 * 584 - 1, dtype=U8), torch.zeros(3, 2, 584, dtype=U8), torch.zeros(3, 1729, dtype=U8),
+            torch.zeros(3, 1744, dtype=U8)[:, 8:],
+        )
+    )),
     *refused("storage_block_size", 0, -1, 1.5, True, None),
     *refused("storage_block_size", 5, blamed="data"),
     *refused("head_dim", 0, 24, 1024, -16, error=NotImplementedError),
     *refused("rope_dim", -2, 1.5, 3, 18, None),
 ]  # fmt: skip
 INDEX_PAGES = [
-    *(row for row in LATENT_PAGES if row.name in ("data", "storage_block_size")),
-    *refused(
-        "data",
-        torch.zeros(2, 79, dtype=torch.uint8),
-        torch.zeros(2, 2**31, dtype=torch.uint8, device="meta"),
-    ),
+    *refused("data", None, 3, torch.zeros(2, 4, 16, dtype=torch.float64), torch.zeros(2, 4, 8)),
+    *refused("data", lambda a: a["data"].transpose(0, 1)),
+    *refused("data", torch.zeros(2, 79, dtype=U8), torch.zeros(2, 81, dtype=U8), torch.zeros(2, 2**31, dtype=U8, device="meta")),
+    *refused("storage_block_size", 0, -1, 1.5, True, None),
+    *refused("storage_block_size", 5, blamed="data"),
     *refused("index_dim", 0, 24, 1024, -16, error=NotImplementedError),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", LATENT_PAGES, ids=str)

@@ -25,7 +25,7 @@ ROW = {
 MEASURE = """
 import json
 from quire.bench.static.compiling import measure
-from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention import launch as paged
 from quire.kernels.attention.tiles import Config
 rows = {"table": measure("decode-d128-p16-q1", "sm_90", 0), "amd": measure("write-d128", "gfx942", 0)}
 rows["two parts"] = measure("prefill-d512-p128", "sm_90", 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
-from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention import launch as paged
 from quire.kernels.attention.tiles import select_config
 from quire.kernels.common import e4m3
 from quire.kernels.common.arch import named

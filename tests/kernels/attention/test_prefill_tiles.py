@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention import launch as paged
 from quire.kernels.attention.tiles import Config
 from tests.kernels.attention.test_attention import attend
 from tests.support.helpers import (

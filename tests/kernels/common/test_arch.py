@@ -10,20 +10,19 @@ from quire.kernels.common.arch import named
 
 
 @pytest.mark.parametrize(
-    ("name", "tiles", "matrix", "kib"),
+    ("name", "tiles", "kib"),
     [
-        ("sm_75", "small", "mma", 99), ("sm_80", "medium", "mma", 163), ("sm_86", "small", "mma", 99), ("sm_87", "medium", "mma", 163),
-        ("sm_89", "small", "mma", 99), ("sm_90", "hopper", "wgmma", 227), ("sm_100", "blackwell", "tcgen05", 227),
-        ("sm_103", "blackwell", "tcgen05", 227), ("sm_110", "blackwell", "tcgen05", 227), ("sm_120", "small", "mma", 99), ("sm_121", "small", "mma", 99),
-        ("gfx942", "cdna3", "mfma", 64), ("gfx950", "cdna4", "mfma", 160),
+        ("sm_75", "small", 99), ("sm_80", "medium", 163), ("sm_86", "small", 99), ("sm_87", "medium", 163), ("sm_89", "small", 99),
+        ("sm_90", "hopper", 227), ("sm_100", "blackwell", 227), ("sm_103", "blackwell", 227), ("sm_110", "blackwell", 227),
+        ("sm_120", "small", 99), ("sm_121", "small", 99), ("gfx942", "cdna3", 64), ("gfx950", "cdna4", 160),
     ],
 )  # fmt: skip
-def test_names(name, tiles, matrix, kib):
+def test_names(name, tiles, kib):
     arch = named(name)
-    assert (arch.name, arch.tiles, arch.matrix, arch.shared_memory) == (name, tiles, matrix, kib << 10)  # fmt: skip
-    assert arch.lanes == (64 if matrix == "mfma" else 32)
     nvidia = name.startswith("sm_")
+    assert (arch.name, arch.tiles, arch.shared_memory) == (name, tiles, kib << 10)
     assert arch.maker == ("nvidia" if nvidia else "amd")
+    assert arch.lanes == (32 if nvidia else 64)
     assert arch.target == (("cuda", int(name[3:]), 32) if nvidia else ("hip", name, arch.lanes))
     assert arch.register_limit(80) == ({"maxnreg": 80} if nvidia else {})
     assert arch.widens_e4m3 == (name in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121", "gfx950"))  # fmt: skip

@@ -6,13 +6,26 @@ from quire.kernels import sample_tokens
 from quire.kernels.common import launching
 
 
-def test_calls_with_nothing_to_launch():
-    logits = torch.zeros(0, 7)
-    assert sample_tokens(logits, impl="triton").shape == (0,)
+class Kernel:
+    """Calls ``ran`` with the grid where a kernel would be launched."""
+
+    def __init__(self, ran):
+        self.ran = ran
+
+    def __getitem__(self, grid):
+        return lambda **_: self.ran(grid)
+
+
+def test_an_empty_grid_runs_nothing():
+    grids = []
+    for n in (1, 0, 2):
+        launching.launch(Kernel(grids.append), (3, n))
+    assert grids == [(3, 1), (3, 2)]
+    assert sample_tokens(torch.zeros(0, 7), impl="triton").shape == (0,)
 
 
 def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
-    """Triton launches on the current device, whatever the tensors are on: that of the tensors is made the current one, for each such call."""
+    """Triton launches on the current device, whatever the tensors are on: that of the tensors is made the current one."""
     current, seen = ["first"], []
 
     class DeviceOf:
@@ -25,13 +38,8 @@ def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
         def __exit__(self, *_):
             current.pop()
 
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda **_: seen.append((grid, current[-1]))
-
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
-    launches = [launching.Launch(Kernel(), (n,), {}) for n in (1, 0, 2)]
-    tensor = torch.zeros(3)
-    launching.run(launches, tensor)
-    assert [(grid, device is tensor) for grid, device in seen] == [((1,), True), ((2,), True)]
-    assert current == ["first"]
+    monkeypatch.setattr(launching, "launch", lambda kernel, grid, **_: seen.append(current[-1]))
+    logits = torch.zeros(3, 7)
+    sample_tokens(logits, impl="triton")
+    assert seen[0] is logits and current == ["first"]

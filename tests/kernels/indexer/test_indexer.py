@@ -10,7 +10,7 @@ import triton.language as tl
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
-from quire.kernels.common import ordering
+from quire.kernels.common import bits
 from quire.kernels.common.arch import named
 from quire.kernels.indexer import kernel as indexer_triton
 from quire.kernels.indexer import plan as indexer_plan
@@ -345,7 +345,7 @@ def test_levels_end(topk):
 @triton.jit
 def _ordered_kernel(scores, out):
     offsets = tl.arange(0, 16)
-    ordered = ordering.ordered(tl.load(scores + offsets))
+    ordered = bits.ordered(tl.load(scores + offsets))
     tl.store(out + offsets, ordered.to(tl.int32, bitcast=True))
 
 

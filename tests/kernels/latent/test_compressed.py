@@ -353,36 +353,6 @@ def test_the_stated_workspace_suffices(num_heads):
                 assert found.workspace_numel <= stated
 
 
-ARGUMENTS = {
-    "q": (lambda b: b["q"].double(), ValueError, "q: expected bfloat16|float16|float32"),
-    "window_pages": (lambda b: b["window_pages"].data, ValueError, "window_pages: expected LatentPages, got Tensor"),
-    "compressed_pages": (lambda b: None, ValueError, "compressed_pages: expected compressed_pages, compressed_table and compress_ratio together"),
-    "window_table": (lambda b: b["window_table"].long(), ValueError, "window_table: expected int32"),
-    "seq_lens": (lambda b: b["seq_lens"][:1], ValueError, "cu_seqlens_q: expected int32 [2], got int32 [3]"),
-    "kv": (lambda b: b["kv"][:1], ValueError, "kv: expected float32 [2, 16], got float32 [1, 16]"),
-    "compress_ratio": (lambda b: 0, ValueError, "compress_ratio: expected an int in [1, 1073741824], got 0"),
-    "topk_indices": (lambda b: b["topk_indices"].long(), ValueError, "topk_indices: expected int32 [2, *]"),
-    "topk_lens": (lambda b: b["topk_lens"][:1], ValueError, "topk_lens: expected int32 [2], got int32 [1]"),
-    "sinks": (lambda b: b["sinks"].half(), ValueError, "sinks: expected float32 [2], got float16 [2]"),
-    "cos_sin": (lambda b: b["cos_sin"][:, :2], ValueError, "cos_sin: expected float32 [*, 4]"),
-    "sliding_window": (lambda b: 0, ValueError, "sliding_window: expected an int >= 1, got 0"),
-    "max_seqlen_q": (lambda b: 0, ValueError, "max_seqlen_q: expected the longest of 2 sequences with 2 tokens, got 0"),
-    "softmax_scale": (lambda b: -1.0, ValueError, "softmax_scale: expected a finite number > 0, got -1.0"),
-    "num_decodes": (lambda b: 3, ValueError, "num_decodes: expected an int in [0, 2], got 3"),
-    "out": (lambda b: b["q"][:1], ValueError, "out: expected float32 [2, 2, 16], got float32 [1, 2, 16]"),
-    "lse": (lambda b: b["q"][0], ValueError, "lse: expected float32 [2, 2], got float32 [2, 16]"),
-    "impl": (lambda b: "cuda", ValueError, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_wrong_argument_is_named(name):
-    batch = make_batch(Case("", [40, 9], [1, 1], ratio=4, topk=4))
-    value, error, text = ARGUMENTS[name]
-    with pytest.raises(error, match=re.escape(text)):
-        compressed_attention(**(batch | {name: value(batch)}))
-
-
 def test_what_is_not_supported_says_so():
     batch = make_batch(Case("", [4], [1], ratio=4, in_step=False, rows=2, **FP8))
     plain = make_batch(Case("", [4], [1], ratio=4, in_step=False, **REAL))

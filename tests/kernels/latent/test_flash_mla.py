@@ -1,7 +1,5 @@
 """FlashMLA's calling convention: the same numbers as an oracle over its lists, and as ``compressed_attention`` over the tables behind them."""
 
-import re
-
 import pytest
 import torch
 
@@ -202,21 +200,3 @@ def test_the_same_as_compressed_attention(impl):
         assert_within_budget("out", each.cpu(), exact)
         assert_within_budget("lse", each_lse.cpu(), exact_lse)
     assert given[:, :2].equal(other[..., 0].T) and given[:, 2].isnan().all()
-
-
-@pytest.mark.parametrize("change, error, text", [
-    ({"indices": None}, NotImplementedError, "attention over all keys is not supported here"),
-    ({"causal": True}, NotImplementedError, "attention over all keys is not supported here"),
-    ({"head_dim_v": 448}, NotImplementedError, "head_dim_v: 448 is not 512"),
-    ({"num_splits": torch.zeros(1)}, ValueError, "num_splits: expected None, got Tensor"),
-    ({"extra_k_cache": None}, ValueError, "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache"),
-    ({"is_fp8_kvcache": False}, ValueError, "k_cache: expected bfloat16|float16|float32 [*, *, 1, 512], got uint8"),
-    ({"topk_length": torch.zeros(3, dtype=torch.int32)}, ValueError, "topk_length: expected int32 [2], got int32 [3]"),
-    ({"lse": torch.zeros(2, 3)}, ValueError, "lse: expected float32 [3, 2], got float32 [2, 3]"),
-    ({"extra_indices_in_kvcache": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "extra_indices_in_kvcache: expected int32 [2, 1, *]"),
-])  # fmt: skip
-def test_a_wrong_argument_is_named(change, error, text):
-    arguments, _ = make_call()
-    change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
-    with pytest.raises(error, match=re.escape(text)):
-        flash_mla_with_kvcache(**(arguments | change))

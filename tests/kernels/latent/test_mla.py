@@ -157,41 +157,6 @@ def test_no_sequences(impl):
     assert attend(batch, impl).shape == (0, 4, 16)
 
 
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=DEVICE)
-
-
-REFUSED = [
-    ({"q": zeros(6, 32)}, r"q: expected bfloat16\|float16\|float32 \[\*, \*, \*\], got float32 \[6, 32\]"),
-    ({"q": zeros(6, 0, 32)}, "q: num_heads: expected an int >= 1, got 0"),
-    ({"pages": zeros(9, 16, 64)}, r"pages: expected float32 \[\*, \*, 32\], got float32 \[9, 16, 64\]"),
-    ({"pages": zeros(9, 16, 32, dtype=BF16)}, r"pages: expected float32 .*, got bfloat16"),
-    ({"pages": zeros(9, 0, 32)}, "pages: block_size: expected an int >= 1, got 0"),
-    ({"block_table": zeros(2, 3, dtype=torch.int64)}, r"block_table: expected int32 \[2, \*\], got int64"),
-    ({"block_table": zeros(2, 0, dtype=torch.int32)}, "block_table: width: expected an int >= 1, got 0"),
-    ({"seq_lens": zeros(2, dtype=torch.int64)}, r"seq_lens: expected int32 \[\*\], got int64 \[2\]"),
-    ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
-    ({"kv": zeros(6, 16)}, r"kv: expected float32 \[6, 32\], got float32 \[6, 16\]"),
-    ({"max_seqlen_q": 5.0}, "max_seqlen_q: expected an int >= 0, got 5.0"),
-    ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 1"),
-    ({"max_seq_len": -1}, "max_seq_len: expected an int >= 0, got -1"),
-    ({"num_decodes": 3}, r"num_decodes: expected an int in \[0, 2\], got 3"),
-    ({"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
-    ({"softmax_scale": None}, "softmax_scale: expected a finite number > 0, got None"),
-    ({"out": zeros(6, 4, 32)}, r"out: expected float32 \[6, 4, 16\], got float32 \[6, 4, 32\]"),
-    ({"lse": zeros(6, 4)}, r"lse: expected float32 \[4, 6\], got float32 \[6, 4\]"),
-    ({"workspace": zeros(4, 4)}, r"workspace: expected float32 \[\*\], got float32 \[4, 4\]"),
-    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:40] for _, m in REFUSED])
-def test_refuses(changes, message):
-    batch = make_mla_batch(MlaCase("", [20, 9], [1, 5]))
-    with pytest.raises(ValueError, match=f"^{message}"):
-        mla_attention(**(batch | changes))
-
-
 def test_unsupported_widths_name_the_supported():
     batch = make_mla_batch(MlaCase("", [20], [1]))
     with pytest.raises(NotImplementedError, match=r"^head_dim_v: head_dim 40 is not one of"):

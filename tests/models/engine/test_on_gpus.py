@@ -253,8 +253,8 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
     monkeypatch.setattr(per_layer, "_release", lambda address: None)
 
-    def record(kernel, grid, arguments=None, **named):
-        launches.append((kernel, grid, {**(arguments or {}), **named}))
+    def record(kernel, grid, **arguments):
+        launches.append((kernel, grid, arguments))
 
     monkeypatch.setattr(launching, "launch", record)
     cache = model_cache(model, max_requests=4, **settings)
@@ -292,7 +292,7 @@ def compiled_for(launch):
     seen = {
         (argument, name): (of.dtype, of.shape, of.stride()) if isinstance(of, torch.Tensor) else of
         for argument, value in arguments.items()
-        for name, of in launching.fields(argument, value)
+        for name, of in enumerate(value if isinstance(value, tuple) else (value,))
     }
     return kernel, grid, seen
 

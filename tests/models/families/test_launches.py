@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.attention import triton_impl
+from quire.kernels.attention import launch
 from quire.kernels.common.arch import named
 from quire.models.config.named import get_config
 from quire.models.families import gpt_oss
@@ -19,7 +19,7 @@ WITH_EXPERTS = {"gemma4-moe-tiny": 22, "gpt-oss-tiny": 15}
 
 def decode_launches(name, monkeypatch, context=4000):
     """Launches of each layer, in bf16 on a GPU that has room for splits of a sequence."""
-    monkeypatch.setattr(triton_impl, "arch_and_sms", lambda tensor: (named("sm_90"), 132))
+    monkeypatch.setattr(launch, "arch_and_sms", lambda tensor: (named("sm_90"), 132))
     model = random_model(get_config(name), dtype=torch.bfloat16)
     paged = HandPaged(model, num_seqs=2, max_len=context + 8, impl="triton")
     paged.context[:] = context

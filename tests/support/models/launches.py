@@ -32,7 +32,7 @@ class LaunchCounter(TorchDispatchMode):
         monkeypatch.setattr(launching, "launch", self._launch)
         monkeypatch.setattr(checks, "is_readable", lambda tensor: False)
 
-    def _launch(self, kernel, grid, arguments=None, **named):
+    def _launch(self, kernel, grid, **arguments):
         if min(grid) > 0:
             self.counts[kernel.__name__.strip("_")] += 1
 

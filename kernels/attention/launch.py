@@ -92,7 +92,9 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
     k_pages = call.k_pages.view(torch.uint8) if quantized else call.k_pages
     v_pages = call.v_pages.view(torch.uint8) if quantized else call.v_pages
     rows = call.scales == "rows"
-    arguments = dict(
+    launching.launch(
+        attention_kernel,
+        (items * num_kv_heads * head_tiles,),
         q=strided.rows(call.q),
         k_pages=strided.pages(k_pages),
         v_pages=strided.pages(v_pages),
@@ -120,7 +122,6 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         num_stages=tile.num_stages,
         **arch.register_limit(MAX_REGISTERS),
     )
-    launching.launch(attention_kernel, (items * num_kv_heads * head_tiles,), arguments)
     if plan is not None and partial_out is not None:
         merge_splits(
             call.out,
@@ -157,17 +158,15 @@ def merge_partials(
         launching.launch(
             merge_partials_kernel,
             (num_tokens * num_heads,),
-            dict(
-                partial_out=parts,
-                partial_lse=lses,
-                sinks=sinks,
-                out=strided.rows(out),
-                lse=strided.lse_rows(lse),
-                num_parts=num_parts,
-                num_heads=num_heads,
-                HEAD_DIM=head_dim,
-                BLOCK_PARTS=block_parts(num_parts, head_dim),
-                num_warps=4,
-            ),
+            partial_out=parts,
+            partial_lse=lses,
+            sinks=sinks,
+            out=strided.rows(out),
+            lse=strided.lse_rows(lse),
+            num_parts=num_parts,
+            num_heads=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_PARTS=block_parts(num_parts, head_dim),
+            num_warps=4,
         )
     return out
