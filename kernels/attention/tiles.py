@@ -35,7 +35,7 @@ _HOPPER = {
     64: Config(128, 64, 8, 3),
     128: Config(128, 64, 8, 3),
     256: Config(128, 32, 8, 3),
-    512: Config(64, 16, 8, 3, 2),
+    512: Config(32, 32, 8, 2, 2),
 }
 _OTHER = {
     32: Config(64, 64, 4, 3),
@@ -48,12 +48,12 @@ _OTHER = {
 # would take all tensor memory.)
 PREFILL = {
     "hopper": _HOPPER,
-    "blackwell": _HOPPER | {512: Config(32, 32, 8, 2, 2)},
+    "blackwell": _HOPPER,
     "other": _OTHER,
 }
 # The same over e4m3 pages, which take more registers.
 E4M3_PREFILL = {
-    "hopper": _HOPPER | {256: Config(64, 32, 8, 2), 512: Config(32, 32, 8, 2, 2)},
+    "hopper": _HOPPER | {256: Config(64, 32, 8, 2)},
     "blackwell": {
         32: Config(64, 64, 4, 3),
         64: Config(128, 64, 8, 2),

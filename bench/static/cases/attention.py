@@ -20,6 +20,7 @@ FEATURES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "p16-window": (128, 16, {"sliding_window": 1024}),
     "softcap-sinks": (64, 64, CAPPED),
     "group-5-odd-pages": (128, 48, {"group": 5}),
+    "group-8": (512, 16, {"group": 8}),
     "fp16": (128, 64, {"dtype": "float16"}),
     "fp8-d32": (32, 64, {"scales": "rows"}),
     "fp8-window": (256, 64, {"scales": "rows", "sliding_window": 512}),
