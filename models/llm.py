@@ -368,6 +368,7 @@ def default_params(directory: Path | None) -> SamplingParams:
     names = ["repetition_penalty"]
     if given.get("do_sample"):
         given = {"temperature": 1.0} | given
+        given["top_k"] = max(0, given.get("top_k", 0))  # -1 = all
         names += ["temperature", "top_k", "top_p", "min_p"]
     return SamplingParams(**{name: given[name] for name in names if given.get(name) is not None})
 

@@ -418,7 +418,8 @@ def test_a_checkpoint_says_how_it_is_sampled(tmp_path, capsys):
     assert of_file(temperature=0.5, top_k=3, repetition_penalty=1.5) == SamplingParams(
         repetition_penalty=1.5
     )
-    assert of_file(do_sample=True, top_k=None) == SamplingParams(temperature=1.0)
+    for top_k in (None, -1):
+        assert of_file(do_sample=True, top_k=top_k) == SamplingParams(temperature=1.0)
     with pytest.raises(ValueError, match=r"top_p: expected a number in \(0, 1\], got 5"):
         of_file(do_sample=True, top_p=5)
     full = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
