@@ -37,7 +37,7 @@ from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import join_ranks
 from .parallel.steps import StepSender
 from .progress import tqdm
-from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer, decode_of, find_tokenizer
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -241,8 +241,8 @@ class LLM:
             finally:
                 self._abort(queued)
         return [
-            self._with_text(outputs[sample])
-            for outputs in queued.values()
+            self._with_text(outputs[sample], one)
+            for one, outputs in zip(params, queued.values(), strict=True)
             for sample in sorted(outputs)
         ]
 
@@ -367,12 +367,13 @@ class LLM:
                 f"prompts: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
             ) from error
 
-    def _with_text(self, output: RequestOutput) -> RequestOutput:
+    def _with_text(self, output: RequestOutput, params: SamplingParams) -> RequestOutput:
         if self.tokenizer is None or output.text is not None:
             return output
         ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
         try:
-            return replace(output, text=self.tokenizer.decode(ids))
+            decode = decode_of(self.tokenizer, params.skip_special_tokens)
+            return replace(output, text=decode(ids))
         except Exception as cause:  # the other outputs are good
             error = RequestError(
                 f"request {output.request_id!r}, sample {output.sample}: its text cannot be "
