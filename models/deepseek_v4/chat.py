@@ -158,6 +158,7 @@ def _turns(
             given.insert(0, {"role": "system"})
         next(m for m in given if m["role"] == "system")["tools"] = list(tools)
     turns: list[dict[str, Any]] = []
+    calls: list[Any] = []  # ids of the latest
     for message in given:
         role = message["role"]
         if role not in ROLES or "task" in message:
@@ -166,10 +167,10 @@ def _turns(
             )
         if role not in ("user", "tool"):
             turns.append(message)
+            calls = [call.get("id") for call in message.get("tool_calls", ())] or calls
             continue
         if not turns or turns[-1]["role"] != "user":
-            calls = turns[-1].get("tool_calls", ()) if turns else ()
-            turns.append({"role": "user", "parts": [], "calls": [c.get("id") for c in calls]})
+            turns.append({"role": "user", "parts": [], "calls": calls})
         turns[-1]["parts"].append(message)
     return turns
 
@@ -200,7 +201,7 @@ def _content(message: Mapping[str, Any]) -> str:
     return f"<tool_result>{content}</tool_result>" if message["role"] == "tool" else content
 
 
-def _in_order(parts: list[dict[str, Any]], calls: list[str]) -> list[dict[str, Any]]:
+def _in_order(parts: list[dict[str, Any]], calls: list[Any]) -> list[dict[str, Any]]:
     """Results of tools in the order of their calls; other parts keep their places."""
 
     def place(part: Mapping[str, Any]) -> int:

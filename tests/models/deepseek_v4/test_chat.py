@@ -66,6 +66,8 @@ def test_tools():
     kept = chat.render(TOOL_TURN, thinking=True, drop_thinking=False)
     assert digest(kept) == "adb3eaa7411b886d"
     assert digest(chat.render(TOOL_TURN, thinking=True)) == "540242b0d832180c"
+    late = [*TOOL_TURN[:3], {"role": "assistant", "content": "wait"}, *TOOL_TURN[3:]]
+    assert "<tool_result>A</tool_result>\n\n<tool_result>B" in chat.render(late)
     tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
     text = chat.render([user("x")], tools=tools)
     block, question = text.removeprefix(f"{BOS}\n\n").split("<｜User｜>")
