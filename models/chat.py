@@ -15,6 +15,8 @@ from typing import Any
 
 from .config.fields import checked, naming, read_fields, shown
 from .config.files import read_json
+from .deepseek_v4.chat import DeepseekV4Chat
+from .deepseek_v4.config import MODEL_TYPE
 
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = (
@@ -35,7 +37,7 @@ class NamedTemplate:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """Keys read from ``tokenizer_config.json``, in addition to ``*_token``."""
+    """Keys read from ``tokenizer_config.json`` (in addition to ``*_token``) and chat_template.json."""
 
     chat_template: str | tuple[NamedTemplate, ...] | None = None
 
@@ -47,6 +49,7 @@ class ChatTemplate:
         source: jinja, at most 1,000,000 characters.
         special_tokens: their texts by name, such as ``bos_token``.
         file: name of its file, for error messages.
+        tool_use: used instead for chats with tools; None = the same for all.
 
     Raises:
         ImportError: without transformers or jinja2.
@@ -59,6 +62,7 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         file: str = "chat template",
+        tool_use: ChatTemplate | None = None,
     ) -> None:
         try:
             import jinja2
@@ -72,7 +76,7 @@ class ChatTemplate:
                 f"{file}: expected a text of at most {MAX_TEMPLATE} characters, got {shown(source)}"
             )
         self._render, self._source, self._file = render_jinja_template, source, file
-        self._special_tokens = dict(special_tokens or {})
+        self._special_tokens, self._tool_use = dict(special_tokens or {}), tool_use
         try:
             self._render([], chat_template=source)  # transformers keeps what it compiled
         except jinja2.TemplateSyntaxError as error:
@@ -85,39 +89,27 @@ class ChatTemplate:
 
     @classmethod
     def of_directory(cls, path: Path) -> ChatTemplate:
-        """The template of a checkpoint.
+        """The templates of a checkpoint, the default one and "tool_use".
 
-        ``chat_template.jinja``, or the (default) one in ``tokenizer_config.json``.
+        ``chat_template.jinja`` and ``additional_chat_templates/*.jinja``, or those in
+        ``tokenizer_config.json``, or the one in ``chat_template.json``.
 
         Raises:
-            ValueError: the directory has neither, or naming a file that is no UTF-8, no JSON, or
+            ValueError: the directory has none, or naming a file that is no UTF-8, no JSON, or
                 has a key of another type; what the constructor raises.
         """
-        config_file, file = path / "tokenizer_config.json", path / "chat_template.jinja"
-        config = read_json(config_file) if config_file.is_file() else {}
-        with naming(config_file):
-            source = read_fields(TokenizerKeys, config).chat_template
-            tokens = {
-                name: checked(str, name, token.get("content") if isinstance(token, dict) else token)
-                for name, token in config.items()
-                if name.endswith("_token") and isinstance(token, str | dict)
-            }
-        name = f"chat_template of {str(config_file)!r}"
-        if file.is_file():
-            name = f"chat template {str(file)!r}"
-            try:
-                with open(file, encoding="utf-8") as opened:
-                    source = opened.read(MAX_TEMPLATE + 1)
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
-        elif isinstance(source, tuple):
-            source = {entry.name: entry.template for entry in source}.get("default")
-        if source is None:
+        sources = _sources(path)
+        if "default" not in sources:
             raise ValueError(
                 "chat: expected a chat_template.jinja, or a chat_template in "
                 f"tokenizer_config.json, in {str(path)!r}"
             )
-        return cls(source, tokens, file=name)
+        tokens, tool_use = _special_tokens(path), None
+        if "tool_use" in sources:
+            name, source = sources["tool_use"]
+            tool_use = cls(source, tokens, file=name)
+        name, source = sources["default"]
+        return cls(source, tokens, file=name, tool_use=tool_use)
 
     def render(
         self,
@@ -125,6 +117,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """Text of a chat, special tokens spelled out.
 
@@ -134,10 +127,15 @@ class ChatTemplate:
                 at most 100,000,000 characters.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: True = end with the start of the model's answer.
+            variables: what the template reads besides, such as ``enable_thinking``.
 
         Raises:
             ValueError: the template refuses the messages, or they or their text are too long.
         """
+        if tools is not None and self._tool_use is not None:
+            return self._tool_use.render(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+            )
         try:
             given = [{k: v for k, v in m.items() if v is not None} for m in messages]
             tools = None if tools is None else list(tools)
@@ -152,7 +150,7 @@ class ChatTemplate:
                 tools=tools,
                 chat_template=self._source,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **(self._special_tokens | variables),
             )
             _expect_length("a text", len(text))
         except Exception as error:  # a template is a program, and may fail as one
@@ -165,3 +163,71 @@ class ChatTemplate:
 def _expect_length(name: str, length: int) -> None:
     if length > MAX_CHAT:
         raise ValueError(f"expected {name} of at most {MAX_CHAT} characters, got {length}")
+
+
+def find_chat(path: Path) -> ChatTemplate | DeepseekV4Chat:
+    """The chat format of a checkpoint: its template, or DeepSeek-V4's own where it has none.
+
+    Raises:
+        ValueError: as `ChatTemplate.of_directory`.
+    """
+    file = path / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    if config.get("model_type") == MODEL_TYPE and not _sources(path):
+        return DeepseekV4Chat.of_directory(path, config)
+    return ChatTemplate.of_directory(path)
+
+
+def _sources(path: Path) -> dict[str, tuple[str, str]]:
+    """Templates by name: what to call each in messages, and its source."""
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        data = read_json(file)
+        with naming(file):
+            source = read_fields(TokenizerKeys, data).chat_template
+        if source is not None:
+            named = source if isinstance(source, tuple) else (NamedTemplate("default", source),)
+            of = f"chat_template of {str(file)!r}"
+            found = {entry.name: (of, entry.template) for entry in named}
+            break
+    else:
+        found = {}
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        found = {"default": _read_template(file)}
+    for file in (path / "additional_chat_templates").glob("*.jinja"):
+        found[file.stem] = _read_template(file)
+    return found
+
+
+def _read_template(file: Path) -> tuple[str, str]:
+    name = f"chat template {str(file)!r}"
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return name, opened.read(MAX_TEMPLATE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """Texts by name, as transformers has them.
+
+    ``special_tokens_map.json`` counts only where tokenizer_config.json describes no added tokens.
+    """
+    tokens: dict[str, str] = {}
+    described = False
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = path / name
+        if described or not file.is_file():
+            continue
+        data = read_json(file)
+        described = "added_tokens_decoder" in data
+        with naming(file):
+            tokens |= {
+                key: checked(str, key, token.get("content") if isinstance(token, dict) else token)
+                for key, token in data.items()
+                if key.endswith("_token") and isinstance(token, str | dict)
+            }
+    return tokens

@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .chat import ChatTemplate
+from .chat import find_chat
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
 from .config.model import MAX_RANKS
 from .engine.config import IMPLS, KV_CACHE_DTYPES
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size, rank = launched()
         prompts = [] if args.chat or rank else _prompts(args)
         if args.chat and Path(args.model).is_dir():
-            ChatTemplate.of_directory(Path(args.model))
+            find_chat(Path(args.model))
         llm = LLM(
             args.model,
             engine=replace(

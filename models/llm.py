@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .chat import PLAIN, ChatTemplate
+from .chat import PLAIN, ChatTemplate, find_chat
 from .config.fields import shown
 from .config.files import read_generation_config
 from .config.hf import load_config
 from .config.named import named_configs
+from .deepseek_v4.chat import DeepseekV4Chat
 from .deepseek_v4.mtp import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
@@ -36,7 +37,7 @@ from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import join_ranks
 from .parallel.steps import StepSender
 from .progress import tqdm
-from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer, decode_of, find_tokenizer
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -240,8 +241,8 @@ class LLM:
             finally:
                 self._abort(queued)
         return [
-            self._with_text(outputs[sample])
-            for outputs in queued.values()
+            self._with_text(outputs[sample], one)
+            for one, outputs in zip(params, queued.values(), strict=True)
             for sample in sorted(outputs)
         ]
 
@@ -273,10 +274,12 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a chat whose next message is the model's.
 
-        Arguments as in `ChatTemplate.render`.
+        Arguments as in `ChatTemplate.render`; of a DeepSeek-V4 without template as in
+        `quire.models.deepseek_v4.chat.DeepseekV4Chat.render`.
 
         Raises:
             ValueError: without tokenizer or template, or for messages that the template refuses.
@@ -284,12 +287,33 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("chat: expected a model with a tokenizer.json, this one has none")
-        return self.tokenizer.encode(self._template.render(messages, tools=tools), special=False)
+        text = self._template.render(messages, tools=tools, **variables)
+        return self.tokenizer.encode(text, special=False)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[RequestOutput]:
+        """Answers to a chat: `generate` for the ids of `encode_chat`, without a bar.
+
+        Args:
+            messages, tools, variables: as in `encode_chat`, such as ``enable_thinking=True``.
+            params: as in `generate`.
+
+        Returns:
+            One output, or params.n of them.
+        """
+        ids = self.encode_chat(messages, tools=tools, **variables)
+        return self.generate([ids], params, progress=False)
 
     @cached_property
-    def _template(self) -> ChatTemplate:
+    def _template(self) -> ChatTemplate | DeepseekV4Chat:
         if self._directory is not None:
-            return ChatTemplate.of_directory(self._directory)
+            return find_chat(self._directory)
         if isinstance(self.tokenizer, ByteTokenizer):
             return ChatTemplate(PLAIN)
         raise ValueError("chat: expected a Hugging Face directory, whose template is known")
@@ -343,12 +367,13 @@ class LLM:
                 f"prompts: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
             ) from error
 
-    def _with_text(self, output: RequestOutput) -> RequestOutput:
+    def _with_text(self, output: RequestOutput, params: SamplingParams) -> RequestOutput:
         if self.tokenizer is None or output.text is not None:
             return output
         ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
         try:
-            return replace(output, text=self.tokenizer.decode(ids))
+            decode = decode_of(self.tokenizer, params.skip_special_tokens)
+            return replace(output, text=decode(ids))
         except Exception as cause:  # the other outputs are good
             error = RequestError(
                 f"request {output.request_id!r}, sample {output.sample}: its text cannot be "
@@ -368,6 +393,7 @@ def default_params(directory: Path | None) -> SamplingParams:
     names = ["repetition_penalty"]
     if given.get("do_sample"):
         given = {"temperature": 1.0} | given
+        given["top_k"] = max(0, given.get("top_k", 0))  # -1 = all
         names += ["temperature", "top_k", "top_p", "min_p"]
     return SamplingParams(**{name: given[name] for name in names if given.get(name) is not None})
 

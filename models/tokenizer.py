@@ -5,7 +5,8 @@ A ``tokenizer.json`` through the tokenizers library, or plain bytes for the smal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,8 +23,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text; special=True adds the special tokens around a prompt."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of generated ids, without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of generated ids."""
 
 
 class TextStream:
@@ -36,15 +37,17 @@ class TextStream:
         tokenizer: for its ``decode``.
         stop: strings that end the text.
         stop_ids: ids that have no text.
+        skip_special_tokens: False = with the texts of special tokens.
 
     Source: the two offsets of text-generation-inference's ``decode_token``.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: Collection[int]
-    ) -> None:
+        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: Collection[int],
+        skip_special_tokens: bool = True,
+    ) -> None:  # fmt: skip
         self.text = ""
-        self._tokenizer = tokenizer
+        self._decode = decode_of(tokenizer, skip_special_tokens)
         self._stop = tuple(stop)
         self._stop_ids = stop_ids
         self._longest = max(map(len, self._stop), default=0)
@@ -63,9 +66,15 @@ class TextStream:
         if token in self._stop_ids:
             return None
         self._ids.append(token)
-        decode, ids, end = self._tokenizer.decode, self._ids[self._start :], len(self._ids)
+        decode, ids, end = self._decode, self._ids[self._start :], len(self._ids)
         known, text = decode(ids[: self._read - self._start]), decode(ids)
-        if text.endswith(REPLACEMENT):
+        ends_open = text.endswith(REPLACEMENT)
+        # A token without text goes: the space of the next one needs a token with text before it.
+        # Some decoders strip the first space, so that one alone has no text, but two have.
+        if (ends_open or text == known) and not decode([token, token]):
+            self._ids.pop()
+            return None
+        if ends_open:
             if end - self._read < MAX_HELD_TOKENS:
                 return None  # the first tokens of a character
             # Marks that stay: all but what may begin a character, which is as many marks by itself.
@@ -87,8 +96,8 @@ class TextStream:
     def finish(self) -> str:
         """The whole text, half a character at its end included; release all of it."""
         if not self._finished:
-            known = self._tokenizer.decode(self._ids[self._start : self._read])
-            self.text += self._tokenizer.decode(self._ids[self._start :])[len(known) :]
+            known = self._decode(self._ids[self._start : self._read])
+            self.text += self._decode(self._ids[self._start :])[len(known) :]
             self._start = self._read = len(self._ids)
             self._finished = True
         return self.text
@@ -119,8 +128,8 @@ class ByteTokenizer:
         ids = [byte + NUM_SPECIAL for byte in text.encode("utf-8")]
         return [self.bos_token_id, *ids] if special else ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Special ids are left out; bytes that are not UTF-8 become U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Special ids have no text; bytes that are not UTF-8 become U+FFFD."""
         data = bytes(token - NUM_SPECIAL for token in token_ids if token >= NUM_SPECIAL)
         return data.decode("utf-8", errors="replace")
 
@@ -157,9 +166,16 @@ class FileTokenizer:
         """
         return self._backend.encode(text, add_special_tokens=special).ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; skip_special_tokens=False = with the texts of special tokens."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+def decode_of(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    """A tokenizer's ``decode``, with or without the texts of special tokens."""
+    if skip_special_tokens:
+        return tokenizer.decode
+    return partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def find_tokenizer(config: ModelConfig, path: Path | None) -> Tokenizer | None:

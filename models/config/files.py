@@ -51,7 +51,7 @@ class GenerationKeys:
     eos_token_id: fields.TokenIds = None
     do_sample: fields.Flag | None = None
     temperature: fields.NotNegative | None = None
-    top_k: fields.WidthOrNone | None = None
+    top_k: fields.ints(-1, 2**20) | None = None  # -1 = all, as 0
     top_p: fields.NotNegative | None = None
     min_p: fields.NotNegative | None = None
     repetition_penalty: fields.Positive | None = None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..families.registry import family_of, family_of_type
+from ..families.registry import family_of, family_of_type, refuse_type
 from .fields import checked, naming, read_object
 from .files import read_generation_config, read_json
 from .keys import token_ids
@@ -31,6 +31,7 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
     Source: transformers ``configuration_*`` of each family.
     """
     model_type = checked(str, "model_type", config.get("model_type", ""))
+    refuse_type(model_type)
     text = dict(read_object(config, "text_config") or config)
     # These may stand at the top of a multimodal file, outside of its text_config.
     for key in ("eos_token_id", "bos_token_id", "quantization_config"):

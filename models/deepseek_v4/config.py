@@ -76,6 +76,7 @@ class DeepseekV4Config:
         routed_scaling_factor: of the routed experts' weights.
         rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn
             scales.
+        unsupported_drafter: name of a drafter that the checkpoint has and that is left out.
 
     Raises:
         ValueError: fields that contradict each other.
@@ -117,6 +118,7 @@ class DeepseekV4Config:
     compress_rope_theta: fields.Theta = 1.6e5
     eos_token_ids: tuple[fields.TokenId, ...] = (1,)
     bos_token_id: fields.TokenId | None = 0
+    unsupported_drafter: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -5,6 +5,7 @@ Config files have the released keys or those of transformers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,11 @@ from .config import (
 from .model import DeepseekV4
 from .names import V4Storage, format_of_experts
 
+_V41 = (
+    "of DeepSeek-V4.1, single-pass hyper-connections, compressed caches and indexers that layers "
+    "share, compress_ratios of 1 and 2, two-level top-k and Engram tables are not supported"
+)
+
 
 @dataclass(frozen=True)
 class QuantizationKeys:
@@ -75,6 +81,7 @@ class DeepseekV4Keys:
     hidden_size: fields.Width = 4096
     num_hidden_layers: fields.NumLayers = 43
     num_nextn_predict_layers: NumDrafters | None = None
+    dspark_block_size: fields.NumTokens | None = None
     layer_types: LayerTypes | None = None
     compress_ratios: tuple[fields.ints(0, 2**16), ...] | None = None
     compress_rates: RateKeys | None = None
@@ -147,6 +154,7 @@ def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Con
         layer_types=layer_types,
         mlp_layer_types=_mlp_layer_types(keys),
         num_mtp_layers=num_mtp_layers,
+        unsupported_drafter=None if keys.dspark_block_size is None else "DSpark",
         num_heads=keys.num_attention_heads,
         csa_ratio=keys.compress_rate_csa or rates.compressed_sparse_attention,
         hca_ratio=keys.compress_rate_hca or rates.heavily_compressed_attention,
@@ -171,12 +179,15 @@ SAME_NAME = (
 def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:
     """Layer types of the trunk, and the number of drafter layers."""
     num_layers, num_mtp_layers = keys.num_hidden_layers, keys.num_nextn_predict_layers
+    has_dspark = keys.dspark_block_size is not None  # then the counts are not of MTP layers
+    if has_dspark:
+        num_mtp_layers = 0
     if keys.layer_types is not None:
         return _first("layer_types", keys.layer_types, num_layers), num_mtp_layers or 0
     if keys.compress_ratios is None:
         raise ValueError("layer_types: expected layer_types or compress_ratios, got neither")
     ratios = _first("compress_ratios", keys.compress_ratios, num_layers)
-    drafters = keys.compress_ratios[num_layers:]
+    drafters = () if has_dspark else keys.compress_ratios[num_layers:]
     if any(drafters) or num_mtp_layers not in (None, len(drafters)):
         raise ValueError(
             f"compress_ratios: expected a 0 for each of num_nextn_predict_layers={num_mtp_layers} "
@@ -287,8 +298,16 @@ def load(
             f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
             f"got {tables} bytes for {config.max_position_embeddings} tokens"
         )
-    storage = V4Storage()
-    found = unique(path, storage, read_headers(path))
+    storage, headers = V4Storage(), read_headers(path)
+    if config.unsupported_drafter is not None:
+        headers = [one for one in headers if not one.name.startswith(("mtp.", "model.mtp."))]
+        if group is None or group.rank == 0:
+            warnings.warn(
+                f"the drafter of {str(path)!r}, {config.unsupported_drafter}, is not supported: "
+                "it is left out",
+                stacklevel=3,
+            )
+    found = unique(path, storage, headers)
     if not any(target.parameter.startswith("mtp.") for target in found):
         config = replace(config, num_mtp_layers=0)
     kept = format_of_experts(found)
@@ -342,6 +361,7 @@ register_family(
         to_hf,
         draw=_draw,
         load=load,
+        refused={"deepseek_v41": _V41, "deepseek_v41_text": _V41},
         configs=tuple(CONFIGS.values()),
     )
 )

@@ -45,10 +45,15 @@ class MTPDrafter:
         max_draft_tokens: drafts of a request in a step.
 
     Raises:
+        NotImplementedError: a model whose own drafter is of another kind, naming it.
         ValueError: a model without drafter layers, or max_draft_tokens below 1.
     """
 
     def __init__(self, model: DeepseekV4, max_draft_tokens: int = 1) -> None:
+        if (name := getattr(model.config, "unsupported_drafter", None)) is not None:
+            raise NotImplementedError(
+                f"model: the drafter of {model.config.name!r} is {name}, which is not supported"
+            )
         if not getattr(model, "mtp", None):
             raise ValueError(f"model: expected one with drafter layers, got {model.config.name!r}")
         if max_draft_tokens < 1:

@@ -26,7 +26,7 @@ class EngineConfig:
             GPU, 256 MiB on a CPU.
         kv_cache_dtype: "auto" = pages of the model's dtype; "fp8" = e4m3 with a scale for each row,
             where the model can; "fp8_per_tensor" = e4m3 with one scale for a layer's keys and one
-            for its values, the model's ``kv_scales`` (1.0 unless set).
+            for its values, the model's ``kv_scales``.
         retention, enable_caching: arguments of `quire.kvcore.KVCache`.
         replay: True = where dense blocks are cached far beyond any resume point, compute only the
             tokens that restore the windows. Not with DeepSeek-V4: replayed tokens would be pooled

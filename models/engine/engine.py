@@ -204,7 +204,11 @@ class Engine:
                     match=match,
                     sample=sample,
                     seed=derived_seed(seed, sample),
-                    text=TextStream(self.tokenizer, params.stop, stop_ids) if has_text else None,
+                    text=TextStream(
+                        self.tokenizer, params.stop, stop_ids, params.skip_special_tokens
+                    )
+                    if has_text
+                    else None,
                     stream=stream,
                 )
                 for sample in range(params.n)

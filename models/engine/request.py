@@ -45,6 +45,8 @@ class SamplingParams:
         ignore_eos: True = the model's own stop ids do not end the output.
         stop: strings that end the output; the text ends before the first of them. They need a
             tokenizer. At most 4,096 characters in all.
+        skip_special_tokens: False = the text has the special tokens of the output too, but for the
+            id that stops it.
         temperature: divides the logits, at most 1e30; 0 = greedy, and then top_k, top_p and min_p
             change nothing.
         top_k: only the k likeliest tokens, ties by lowest id; 0 = all.
@@ -73,6 +75,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         def to(name: str, value: object) -> None:
@@ -88,9 +91,10 @@ class SamplingParams:
             raise ValueError(
                 f"stop: expected at most {MAX_STOP_CHARACTERS} characters in all, got {length}"
             )
-        if not isinstance(self.ignore_eos, bool | np.bool_):
-            raise ValueError(f"ignore_eos: expected True or False, got {shown(self.ignore_eos)}")
-        to("ignore_eos", bool(self.ignore_eos))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(given := getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name}: expected True or False, got {shown(given)}")
+            to(name, bool(given))
         for name, kind, low, high, expected in (
             ("max_tokens", Integral, 1, None, "an int >= 1"),
             ("temperature", Real, 0, LARGEST, "a number in [0, 1e30]"),

@@ -44,7 +44,7 @@ class Decoder(nn.Module):
     Attributes:
         kv_cache_dtypes: supported values of `EngineConfig.kv_cache_dtype`.
         kv_scales: [num_layers] pairs, the scale of a layer's keys and of its values, for
-            "fp8_per_tensor"; set them before an engine is made.
+            "fp8_per_tensor": those of the checkpoint, else 1.0. Set them before an engine is made.
     """
 
     kv_cache_dtypes = ("auto", "fp8", "fp8_per_tensor")

@@ -149,6 +149,7 @@ def weight_name(stored: str, config: ModelConfig) -> str | None:
     return None if found and int(found[1]) >= config.num_kv_owners else stored
 
 
+_ASSISTANT = "a drafter, which reads the keys and values of a Gemma-4, is not supported"
 UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 register_family(
     Family(
@@ -158,5 +159,6 @@ register_family(
         Gemma,
         config_to_hf,
         weight_name=weight_name,
+        refused=dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), _ASSISTANT),
     )
 )

@@ -13,7 +13,7 @@ From then on `load_model` and `LLM` take its Hugging Face directories. Where
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +41,8 @@ class Family:
             as `quire.models.loading.random_weights.draw`.
         load: loader used instead of `quire.models.loading.weights.load_model`: (path,
             configuration, device, dtype, fp8, group) -> model.
+        refused: values of ``model_type`` that belong to the family but are not supported, each with
+            the reason.
         configs: named configurations, which `LLM` and the benches take.
     """
 
@@ -52,6 +54,7 @@ class Family:
     weight_name: Callable[[str, Any], str | None] | None = None
     draw: Callable[..., None] | None = None
     load: Callable[..., Any] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
     configs: Sequence[Any] = ()
 
 
@@ -95,12 +98,21 @@ def family_of(config: Any) -> Family:
     raise ValueError(f"family: expected one of {known}, got {config.family!r}")
 
 
+def refuse_type(model_type: str) -> None:
+    """Raise NotImplementedError for a ``model_type`` that a family refuses, with its reason."""
+    for family in families():
+        if model_type in family.refused:
+            raise NotImplementedError(f"model_type {model_type!r}: {family.refused[model_type]}")
+
+
 def family_of_type(model_type: str) -> Family:
     """The family of a config.json.
 
     Raises:
-        NotImplementedError: none has this ``model_type``, naming those that are supported.
+        NotImplementedError: none has this ``model_type``, naming those that are supported; or one
+            refuses it.
     """
+    refuse_type(model_type)
     for family in families():
         if model_type in family.model_types:
             return family

@@ -42,6 +42,12 @@ _IGNORED = re.compile(
 )
 
 
+def text_name(stored: str) -> str:
+    """A tensor's name without the prefix that the text model has in its repository."""
+    prefix = next((p for p in _TEXT_PREFIXES if stored.startswith(p)), "")
+    return stored.removeprefix(prefix)
+
+
 @dataclass(frozen=True)
 class Target:
     """Part of a weight that a stored tensor fills.
@@ -113,10 +119,9 @@ class Storage:
     def _text_name(self, stored: str) -> str | None:
         if _IGNORED.match(stored):
             return None
-        if stored.endswith("lm_head.weight"):
-            return None if self._config.tie_word_embeddings else "lm_head.weight"
-        prefix = next((p for p in _TEXT_PREFIXES if stored.startswith(p)), "")
-        name = stored.removeprefix(prefix)
+        if head := re.search(r"\blm_head\.weight(_scale|_scale_inv)?$", stored):
+            return None if self._config.tie_word_embeddings else head[0]
+        name = text_name(stored)
         return name if self._weight_name is None else self._weight_name(name, self._config)
 
     def kind(self, stored: Stored, part: Tensor) -> str:

@@ -26,6 +26,7 @@ from ..families.registry import family_of
 from ..parallel.group import Group
 from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
+from .kv_scales import find_kv_scales, read_kv_scales
 from .names import Source, Storage, match, part_of, unique
 from .shards import WHOLE, pieces_of, shared_columns
 
@@ -105,7 +106,11 @@ def load_decoder(
     parameters = dict(whole.named_parameters())
     fp8_block, weight_name = _storage_keys(path).fp8_block, family_of(config).weight_name
     storage = Storage(config, parameters.keys(), fp8_block, weight_name)
-    sources = match(path, unique(path, storage, read_headers(path)), parameters, storage)
+    headers = read_headers(path)
+    kv_scales = find_kv_scales(path, headers, config.num_layers)
+    scales = set(kv_scales.values())
+    weights = [one for one in headers if one not in scales]
+    sources = match(path, unique(path, storage, weights), parameters, storage)
     model, pieces = whole, {}
     if group is not None:
         unit = max(shared_columns(source, part_of(parameters, source.target)) for source in sources)
@@ -120,6 +125,7 @@ def load_decoder(
             )
     model.allocate(device, except_for=kept)
     fill(model, sources, kept, pieces)
+    model.kv_scales = read_kv_scales(kv_scales, config.num_layers)
     return model
 
 

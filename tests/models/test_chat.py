@@ -51,6 +51,50 @@ def test_chat_templates_of_a_directory(tmp_path):
     assert ChatTemplate(PLAIN).render(messages) == "user:  hi \nassistant: "
 
 
+def test_named_templates(tmp_path):
+    """tool_use for chats with tools; files before tokenizer_config.json, and chat_template.json last."""
+    user, config = [{"role": "user", "content": "x"}], tmp_path / "tokenizer_config.json"
+
+    def rendered():
+        template = ChatTemplate.of_directory(tmp_path)
+        return template.render(user), template.render(user, tools=[{}])
+
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "J {{ messages[0].content }}"}')
+    config.write_text('{"chat_template": null}')
+    assert rendered() == ("J x", "J x")
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert rendered() == ("D", "T")
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert rendered() == ("file", "file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more")
+    assert rendered() == ("file", "more")
+
+
+def test_template_variables():
+    template = ChatTemplate("{{ bos_token }}{{ enable_thinking }}", {"bos_token": "<s>"})
+    assert template.render([], enable_thinking=True) == "<s>True"
+    assert template.render([], bos_token="") == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "<bos>|</s>"),
+        ({"bos_token": "<s>"}, "<bos>|</s>"),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, "<s>|"),
+    ],
+)
+def test_special_tokens_that_only_their_map_names(tmp_path, config, text):
+    """As transformers: the map counts, and first, where the config describes no added tokens."""
+    config = config | {"chat_template": "{{ bos_token }}|{{ eos_token }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokens = {"bos_token": {"content": "<bos>", "lstrip": False}, "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert ChatTemplate.of_directory(tmp_path).render([]) == text
+
+
 def test_templates_run_in_a_sandbox():
     with pytest.raises(ValueError, match=r"^messages: the chat template refuses them: access to"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render([])

@@ -142,6 +142,104 @@ def test_spaces_of_a_word_tokenizer_survive_the_stream(tmp_path):
     assert pieces == ["one", " two", "s", " one", ""] and stream.finish() == "one twos one"
 
 
+def write_tokenizer(path, kind):
+    """A tokenizer.json of a common kind, with three special tokens in front; returns it and its vocabulary."""
+    tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
+    decoders, special = tokenizers.decoders, ["<eos>", "<|channel>", "<channel|>"]
+    words = [
+        "▁",
+        "▁▁",
+        "▁▁▁▁",
+        ".",
+        "▁leading",
+        "▁x",
+        "a",
+        "▁a",
+        "b",
+        "世",
+        "▁世",
+        "!",
+        "stop",
+        "▁stop",
+        "\n",
+    ]
+    if kind == "byte-level":
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = [*special, *letters, "Ġa", "Ġstop", "ĠĠ"]
+        decoder = decoders.ByteLevel()
+    else:
+        vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        steps += [decoders.Strip(" ", 1, 0)] * (kind == "llama")
+        decoder = decoders.Metaspace() if kind == "metaspace" else decoders.Sequence(steps)
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(ids, [], byte_fallback=kind != "byte-level")
+    )
+    backend.decoder = decoder
+    backend.add_special_tokens(special)
+    backend.save(str(path / "tokenizer.json"))
+    return FileTokenizer(path / "tokenizer.json"), vocabulary
+
+
+@pytest.mark.parametrize("kind", ["gemma", "llama", "metaspace", "byte-level"])
+def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
+    """4,000 lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop string ends it."""
+    tokenizer, vocabulary = write_tokenizer(tmp_path, kind)
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    rng, byte = random.Random(0), vocabulary.index("<0x00>") if "<0x00>" in ids else None
+    words = range(3, len(vocabulary)) if byte is None else range(259, len(vocabulary))
+    for _ in range(4000):
+        given = []
+        for _ in range(rng.randrange(1, 12)):
+            what = rng.random()
+            if what < 0.3:
+                given.append(rng.randrange(3))
+            elif what < 0.4 and byte is not None:
+                for b in rng.choice(["é", "世", "🙂", " "]).encode():
+                    given += [*rng.choices(range(3), k=rng.choice([0, 0, 0, 9])), byte + b]
+            else:
+                given.append(rng.choice(words))
+        for skip in (True, False):
+            whole = tokenizer.decode(given, skip_special_tokens=skip)
+            if "\ufffd" in whole:
+                continue
+            for stop in ((), (" stop", "a a")):
+                stream, pieces = TextStream(tokenizer, stop, (), skip), []
+                for token in given:
+                    if stream.append(token) is not None:
+                        break
+                    pieces.append(stream.take())
+                text = stream.finish()
+                end = min((at for s in stop if (at := whole.find(s)) >= 0), default=len(whole))
+                assert "".join(pieces) + stream.take() == text == whole[:end], (given, stop)
+
+
+def test_generated_text_is_streamed_text_with_special_tokens_and_without(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
+    special, decoders = [f"<{i}>" for i in range(100)], tokenizers.decoders
+    vocabulary = {t: i for i, t in enumerate([*special, *(f"▁w{i}" for i in range(100, 259))])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(special)
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    llm = LLM(tmp_path, engine=SETTINGS)
+    params = SamplingParams(60, temperature=1.0, seed=3, ignore_eos=True)
+    for skip in (True, False):
+        one = replace(params, skip_special_tokens=skip)
+        [output] = llm.generate([[5, 6]], one, progress=False)
+        assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=skip)
+        assert ("<" in output.text) is not skip
+        assert "".join(delta.text for delta in llm.stream([5, 6], one)) == output.text
+        end = output.text.index(" w", 20)
+        stop = replace(one, stop=(output.text[end : end + 5],))
+        [stopped] = llm.generate([[5, 6]], stop, progress=False)
+        streamed = "".join(delta.text for delta in llm.stream([5, 6], stop))
+        assert stopped.text == streamed == output.text[: output.text.index(stop.stop[0])]
+
+
 # LLM.
 
 
@@ -418,7 +516,8 @@ def test_a_checkpoint_says_how_it_is_sampled(tmp_path, capsys):
     assert of_file(temperature=0.5, top_k=3, repetition_penalty=1.5) == SamplingParams(
         repetition_penalty=1.5
     )
-    assert of_file(do_sample=True, top_k=None) == SamplingParams(temperature=1.0)
+    for top_k in (None, -1):
+        assert of_file(do_sample=True, top_k=top_k) == SamplingParams(temperature=1.0)
     with pytest.raises(ValueError, match=r"top_p: expected a number in \(0, 1\], got 5"):
         of_file(do_sample=True, top_p=5)
     full = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}

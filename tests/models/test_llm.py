@@ -1,5 +1,7 @@
 """LLM: models by name, directory or object; prompts as text or ids; the progress bar."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,6 +36,19 @@ def test_text_goes_through_bytes(capsys):
     one = llm.generate("héllo", FOUR, progress=False)
     assert capsys.readouterr().err == ""
     assert one[0].text == ByteTokenizer().decode(one[0].token_ids) == many[0].text
+
+
+def test_chat_takes_variables_and_tools(tmp_path):
+    pytest.importorskip("transformers", reason="renders chat templates")
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
+    template = "{{ enable_thinking }}{{ tools[0].name }}{{ messages[0].content }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    llm = LLM(tmp_path, engine=SETTINGS)
+    messages = [{"role": "user", "content": "x"}]
+    settings = {"tools": [{"name": "f"}], "enable_thinking": True}
+    outputs = llm.chat(messages, replace(FOUR, n=2), **settings)
+    assert [len(output.token_ids) for output in outputs] == [4, 4]
+    assert outputs[0].prompt_token_ids == tuple(ByteTokenizer().encode("Truefx", special=False))
 
 
 def test_text_leaves_the_stopping_id_out():

@@ -181,6 +181,31 @@ def test_wrong_values_and_contradictions_are_named(name, change, message):
         read(to_hf(get_config(name)) | change)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "text_type", "message"),
+    [
+        ("gemma4_assistant", "gemma4_text", "'gemma4_assistant': a drafter"),
+        (
+            "gemma4_unified_assistant",
+            "gemma4_unified_text",
+            "'gemma4_unified_assistant': a drafter",
+        ),
+        (
+            "deepseek_v41",
+            "deepseek_v41_text",
+            "compress_ratios of 1 and 2, two-level top-k and Engram",
+        ),
+        ("deepseek_v41_text", None, "'deepseek_v41_text': of DeepSeek-V4.1, single-pass"),
+    ],
+)
+def test_types_that_a_family_refuses(model_type, text_type, message):
+    config = {"model_type": model_type}
+    if text_type is not None:
+        config["text_config"] = to_hf(CONFIGS["gemma4-tiny"]) | {"model_type": text_type}
+    with pytest.raises(NotImplementedError, match=message):
+        read(config)
+
+
 def test_eight_bit_floats_of_compressed_tensors_are_supported():
     groups = {
         "group_0": {"weights": {"num_bits": 8, "type": "float"}},

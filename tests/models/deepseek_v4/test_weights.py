@@ -15,6 +15,7 @@ from quire.kernels.common.dequantize import (
 )
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.model import Experts
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.layers.basic import Linear
 from quire.models.layers.moe import PackedExperts
 from quire.models.loading.random_weights import random_model
@@ -199,13 +200,44 @@ def test_drafters_may_repeat_what_they_share(tmp_path, model):
     assert load_model(tmp_path / "release").config.num_mtp_layers == 1
 
 
-def test_a_checkpoint_without_drafters(tmp_path, model):
-    def edit(stored):
-        for name in [name for name in stored if name.startswith("mtp.")]:
-            del stored[name]
+def _without_drafters(stored):
+    for name in [name for name in stored if name.startswith("mtp.")]:
+        del stored[name]
 
-    write_release(tmp_path / "release", model, "fp8", edit=edit)
+
+def test_a_checkpoint_without_drafters(tmp_path, model):
+    write_release(tmp_path / "release", model, "fp8", edit=_without_drafters)
     assert load_model(tmp_path / "release").config.num_mtp_layers == 0
+
+
+@pytest.mark.parametrize("num_nextn", [0, 1, 3, None])
+def test_a_dspark_drafter_is_named_and_left_out(tmp_path, model, num_nextn):
+    """As DeepSeek-V4-Flash-0731 has it: three stages in mtp.*, and keys that may count one of them."""
+
+    def edit(stored):
+        _without_drafters(stored)
+        for stage in range(3):
+            stored[f"mtp.{stage}.attn_norm.weight"] = torch.ones(160)
+        stored["mtp.0.main_proj.weight"] = torch.zeros(160, 480)
+        stored["mtp.2.markov_head.markov_w1.weight"] = torch.zeros(259, 8)
+
+    path = tmp_path / "release"
+    write_release(path, model, "fp8", edit=edit)
+    config = json.loads((path / "config.json").read_text())
+    del config["layer_types"], config["num_nextn_predict_layers"]
+    config |= {"compress_ratios": [0, 4, 128, 0, 0, 0], "dspark_block_size": 5}
+    if num_nextn is not None:
+        config["num_nextn_predict_layers"] = num_nextn
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="DSpark, is not supported: it is left out") as warned:
+        loaded = load_model(path, dtype=torch.float32)
+    assert len(warned) == 1 and loaded.config.num_mtp_layers == 0
+    write_release(tmp_path / "trunk", model, "fp8", edit=_without_drafters)
+    ids = torch.arange(3, 53)
+    trunk = load_model(tmp_path / "trunk", dtype=torch.float32)
+    assert torch.equal(loaded.full_forward(ids), trunk.full_forward(ids))
+    with pytest.raises(NotImplementedError, match="is DSpark, which is not supported"):
+        MTPDrafter(loaded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

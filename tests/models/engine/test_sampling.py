@@ -388,6 +388,7 @@ def test_seeds_of_their_own_differ_but_not_from_run_to_run():
         ({"stop": (5,)}, "stop: expected strings that are not empty, got 5"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids: expected ints, got 'a'"),
         ({"ignore_eos": "no"}, "ignore_eos: expected True or False, got 'no'"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens: expected True or False, got 1"),
         ({"stop": ("x" * 4000, "y" * 97)}, "stop: expected at most 4096 characters in all"),
         ({"stop": 7}, "stop: expected a sequence, got 7"),
         ({"stop_token_ids": range(10**9)}, "stop_token_ids: expected at most 1048576, got more"),

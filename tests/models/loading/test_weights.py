@@ -47,6 +47,7 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.", "languag
 def test_name_variants(tmp_path, name, prefix):
     extra = {
         "lm_head.weight": torch.zeros(2, 2),  # tied: never read
+        "lm_head.weight_scale": torch.zeros(2, 1),
         "language_model.lm_head.weight": torch.zeros(2, 2),
         "model.vision_tower.layer.weight": torch.zeros(1),
         "vision_tower.layer.weight": torch.zeros(1),

@@ -126,6 +126,52 @@ def test_fp8_is_kept_where_the_converted_model_does_not_fit(tmp_path, monkeypatc
         load_model(tmp_path, fp8="yes")
 
 
+KV_SCALES = {
+    "attention": ("k_scale", "v_scale"),
+    "projection": ("k_proj.k_scale", "v_proj.v_scale"),
+    "output": ("k_proj.output_scale", "v_proj.output_scale"),
+    "both": ("kv_scale",),
+    "inner": ("attn.k_scale", "attn.v_scale"),
+}
+
+
+def write_kv_scales(path, scales):
+    """scales: {name behind ``self_attn.``: number or tensor}, the same in all layers but for their number, which is added."""
+    model = random_model(get_config("gemma3-tiny"))
+    save_checkpoint(model, path)
+    tensors = load_file(path / "model.safetensors")
+    for layer in range(model.config.num_layers):
+        for name, scale in scales.items():
+            scale = torch.as_tensor(scale, dtype=torch.float32) + layer
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = scale
+    save_file(tensors, path / "model.safetensors")
+    return model.config.num_layers
+
+
+@pytest.mark.parametrize("names", KV_SCALES.values(), ids=KV_SCALES)
+def test_scales_of_the_fp8_cache(tmp_path, names):
+    num_layers = write_kv_scales(tmp_path, dict(zip(names, (0.5, [0.25]), strict=False)))
+    scales = [(0.5 + i, (0.25 if len(names) == 2 else 0.5) + i) for i in range(num_layers)]
+    model = load_model(tmp_path)
+    assert model.kv_scales == scales
+    cache = model.make_cache(base_block_size=None, kv_cache_dtype="fp8_per_tensor").allocate(4)
+    assert [(c.k_scale, c.v_scale) for c in cache.layers] == scales
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"k_scale": 1, "kv_scale": 1}, r"doubled .*layers\.0\.self_attn\.k.*_scale"),
+        ({"k_scale": [1, 1]}, r"one number, got model\.layers\.0\.self_attn\.k_scale .*\[2\]"),
+        ({"v_scale": 0}, r"a finite number above 0, got 0\.0 of model\.layers\.0\.self_attn\.v_scale"),
+    ],
+)  # fmt: skip
+def test_scales_of_the_fp8_cache_that_are_refused(tmp_path, scales, message):
+    write_kv_scales(tmp_path, scales)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
+
+
 def test_mxfp4_equals_transformers(oracle_root):
     blocks, scales, want = torch.load(oracle_root / "mxfp4.pt")
     got = dequantize_mxfp4(blocks, scales)

@@ -1,0 +1,71 @@
+"""Scales of an fp8 cache that a checkpoint brings: one number for a layer's keys, one for its values.
+
+Source: compressed-tensors ``kv_cache_scheme``; the names that vLLM 0.33's
+``maybe_remap_kv_scale_name`` and ModelOpt's exports have.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .checkpoint import Stored, refuse_misfits
+from .names import text_name
+
+_NAME = re.compile(
+    r"layers\.(\d{1,6})\.self_attn\."
+    r"(?:(?:attn\.|kv_cache\.)?(k|v|kv)_scale|(k|v)_proj\.(?:\3_scale|output_scale))"
+)
+
+
+def find_kv_scales(
+    path: Path, stored: Iterable[Stored], num_layers: int
+) -> dict[tuple[int, str], Stored]:
+    """The scales among a checkpoint's tensors, by layer and "k" or "v".
+
+    Raises:
+        ValueError: naming two for the same, and those of layers that there are not.
+    """
+    found: dict[tuple[int, str], Stored] = {}
+    doubled, unexpected = [], []
+    for one in stored:
+        if (name := _NAME.fullmatch(text_name(one.name))) is None:
+            continue
+        layer = int(name[1])
+        if layer >= num_layers:
+            unexpected.append(str(one))
+        for part in name[2] or name[3]:
+            if (first := found.setdefault((layer, part), one)) is not one:
+                doubled.append(f"{first} and {one}")
+    refuse_misfits(path, doubled=doubled, unexpected=unexpected)
+    return found
+
+
+def read_kv_scales(
+    found: Mapping[tuple[int, str], Stored], num_layers: int
+) -> list[tuple[float, float]]:
+    """Pairs of each layer's scales of keys and values, 1.0 where the checkpoint has none.
+
+    Raises:
+        ValueError: naming a scale that is not one finite number above 0.
+    """
+    from safetensors import safe_open
+
+    pairs = [[1.0, 1.0] for _ in range(num_layers)]
+    for (layer, part), stored in found.items():
+        if math.prod(stored.shape) != 1:
+            raise ValueError(
+                f"path: expected scales of keys and values of one number, got {stored} of shape "
+                f"{list(stored.shape)}"
+            )
+        with safe_open(stored.file, framework="pt") as tensors:
+            scale = tensors.get_tensor(stored.name).float().item()
+        if not 0 < scale < math.inf:
+            raise ValueError(
+                f"path: expected a finite number above 0, got {scale} of {stored}, a scale of keys "
+                "or values"
+            )
+        pairs[layer]["kv".index(part)] = scale
+    return [(k, v) for k, v in pairs]
