@@ -42,10 +42,8 @@ def public_names(package: str) -> dict[str, str]:
 
 def api(package: str) -> str:
     """Entries of mkdocstrings for all public names of a package."""
-    parts = {"KVCache": "      inherited_members: true\n"}  # its calls are in several classes
     return "\n".join(
         f"::: {path}\n    options:\n      heading: quire.{package}.{name}\n      toc_label: {name}\n"
-        + parts.get(name, "")
         for name, path in sorted(public_names(package).items(), key=lambda entry: entry[0].lower())
     )
 

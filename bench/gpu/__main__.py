@@ -16,9 +16,9 @@ tests that passed. Exit status 1 if a part failed.
 A file of --tar has the results and the kernels that Triton compiled; the same Triton and Python
 find these again.
 
-Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json OUT/tune.json
---write OUT``, the most valuable entries first; what it writes are sources for ``kernels/``, to be
-compiled by ``python -m bench.static --arch`` before they are taken over.
+Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json
+OUT/tune.json``, the most valuable entries first. It prints lines for ``kernels/*/tiles.py``; compile
+them with ``python -m bench.static --arch`` before you take them over.
 
 Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed. Peers: installed
 packages, or files in the checkout's folder .peers (`bench.peers.folder`), which are unpacked and

@@ -37,12 +37,12 @@ class EngineConfig:
         impl: "triton" or "torch" for the kernels; None = by device.
         rejection_sample_method: verification of drafts of sampled requests
             (`quire.models.engine.speculative`). "strict" = the same output as without drafts, by
-            seed. "standard" = the same distribution, other tokens, more accepted drafts.
+            seed, up to near ties (and the rounding of e4m3 pages). "standard" = the same distribution, other tokens, more accepted drafts.
         decode_graphs: decode through CUDA graphs of a few batch sizes, captured at start; on a CPU
             through the same buffers. None = on a GPU, unless impl is "torch".
         async_scheduling: prepare the next step while the device runs one; a step's tokens are in
             the report of the call after it. The output is the same. A step that preempts waits for
-            the one before, and so does every step with drafts. None = on a GPU.
+            the one before. Off with a drafter. None = on a GPU.
         tensor_parallel_size: ranks that run the model together, each with its own device, a part
             of the weights and a part of the cache (`quire.models.parallel`).
 
