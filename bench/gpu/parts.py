@@ -49,10 +49,8 @@ OPERATOR_TESTS = """
 """
 # One asks transformers, of which a borrowed machine may have a version without these models.
 ENGINE_TESTS = """
-    --deselect=tests/models/engine/test_engine.py::test_prefill_and_forced_decode_equal_transformers
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
     tests/models/engine/test_replays.py
-    tests/models/engine/test_tiering.py::test_conversations_in_a_pool_that_is_too_small
     tests/models/engine/test_tiering.py::test_pages_come_back_as_they_left
     tests/models/layers/test_fp8_cache.py tests/kernels/layers/test_experts.py::test_order
 """
