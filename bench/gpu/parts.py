@@ -47,7 +47,6 @@ OPERATOR_TESTS = """
     tests/kernels/layers/test_rope.py tests/kernels/layers/test_routing.py
     tests/kernels/layers/test_sampling.py tests/kernels/pages
 """
-# One asks transformers, of which a borrowed machine may have a version without these models.
 ENGINE_TESTS = """
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
     tests/models/engine/test_replays.py
