@@ -198,7 +198,6 @@ class Layout:
                 f"got {self.alignment:.6g}"
             )
         self.drafts, self.max_model_len = max_draft_tokens, max_model_len
-        self.reads_pages = reads_pages
         self.lookahead = max(g.lookahead for g in self.groups)
         if self.lookahead > self.alignment:
             raise ValueError(
@@ -246,7 +245,7 @@ class Layout:
         return min(reach, default=1 << 62) // self.alignment
 
     @property
-    def reach(self) -> int:
+    def tail_segments(self) -> int:
         """Segments before a boundary with rows in its resume point; all for a state."""
         tails = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in tails):

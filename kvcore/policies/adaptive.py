@@ -163,10 +163,10 @@ class Adaptive:
             if self._returns.chance(record) > self._returns.chance(known):
                 known.stand = record.stand or record
                 for place, entry in known.filed.items():
-                    place.again(entry)
+                    place.rerank(entry)
             self._new[shorter] = None
 
-    def again(self, entry: Entry) -> None:
+    def rerank(self, entry: Entry) -> None:
         """Rank `entry` again before the next eviction: its statistics changed."""
         self._new[entry] = None
 

@@ -94,7 +94,7 @@ def affordable_interval(layout: Layout) -> int:
     return layout.alignment << max(0, segments.bit_length() - 1)
 
 
-def replay_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
+def resend_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
     """Boundaries of a prompt that are kept whatever the setting; 0 = none: of a resend, capped one
     token before its end; of a longer sibling; and of a prompt whose last lines are edited.
     """
@@ -123,10 +123,10 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         rows = np.concatenate([rows, more_rows])
         positions = np.concatenate([positions, index * interval])
     if len(rows) > 1:
-        span = int(end.max()) + 1
-        merged = np.sort(rows * span + positions)
+        stride = int(end.max()) + 1
+        merged = np.sort(rows * stride + positions)
         merged = merged[np.append(True, merged[1:] != merged[:-1])]
-        rows, positions = merged // span, merged % span
+        rows, positions = merged // stride, merged % stride
     return rows, positions
 
 

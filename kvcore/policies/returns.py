@@ -24,7 +24,7 @@ class Files(Protocol):
     def __len__(self) -> int:
         """Entries that are there."""
 
-    def again(self, entry: Entry) -> None:
+    def rerank(self, entry: Entry) -> None:
         """Rank `entry` again: its statistics changed."""
 
 
@@ -170,7 +170,7 @@ class Returns:
         for count in self._counts(record):
             count.count()
         for place, entry in record.filed.items():
-            place.again(entry)
+            place.rerank(entry)
 
     def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
         return (

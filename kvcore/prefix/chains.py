@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import NO_ROWS, Int32, Int64
 from ..event_writer import EventWriter
-from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
+from ..policies.retention import kept_boundaries, kept_of_one, resend_boundaries
 from ..tables.linear import LinearTables
 from ..tables.planner import StepChanges
 from ..tables.rows import Tables
@@ -111,7 +111,7 @@ class Chains:
         if self.layout.hybrid:
             # A replay may end before the dense blocks do, where no longer hit is wanted.
             junction = match.replay_to or match.dense_tokens
-            keep = (*replay_boundaries(match.prompt.num_tokens, a), junction)
+            keep = (*resend_boundaries(match.prompt.num_tokens, a), junction)
         self.index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
         return keep
 
@@ -243,7 +243,7 @@ class Chains:
             rows, kept = rows[known], kept[known]
         return ending.rows[rows], kept
 
-    def hold(
+    def prepare(
         self, slots: Int64, ending: Ending, kept: tuple[Int64, Int64], tails: Int32
     ) -> Publication | None:
         """Hold what a step completed until it is published; None if it completed nothing."""
@@ -253,10 +253,10 @@ class Chains:
         self.cached[ending.slots] = ending.end
         if not rows.size:
             return Publication(ending, [], [], [])
-        held = self._hold(slots[rows].tolist(), boundaries.tolist(), list(tails))
+        held = self._hold_tails(slots[rows].tolist(), boundaries.tolist(), list(tails))
         return Publication(ending, *held)
 
-    def _hold(
+    def _hold_tails(
         self, slots: list[int], boundaries: list[int], tails: list[Int32]
     ) -> tuple[list[int], list[int], list[Int32]]:
         """Hold the pages of resume points; return the points whose state was copied."""
@@ -333,7 +333,7 @@ class Chains:
         """Keep a resume point at a boundary, if the tables still have its tail."""
         tail = self._tables.tail(slot, boundary)
         if tail is not None:
-            self._add_points(*self._hold([slot], [boundary], [tail]))
+            self._add_points(*self._hold_tails([slot], [boundary], [tail]))
 
     def _cache_segments(self, slots: list[int], ends: list[int]) -> None:
         ones: list[int] = []

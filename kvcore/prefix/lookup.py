@@ -134,7 +134,7 @@ class Lookup:
             )
         return token_ids
 
-    def again(self, match: Match) -> tuple[Match, Run]:
+    def find_again(self, match: Match) -> tuple[Match, Run]:
         """`find` the prompt of an earlier match; ValueError if it is none, or of another cache."""
         if not isinstance(match, Match):
             raise ValueError(f"match: expected what `match` returned, got {match!r}")

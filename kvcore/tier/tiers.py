@@ -220,7 +220,7 @@ class Tiers:
             raise
         finally:
             for entry in due:
-                self._stores.again(entry)
+                self._stores.inspect_again(entry)
         return made
 
     def _is_worth(self, entry: Run | ResumePoint) -> bool:
@@ -335,7 +335,7 @@ class Tiers:
     def forget_copies(self, is_wrong: Flags) -> None:
         """Forget copies of the device pages `is_wrong` [num_pages]; for `KVCache.evict_pages`."""
         self._void_jobs()
-        self._drop(copies_of(is_wrong, self._device, self.index, self._kv.layout.reach))
+        self._drop(copies_of(is_wrong, self._device, self.index, self._kv.layout.tail_segments))
 
     def _void_jobs(self) -> None:
         for job in self.jobs:
