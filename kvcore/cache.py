@@ -94,9 +94,9 @@ class KVCache:
             much further than any resume point computes these again (see `prefix.replays`).
         policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
-        reads: where a step's queries find the rows of the step: ``"step"``, in its tensors, so that
-            window groups keep only rows that outlive it; or ``"pages"``, for engines that write
-            rows to pages before attention reads them.
+        reads: where queries find the rows of their own step. ``"step"``: in its tensors, and window
+            groups have pages only for rows that outlive it. ``"pages"``: in pages, written before
+            attention reads them.
         adopt: a request that computes a segment cached meanwhile by another takes the cached pages
             and gives its own back. False: it keeps its own until it is released.
         append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
@@ -116,9 +116,9 @@ class KVCache:
         counters: since the start, see `stats`.
         tiers: memory behind the pool (`tier.Tiers` puts itself here); None without.
 
-    One call at a time, from any thread: a cache has no lock, and `match` reads what others change.
-    `stats`, `describe`, `num_*` and `counters` may be read at any time. A `Match`, its prompt and
-    an `OutOfPages` never change.
+    A cache has no lock: one call at a time, `match` included, from any thread. `stats`, `describe`,
+    `num_*` and `counters` may be read during a call. A `Match`, its prompt and an `OutOfPages`
+    never change.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or

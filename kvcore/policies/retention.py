@@ -1,6 +1,6 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
-Whatever the setting, a prompt of P tokens keeps its two replay boundaries (a resend is capped one
+Whatever the setting, a prompt of P tokens keeps its two resend boundaries (a resend is capped one
 token before its end, a longer sibling can use all whole segments), and a request keeps the last
 boundary that it reached when it ended, and the *junction*, where it left a chain whose dense blocks
 are cached but which has no resume point there. Alignment 32, ``retention="latest"``:
@@ -110,7 +110,7 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         always: [n, m] boundaries kept whatever the setting; 0 = none.
 
     Returns:
-        (rows [k], boundaries [k]) int64, sorted by row, then boundary, without repeats.
+        (requests [k], boundaries [k]) int64, sorted by request, then boundary, without repeats.
     """
     if len(start) == 1:
         return kept_of_one(int(start[0]), int(end[0]), always[0].tolist(), interval)

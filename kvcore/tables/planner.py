@@ -286,7 +286,7 @@ class StepPlanner:
         mapping: Int64 = self._tables.offset.take(slots, axis=1)
         mapping += positions
         for state in self._states:
-            mapping[state.cls.rows] = -1
+            mapping[state.cls.as_index] = -1
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             if not new.requests.size:
                 continue
@@ -485,7 +485,7 @@ class StepPlanner:
         for state, needing, new in zip(
             self._states, step.needs_snapshot_page, step.snapshot_pages, strict=True
         ):
-            live = step.state_pages[state.cls.rows].T  # [n, num_tables]
+            live = step.state_pages[state.cls.as_index].T  # [n, num_tables]
             if step.starting.size:
                 slots = step.slots[step.starting]
                 indices = state.entries(slots, LIVE).T

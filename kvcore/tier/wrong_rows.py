@@ -14,8 +14,7 @@ def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, tail_segm
     copies.
 
     The host may hold a window block in other resume points than the device does. So the host's
-    chain is cut before the first segment that a wrong block may belong to, `tail_segments` segments before
-    a
+    chain is cut before the first segment that a wrong block may belong to, `tail_segments` before a
     boundary: more is dropped than necessary, and no wrong row stays.
     """
     pages: list[Int32] = [NO_VALUES]
