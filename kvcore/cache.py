@@ -259,8 +259,9 @@ class KVCache:
     def table(self, group: int) -> Int32:
         """Block table of `group`: [max_requests, width] int32 view, not to be written to.
 
-        Block b is in column ``b % width``; a state group's live page, which its kernel updates in place, in column 0. Entries at or
-        past a request's length, and behind its window, are not to be read.
+        Block b is in column ``b % width``. A state group has its live page, which its kernel
+        updates in place, in column 0. Entries at or past a request's length, and behind its window,
+        are not to be read.
         """
         self._expect_tables("table")
         offset, width = self.layout.columns(group)

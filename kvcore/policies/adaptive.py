@@ -29,8 +29,8 @@ class Adaptive:
     Saved per page are the segments that a hit on the entry saves over the next shorter one, for the
     pages that its eviction frees. How soon a hit comes is learned for each kind of entry, from the
     share of its kind that prompts return to, the mean time that takes, and the time since the entry
-    was made or used (see `hazard`). The kinds of entries, each apart for prompts that begin a conversation
-    and for those that go on with one:
+    was made or used (see `hazard`). The kinds of entries, each apart for prompts that begin
+    a conversation and for those that go on with one:
 
     * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the
       `answer`, or else `inside`;

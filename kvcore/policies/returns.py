@@ -103,7 +103,7 @@ NOTHING = Kind()
 
 
 class Returns:
-    """Returns of prompts to the entries of one cache and its tiers, whose policies are `policies`."""
+    """Returns of prompts to the entries of one cache and its tiers, ranked by `policies`."""
 
     def __init__(self, patience: float, memory: float) -> None:
         self._patience, self._memory = patience, memory

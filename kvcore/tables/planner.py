@@ -457,7 +457,7 @@ class StepPlanner:
         requests: Int64,
         boundaries: Int64,
     ) -> Int32:
-        """Pages of the tails of `boundaries` [k] of `requests` [k], from the new blocks and from the
+        """Pages of the tails of `boundaries` [k] of `requests` [k], from the new blocks and the
         rings before they turn: [k, num_tables, tail]."""
         c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)

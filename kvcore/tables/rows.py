@@ -68,7 +68,7 @@ class Tables:
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
-        offset: [num_tables, max_requests] int64 of each request's open block: the slot (page *
+        offset: [num_groups, max_requests] int64 of each request's open block: the slot (page *
             block_size + row) of position p is ``offset + p``.
         snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for
             none.

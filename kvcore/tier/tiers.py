@@ -51,7 +51,7 @@ class Tiers:
         num_pages: host pages, of the same size as pool pages; page 0 (never used) included.
         bytes_per_second: bandwidth from host to device.
         prefill_tokens_per_second: prefill rate of the engine.
-        page_bytes: bytes that the copy of a page moves, in all tensors that share the tables. Default:
+        page_bytes: bytes that the copy of a page moves, in all tensors together. Default:
             `GroupSpec.page_bytes`, for one tensor.
         policy: eviction policy of the host; its `asked` is never called. Default: `LRU`, or with
             an `Adaptive` cache a policy that shares its statistics and ranks entries by seconds
