@@ -1,5 +1,9 @@
 """`KVCache`: requests, their block tables, and the cached prefixes that they share.
 
+A *segment* is the smallest part of a prompt that is cached: `alignment` tokens, with one key.
+A *boundary* is a multiple of the alignment, in tokens; its *depth* is the same in segments.
+A *resume point* is what window and state groups keep so that a request can start at a boundary.
+
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. A step
 treats the whole batch:
 
@@ -19,11 +23,10 @@ its slot mapping only. A request with 31 tokens, blocks of 16, whose first pages
 `plan` and `commit` are the quick way through four calls, for an engine that schedules a step before
 it knows the tokens of the one before, or asks for one request at a time:
 
-    reserve    pages leave the pool and wait beside the tables (`Reservations`), until
-    advance    they enter them: rows count as computed, whatever the tokens are
-    arrays     between the two, what the kernels need; it reads only
-    publish    the tokens are known: whole segments, and the resume points that wait for them, can
-               be found
+    reserve    pages leave the pool and wait beside the tables (`Reservations`)
+    arrays     what the kernels need; it reads only
+    advance    pages enter the tables: rows count as computed, whatever the tokens are
+    publish    the tokens are known: whole segments and their resume points can be found
 
 No page of a step in flight is handed out again: pages that it writes have left the pool; pages that
 it reads belong to its requests or to what these lock, and until it advances none of its requests
@@ -68,7 +71,7 @@ from .tables.rows import Tables
 if TYPE_CHECKING:
     from .tier.tiers import Tiers
 
-SETTLED = -1  # of a request whose computed tokens are all published
+SETTLED = -1  # in `KVCache._known`: all computed tokens are published
 
 
 class KVCache:
@@ -91,9 +94,9 @@ class KVCache:
             much further than any resume point computes these again (see `prefix.replays`).
         policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
-        reads: where a step's queries find the rows of the step: ``"step"``, in its tensors, so that
-            window groups keep only rows that outlive it; or ``"pages"``, for engines that write
-            rows to pages before attention reads them.
+        reads: where queries find the rows of their own step. ``"step"``: in its tensors, and window
+            groups have pages only for rows that outlive it. ``"pages"``: in pages, written before
+            attention reads them.
         adopt: a request that computes a segment cached meanwhile by another takes the cached pages
             and gives its own back. False: it keeps its own until it is released.
         append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
@@ -113,9 +116,9 @@ class KVCache:
         counters: since the start, see `stats`.
         tiers: memory behind the pool (`tier.Tiers` puts itself here); None without.
 
-    One call at a time, from any thread: a cache has no lock, and `match` reads what others change.
-    `stats`, `describe`, `num_*` and `counters` may be read at any time. A `Match`, its prompt and
-    an `OutOfPages` never change.
+    A cache has no lock: one call at a time, `match` included, from any thread. `stats`, `describe`,
+    `num_*` and `counters` may be read during a call. A `Match`, its prompt and an `OutOfPages`
+    never change.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or
@@ -210,8 +213,11 @@ class KVCache:
         self._reserved = Reservations(self._planner, self.pool, max_requests)
         # Tokens of each slot's request that are published, if not all computed ones are.
         self._known: Int64 = np.full(max_requests, SETTLED, dtype=np.int64)
-        self._only_plans = True  # no request was ever in a step of the four calls
-        # Tokens of a request that start at most one block a table, all of which survives the step.
+        # No request was ever in a step of the four calls, or admitted with keys: `plan` need not
+        # check for reserved pages and unpublished tokens.
+        self._only_plans = True
+        # The most tokens that start at most one block a table, none dead after the step: `reserve`
+        # of so few needs no arrays.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
         self._few = min([max_draft_tokens + 1, layout.alignment, *sizes])
         take_ownership(policy, events)
@@ -253,8 +259,9 @@ class KVCache:
     def table(self, group: int) -> Int32:
         """Block table of `group`: [max_requests, width] int32 view, not to be written to.
 
-        Block b is in column ``b % width``; a state group's live page in column 0. Entries at or
-        past a request's length, and behind its window, are not to be read.
+        Block b is in column ``b % width``. A state group has its live page, which its kernel
+        updates in place, in column 0. Entries at or past a request's length, and behind its window,
+        are not to be read.
         """
         self._expect_tables("table")
         offset, width = self.layout.columns(group)
@@ -297,8 +304,8 @@ class KVCache:
         keys: bytes | None = None,
         num_tokens: int | None = None,
     ) -> Match:
-        """Longest cached prefix of a prompt, with at least one token left to compute. Changes
-        nothing.
+        """Longest cached prefix of a prompt, with at least one token left to compute. Changes no
+        cached content.
 
         Args:
             token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
@@ -334,14 +341,14 @@ class KVCache:
     def admit(
         self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
     ) -> int | OutOfPages:
-        """Give a request a slot and the pages of its hit, which is looked up again. Allocates
-        nothing.
+        """Give a request a slot and the pages of its hit, which is looked up again. Takes
+        no free pages.
 
         Args:
             request_id: any hashable that is not admitted now.
             match: from `match`.
             resumed: it was preempted before; it is counted apart.
-            least: pages that must be free or evictable beside those of the hit.
+            least: refuse unless this many pages are free or evictable beside those of the hit.
 
         Returns:
             The slot; ``num_computed[slot]`` tokens are already valid. Or OutOfPages, for want of
@@ -355,7 +362,7 @@ class KVCache:
             raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
         if not self.sequences.num_free:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
-        match, run = self._lookup.again(match)
+        match, run = self._lookup.find_again(match)
         hit, uses_point = match.replay_to or match.num_tokens, not match.replay_to
         if least > self.pool.num_free:
             evictable = self.index.num_evictable
@@ -430,7 +437,7 @@ class KVCache:
         Args:
             slots: [n] ints, distinct, from `admit`; or one int.
             ends: [n] ints or one: tokens of each request after the step, drafts included.
-            least: pages that must be free or evictable before, whatever this takes.
+            least: refuse unless this many pages are free or evictable before the call.
 
         Returns:
             The new pages of each slot and table (row of a slot mapping), in the order of their
@@ -479,18 +486,18 @@ class KVCache:
         self._reserved.expect_not_in_flight(slots, "slots")
         counts = ends - self.sequences.num_computed[slots]
         more = (counts > 0).nonzero()[0]
-        keys: dict[int, list[int]] = {}
+        refs: dict[int, list[int]] = {}
         if more.size:
             changes = self._changes_of(slots[more], counts[more])
-            for row, key in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
-                keys.setdefault(listed[more[row]], []).append(key)
-        return self._take(listed, until, {s: keys[s] for s in listed if s in keys}, least)
+            for i, ref in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
+                refs.setdefault(listed[more[i]], []).append(ref)
+        return self._take(listed, until, {s: refs[s] for s in listed if s in refs}, least)
 
     def _take(
-        self, slots: list[int], ends: list[int], keys: dict[int, list[int]], least: int
+        self, slots: list[int], ends: list[int], block_refs: dict[int, list[int]], least: int
     ) -> list[list[list[int]]] | OutOfPages:
-        """Take pages for the `keys` of each slot as far as they are not reserved yet."""
-        new = {slot: self._reserved.missing(slot, some) for slot, some in keys.items()}
+        """Take pages for the `block_refs` of each slot as far as they are not reserved yet."""
+        new = {slot: self._reserved.missing(slot, refs) for slot, refs in block_refs.items()}
         needed = sum(map(len, new.values()))
         lacks = self._make_room(
             needed,
@@ -525,7 +532,7 @@ class KVCache:
         slots, ends = self._pairs(slots, ends)
         starts = self._pairs(slots, starts)[1]
         self._batch(slots, ends - starts)
-        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
+        start, full = self.sequences.num_computed[slots], self._reserved.step_ends(slots, ends)
         if np.count_nonzero(starts != start):
             raise ValueError(
                 f"starts: expected num_computed {start.tolist()}, got {starts.tolist()}"
@@ -586,7 +593,7 @@ class KVCache:
             )
         slots, ends = self._pairs(slots, ends)
         self.sequences.check(slots)
-        start, full = self.sequences.num_computed[slots], self._reserved.reach(slots, ends)
+        start, full = self.sequences.num_computed[slots], self._reserved.step_ends(slots, ends)
         moving = (ends != start).nonzero()[0]
         changes, pages = None, NO_ROWS
         if moving.size:
@@ -602,9 +609,8 @@ class KVCache:
         if self.enable_caching:
             known = self._known[changes.slots]
             self._known[changes.slots] = np.where(known == SETTLED, changes.start, known)
-        stays = ends[moving]
-        end = changes.end if np.array_equal(stays, changes.end) else stays
-        copies, publication = self._advance(changes, end)
+        end = ends[moving]
+        copies, publication = self._advance(changes, end, np.array_equal(end, changes.end))
         if publication is not None:
             self._chains.wait(publication)
         return copies
@@ -794,7 +800,7 @@ class KVCache:
                 self._event_writer.computed(
                     plan.slots, plan.num_new_tokens, plan.positions, ids, end
                 )
-        copies, publication = self._advance(plan.changes, end)
+        copies, publication = self._advance(plan.changes, end, accepted is None)
         if publication is not None:
             self._chains.publish(publication)
         return copies
@@ -872,10 +878,10 @@ class KVCache:
         written = start
         if self.replay_tokens is not None:
             written = self._chains.replays.written_from(slots, start)
-        kept, snapshot = NONE_KEPT, NO_ROWS
+        kept, snapshots = NONE_KEPT, NO_ROWS
         if self.enable_caching:
-            kept, snapshot = self._chains.boundaries(slots, start, end, longest)
-        return self._planner.plan(slots, start, end, written, longest, kept, snapshot)
+            kept, snapshots = self._chains.boundaries(slots, start, end, longest)
+        return self._planner.plan(slots, start, end, written, longest, kept, snapshots)
 
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
@@ -921,10 +927,12 @@ class KVCache:
             changes.copies, changes.state_pages, changes,
         )  # fmt: skip
 
-    def _advance(self, changes: StepChanges, end: Int64) -> tuple[Int32, Publication | None]:
-        """Count the tokens of a step up to `end` [n] as computed; its pages have left the pool.
-        Returns the pages [m, 2] to copy after the step, and what to publish once its tokens are
-        known.
+    def _advance(
+        self, changes: StepChanges, end: Int64, all_stay: bool
+    ) -> tuple[Int32, Publication | None]:
+        """Count the tokens of a step up to `end` [n] (`all_stay`: all) as computed; its pages have
+        left the pool. Returns the pages [m, 2] to copy after the step, and what to publish once its
+        tokens are known.
         """
         slots = changes.slots
         if self.max_draft_tokens:
@@ -933,9 +941,9 @@ class KVCache:
         ending, kept = NONE_ENDING, NONE_KEPT
         if self.enable_caching:
             ending, kept = self._chains.completed(changes, end)
-        effects = self._planner.commit(changes, end, kept)
-        publication = self._chains.hold(slots, ending, kept, effects.tails)
-        self._planner.settle(effects)
+        effects = self._planner.commit(changes, end, kept, all_stay)
+        publication = self._chains.prepare(slots, ending, kept, effects.tails)
+        self._planner.free_unheld(effects)
         self.sequences.num_computed[slots] = end
         return effects.copies, publication
 
@@ -1159,7 +1167,7 @@ class KVCache:
             ValueError: `ttl` is not positive, or `now` not a finite number.
         """
         expiry = expiry_of(now, ttl)
-        match, run = self._lookup.again(match)
+        match, run = self._lookup.find_again(match)
         self.index.tick += 1
         depth = match.num_tokens // self.alignment
         return self.index.pins.pin(run, depth, expiry) * self.alignment
@@ -1172,7 +1180,7 @@ class KVCache:
 
     def unpin(self, match: Match) -> bool:
         """End the pin of the prefix that `match` finds; False if it is not pinned."""
-        match, run = self._lookup.again(match)
+        match, run = self._lookup.find_again(match)
         if not match.num_tokens:
             return False
         self.index.tick += 1

@@ -43,30 +43,30 @@ def check_invariants(cache: KVCache) -> None:
             users.append(np.array(live, dtype=np.int64))
             continue
         path_pages = np.concatenate([index.root.look(), *(r.look() for r in path_to(run))])
-        for block in cache._tables.windows:
-            c = block.spec
-            users.append(block.table[slot].ravel())
+        for table in cache._tables.windows:
+            c = table.cls
+            users.append(table.table[slot].ravel())
             low = max(
                 int(cache._chains.replays.start[slot]), lowest - (c.spec.sliding_window or 1) + 1
             )
             low = max(0, low) // c.block_size
             visible = np.arange(low, -(-computed // c.block_size))
-            live = block.table[slot][:, visible % c.width]
+            live = table.table[slot][:, visible % c.width]
             assert (live != 0).all(), "a block inside the window has no page"
-        for block in cache._tables.blocks:
-            size, newest = block.spec.block_size, (computed - 1) // block.spec.block_size
-            if computed % size and (block.is_window or not replaying):
-                offset = cache._tables.offset[block.spec.tables, slot]
-                pages = block.read(slot, np.array([newest]))[:, 0]
+        for table in cache._tables.blocks:
+            size, newest = table.cls.block_size, (computed - 1) // table.cls.block_size
+            if computed % size and (table.is_window or not replaying):
+                offset = cache._tables.offset[table.cls.tables, slot]
+                pages = table.read(slot, np.array([newest]))[:, 0]
                 assert (offset == (pages - newest) * size).all(), "offset of an open block"
         snapshot_at = int(cache._tables.snapshot_at[slot])
         assert snapshot_at <= computed and snapshot_at % a == 0, "a snapshot of what was taken back"
         for state in cache._tables.states:
             users.append(state.table[slot].ravel())
             assert not snapshot_at or state.table[slot, :, SNAPSHOT].all(), "a snapshot on no page"
-        for block in cache._tables.dense:
-            c = block.spec
-            row = block.table[slot, :, : -(-max(cached, computed) // c.block_size)]
+        for table in cache._tables.dense:
+            c = table.cls
+            row = table.table[slot, :, : -(-max(cached, computed) // c.block_size)]
             assert (row != 0).all(), "a computed dense block has no page"
             whole = cached // c.block_size
             owners.append(row[:, whole:].ravel())

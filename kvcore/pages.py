@@ -1,8 +1,8 @@
-"""The page pool: free pages, and reference counts of window pages.
+"""The page pool: free pages, and reference counts of window and state pages.
 
 Dense pages have exactly one owner (a request, or the prefix index) and need no counters. Window
-pages can be held by several requests (`users`) and several resume points (`holds`) at once; such a
-page becomes free when both counts are zero, and counts as evictable when only points hold it.
+and state pages can be held by several requests (`users`) and resume points (`holds`) at once; such
+a page becomes free when both counts are zero, and counts as evictable when only points hold it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ONE_HOLD = 1 << 32
 NULL: Int64 = np.array(NULL_BLOCK)
 # `PagePool.counts` of a page that one request reads and no resume point holds.
 UNSHARED: Int64 = np.array(1)
-FEW, MANY = 64, 256  # pages of resume points that may be worth counting otherwise
+FEW, MANY = 64, 256  # below FEW a set counts fastest; above MANY a histogram may
 
 
 class PagePool:
@@ -42,7 +42,7 @@ class PagePool:
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
-        self.num_held_only = 0  # window pages that only resume points hold
+        self.num_held_only = 0  # pages that only resume points hold
 
     def peek(self, n: int) -> Int64:
         """The n pages that the next `take(n)` hands out, as a copy."""
@@ -78,14 +78,8 @@ class PagePool:
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
         return self._num_different(pages[self.users[pages] == 0])
 
-    def use_new(self, pages: Int32) -> int:
-        """Begin to use newly taken `pages` (distinct; null pages allowed); return their number."""
-        named = pages[pages.nonzero()]
-        self.counts[named] = UNSHARED
-        return len(named)
-
-    def use_one_by_one(self, pages: list[int]) -> None:
-        """`use_new` of a few pages, none of them null."""
+    def use_new(self, pages: list[int]) -> None:
+        """Begin to use a few newly taken `pages`, none of them null."""
         for page in pages:
             self.counts[page] = 1
 

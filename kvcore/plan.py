@@ -14,9 +14,9 @@ from .tables.planner import StepChanges
 class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to.
 
-    From `KVCache.plan` it holds until the cache changes: another plan, an admission, a commit,
-    rollback, release, reservation or eviction voids it, pins and look-ups do not. From
-    `KVCache.arrays` it holds until its requests advance.
+    From `KVCache.plan` it holds until another plan, or any other call that changes requests, cached
+    content or free pages; pins and look-ups do not void it. From `KVCache.arrays` it holds until
+    its requests advance.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.
@@ -32,9 +32,9 @@ class StepPlan:
             [num_groups, m] int64 where dense groups hold them already: their attention must take
             these rows from the pages, not from the step.
         copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots
-            that requests start from. Source 0 is the null page: the initial state.
-        state_pages: [num_groups, n] int32 live page of each request in the step, 0 in rows of other
-            groups; [0, n] without state groups.
+            that requests start from. Source 0 is the null page: it must hold the initial state.
+        state_pages: [num_groups, n] int32 live page of each request, which the state kernel updates
+            in place; 0 in other groups; [0, 0] without state groups.
         changes: what the commit will do to the tables.
     """
 

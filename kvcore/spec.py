@@ -8,6 +8,9 @@ at position B:
 * ``state``: one snapshot of a state that each token changes, taken at B (Mamba, compressor state).
 
 A *boundary* is a multiple of the alignment (the LCM of all block sizes): hits end there.
+
+A new kind also needs code in `cache`, `plan`, `tables` (rows, planner, linear, formats), `prefix`
+(chains, lookup), `device.batch`, `events`, `event_writer`, `stats`, `invariants` and `debug`.
 """
 
 from __future__ import annotations
@@ -95,17 +98,17 @@ class GroupClass:
         column      2    3    0    1    2               block 6 has the column of block 2
 
     Attributes:
-        tables: [k] groups of this spec: rows of a slot mapping. rows: the same as a slice, if
-            they are neighbours.
+        tables: [k] groups of this spec. as_index: the same as a slice, if they are neighbours.
         per_segment: blocks in one aligned segment.
         tail: blocks that a resume point holds.
         reach: rows before a position that a query there, or after a rollback, can see.
         live: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
         holds_all: a step gives pages to all of its rows, not only to those that outlive it.
-        width: columns of one table; a state table has the live page and the newest snapshot.
-        offset, tail_offset, segment_offset: first column in the fused table, in a resume point's
-            pages, and in a segment's pages.
+        width: columns of one table; a state table has the live page (updated in place)
+            and the newest snapshot.
+        offset, tail_offset, segment_offset: first column in the fused table (all tables side by
+            side), in a resume point's pages, and in a segment's pages.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class GroupClass:
         self.spec = spec
         self.holds_all = reads_pages or spec.kind == "dense"
         self.tables: Int64 = np.array(tables, dtype=np.int64)
-        self.rows = slice_of(tables)
+        self.as_index = slice_of(tables)
         self.num_tables = len(tables)
         self.block_size = spec.block_size
         self.per_segment = alignment // spec.block_size
@@ -198,7 +201,6 @@ class Layout:
                 f"got {self.alignment:.6g}"
             )
         self.drafts, self.max_model_len = max_draft_tokens, max_model_len
-        self.reads_pages = reads_pages
         self.lookahead = max(g.lookahead for g in self.groups)
         if self.lookahead > self.alignment:
             raise ValueError(
@@ -246,8 +248,8 @@ class Layout:
         return min(reach, default=1 << 62) // self.alignment
 
     @property
-    def reach(self) -> int:
-        """Segments before a boundary with rows in its resume point; all for a state."""
+    def tail_segments(self) -> int:
+        """Segments before a boundary with rows in its resume point; 1 << 62 for a state."""
         tails = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in tails):
             return 1 << 62
@@ -256,13 +258,12 @@ class Layout:
     def tail_between(
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:
-        """Pages of the tail of boundary `depth` (in segments) between two others no further apart
-        than `span`.
+        """Pages of the tail at `depth` between two resume points no further apart than `span`.
 
         Args:
-            first, before: the boundary before it, and the pages [pages_per_point] of its tail; 0
-                and None for the start.
-            last, after: the same of the boundary after it.
+            first, before: depth of the point before it, and its pages [pages_per_point]; 0 and None
+                for the start.
+            last, after: the same of the point after it.
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:

@@ -15,7 +15,7 @@ from .returns import GONE, Record, Returns
 # those that wait become fewer.
 LOOKS, LOOKS_AGAIN = 64, 2
 Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
-Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
+Queue = tuple[int, str, bool]  # log2 of segments saved per page, kind, `Record.continues`
 
 
 def segments_per_page(entry: Entry) -> float:
@@ -29,8 +29,8 @@ class Adaptive:
     Saved per page are the segments that a hit on the entry saves over the next shorter one, for the
     pages that its eviction frees. How soon a hit comes is learned for each kind of entry, from the
     share of its kind that prompts return to, the mean time that takes, and the time since the entry
-    was made or used (see `hazard`). The kinds, each apart for prompts that begin a conversation and
-    for those that go on with one:
+    was made or used (see `hazard`). The kinds of entries, each apart for prompts that begin
+    a conversation and for those that go on with one:
 
     * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the
       `answer`, or else `inside`;
@@ -42,8 +42,8 @@ class Adaptive:
     returned to had all been kept. Who returns to an evicted entry is served by the next shorter
     one, which stands in for it, and is as likely to be hit. Where nothing differs, this is LRU.
 
-    Entries of one kind and about the same savings wait in one queue; only the heads of the queues
-    are compared. New entries are looked at when the first eviction or prompt after them comes.
+    Entries of one kind and about the same savings are *filed* in one queue; only the heads of the
+    queues are compared. New entries are filed when the first eviction or prompt after them comes.
 
     Source: LHD (NSDI 2018) for hit density; hyperbolic caching (ATC 2017) for comparing queues;
     Marconi (arXiv 2411.19379) for the kinds of reuse; ARC for learning from what was evicted.
@@ -66,7 +66,7 @@ class Adaptive:
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
         self._returns = Returns(patience, memory)
-        self._returns.places.append(self)
+        self._returns.policies.append(self)
         self._is_behind = False
         self._worth = segments_per_page if worth is None else worth
         self._new: OrderedDict[Entry, None] = OrderedDict()  # not looked at yet
@@ -81,7 +81,7 @@ class Adaptive:
         """
         policy = Adaptive(worth=worth)
         policy._returns, policy._is_behind = self._returns, True
-        self._returns.places.append(policy)
+        self._returns.policies.append(policy)
         return policy
 
     # The container.
@@ -115,10 +115,10 @@ class Adaptive:
             shorter = entry.shorter
             self.discard(entry)
             self._popped = (entry, record)
-            if not record.filed:  # else it can still be had from another place
+            if not record.filed:  # else it can still be had from another policy
                 if shorter is not None:
                     self._stand_in(shorter, record)
-                record.stand = None
+                record.stands_for = None
             return entry
         return None
 
@@ -161,12 +161,12 @@ class Adaptive:
         if shorter in self._filed:
             known = self._filed[shorter][1]
             if self._returns.chance(record) > self._returns.chance(known):
-                known.stand = record.stand or record
-                for place, entry in known.filed.items():
-                    place.again(entry)
+                known.stands_for = record.stands_for or record
+                for policy, entry in known.filed.items():
+                    policy.rerank(entry)
             self._new[shorter] = None
 
-    def again(self, entry: Entry) -> None:
+    def rerank(self, entry: Entry) -> None:
         """Rank `entry` again before the next eviction: its statistics changed."""
         self._new[entry] = None
 
@@ -202,7 +202,7 @@ class Adaptive:
         record.filed[self] = entry
         self._filed[entry] = self._next, record
         heap = self._queues.setdefault(self._queue(entry, record), [])
-        used = (record.stand or record).last_used
+        used = (record.stands_for or record).last_used
         heapq.heappush(heap, (used, -entry.depth, self._next, entry))
         if len(heap) > 4 * len(self._filed) + 64:
             heap[:] = [r for r in heap if self._filed.get(r[3], GONE)[0] == r[2]]
@@ -210,8 +210,8 @@ class Adaptive:
 
     def _queue(self, entry: Entry, record: Record) -> Queue:
         _, exponent = math.frexp(self._worth(entry))
-        like = record.stand or record
-        return exponent - 1, like.kind, like.later
+        like = record.stands_for or record
+        return exponent - 1, like.kind, like.continues
 
     # What is learned.
 

@@ -25,7 +25,7 @@ class Entry(Protocol):
 
     @property
     def last_used(self) -> int:
-        """Tick of the last use; ticks count admissions, commits and releases."""
+        """Tick of the last use: a count of calls such as `admit`, `commit` and `release`."""
 
     @property
     def num_uses(self) -> int:
@@ -77,8 +77,8 @@ class EvictionPolicy(Protocol):
         Args:
             keys: 32 bytes for each of its segments.
             hit: segments reused.
-            kept: up to four depths at which it will leave entries: for a resend, its end, its end
-                if edited, and a junction; 0 for none.
+            kept: none, or four depths at which it will leave entries, 0 for none: of a resend, its
+                end, its end if edited, and its junction (see `policies.retention`).
         """
 
 

@@ -1,6 +1,6 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
-Whatever the setting, a prompt of P tokens keeps its two replay boundaries (a resend is capped one
+Whatever the setting, a prompt of P tokens keeps its two resend boundaries (a resend is capped one
 token before its end, a longer sibling can use all whole segments), and a request keeps the last
 boundary that it reached when it ended, and the *junction*, where it left a chain whose dense blocks
 are cached but which has no resume point there. Alignment 32, ``retention="latest"``:
@@ -94,7 +94,7 @@ def affordable_interval(layout: Layout) -> int:
     return layout.alignment << max(0, segments.bit_length() - 1)
 
 
-def replay_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
+def resend_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
     """Boundaries of a prompt that are kept whatever the setting; 0 = none: of a resend, capped one
     token before its end; of a longer sibling; and of a prompt whose last lines are edited.
     """
@@ -110,7 +110,7 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         always: [n, m] boundaries kept whatever the setting; 0 = none.
 
     Returns:
-        (rows [k], boundaries [k]) int64, sorted by row, then boundary, without repeats.
+        (requests [k], boundaries [k]) int64, sorted by request, then boundary, without repeats.
     """
     if len(start) == 1:
         return kept_of_one(int(start[0]), int(end[0]), always[0].tolist(), interval)
@@ -123,10 +123,10 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         rows = np.concatenate([rows, more_rows])
         positions = np.concatenate([positions, index * interval])
     if len(rows) > 1:
-        span = int(end.max()) + 1
-        merged = np.sort(rows * span + positions)
+        stride = int(end.max()) + 1
+        merged = np.sort(rows * stride + positions)
         merged = merged[np.append(True, merged[1:] != merged[:-1])]
-        rows, positions = merged // span, merged % span
+        rows, positions = merged // stride, merged % stride
     return rows, positions
 
 

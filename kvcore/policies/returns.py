@@ -18,19 +18,19 @@ RECALLED = 4096
 KINDS = ("end", "end", "junction", "edited")
 
 
-class Files(Protocol):
-    """Entries of one place, in some order."""
+class Ranking(Protocol):
+    """The policy of a cache or of a tier, with its entries."""
 
     def __len__(self) -> int:
-        """Entries that are there."""
+        """Entries that it ranks."""
 
-    def again(self, entry: Entry) -> None:
+    def rerank(self, entry: Entry) -> None:
         """Rank `entry` again: its statistics changed."""
 
 
 class Kind:
-    """Entries of one kind, and returns to them; recent ones count more. `waited`: prompts until
-    these returns, in all.
+    """Entries of one kind of `Adaptive`, and returns to them; recent ones count more. `waited`:
+    prompts until these returns, in all.
     """
 
     __slots__ = ("made", "returned", "waited")
@@ -58,12 +58,12 @@ class Kind:
 class Visit:
     """A prompt that was admitted."""
 
-    __slots__ = ("at", "end", "later", "moved_on", "records")
+    __slots__ = ("at", "continues", "end", "moved_on", "records")
 
-    def __init__(self, at: int, end: int, later: bool) -> None:
+    def __init__(self, at: int, end: int, continues: bool) -> None:
         self.at = at  # prompts before and with it
         self.end = end  # segments
-        self.later = later  # it goes on with an earlier one
+        self.continues = continues  # it goes on with an earlier one
         self.moved_on = False  # a later one goes on with it
         self.records: list[Record] = []
 
@@ -71,21 +71,21 @@ class Visit:
 class Record:
     """Statistics of an entry, cached or evicted."""
 
-    __slots__ = ("filed", "kind", "last_used", "open", "since", "stand", "visit")
+    __slots__ = ("filed", "kind", "last_used", "open", "since", "stands_for", "visit")
 
     def __init__(self) -> None:
-        self.filed: dict[Files, Entry] = {}  # where it is, and as what
+        self.filed: dict[Ranking, Entry] = {}  # its entry in each policy that ranks it
         self.visit: Visit | None = None
         self.kind = ""
         self.since = 0  # prompt since which it has this kind, or was used
         self.last_used = -1
         self.open = False  # no prompt returned to it since
-        self.stand: Record | None = None  # an evicted longer entry whose returns it serves
+        self.stands_for: Record | None = None  # an evicted longer entry whose returns it serves
 
     @property
-    def later(self) -> bool:
+    def continues(self) -> bool:
         """Its prompt goes on with an earlier one."""
-        return self.visit is not None and self.visit.later
+        return self.visit is not None and self.visit.continues
 
 
 def hazard(share: float, half: float, age: float) -> float:
@@ -103,11 +103,11 @@ NOTHING = Kind()
 
 
 class Returns:
-    """Returns of prompts to the entries of one cache and its tiers, whose policies are `places`."""
+    """Returns of prompts to the entries of one cache and its tiers, ranked by `policies`."""
 
     def __init__(self, patience: float, memory: float) -> None:
         self._patience, self._memory = patience, memory
-        self.places: list[Files] = []
+        self.policies: list[Ranking] = []
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
         self._kinds: dict[tuple[str, bool], Kind] = {}
@@ -135,6 +135,7 @@ class Returns:
                     self._become(used, "superseded" if 2 * hit >= end else "shared")
                 break
         self._visit = Visit(self._now, end, went_on)
+        # In the order of KINDS: at one depth an edited end wins over a junction.
         for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
             if hit < depth <= end:
                 key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
@@ -166,42 +167,42 @@ class Returns:
                 kind.waited += self._now - record.since
 
     def _become(self, record: Record, kind: str) -> None:
-        record.kind, record.since, record.open, record.stand = kind, self._now, True, None
+        record.kind, record.since, record.open, record.stands_for = kind, self._now, True, None
         for count in self._counts(record):
             count.count()
-        for place, entry in record.filed.items():
-            place.again(entry)
+        for policy, entry in record.filed.items():
+            policy.rerank(entry)
 
     def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
         return (
-            self._kinds.setdefault((record.kind, record.later), Kind()),
+            self._kinds.setdefault((record.kind, record.continues), Kind()),
             self._sums.setdefault(record.kind, Kind()),
             self._all,
         )
 
-    def _rate(self, kind: str, later: bool) -> tuple[float, float]:
+    def _rate(self, kind: str, continues: bool) -> tuple[float, float]:
         """Share that is returned to, and mean wait. Small counts are mixed with those of the kind
         as a whole, and of all kinds."""
-        rate = self._rates.get((kind, later))
+        rate = self._rates.get((kind, continues))
         if rate is None:
             every = self._all
             mean = (every.returned + 1) / (every.made + 10)
             wait = (every.waited + 1) / (every.returned + 1)
             for known in (
                 self._sums.get(kind, NOTHING),
-                self._kinds.get((kind, later), NOTHING),
+                self._kinds.get((kind, continues), NOTHING),
             ):
                 mean, wait = known.share(mean), known.wait(wait)
-            rate = self._rates[kind, later] = mean, wait
+            rate = self._rates[kind, continues] = mean, wait
         return rate
 
     def chance(self, record: Record) -> float:
         """Probability of a hit by the next prompt; equal for all entries of one kind and age."""
-        record = record.stand or record
-        like = record.kind, record.later, record.since
+        record = record.stands_for or record
+        like = record.kind, record.continues, record.since
         chance = self._chances.get(like)
         if chance is None:
-            share, wait = self._rate(record.kind, record.later)
+            share, wait = self._rate(record.kind, record.continues)
             chance = hazard(share, 1 + self._patience * wait, self._now - record.since)
             self._chances[like] = chance
         return chance
@@ -224,7 +225,7 @@ class Returns:
         """Set the record of `key`; forget the oldest ones."""
         records = self._records
         records[key] = record
-        while len(records) > 1024 + self._memory * sum(map(len, self.places)):
+        while len(records) > 1024 + self._memory * sum(map(len, self.policies)):
             records.popitem(last=False)
 
     def renew(self, record: Record, entry: Entry, *, is_used: bool) -> None:
@@ -249,7 +250,7 @@ class Returns:
                 record.visit.records.append(record)
             self._become(record, "inside" if record.visit is None else "answer")
         if is_used and record.last_used != entry.last_used:
-            record.last_used, record.since, record.stand = entry.last_used, self._now, None
+            record.last_used, record.since, record.stands_for = entry.last_used, self._now, None
 
     def _answered(self, entry: Entry) -> Visit | None:
         shorter, visit = entry.shorter, self._visit

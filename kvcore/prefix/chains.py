@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import NO_ROWS, Int32, Int64
 from ..event_writer import EventWriter
-from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
+from ..policies.retention import kept_boundaries, kept_of_one, resend_boundaries
 from ..tables.linear import LinearTables
 from ..tables.planner import StepChanges
 from ..tables.rows import Tables
@@ -27,14 +27,14 @@ from .tree import Run, Source
 
 
 class Ending(NamedTuple):
-    """Requests of a step that complete segments.
+    """Segments that a step completes.
 
     Attributes:
-        rows, slots: [m] int64 rows in the step, and their slots. slot_list: the slots as ints.
-        end: [m] int64 tokens up to which their segments are complete.
+        requests, slots: [m] int64 numbers in the step, and slots. slot_list: the slots as ints.
+        end: [m] int64 tokens at which the last completed segment ends.
     """
 
-    rows: Int64
+    requests: Int64
     slots: Int64
     slot_list: list[int]
     end: Int64
@@ -46,7 +46,12 @@ NONE_KEPT = NO_ROWS, NO_ROWS
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """Segments and resume points that a step completed; cached once its tokens are known."""
+    """Segments and resume points that a step completed; cached once its tokens are known.
+
+    Attributes:
+        ending: the segments.
+        slots, boundaries, tails: one each for every resume point; the pages are held.
+    """
 
     ending: Ending
     slots: list[int]
@@ -93,25 +98,26 @@ class Chains:
         self.replays = Replays(n)
         self.duplicates: dict[int, list[Int32]] = {}
         self.waiting: dict[int, list[tuple[int, Int32]]] = {}
-        self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
+        self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # `ask`; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
-        # The ends that a chunk may have: with and without its drafts, with and without the key of
-        # its last segment.
+        # Tokens that may lack at the end of a chunk: rejected drafts, the lookahead of the last
+        # key, both or none.
         late = {0, layout.lookahead}
-        self._uncertain = np.array(sorted(late | {k + layout.drafts for k in late}))
+        self._may_lack = np.array(sorted(late | {k + layout.drafts for k in late}))
 
     # A request starts and ends.
 
     def ask(self, match: Match) -> tuple[int, ...]:
         """Tell the policy of a prompt before anything changes, as it may raise; return the
-        boundaries that its request keeps.
+        boundaries that its request keeps: `resend_boundaries`, and the junction (see
+        `policies.retention`).
         """
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
             # A replay may end before the dense blocks do, where no longer hit is wanted.
             junction = match.replay_to or match.dense_tokens
-            keep = (*replay_boundaries(match.prompt.num_tokens, a), junction)
+            keep = (*resend_boundaries(match.prompt.num_tokens, a), junction)
         self.index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
         return keep
 
@@ -175,39 +181,39 @@ class Chains:
         """Boundaries that a step of `slots` [n] must not lose.
 
         Returns:
-            ((row, boundary) of tails that must survive the step, rows that may need a snapshot of
-            their state).
+            ((request, boundary) of tails that must survive the step, requests that may need a
+            snapshot of their state).
         """
-        snapshot = NO_ROWS
+        snapshots = NO_ROWS
         a, drafts = self.alignment, self._drafts
         if not self.layout.hybrid:
             return NONE_KEPT, NO_ROWS
         counts = end - start
         if self._tables.states:
             late = counts if longest <= drafts + 1 else np.minimum(counts, drafts + 1)
-            snapshot = (end % self._a < late).nonzero()[0]
-        # Of a boundary that no more than the drafts follow, the next query sees the whole tail.
+            snapshots = (end % self._a < late).nonzero()[0]
+        # The next query sees the whole tail of a boundary that at most the drafts follow.
         if longest <= drafts + 1:
-            return NONE_KEPT, snapshot
-        rows = ((counts > drafts + 1) & (end // a > start // a)).nonzero()[0]
-        if not rows.size:
-            return NONE_KEPT, snapshot
-        slots, start, end = slots[rows], start[rows], end[rows]
+            return NONE_KEPT, snapshots
+        requests = ((counts > drafts + 1) & (end // a > start // a)).nonzero()[0]
+        if not requests.size:
+            return NONE_KEPT, snapshots
+        slots, start, end = slots[requests], start[requests], end[requests]
         # The windows are not exact before the end of a replay.
         start = np.minimum(end, np.maximum(start, self.replays.stop[slots] - 1))
         if self._tables.states:  # no state is kept but where a step may end
             start = np.maximum(start, end - (drafts + 1))
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
-        ends = (end[:, None] - self._uncertain) // a * a
+        ends = (end[:, None] - self._may_lack) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
         which, kept = kept_boundaries(start, end, always, self.interval)
-        return (rows[which], kept), snapshot
+        return (requests[which], kept), snapshots
 
     # When a step's rows count as computed.
 
     def completed(self, step: StepChanges, end: Int64) -> tuple[Ending, tuple[Int64, Int64]]:
-        """Segments that a step to `end` [n] completes, and [k] rows and boundaries of its resume
-        points, sorted by row."""
+        """Segments that a step to `end` [n] completes, and [k] requests and boundaries of its
+        resume points, sorted by request."""
         ending, kept = self._ending(step.slots, end), NONE_KEPT
         if ending.slot_list and self.layout.hybrid:
             kept = self._kept(end, ending)
@@ -217,46 +223,48 @@ class Chains:
 
     def _ending(self, slots: Int64, end: Int64) -> Ending:
         """Requests of `slots` that complete segments, and the token at which the last one ends."""
-        rows = (end - self.cached[slots] >= self._a).nonzero()[0]
-        if not rows.size:
+        requests = (end - self.cached[slots] >= self._a).nonzero()[0]
+        if not requests.size:
             return NONE_ENDING
-        slots, to = slots[rows], end[rows]
+        slots, to = slots[requests], end[requests]
         to = to - to % self._a
         if self.layout.lookahead:
-            known = np.maximum(end[rows], self.sequences.prompt_len[slots]) - self.layout.lookahead
+            known = (
+                np.maximum(end[requests], self.sequences.prompt_len[slots]) - self.layout.lookahead
+            )
             known -= known % self.alignment
             ready = known > self.cached[slots]
-            rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
-        return Ending(rows, slots, slots.tolist(), to)
+            requests, slots, to = requests[ready], slots[ready], np.minimum(to, known)[ready]
+        return Ending(requests, slots, slots.tolist(), to)
 
     def _kept(self, end: Int64, ending: Ending) -> tuple[Int64, Int64]:
-        """Rows of the segments `ending` that keep a resume point, and its boundary."""
+        """Requests out of `ending` that keep a resume point, and its boundary."""
         slots = ending.slots
-        rows, kept = kept_boundaries(
+        which, kept = kept_boundaries(
             self.cached[slots], ending.end, self._keep[slots], self.interval
         )
-        if not rows.size:
+        if not which.size:
             return NONE_KEPT
         if self._tables.states:
-            known = kept == end[ending.rows[rows]]
-            known |= kept == self._tables.snapshot_at[slots[rows]]
-            rows, kept = rows[known], kept[known]
-        return ending.rows[rows], kept
+            known = kept == end[ending.requests[which]]
+            known |= kept == self._tables.snapshot_at[slots[which]]
+            which, kept = which[known], kept[known]
+        return ending.requests[which], kept
 
-    def hold(
+    def prepare(
         self, slots: Int64, ending: Ending, kept: tuple[Int64, Int64], tails: Int32
     ) -> Publication | None:
         """Hold what a step completed until it is published; None if it completed nothing."""
-        rows, boundaries = kept
-        if not (ending.slot_list or rows.size):
+        requests, boundaries = kept
+        if not (ending.slot_list or requests.size):
             return None
         self.cached[ending.slots] = ending.end
-        if not rows.size:
+        if not requests.size:
             return Publication(ending, [], [], [])
-        held = self._hold(slots[rows].tolist(), boundaries.tolist(), list(tails))
+        held = self._hold_tails(slots[requests].tolist(), boundaries.tolist(), list(tails))
         return Publication(ending, *held)
 
-    def _hold(
+    def _hold_tails(
         self, slots: list[int], boundaries: list[int], tails: list[Int32]
     ) -> tuple[list[int], list[int], list[Int32]]:
         """Hold the pages of resume points; return the points whose state was copied."""
@@ -333,7 +341,7 @@ class Chains:
         """Keep a resume point at a boundary, if the tables still have its tail."""
         tail = self._tables.tail(slot, boundary)
         if tail is not None:
-            self._add_points(*self._hold([slot], [boundary], [tail]))
+            self._add_points(*self._hold_tails([slot], [boundary], [tail]))
 
     def _cache_segments(self, slots: list[int], ends: list[int]) -> None:
         ones: list[int] = []

@@ -10,8 +10,8 @@ in models with window or state groups, the pages of a *resume point* at its end:
 
 A prompt that starts with these 320 tokens hits 192 of them: segments 3 and 4 are there, but the
 window blocks that a query at 256 or 320 reads are not. A second point at 320 holds blocks 3 and 4.
-As its span is not longer than the tail (2 segments), the two hold between them blocks 2 and 3,
-which the boundary 256 needs; a hit there makes a resume point of its own out of them.
+The two are no further apart than a tail is long (2 segments), so they also hold blocks 2 and 3 of
+the boundary 256: a hit there makes its own resume point of these.
 
 Order of eviction: first dense segments past the last resume point of their chain, which can serve
 no hit; then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a
@@ -57,7 +57,7 @@ class PrefixIndex:
 
     Attributes:
         root: the run without segments at the start of every chain.
-        tick: time of uses, counted in admissions, commits and releases.
+        tick: time of uses, counted up by `KVCache._changed`, pins and tiers.
         changes: changes of the tree; what a look-up found holds as long as this stays.
         num_segments, num_locked_segments, num_points: cached content, and the part that running
             requests lock.
@@ -123,10 +123,10 @@ class PrefixIndex:
         return run, depth
 
     def resumable(self, run: Run, depth: int, limit: int, last: int = 0) -> int:
-        """Longest boundary <= min(depth, limit) on the path to `run` that a request can resume at.
+        """Largest depth <= min(depth, limit) on the path to `run` that a request can resume at.
 
         Args:
-            last: there is a resume point at this boundary of the chain, in another index perhaps.
+            last: there is a resume point at this depth of the chain, in another index perhaps.
         """
         limit = min(depth, limit)
         if not self.hybrid or not limit:
@@ -135,12 +135,14 @@ class PrefixIndex:
         point = point_before(run, limit + 1)
         last = last if point is None else max(last, point.depth)
         most = last + self.span
-        boundary, below = limit, None  # on another path than over the run `below`
-        while boundary > last:
-            if boundary < most and point_after(run, boundary, most, below) is not None:
-                return boundary
+        # No point lies past `last` up to `limit`, so all depths of a run have the same points after
+        # them. Where it starts, those of its siblings are new: not over the run `below`.
+        depth, below = limit, None
+        while depth > last:
+            if depth < most and point_after(run, depth, most, below) is not None:
+                return depth
             assert run.parent is not None
-            boundary, below, run = run.start, run, run.parent
+            depth, below, run = run.start, run, run.parent
         return last
 
     def pages_between(self, run: Run, first: int, end: int) -> Int32:
@@ -185,8 +187,7 @@ class PrefixIndex:
         """
         path = path_to(run)
         for node in path:
-            if node.source is not None:
-                _, node.source = node.pages, None
+            node.drop_source()
             node.locks -= 1
             if used:
                 node.last_used = self.tick
@@ -277,7 +278,7 @@ class PrefixIndex:
     # Resume points.
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
-        """Keep a resume point at boundary `depth` on the path to `run`, whose `pages` the caller
+        """Keep a resume point at `depth` on the path to `run`, whose `pages` the caller
         holds; False if one is there.
         """
         run = run_of(run, depth)
@@ -340,7 +341,7 @@ class PrefixIndex:
         return self._tail_between(depth, last, tail, after.depth, after.pages)
 
     def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
-        """Evictable pages that a request needs which resumes at boundary `depth` on the path to
+        """Evictable pages that a request needs which resumes at `depth` on the path to
         `run`, from a resume point if `uses_point`: as many fewer can be evicted for it.
         """
         path = path_to(run)
@@ -404,8 +405,9 @@ class PrefixIndex:
         dropped: list[Int32] = []  # pages of points, returned to the pool together
         try:
             while True:
-                most = self.pool.num_free + len(dropped) * (len(dropped[0]) if dropped else 0)
-                if dropped and (self._useless or most >= target):
+                # If points share no page. Points have equally many pages.
+                might_free = len(dropped) * len(dropped[0]) if dropped else 0
+                if dropped and (self._useless or self.pool.num_free + might_free >= target):
                     self._unhold(dropped)
                 if self.pool.num_free >= target:
                     return
@@ -425,7 +427,7 @@ class PrefixIndex:
         if self._failed:
             self.repeat_failed()
         if self._useless:
-            return self._trim_useless(self._useless.popitem()[0], num_pages)
+            return self._trim_useless(self._useless.popitem()[0], num_pages)  # listed last
         entry = self.policy.pop()
         if entry is None and self.pins:
             self.pins.demote_oldest()

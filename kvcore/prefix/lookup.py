@@ -39,7 +39,7 @@ class Match:
 
     Attributes:
         num_tokens: tokens that need not be computed, a multiple of the alignment.
-        dense_tokens: tokens whose dense blocks are cached.
+        dense_tokens: tokens whose dense blocks are cached: an upper bound of the hit.
         limited_by: why the hit is not longer (see `explain`).
         prompt: the hashed prompt, to look up again.
         groups: of the cache.
@@ -94,7 +94,7 @@ def limited_by(enabled: bool, usable: int, most: int, dense: int, hit: int) -> R
 
 
 class Lookup:
-    """Look up prompts in one cache; the arguments are those of `KVCache`. Changes nothing."""
+    """Look up prompts in one cache; the arguments are those of `KVCache`. Changes only `_found`."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Lookup:
             )
         return token_ids
 
-    def again(self, match: Match) -> tuple[Match, Run]:
+    def find_again(self, match: Match) -> tuple[Match, Run]:
         """`find` the prompt of an earlier match; ValueError if it is none, or of another cache."""
         if not isinstance(match, Match):
             raise ValueError(f"match: expected what `match` returned, got {match!r}")

@@ -46,10 +46,10 @@ class Pins:
         return self.num_segments * self._index.pages_per_segment + self.num_point_pages
 
     def pin(self, run: Run, depth: int, expiry: float) -> int:
-        """Pin the boundary `depth` on the path to `run`, or renew its pin as the newest.
+        """Pin the entry at `depth` on the path to `run`, or renew its pin as the newest.
 
         Returns:
-            Segments pinned; 0 if there is no entry at this boundary, or if it alone exceeds the
+            Segments pinned; 0 if there is no entry at this depth, or if it alone exceeds the
             budget.
         """
         index = self._index
@@ -102,7 +102,7 @@ class Pins:
         self.num_demoted += 1
 
     def unpin(self, run: Run, depth: int) -> bool:
-        """End the pin of the boundary `depth` on the path to `run`; False if it is not pinned."""
+        """End the pin of the entry at `depth` on the path to `run`; False if it is not pinned."""
         index = self._index
         run = index.end_at(run, depth)
         entry = run.points.get(run.depth) if index.hybrid else run

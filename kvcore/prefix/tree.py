@@ -26,7 +26,7 @@ Source = Callable[[int, int], Int32]
 
 
 class ResumePoint:
-    """Window pages that make one boundary resumable."""
+    """Window and state pages that make one boundary resumable."""
 
     __slots__ = ("depth", "last_used", "num_uses", "pages", "run")
 
@@ -59,13 +59,13 @@ class ResumePoint:
 
     @property
     def num_pages(self) -> int:
-        """Window pages of this point, and dense pages of the segments that it gains."""
+        """Pages of this point, and dense pages of the segments that it gains."""
         assert self.run is not None
         return len(self.pages) + self.gain * self.run.pages_per_segment
 
     @property
     def freed(self) -> int:
-        """Window pages of this point, and dense pages that serve neither a running request nor
+        """Pages of this point, and dense pages that serve neither a running request nor
         anything longer."""
         run = self.run
         assert run is not None
@@ -82,7 +82,7 @@ class Run:
         source: gives the pages of segments [first, end) from the table of the running request that
             prolongs the run, until they are read or the request ends; None where the run has all.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
-        depths: sorted boundaries (in segments, absolute) that have a resume point here.
+        depths: sorted depths (segments from the root) of the resume points here.
     """
 
     __slots__ = (
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def depth(self) -> int:
-        """Boundary at the end of this run, in segments."""
+        """Segments from the root to the end of this run."""
         return self.start + self.length
 
     @property
@@ -159,6 +159,11 @@ class Run:
         assert self.source is not None
         newest = self.source(self.start + known, self.depth)
         return np.concatenate([self._pages, newest])
+
+    def drop_source(self) -> None:
+        """Copy the pages that the source still has, and drop it."""
+        if self.source is not None:
+            self._pages, self.source = self.look(), None
 
     @property
     def pages_per_segment(self) -> int:
@@ -213,7 +218,7 @@ def path_to(run: Run) -> list[Run]:
 
 
 def point_before(run: Run | None, depth: int) -> ResumePoint | None:
-    """The last resume point before boundary `depth` on the path to `run`."""
+    """The last resume point before `depth` on the path to `run`."""
     while run is not None:
         i = bisect_left(run.depths, depth)
         if i:
@@ -223,8 +228,8 @@ def point_before(run: Run | None, depth: int) -> ResumePoint | None:
 
 
 def point_after(run: Run, depth: int, most: int, but: Run | None = None) -> ResumePoint | None:
-    """A resume point past boundary `depth` of `run`, at most at `most`, there or below, but not on
-    the path over `but`."""
+    """A resume point past `depth` of `run`, at most at depth `most`, there or below, but not on the
+    path over `but`."""
     i = bisect_right(run.depths, depth)
     if i < len(run.depths):
         return run.points[run.depths[i]] if run.depths[i] <= most else None
@@ -239,7 +244,7 @@ def point_after(run: Run, depth: int, most: int, but: Run | None = None) -> Resu
 
 
 def split(run: Run, depth: int) -> Run:
-    """Cut `run` at boundary `depth`; returns the upper part. `run` itself stays the lower part."""
+    """Cut `run` at `depth`; returns the upper part. `run` itself stays the lower part."""
     k = depth - run.start
     assert 0 < k < run.length and run.parent is not None
     upper = Run(run.parent, run.start, bytes(run.keys[: k * KEY_BYTES]), run.pages[:k].copy())

@@ -1,12 +1,13 @@
 """Table formats that other kernels read: FlashInfer's compressed rows of pages, and the linear
 tables of vLLM and FlashAttention.
 
-Asked with slots, they describe the tokens that are computed: the context of the queries of a
-planned step, which take its own rows from elsewhere, or, after the commit of a step of one token a
-request, what that token's query sees. Asked with the plan of a step, between that plan and its
-commit, they describe the tokens after it, its own rows included, for engines that write rows to
-pages first. The pages of a window group hold all of these rows if the cache was made with
-``reads="pages"``, or if each request has one token.
+    asked with                    tokens described       for
+    slots, before a step          computed ones          its queries; its own rows are elsewhere
+    slots, after its commit       computed ones          the last query of steps of one token
+    its plan, before its commit   those and the step's   engines that write rows to pages first
+
+With a plan, the pages of a window group hold all rows if the cache was made with ``reads="pages"``,
+or if each request has one token.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def _visible(
         first = np.maximum(0, oldest) // spec.block_size
         # A replay has no rows before its start.
         first = np.maximum(first, cache._chains.replays.start[slots] // spec.block_size)
-        # The next query sees one row less: a chunk and a hit leave no page for that row alone.
-        # A replay that has not begun has no row at all.
+        # Only the newest token sees the oldest row. If that row alone is in its block, a chunk or a
+        # hit leaves it no page: begin one block later. (A replay that has not begun has no rows.)
         inside = first * spec.block_size < lengths
         first += inside & (table[slots, first % table.shape[1]] == NULL_BLOCK)
     return slots, lengths, first, table, spec.block_size

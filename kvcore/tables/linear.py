@@ -88,7 +88,7 @@ class LinearTables:
             given.append(new)
             at += n
         for t in self._window_tables:
-            self.pool.use_one_by_one(given[t])
+            self.pool.use_new(given[t])
         self._count_room(slot)
         return given
 

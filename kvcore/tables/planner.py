@@ -1,9 +1,9 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
 `plan` counts pages, `give` hands them out and `mapping` lays them out: all of these only read.
-`commit` changes the tables, and `settle` frees the pages that the step left. The tables of a class
-(kind, block size, window) start the same blocks, so a step has one `NewBlocks` for each class, most
-often an empty one.
+`commit` changes the tables, and `free_unheld` frees the pages that the step left. The tables of a
+class (kind, block size, window) start the same blocks: a step has one `NewBlocks` a class, most
+often empty.
 
 *Survivors-only pages*: a window group takes pages only for the blocks that outlive the step, those
 that the next query can see and the tails of boundaries that retention keeps. All other rows get
@@ -15,9 +15,9 @@ slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in bloc
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-What the ring does not need after the step (blocks 2, 3, 6, 7), only resume points hold. A ring is
-*turned* when a request starts a block: it then has the blocks that the next query can see and the
-tail of the last boundary, and lets the others go.
+After the step only resume points hold what the ring does not need (blocks 2, 3, 6, 7). When a
+request starts a block, its ring *turns*: dead blocks leave and new ones enter. Live are those that
+the next query can see, and the tail of the last boundary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .rows import LIVE, SNAPSHOT, ClassTables, Tables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
-BLOCK_BITS = 32  # of a page's key: table << BLOCK_BITS | block
+BLOCK_BITS = 32  # of a block reference: table << BLOCK_BITS | block
 
 
 @dataclass(slots=True, eq=False)
@@ -40,16 +40,16 @@ class NewBlocks:
     """Blocks of one class that a step starts and that outlive it: each takes a page a table.
 
     Attributes:
-        rows: [r] rows of the step that start a block. before: [r] newest block of each before
-            the step; -1 for none.
-        which: [m] index into `rows` of each block. blocks: [m], sorted by row, then block.
-        unwritten: [r] tokens of `rows` from here on are written only if they are in `blocks`; None
-            if all are.
-        pages: [num_tables, m] of the blocks.
+        requests: [r] requests (numbers in the step) that start a block. newest: [r] their newest
+            block before the step; -1 for none.
+        which: [m] index into `requests` of each block. blocks: [m], sorted by request, then block.
+        unwritten: [r] position from which tokens are written only if they are in `blocks`; None if
+            all are.
+        pages: [num_tables, m] of the blocks; empty until `StepPlanner.give`.
     """
 
-    rows: Int64
-    before: Int64
+    requests: Int64
+    newest: Int64
     which: Int64
     blocks: Int64
     unwritten: Int64 | None
@@ -64,14 +64,15 @@ class StepChanges:
         slots, start, end: [n] requests, and their tokens before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
         longest: tokens of a request in the step, at most.
-        snapshot: [s] rows that may end the step at a boundary whose state is to be kept.
+        snapshot_requests: [s] requests that may end the step at a boundary that keeps its state.
         blocks: new blocks of each dense and window class.
         num_new: pages needed, in all.
-        starting: [i] rows whose states have no live pages yet.
-        snapping: of each state class: rows of `snapshot` that take new pages for it.
-        snapshots: of each state class, [j, num_tables] new pages.
+        starting: [i] requests whose states have no live pages yet.
+        needs_snapshot_page: for each state class, [j] `snapshot_requests` that take new pages.
+        snapshot_pages: for each state class, [j, num_tables] these pages.
         copies: [c, 2] int32 pages to copy before the step (source, destination).
-        state_pages: [num_tables, n] int32 live pages of states, 0 in other rows.
+        state_pages: [num_groups, n] int32 live pages (updated in place by the state kernel), 0 in
+            other groups; [0, 0] without state groups.
     """
 
     slots: Int64
@@ -79,12 +80,12 @@ class StepChanges:
     end: Int64
     written: Int64
     longest: int
-    snapshot: Int64
+    snapshot_requests: Int64
     blocks: list[NewBlocks]
     num_new: int
     starting: Int64
-    snapping: list[Int64]
-    snapshots: list[Int64]
+    needs_snapshot_page: list[Int64]
+    snapshot_pages: list[Int64]
     copies: Int32
     state_pages: Int32
 
@@ -115,21 +116,21 @@ class StepPlanner:
 
     Attributes:
         sizes: of a block, in the order of dense and window tables.
-        table_rows: row in a slot mapping of each table, those of states last.
+        table_groups: group (row of a slot mapping) of each table, those of states last.
     """
 
     def __init__(self, tables: Tables) -> None:
         self._tables, self._pool, self._layout = tables, tables.pool, tables.layout
         self._dense, self._windows, self._states = tables.dense, tables.windows, tables.states
         self._flat = tables.array.reshape(-1)
-        self.sizes = [b.spec.block_size for b in tables.blocks for _ in b.first]
+        self.sizes = [b.cls.block_size for b in tables.blocks for _ in b.first]
         each = tables.blocks + tables.states
-        self.table_rows: list[int] = [t for b in each for t in b.spec.tables.tolist()]
-        # Row in a slot mapping and live pages of each slot, of each state table.
+        self.table_groups: list[int] = [t for b in each for t in b.cls.tables.tolist()]
+        # Group of each state table, and the live page of each slot.
         self._live = [
-            (row, state.table[:, i, LIVE])
+            (group, state.table[:, i, LIVE])
             for state in tables.states
-            for i, row in enumerate(state.spec.tables.tolist())
+            for i, group in enumerate(state.cls.tables.tolist())
         ]
         self._alignment: Int64 = np.array(self._layout.alignment)
         # Tokens that the key of a segment looks ahead, and none.
@@ -145,12 +146,12 @@ class StepPlanner:
         written: Int64,
         longest: int,
         kept: tuple[Int64, Int64],
-        snapshot: Int64,
+        snapshot_requests: Int64,
     ) -> StepChanges:
         """Count what a step needs; nothing changes. The arguments are as of `StepChanges`, and
 
         Args:
-            kept: (row, boundary) of each tail that must outlive the step, sorted.
+            kept: (request, boundary) of each tail that must outlive the step, sorted.
         """
         final = end - ONE
         before = start - ONE
@@ -158,9 +159,9 @@ class StepPlanner:
         blocks = [self._new_blocks(d, first, final, longest, kept) for d in self._dense]
         blocks += [self._new_blocks(w, before, final, longest, kept) for w in self._windows]
         each = zip(self._tables.blocks, blocks, strict=True)
-        num_new = sum([table.spec.num_tables * len(new.blocks) for table, new in each])
+        num_new = sum([table.cls.num_tables * len(new.blocks) for table, new in each])
         step = StepChanges(
-            slots, start, end, written, longest, snapshot, blocks, num_new,
+            slots, start, end, written, longest, snapshot_requests, blocks, num_new,
             NO_ROWS, [], [], NO_COPIES, NO_PAGES,
         )  # fmt: skip
         if self._states:
@@ -168,19 +169,19 @@ class StepPlanner:
         return step
 
     def _plan_states(self, step: StepChanges) -> None:
-        slots, snapshot = step.slots, step.snapshot
+        slots, requests = step.slots, step.snapshot_requests
         shape = len(self._layout.groups), len(slots)
         step.state_pages = np.zeros(shape, dtype=np.int32)
-        for row, live in self._live:
-            step.state_pages[row] = live[slots]
+        for group, live in self._live:
+            step.state_pages[group] = live[slots]
         step.starting = (step.state_pages[self._live[0][0]] == NULL).nonzero()[0]
         for state in self._states:
-            shared = snapshot
-            if snapshot.size:
-                pages = state.table[slots[snapshot], 0, SNAPSHOT]
-                shared = snapshot[self._pool.counts[pages] != UNSHARED]
-            step.snapping.append(shared)
-            step.num_new += (len(step.starting) + len(shared)) * state.spec.num_tables
+            shared = requests
+            if requests.size:
+                pages = state.table[slots[requests], 0, SNAPSHOT]
+                shared = requests[self._pool.counts[pages] != UNSHARED]
+            step.needs_snapshot_page.append(shared)
+            step.num_new += (len(step.starting) + len(shared)) * state.cls.num_tables
 
     def _new_blocks(
         self,
@@ -190,27 +191,27 @@ class StepPlanner:
         longest: int,
         kept: tuple[Int64, Int64],
     ) -> NewBlocks:
-        """Blocks of one class that a step starts; `before` and `final` [n] are the positions before
-        the first that it writes, and of the last.
+        """Blocks of one class that a step starts; `before` and `final` [n] are positions: the one
+        before the first that it writes, and its last.
         """
-        newest, last = before // table.size, final // table.size
-        rows = (last > newest).nonzero()[0]
-        if not rows.size:
-            return NewBlocks(rows, rows, rows, rows, None, rows)
-        newest, last = newest[rows], last[rows]
-        reach = max(1, table.spec.reach)
-        survives = table.spec.holds_all or longest <= reach
-        if survives and longest <= table.spec.block_size:  # one each
-            return NewBlocks(rows, newest, np.arange(len(rows)), last, None, rows)
+        newest, last = before // table.size, final // table.size  # blocks
+        requests = (last > newest).nonzero()[0]
+        if not requests.size:
+            return NewBlocks(requests, NO_ROWS, NO_ROWS, NO_ROWS, None, NO_ROWS)
+        newest, last = newest[requests], last[requests]
+        reach = max(1, table.cls.reach)
+        survives = table.cls.holds_all or longest <= reach
+        if survives and longest <= table.cls.block_size:  # one each
+            return NewBlocks(requests, newest, np.arange(len(requests)), last, None, NO_ROWS)
         if survives:
             which, blocks = ragged_arange(newest + ONE, last - newest)
-            return NewBlocks(rows, newest, which, blocks, None, rows)
-        begin, stop = before[rows] + ONE, last + ONE
+            return NewBlocks(requests, newest, which, blocks, None, NO_ROWS)
+        begin, stop = before[requests] + ONE, last + ONE
         first = begin // table.size  # the open block, if there is one
-        low = np.maximum(first, np.maximum(final[rows] + 1 - reach, 0) // table.size)
-        owners, boundaries = self._of_rows(rows, *kept)
+        low = np.maximum(first, np.maximum(final[requests] + 1 - reach, 0) // table.size)
+        owners, boundaries = self._of_requests(requests, *kept)
         high = boundaries // table.size
-        tails = np.maximum(high - table.spec.tail, first[owners])
+        tails = np.maximum(high - table.cls.tail, first[owners])
         # Count for each block the intervals that need it: they begin at or before it, and end
         # after it.
         which, blocks = ragged_arange(first, stop - first)
@@ -222,48 +223,49 @@ class StepPlanner:
         lost = which[is_open & ~stays]
         unwritten[lost] = begin[lost]
         stays &= ~is_open
-        return NewBlocks(rows, newest, which[stays], blocks[stays], unwritten, rows)
+        return NewBlocks(requests, newest, which[stays], blocks[stays], unwritten, NO_ROWS)
 
     @staticmethod
-    def _of_rows(rows: Int64, kept_rows: Int64, kept: Int64) -> tuple[Int64, Int64]:
-        owners = np.minimum(rows.searchsorted(kept_rows), len(rows) - 1)
-        known = rows[owners] == kept_rows
+    def _of_requests(requests: Int64, owner: Int64, kept: Int64) -> tuple[Int64, Int64]:
+        owners = np.minimum(requests.searchsorted(owner), len(requests) - 1)
+        known = requests[owners] == owner
         return owners[known], kept[known]
 
-    def per_group(self, keys: Int64) -> dict[str, int]:
-        """Pages that each group needs for `keys` of pages (see `wanted`)."""
+    def per_group(self, block_refs: Int64) -> dict[str, int]:
+        """Pages that each group needs for `block_refs` (see `wanted`)."""
         needed = {g.name: 0 for g in self._layout.groups}
-        counts = np.bincount(keys >> BLOCK_BITS, minlength=len(self.table_rows)).tolist()
-        for row, n in zip(self.table_rows, counts, strict=True):
-            needed[self._layout.groups[row].name] += n
+        counts = np.bincount(block_refs >> BLOCK_BITS, minlength=len(self.table_groups)).tolist()
+        for group, n in zip(self.table_groups, counts, strict=True):
+            needed[self._layout.groups[group].name] += n
         return needed
 
     # Pages and slots.
 
     def wanted(self, step: StepChanges) -> tuple[Int64, Int64]:
-        """Whose pages a step takes, and what for, in the order in which `give` gets them.
+        """List the pages that a step takes, in the order in which `give` gets them.
 
         Returns:
-            (rows of the step [num_new], keys [num_new]): ``number of the table << BLOCK_BITS |
-            block``, where tables of states come last and have `LIVE` or `SNAPSHOT` for a block.
+            (requests of the step [num_new], block references [num_new]). A reference is ``number of
+            the table << BLOCK_BITS | block``; tables of states come last and have `LIVE` or
+            `SNAPSHOT` for a block.
         """
-        rows, keys, first = [], [], 0
+        requests, block_refs, first = [], [], 0
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
-            tables = first + np.arange(table.spec.num_tables)
-            rows.append(np.tile(new.rows[new.which], len(tables)))
-            keys.append((tables[:, None] << BLOCK_BITS | new.blocks).ravel())
+            tables = first + np.arange(table.cls.num_tables)
+            requests.append(np.tile(new.requests[new.which], len(tables)))
+            block_refs.append((tables[:, None] << BLOCK_BITS | new.blocks).ravel())
             first += len(tables)
-        for state, snapping in zip(self._states, step.snapping, strict=True):
-            tables = first + np.arange(state.spec.num_tables)
-            for column, which in ((LIVE, step.starting), (SNAPSHOT, snapping)):
-                rows.append(which.repeat(len(tables)))
-                keys.append(np.tile(tables << BLOCK_BITS | column, len(which)))
+        for state, needing in zip(self._states, step.needs_snapshot_page, strict=True):
+            tables = first + np.arange(state.cls.num_tables)
+            for column, which in ((LIVE, step.starting), (SNAPSHOT, needing)):
+                requests.append(which.repeat(len(tables)))
+                block_refs.append(np.tile(tables << BLOCK_BITS | column, len(which)))
             first += len(tables)
-        return np.concatenate(rows), np.concatenate(keys)
+        return np.concatenate(requests), np.concatenate(block_refs)
 
     def few(self, start: int, end: int) -> list[int]:
-        """Keys of the blocks that start in [start, end), as of `wanted`: all that a request without
-        states takes for so few tokens that each of its blocks survives the step."""
+        """References (see `wanted`) of the blocks that start in [start, end): all that a request
+        takes for at most `KVCache._few` tokens, without new state pages."""
         return [
             t << BLOCK_BITS | block
             for t, size in enumerate(self.sizes)
@@ -273,115 +275,123 @@ class StepPlanner:
     def give(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` [num_new] to the step."""
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
-            num = table.spec.num_tables * len(new.blocks)
-            new.pages, pages = pages[:num].reshape(table.spec.num_tables, -1), pages[num:]
+            num = table.cls.num_tables * len(new.blocks)
+            new.pages, pages = pages[:num].reshape(table.cls.num_tables, -1), pages[num:]
         self._fill_states(step, pages)
 
     def mapping(self, step: StepChanges, cu: Int32, positions: Int64) -> Int64:
-        """The slot mapping [num_tables, total] of a step that has its pages."""
+        """The slot mapping [num_groups, total] of a step that has its pages."""
         one_each = step.longest == 1
         slots = step.slots if one_each else step.slots.repeat(step.end - step.start)
         mapping: Int64 = self._tables.offset.take(slots, axis=1)
         mapping += positions
         for state in self._states:
-            mapping[state.spec.rows] = -1
+            mapping[state.cls.as_index] = -1
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
-            if not new.rows.size:
+            if not new.requests.size:
                 continue
-            tables = table.spec.tables[:, None]
+            tables = table.cls.tables[:, None]
             if one_each:
-                mapping[tables, new.rows] = new.pages * table.size
+                mapping[tables, new.requests] = new.pages * table.size
                 continue
-            shift = cu[:-1] - step.start  # from a position to its place in the step
+            shift = cu[:-1] - step.start  # from a position to its row in the step
             if new.unwritten is not None:
-                beyond = step.end[new.rows] - new.unwritten
-                mapping[tables, ragged_arange(new.unwritten + shift[new.rows], beyond)[1]] = -1
-            rows, first = new.rows[new.which], new.blocks * table.size
-            counts = np.minimum(step.end[rows] - first, table.size)
-            which, places = ragged_arange(first + shift[rows], counts)
-            offset = new.pages * table.size - (first + shift[rows])
-            mapping[tables, places] = offset[:, which] + places
+                beyond = step.end[new.requests] - new.unwritten
+                mapping[tables, ragged_arange(new.unwritten + shift[new.requests], beyond)[1]] = -1
+            owners, first = new.requests[new.which], new.blocks * table.size
+            counts = np.minimum(step.end[owners] - first, table.size)
+            which, rows = ragged_arange(first + shift[owners], counts)
+            offset = new.pages * table.size - (first + shift[owners])
+            mapping[tables, rows] = offset[:, which] + rows
         return mapping
 
     def _fill_states(self, step: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""
         copies = []
-        for state, snapping in zip(self._states, step.snapping, strict=True):
-            k = state.spec.num_tables
+        for state, needing in zip(self._states, step.needs_snapshot_page, strict=True):
+            k = state.cls.num_tables
             if step.starting.size:
                 num = len(step.starting) * k
                 new, pages = pages[:num].astype(np.int32), pages[num:]
-                step.state_pages[state.spec.tables[:, None], step.starting] = new.reshape(-1, k).T
+                step.state_pages[state.cls.tables[:, None], step.starting] = new.reshape(-1, k).T
                 sources = state.table[step.slots[step.starting], :, SNAPSHOT].ravel()
                 copies.append(np.stack([sources, new], axis=1))
-            num = len(snapping) * k
-            step.snapshots.append(pages[:num].reshape(-1, k))
+            num = len(needing) * k
+            step.snapshot_pages.append(pages[:num].reshape(-1, k))
             pages = pages[num:]
         if copies:
             step.copies = np.concatenate(copies)
 
     def cached_rows(self, step: StepChanges, cu: Int32) -> tuple[Int64, Int64]:
-        """Rows [m] of a replay that dense groups hold already, and their slots [num_tables, m], -1
+        """Rows [m] of a replay that dense groups hold already, and their slots [num_groups, m], -1
         in other groups.
         """
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
         rows = cu[which] + positions - step.start[which]
         where = np.full((len(self._layout.groups), len(rows)), -1, dtype=np.int64)
-        for block in self._dense:
-            entries = block.entries(step.slots[which], positions // block.size)
-            where[block.spec.tables] = self._flat[entries] * block.size + positions % block.size
+        for table in self._dense:
+            entries = table.entries(step.slots[which], positions // table.size)
+            where[table.cls.tables] = self._flat[entries] * table.size + positions % table.size
         return rows, where
 
     # Commit.
 
-    def commit(self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
+    def commit(
+        self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64], all_stay: bool
+    ) -> Effects:
         """Make a step to `end` [n] real; the caller holds what it needs of the tails of `kept`
-        (rows, boundaries), sorted by row, and calls `settle`.
+        (requests, boundaries), sorted by request, and calls `free_unheld`.
+
+        Args:
+            all_stay: `end` is that of the step: no token was rejected.
         """
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             if kept[0].size and table.is_window:
-                table.spec.tails(effects.tails)[:] = self._tails(step, table, new, *kept)
-            if not new.rows.size:
+                table.cls.tails(effects.tails)[:] = self._tails(step, table, new, *kept)
+            if not new.requests.size:
                 continue
-            slots = step.slots[new.rows]
-            one_each = end is step.end and len(new.blocks) == len(new.rows)
+            slots = step.slots[new.requests]
+            one_each = all_stay and len(new.blocks) == len(new.requests)
             if not table.is_window:
-                self._append(step, table, new, end)
+                self._append(step, table, new, None if all_stay else end)
             else:
-                effects.gone.append(self._turn(step, table, new, slots, end, one_each))
+                effects.gone.append(self._turn(step, table, new, slots, end, all_stay, one_each))
                 if not one_each:
                     effects.new.append(new.pages.ravel())
             if one_each:
                 offset = (new.pages - new.blocks) * table.size
-                self._tables.offset[table.spec.tables[:, None], slots] = offset
+                self._tables.offset[table.cls.tables[:, None], slots] = offset
             else:
-                self._tables.open(table, slots, end[new.rows])
+                self._tables.open(table, slots, end[new.requests])
         if self._states:
             effects.copies = self._commit_states(step, end)
         for state in self._states if kept[0].size else ():
             snapshots = state.table[step.slots[kept[0]], :, SNAPSHOT]
-            state.spec.tails(effects.tails)[:, :, 0] = snapshots
+            state.cls.tails(effects.tails)[:, :, 0] = snapshots
         return effects
 
-    def settle(self, effects: Effects) -> None:
+    def free_unheld(self, effects: Effects) -> None:
         """Free what a step left and nobody holds."""
         for gone in effects.gone:
             self._pool.unuse(gone)
         for new in effects.new:
             self._pool.put(new[self._pool.counts[new] == NULL])
 
-    def _append(self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64) -> None:
-        """Put new blocks into the tables of a dense class; pages of rejected tokens are free."""
-        rows, blocks, pages = new.rows[new.which], new.blocks, new.pages
-        if end is not step.end:
-            stays = blocks * dense.size < end[rows]
+    def _append(
+        self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64 | None
+    ) -> None:
+        """Put new blocks into the tables of a dense class; pages past `end` are
+        free (None: no token was rejected)."""
+        requests, blocks, pages = new.requests[new.which], new.blocks, new.pages
+        if end is not None:
+            stays = blocks * dense.size < end[requests]
             self._pool.put(pages[:, ~stays].ravel())
-            rows, blocks, pages = rows[stays], blocks[stays], pages[:, stays]
-        entries = dense.entries(step.slots[rows], blocks)
+            requests, blocks, pages = requests[stays], blocks[stays], pages[:, stays]
+        entries = dense.entries(step.slots[requests], blocks)
         self._flat[entries] = pages
         self._tables.note(entries, pages)
 
@@ -392,29 +402,32 @@ class StepPlanner:
         new: NewBlocks,
         slots: Int64,
         end: Int64,
+        all_stay: bool,
         one_each: bool,
     ) -> Int32:
-        """Turn the rings of the rows that start a block; returns the pages that leave them.
+        """Turn the rings of the requests that start a block; returns the pages that leave them.
 
         Args:
-            one_each: each of the rows starts one block, and ends in it.
+            all_stay: no token was rejected.
+            one_each: each of the requests starts one block, and ends in it.
         """
-        c, until = window.spec, end[new.rows]
+        c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
-        # All columns of all rows are in one dimension, in which numpy is quickest.
+        # All columns of all requests are in one dimension, in which numpy is quickest.
         row, column = np.divmod(np.arange(len(last) * c.width), window.width)
         lowest = last - window.width + ONE
         blocks = lowest[row] + column
-        # The query of the newest token sees one row more than the next one.
-        low = (step.end[new.rows] - window.reach - ONE) // window.size
+        # The newest token's query may read this table, and sees one row more than the next one:
+        # with a window of 33 and end 100, from row 67 on, not 68.
+        low = (step.end[new.requests] - window.reach - ONE) // window.size
         live = blocks >= low[row]
         # The last boundary stays resumable, and the last one whose segment has its key.
         for ahead in self._ahead:
             tail_end = ((until - ahead) // self._alignment * window.per_segment)[row]
             live |= (blocks < tail_end) & (blocks >= tail_end - window.tail)
-        if end is not step.end:  # some may end in the block where they began
-            live |= (last == new.before)[row]
-        stays = live & (blocks <= new.before[row])
+        if not all_stay:  # some may end in the block where they began
+            live |= (last == new.newest)[row]
+        stays = live & (blocks <= new.newest[row])
         indices = window.indices(slots, blocks.reshape(-1, c.width))
         old = self._flat[indices]
         pages = old * stays.reshape(-1, 1, c.width)
@@ -441,20 +454,20 @@ class StepPlanner:
         step: StepChanges,
         window: ClassTables,
         new: NewBlocks,
-        rows: Int64,
+        requests: Int64,
         boundaries: Int64,
     ) -> Int32:
-        """Pages of the tails of `boundaries` [k] of `rows` [k], from the new blocks and from the
+        """Pages of the tails of `boundaries` [k] of `requests` [k], from the new blocks and the
         rings before they turn: [k, num_tables, tail]."""
-        c = window.spec
+        c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
-        before = ((step.start[rows] - 1) // window.size)[:, None]
+        before = ((step.start[requests] - 1) // window.size)[:, None]
         in_ring = (blocks >= 0) & (blocks > before - c.width) & (blocks <= before)
-        pages = self._flat[window.indices(step.slots[rows], blocks)] * in_ring[:, None, :]
-        keys = new.rows[new.which] << BLOCK_BITS | new.blocks
-        wanted = rows[:, None] << BLOCK_BITS | np.maximum(blocks, 0)
-        at = keys.searchsorted(wanted)
-        found = np.append(keys, -1)[at] == wanted
+        pages = self._flat[window.indices(step.slots[requests], blocks)] * in_ring[:, None, :]
+        started = new.requests[new.which] << BLOCK_BITS | new.blocks
+        wanted = requests[:, None] << BLOCK_BITS | np.maximum(blocks, 0)
+        at = started.searchsorted(wanted)
+        found = np.append(started, -1)[at] == wanted
         found &= blocks >= 0
         row, column = found.nonzero()
         pages[row, :, column] = new.pages[:, at[row, column]].T
@@ -462,25 +475,27 @@ class StepPlanner:
 
     def _commit_states(self, step: StepChanges, end: Int64) -> Int32:
         """Make the states of a step real; returns the copies [c, 2] that snapshots need."""
-        if not (step.snapshot.size or step.starting.size):
+        if not (step.snapshot_requests.size or step.starting.size):
             return NO_COPIES
-        ends = step.snapshot
+        ends = step.snapshot_requests
         if self._layout.drafts:
             ends = ends[end[ends] % self._alignment == 0]
         self._tables.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
-        for state, snapping, new in zip(self._states, step.snapping, step.snapshots, strict=True):
-            live = step.state_pages[state.spec.rows].T  # [n, num_tables]
+        for state, needing, new in zip(
+            self._states, step.needs_snapshot_page, step.snapshot_pages, strict=True
+        ):
+            live = step.state_pages[state.cls.as_index].T  # [n, num_tables]
             if step.starting.size:
                 slots = step.slots[step.starting]
                 indices = state.entries(slots, LIVE).T
                 self._put(indices, live[step.starting])
-            if snapping.size:
+            if needing.size:
                 if self._layout.drafts:
-                    due = end[snapping] % self._alignment == 0
+                    due = end[needing] % self._alignment == 0
                     self._pool.put(new[~due].ravel())
-                    snapping, new = snapping[due], new[due]
-                indices = state.entries(step.slots[snapping], SNAPSHOT).T
+                    needing, new = needing[due], new[due]
+                indices = state.entries(step.slots[needing], SNAPSHOT).T
                 old = self._flat[indices].ravel()
                 self._pool.unuse(old[old != NULL])
                 self._put(indices, new.astype(np.int32))

@@ -1,8 +1,8 @@
 """Pages of steps that have not advanced: they have left the pool and are in no table yet.
 
-A key tells what a page is for (see `StepPlanner.wanted`), so the planner finds it again, however
-often it is asked: `reserve` gets pages for keys that have none, `arrays` and `advance` look up the
-pages of all keys that the step wants, and `advance` returns what is left over to the pool.
+A block reference tells what a page is for (see `StepPlanner.wanted`). `reserve` gets pages for
+references that have none, `arrays` and `advance` look up the pages of all that the step wants, and
+`advance` returns what is left over to the pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Reservations:
     """The reserved pages of all requests.
 
     Attributes:
-        pages: slot -> key -> page.
+        pages: slot -> block reference -> page.
         until: [max_requests] int64 tokens up to which pages were reserved last; 0 for requests that
             have none and are in no step.
         in_flight: [max_requests] bool, in a step that `KVCache.arrays` made.
@@ -32,30 +32,30 @@ class Reservations:
         self.until: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.in_flight: Flags = np.zeros(max_requests, dtype=np.bool_)
 
-    def missing(self, slot: int, keys: list[int]) -> list[int]:
-        """Those of `keys` that have no page yet."""
+    def missing(self, slot: int, refs: list[int]) -> list[int]:
+        """Block references out of `refs` that have no page yet."""
         held = self.pages.get(slot)
-        return keys if held is None else [key for key in keys if key not in held]
+        return refs if held is None else [ref for ref in refs if ref not in held]
 
-    def add(self, slot: int, end: int, keys: list[int], pages: Iterator[int]) -> list[list[int]]:
-        """Reserve the next of `pages` for each of `keys` of a request, up to token `end`; returns
-        the new pages of each table (none of states)."""
-        rows, num_blocks = self._planner.table_rows, len(self._planner.sizes)
-        given: list[list[int]] = [[] for _ in rows]
-        if not keys:  # nothing is lacking
+    def add(self, slot: int, end: int, refs: list[int], pages: Iterator[int]) -> list[list[int]]:
+        """Reserve the next of `pages` for each of `refs` of a request, up to token `end`; returns
+        the new pages of each group (none of states)."""
+        groups, num_tables = self._planner.table_groups, len(self._planner.sizes)
+        given: list[list[int]] = [[] for _ in groups]
+        if not refs:  # nothing is lacking
             if self.until.item(slot):
                 self.until[slot] = end
             return given
         self.until[slot] = end
         held = self.pages.setdefault(slot, {})
-        for key in keys:
-            held[key] = page = next(pages)
-            if key >> BLOCK_BITS < num_blocks:
-                given[rows[key >> BLOCK_BITS]].append(page)
+        for ref in refs:
+            held[ref] = page = next(pages)
+            if ref >> BLOCK_BITS < num_tables:
+                given[groups[ref >> BLOCK_BITS]].append(page)
         return given
 
-    def reach(self, slots: Int64, ends: Int64) -> Int64:
-        """[n] tokens up to which the step of each request reaches: what is reserved, or `ends`."""
+    def step_ends(self, slots: Int64, ends: Int64) -> Int64:
+        """[n] tokens after the step of each request: what is reserved, or `ends`."""
         return np.maximum(self.until[slots], ends)
 
     def pages_of(self, step: StepChanges) -> Int64:
@@ -65,12 +65,12 @@ class Reservations:
             ValueError: some are not reserved.
         """
         slots, pages = step.slots.tolist(), []
-        for row, key in zip(*(x.tolist() for x in self._planner.wanted(step)), strict=True):
-            page = self.pages.get(slots[row], {}).get(key)
+        for i, ref in zip(*(x.tolist() for x in self._planner.wanted(step)), strict=True):
+            page = self.pages.get(slots[i], {}).get(ref)
             if page is None:
                 raise ValueError(
-                    f"ends: expected tokens whose pages are reserved, got {step.end[row]} of "
-                    f"slot {slots[row]}: call `reserve` first"
+                    f"ends: expected tokens whose pages are reserved, got {step.end[i]} of "
+                    f"slot {slots[i]}: call `reserve` first"
                 )
             pages.append(page)
         return np.array(pages, dtype=np.int64)

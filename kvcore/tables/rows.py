@@ -17,28 +17,28 @@ class ClassTables:
     Attributes:
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
-        size, width, per_segment, tail, reach: those of `spec`, as arrays of no dimensions: numpy
+        size, width, per_segment, tail, reach: those of `cls`, as arrays of no dimensions: numpy
             computes with them in half the time that an int takes.
     """
 
-    def __init__(self, spec: GroupClass, array: Int32) -> None:
-        self.spec = spec
-        columns = array[:, spec.offset : spec.offset + spec.num_columns]
-        self.table = columns.reshape(len(array), spec.num_tables, spec.width)
+    def __init__(self, cls: GroupClass, array: Int32) -> None:
+        self.cls = cls
+        columns = array[:, cls.offset : cls.offset + cls.num_columns]
+        self.table = columns.reshape(len(array), cls.num_tables, cls.width)
         assert np.shares_memory(self.table, array)
-        self.first: Int64 = spec.offset + np.arange(spec.num_tables) * spec.width
-        self.size: Int64 = np.array(spec.block_size)
-        self.per_segment: Int64 = np.array(spec.per_segment)
-        self.tail: Int64 = np.array(spec.tail)
-        self.reach: Int64 = np.array(spec.reach)
+        self.first: Int64 = cls.offset + np.arange(cls.num_tables) * cls.width
+        self.size: Int64 = np.array(cls.block_size)
+        self.per_segment: Int64 = np.array(cls.per_segment)
+        self.tail: Int64 = np.array(cls.tail)
+        self.reach: Int64 = np.array(cls.reach)
         self._flat = array.reshape(-1)
         self._row: Int64 = np.array(array.shape[1])
-        self.width: Int64 = np.array(spec.width)
+        self.width: Int64 = np.array(cls.width)
 
     @property
     def is_window(self) -> bool:
         """Whether these are rings of a window."""
-        return self.spec.spec.kind == "window"
+        return self.cls.spec.kind == "window"
 
     def indices(self, slots: Int64, blocks: Int64) -> Int64:
         """Flat indices in the fused table of `blocks` [m, j] of `slots` [m]: [m, num_tables, j]."""
@@ -53,7 +53,7 @@ class ClassTables:
 
     def read(self, slot: int, blocks: Int64) -> Int32:
         """Pages of `blocks` [j] of one request, 0 before the sequence: [num_tables, j]."""
-        pages: Int32 = np.where(blocks < 0, 0, self.table[slot][:, blocks % self.spec.width])
+        pages: Int32 = np.where(blocks < 0, 0, self.table[slot][:, blocks % self.cls.width])
         return pages
 
     def write(self, slot: int, blocks: Int64, pages: Int32) -> Int64:
@@ -68,8 +68,8 @@ class Tables:
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
-        offset: [num_tables, max_requests] int64 of each request's open block: the row of position
-            p in a slot mapping is ``offset + p``.
+        offset: [num_groups, max_requests] int64 of each request's open block: the slot (page *
+            block_size + row) of position p is ``offset + p``.
         snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for
             none.
         dense, windows, states: the classes of each kind. blocks: dense and windows, in this order.
@@ -97,35 +97,37 @@ class Tables:
         return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
-        """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""
+        """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point. No
+        block is open at a boundary, so `offset` stays.
+        """
         self.pool.use(pages[pages != 0])
-        for block in self.windows:
-            c = block.spec
+        for table in self.windows:
+            c = table.cls
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
             valid = blocks >= 0
             part = c.tails(pages)[:, valid]
-            self.note(block.write(slot, blocks[valid], part), part)
+            self.note(table.write(slot, blocks[valid], part), part)
         for state in self.states:
-            state.table[slot, :, SNAPSHOT] = state.spec.tails(pages)[:, 0]
+            state.table[slot, :, SNAPSHOT] = state.cls.tails(pages)[:, 0]
         self.snapshot_at[slot] = boundary
 
     def tail(self, slot: int, boundary: int) -> Int32:
         """Pages of the tail of `boundary` from the rings of `slot`: [pages_per_point]."""
         tail: Int32 = np.zeros(self.layout.pages_per_point, dtype=np.int32)
-        for block in self.windows:
-            c = block.spec
+        for table in self.windows:
+            c = table.cls
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-            c.tails(tail)[:] = block.read(slot, blocks)
+            c.tails(tail)[:] = table.read(slot, blocks)
         for state in self.states:
-            state.spec.tails(tail)[:, 0] = state.table[slot, :, SNAPSHOT]
+            state.cls.tails(tail)[:, 0] = state.table[slot, :, SNAPSHOT]
         return tail
 
     def segment_pages(self, slot: int, first: int, end: int) -> Int32:
         """Dense pages of segments [first, end) of a request: [end - first, pages_per_segment]."""
         pages = np.empty((end - first, self.layout.pages_per_segment), dtype=np.int32)
-        for block in self.dense:
-            c = block.spec
-            part = block.table[slot, :, first * c.per_segment : end * c.per_segment]
+        for table in self.dense:
+            c = table.cls
+            part = table.table[slot, :, first * c.per_segment : end * c.per_segment]
             part = part.reshape(c.num_tables, end - first, c.per_segment).transpose(1, 0, 2)
             columns = slice(c.segment_offset, c.segment_offset + c.num_tables * c.per_segment)
             pages[:, columns] = part.reshape(end - first, -1)
@@ -133,47 +135,47 @@ class Tables:
 
     def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
         """Set the dense entries of segments from `first` on to `pages` [n, pages_per_segment]."""
-        for block in self.dense:
-            c = block.spec
+        for table in self.dense:
+            c = table.cls
             part = pages[:, c.segment_offset : c.segment_offset + c.num_tables * c.per_segment]
             part = part.reshape(len(pages), c.num_tables, c.per_segment).transpose(1, 0, 2)
             part = part.reshape(c.num_tables, -1)
             blocks = first * c.per_segment + np.arange(part.shape[1])
-            self.note(block.write(slot, blocks, part), part)
+            self.note(table.write(slot, blocks, part), part)
 
     def shrink(self, slot: int, old: int, new: int) -> None:
         """Forget the tokens [new, old) of a request; they are in no cached segment."""
         if self.snapshot_at[slot] > new:  # its page holds the state of tokens that are taken back
             self.snapshot_at[slot] = 0
-        for block in self.blocks:
-            size = block.spec.block_size
+        for table in self.blocks:
+            size = table.cls.block_size
             blocks = np.arange(-(-new // size), -(-old // size))
             if len(blocks):
-                pages = block.read(slot, blocks)
-                if block.is_window:
+                pages = table.read(slot, blocks)
+                if table.is_window:
                     self.pool.unuse(pages.ravel())
                 else:
                     self.pool.put(pages.ravel())
-                block.write(slot, blocks, np.zeros_like(pages))
-            self.open(block, np.array([slot]), np.array([new]))
+                table.write(slot, blocks, np.zeros_like(pages))
+            self.open(table, np.array([slot]), np.array([new]))
 
-    def open(self, block: ClassTables, slots: Int64, end: Int64) -> None:
+    def open(self, table: ClassTables, slots: Int64, end: Int64) -> None:
         """Note where the rows of the newest block of `slots` [m] are, which have `end` tokens."""
-        newest = (end - 1) // block.size
-        pages = self.array.reshape(-1)[block.entries(slots, newest)]
-        self.offset[block.spec.tables[:, None], slots] = (pages - newest) * block.size
+        newest = (end - 1) // table.size
+        pages = self.array.reshape(-1)[table.entries(slots, newest)]
+        self.offset[table.cls.tables[:, None], slots] = (pages - newest) * table.size
 
     def release(self, slot: int, cached: int, computed: int) -> None:
         """Empty the row of a request, whose tokens past `cached` are its own."""
-        for block in self.dense:
-            size = block.spec.block_size
-            own = block.table[slot, :, cached // size : -(-computed // size)]
+        for table in self.dense:
+            size = table.cls.block_size
+            own = table.table[slot, :, cached // size : -(-computed // size)]
             self.pool.put(own.ravel())
-            block.table[slot, :, : -(-max(cached, computed) // size)] = 0
-        for table in [b.table for b in self.windows + self.states]:
-            pages = table[slot].ravel()
+            table.table[slot, :, : -(-max(cached, computed) // size)] = 0
+        for table in self.windows + self.states:
+            pages = table.table[slot].ravel()
             self.pool.unuse(pages[pages.nonzero()])
-            table[slot] = 0
+            table.table[slot] = 0
         self.snapshot_at[slot] = 0
 
     def note(self, indices: Int64, pages: Int32 | Int64) -> None:

@@ -5,7 +5,7 @@ on it is evicted; it reads pages of resume points; and it takes free pages, whic
 `TransferEnd.adopt` then makes entries of these:
 
     segments        0   1   2 | 3   4   5        a job that brings segments 3 to 5 and the resume
-    resume points           2             5      point at 6 locks the path to the end of segment 2
+    resume points             3           6      point at 6 locks the path to the end of segment 2
     locked          =========
     taken                       --------- --
 """
@@ -79,12 +79,12 @@ class TransferEnd:
         Args:
             keys: of segments [0, first + n), 32 bytes each; the locked path has [0, first).
             pages: [n, pages_per_segment] taken pages of segments [first, first + n).
-            depths: boundaries of resume points, at most first + n.
+            depths: those of resume points, at most first + n.
             points: [len(depths), pages_per_point] their taken pages; points may share some.
             contents: [n] of the segments, for events.
 
         Returns:
-            (segments that were not there, boundaries of the resume points that were not).
+            (segments that were not there, depths of the resume points that were not).
         """
         index = self.index
         assert self.run.depth == first

@@ -113,7 +113,7 @@ class Transfer:
 
     @property
     def depth(self) -> int:
-        """Boundary at the end of the chain, in segments."""
+        """Segments of the chain."""
         return len(self.keys) // KEY_BYTES
 
     @property

@@ -52,7 +52,7 @@ class Stores:
                 break
         return due
 
-    def again(self, entry: Run | ResumePoint) -> None:
+    def inspect_again(self, entry: Run | ResumePoint) -> None:
         """Inspect `entry` again: it was not copied, or only in part."""
         self._seen.pop(entry, None)
 

@@ -51,7 +51,8 @@ class Tiers:
         num_pages: host pages, of the same size as pool pages; page 0 (never used) included.
         bytes_per_second: bandwidth from host to device.
         prefill_tokens_per_second: prefill rate of the engine.
-        page_bytes: bytes of a page in all tensors; default: in one tensor, from `GroupSpec`.
+        page_bytes: bytes that the copy of a page moves, in all tensors together. Default:
+            `GroupSpec.page_bytes`, for one tensor.
         policy: eviction policy of the host; its `asked` is never called. Default: `LRU`, or with
             an `Adaptive` cache a policy that shares its statistics and ranks entries by seconds
             saved per byte.
@@ -140,8 +141,8 @@ class Tiers:
         """Find a prompt in both places, and decide whether to load more of it. Changes nothing. The
         arguments and errors are those of `KVCache.match`.
 
-        The host holds the whole chain of each of its resume points. So one load is possible: the
-        part of the host's longest hit that the device lacks. It is worth its time if the prefill of
+        The host has every segment before each of its resume points. So one load is possible: what
+        the device lacks of the host's longest hit. It is worth its time if the prefill of
         the tokens saved would take longer.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
@@ -212,6 +213,7 @@ class Tiers:
                 made.append(job)
                 begun.add(key)
                 room -= len(job.sources)
+                # Of a chain that is copied in part, only the points in that part are done.
                 for one in points if end < entry.depth else path:
                     del due[one]
         except BaseException:
@@ -220,7 +222,7 @@ class Tiers:
             raise
         finally:
             for entry in due:
-                self._stores.again(entry)
+                self._stores.inspect_again(entry)
         return made
 
     def _is_worth(self, entry: Run | ResumePoint) -> bool:
@@ -335,7 +337,7 @@ class Tiers:
     def forget_copies(self, is_wrong: Flags) -> None:
         """Forget copies of the device pages `is_wrong` [num_pages]; for `KVCache.evict_pages`."""
         self._void_jobs()
-        self._drop(copies_of(is_wrong, self._device, self.index, self._kv.layout.reach))
+        self._drop(copies_of(is_wrong, self._device, self.index, self._kv.layout.tail_segments))
 
     def _void_jobs(self) -> None:
         for job in self.jobs:

@@ -9,13 +9,12 @@ from ..prefix.index import PrefixIndex
 from .stores import chain_keys
 
 
-def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, reach: int) -> Int32:
+def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, tail_segments: int) -> Int32:
     """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on such
     copies.
 
     The host may hold a window block in other resume points than the device does. So the host's
-    chain is cut before the first segment that a wrong block may belong to, `reach` segments before
-    a
+    chain is cut before the first segment that a wrong block may belong to, `tail_segments` before a
     boundary: more is dropped than necessary, and no wrong row stays.
     """
     pages: list[Int32] = [NO_VALUES]
@@ -23,7 +22,7 @@ def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, reach: in
         wrong = np.flatnonzero(is_wrong[run.look()].any(axis=1))
         cuts = [run.start + int(i) for i in wrong[:1]]
         cuts += [
-            max(0, depth - reach)
+            max(0, depth - tail_segments)
             for depth, point in run.points.items()
             if is_wrong[point.pages].any()
         ]

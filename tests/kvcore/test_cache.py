@@ -215,7 +215,7 @@ def test_pages_of_many_points_are_counted_like_those_of_few():
     pages = pages[pages != 77]
     together, alone = PagePool(400), PagePool(400)
     for pool in (together, alone):
-        pool.use_new(pages[:20])  # pages that a request reads are not held only
+        pool.use_new(pages[:20].tolist())  # pages that a request reads are not held only
     together.hold(pages)
     for some in np.split(pages, np.arange(10, len(pages), 10)):
         alone.hold(some)
