@@ -1,7 +1,9 @@
-"""Paged attention, full and sliding-window, prefill and split-KV decode: one kernel and its launch.
+"""Paged attention, full and sliding-window, prefill and split-KV decode: one kernel.
 
     out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j
             over the keys j <= p_i (and p_i - j < sliding_window)
+
+A sink, one logit per head, joins the denominator only; lse leaves it out.
 
 A program walks the keys of one query tile, whose rows are tokens x heads of one KV head (row =
 token * HEADS + head): those in pages, then the step's new rows, in one online softmax (exp2 domain,
@@ -23,10 +25,13 @@ from ..common.bits import widen
 from ..common.query_tiles import LOG2E
 from ..common.strided import Pages
 
-# Weights of e4m3 values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the
-# largest with all of its digits.
+# e4m3 K and V are multiplied in fp16, which holds e4m3 exactly. On sm_89+ one instruction converts
+# them, and weights keep 11 bits (bf16: 8). bf16 queries become fp16 for this.
+# fp16 ends at 65504 and loses digits below 2^-14. Weights times v_scale are raised to at most
+# 2^HEADROOM, a factor 4 below the end: they keep all digits down to 2^-28 of the largest.
 HEADROOM = tl.constexpr(14)
-# Scales below this count as this where maxima are taken.
+# Where maxima are taken, a smaller v_scale counts as this: the weights alone are at most
+# 2^(90 + 14), finite in fp32 (below 2^127).
 LEAST_SCALE = tl.constexpr(2.0**-90)
 
 
@@ -34,7 +39,7 @@ class Shape(NamedTuple):
     """Compile-time constants of a launch, one ``tl.constexpr`` argument."""
 
     HEAD_DIM: Any  # channels of a row
-    VALUE_DIM: Any  # channels of an accumulator: HEAD_DIM, or half of it
+    VALUE_DIM: Any  # channels of an accumulator: HEAD_DIM, or half of it where one would spill
     GROUP: Any  # query heads of one KV head
     BLOCK_Q: Any  # tokens of a query tile
     HEADS: Any  # heads of a query tile
@@ -42,14 +47,14 @@ class Shape(NamedTuple):
     BLOCK_SIZE: Any  # rows of a page
     BLOCK_M: Any  # rows of a query tile, at least BLOCK_Q * HEADS
     BLOCK_N: Any  # keys of a K/V tile
-    SCALES: Any  # of e4m3 pages: "none", "number", "tensor" (of one number) or "rows"
-    HARDWARE: Any  # whether an instruction converts e4m3 to fp16
+    SCALES: Any  # "none" (pages are not e4m3), "number", "tensor" (of one number) or "rows"
+    WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
     NEW_KV: Any  # whether the pages hold only the keys before the step
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
 
-class Softmax(NamedTuple):
-    """Score parameters."""
+class Scoring(NamedTuple):
+    """Parameters of the scores: visible keys, scale and softcap."""
 
     sliding_window: Any  # keys that a query sees, its own included; None: all before it
     inner_scale: Any  # factor of q . k; to log2 units where outer_scale is None
@@ -63,14 +68,17 @@ class Source(NamedTuple):
     v: Any
     k_scale: Any  # ``Pages`` of fp32 row scales, or None
     v_scale: Any
-    table: Any  # block table of the sequence
-    width: Any  # its entries
+    table: Any  # block table of the sequence; with a window, block b is at entry b % width
+    width: Any  # its entries; in a linear table more than there are blocks
     offset: Any  # position of row 0 in the sequence
 
 
 @triton.jit
-def _load_page(source, tile, more, ring, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page id of a tile, or [BLOCK_N] of its rows where a page is no multiple of a tile."""
+def _load_page(source, tile, exists, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Page id of a tile, or [BLOCK_N] of its rows where a page is no multiple of a tile.
+
+    exists: whether there is such a tile. Without a window, blocks past a short table are its last.
+    """
     if source.table is None:
         page = 0
     else:
@@ -78,17 +86,18 @@ def _load_page(source, tile, more, ring, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.c
             block = tile * BLOCK_N // BLOCK_SIZE
         else:
             block = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // BLOCK_SIZE
-        block = block % source.width if ring else tl.minimum(block, source.width - 1)
-        # Not ``more`` itself: in Triton 3.9's interpreter a scalar is no mask of a vector.
-        page = tl.load(source.table + block, mask=block < tl.where(more, source.width, 0), other=0)
+        block = block % source.width if WINDOW else tl.minimum(block, source.width - 1)
+        # Not ``exists`` itself: in Triton 3.9's interpreter a scalar is no mask of a vector.
+        mask = block < tl.where(exists, source.width, 0)
+        page = tl.load(source.table + block, mask=mask, other=0)
     return page
 
 
 @triton.jit
-def _starts(pages, page, tile, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+def _starts(pages, page, tile, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """Pointers [BLOCK_N] to the rows of a tile: 64 bits to a page, 32 bits within it."""
     offs_n = tl.arange(0, BLOCK_N)
-    if not paged:
+    if not PAGED:
         rows = pages.data + (tile * BLOCK_N).to(tl.int64) * pages.stride_row
     elif BLOCK_SIZE % BLOCK_N == 0:
         first = tile * BLOCK_N % BLOCK_SIZE
@@ -100,20 +109,26 @@ def _starts(pages, page, tile, paged: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 
 
 @triton.jit
-def _load(cells, live):
-    """Rows of a tile. Those that are not ``live`` may hold NaN, and 0 * NaN would reach the output:
-    they are 0. live None: all are."""
-    if live is None:
+def _load(cells, mask):
+    """Cells of a tile, 0 where masked: memory there may hold NaN, and 0 * NaN would reach the
+    output. mask None: load all."""
+    if mask is None:
         loaded = tl.load(cells)
     else:
-        loaded = tl.load(cells, mask=live, other=0.0)
+        loaded = tl.load(cells, mask=mask, other=0.0)
     return loaded
 
 
 @triton.jit
-def _weigh(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr):  # fmt: skip
-    """One step of the online softmax: weights (times v_scale), decay of earlier sums, new maxima
-    (log2 units) and sums. FP16: keep the weights, times their scales, within fp16."""
+def _softmax_step(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_scale, FP16: tl.constexpr):  # fmt: skip
+    """Scale, cap and mask scores, and add them to the online softmax.
+
+    scale: scalar or, for queries raised row by row to fp16, [BLOCK_M, 1]. FP16: keep the weights,
+    times v_scale, within fp16.
+
+    Returns:
+        (weights times v_scale, decay of earlier sums, new maxima in log2 units, new sums).
+    """
     if k_scale is not None:
         scores = scores * k_scale[None, :]
     if outer_scale is None:
@@ -139,103 +154,137 @@ def _weigh(row_max, row_sum, scores, k_scale, v_scale, visible, scale, outer_sca
 
 
 @triton.jit
+def _skip_gap(tile, gap_at, gap):
+    """Index of a tile where the ``gap`` tiles from ``gap_at`` on are left out."""
+    return tile + tl.where(tile >= gap_at, gap, 0)
+
+
+@triton.jit
 def _attend_tiles(
-    state, q, position, source, low, high, first, count, gap_at, gap, scale, softmax,
+    state, q, position, source, low, high, first, count, gap_at, gap, scale, scoring,
     SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk ``count`` tiles of a source from tile ``first`` on; tile ``gap_at`` is followed by
-    ``gap`` tiles that are left out. MASKED: only rows [low, high) count, and of those what each
-    query sees."""
+    """Walk ``count`` tiles of a source from tile ``first`` on, without the ``gap`` tiles from
+    ``gap_at`` on. MASKED: only rows [low, high) count, and of those what each query sees."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
+    # Of this source: new rows are never e4m3.
     E4M3: tl.constexpr = source.k.data.dtype.element_ty == tl.uint8
     PAGED: tl.constexpr = source.table is not None
-    RING: tl.constexpr = softmax.sliding_window is not None
+    WINDOW: tl.constexpr = scoring.sliding_window is not None
     acc, acc_2, row_max, row_sum = state
     dim = tl.arange(0, SHAPE.HEAD_DIM)[None, :]
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
-    tile = first + tl.where(first >= gap_at, gap, 0)
-    page = _load_page(source, tile, count > 0, RING, BLOCK_SIZE, BLOCK_N)
+    tile = _skip_gap(first, gap_at, gap)
+    page = _load_page(source, tile, count > 0, WINDOW, BLOCK_SIZE, BLOCK_N)
     # Hoisted, the addresses of all loops of a program would be kept in registers at once.
     for i in tl.range(0, count, disable_licm=True):
         k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
-        live, live_rows, visible = None, None, None
+        in_range, row_mask, visible = None, None, None
         if MASKED:
             row = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             key = (row + source.offset)[None, :]
-            live = (row >= low) & (row < high)
-            live_rows = live[:, None]
-            visible = live[None, :] & (key <= position[:, None])
-            if RING:
-                visible &= key > position[:, None] - softmax.sliding_window
-        keys = _load(k_rows + dim, live_rows)
-        values = _load(v_rows + value_dim, live_rows)
+            in_range = (row >= low) & (row < high)
+            row_mask = in_range[:, None]
+            visible = in_range[None, :] & (key <= position[:, None])
+            if WINDOW:
+                visible &= key > position[:, None] - scoring.sliding_window
+        keys = _load(k_rows + dim, row_mask)
+        values = _load(v_rows + value_dim, row_mask)
         if VALUE_DIM < SHAPE.HEAD_DIM:
-            values_2 = _load(v_rows + VALUE_DIM + value_dim, live_rows)
+            values_2 = _load(v_rows + VALUE_DIM + value_dim, row_mask)
         k_scale, v_scale = None, None
         if source.k_scale is not None:
             k_cells = _starts(source.k_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
             v_cells = _starts(source.v_scale, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)
-            k_scale = _load(k_cells, live)
-            v_scale = _load(v_cells, live)
+            k_scale = _load(k_cells, in_range)
+            v_scale = _load(v_cells, in_range)
         if E4M3:
-            keys = widen(keys, q.dtype, SHAPE.HARDWARE)
-            values = widen(values, q.dtype, SHAPE.HARDWARE)
+            keys = widen(keys, q.dtype, SHAPE.WIDENS_E4M3)
+            values = widen(values, q.dtype, SHAPE.WIDENS_E4M3)
+        # "ieee": fp32 is not rounded to TF32.
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        weights, decay, row_max, row_sum = _weigh(
-            row_max, row_sum, scores, k_scale, v_scale, visible, scale, softmax.outer_scale,
+        weights, decay, row_max, row_sum = _softmax_step(
+            row_max, row_sum, scores, k_scale, v_scale, visible, scale, scoring.outer_scale,
             E4M3 and q.dtype == tl.float16,
         )  # fmt: skip
         weights = weights.to(values.dtype)
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
         if VALUE_DIM < SHAPE.HEAD_DIM:
             if E4M3:
-                values_2 = widen(values_2, q.dtype, SHAPE.HARDWARE)
+                values_2 = widen(values_2, q.dtype, SHAPE.WIDENS_E4M3)
             acc_2 = tl.dot(weights, values_2, acc_2 * decay[:, None], input_precision="ieee")
         # Loaded one tile ahead: else Triton keeps one K/V tile in flight, whatever num_stages is.
-        tile = first + i + 1 + tl.where(first + i + 1 >= gap_at, gap, 0)
-        page = _load_page(source, tile, i + 1 < count, RING, BLOCK_SIZE, BLOCK_N)
+        tile = _skip_gap(first + i + 1, gap_at, gap)
+        page = _load_page(source, tile, i + 1 < count, WINDOW, BLOCK_SIZE, BLOCK_N)
     return acc, acc_2, row_max, row_sum
 
 
 @triton.jit
 def _attend_source(
-    state, q, position, first_position, last_position, source, low, high, scale, softmax,
+    state, q, position, first_position, last_position, source, low, high, scale, scoring,
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to rows [low, high) of a source as far as queries at positions [first_position,
-    last_position] see them: interior tiles, then the edges."""
+    last_position] see them.
+
+    An online softmax takes tiles in any order: both edges share one masked loop.
+    """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    all_low = low
-    if softmax.sliding_window is not None:
-        reach = softmax.sliding_window - 1 + source.offset
+    all_low = low  # all_*: what every query of the tile sees
+    if scoring.sliding_window is not None:
+        reach = scoring.sliding_window - 1 + source.offset
         all_low = tl.maximum(low, last_position - reach)
         low = tl.maximum(low, first_position - reach)
     all_high = tl.minimum(high, first_position + 1 - source.offset)
     high = tl.minimum(high, last_position + 1 - source.offset)
     first = low // BLOCK_N
     stop = tl.maximum(tl.cdiv(high, BLOCK_N), first)
-    all_first = tl.minimum(tl.maximum(tl.cdiv(all_low, BLOCK_N), first), stop)
-    all_stop = tl.minimum(tl.maximum(all_high // BLOCK_N, all_first), stop)
+    all_first = tl.minimum(tl.cdiv(all_low, BLOCK_N), stop)
+    all_stop = tl.maximum(all_high // BLOCK_N, all_first)
     interior = all_stop - all_first
     state = _attend_tiles(
-        state, q, position, source, low, high, all_first, interior, all_stop, 0, scale, softmax,
+        state, q, position, source, low, high, all_first, interior, all_stop, 0, scale, scoring,
         SHAPE, False,
     )  # fmt: skip
     return _attend_tiles(
         state, q, position, source, low, high, first, stop - first - interior, all_first, interior,
-        scale, softmax, SHAPE, True,
+        scale, scoring, SHAPE, True,
     )  # fmt: skip
 
 
-# Sizes that change from step to step are not specialised on: they must not compile a new kernel.
+@triton.jit
+def _of_head(pages, head):
+    """``Pages`` that start at a KV head."""
+    return Pages(pages.data + head * pages.stride_head, pages.stride_page, pages.stride_row, 0)
+
+
+@triton.jit
+def _as_pages(rows, first):
+    """``Rows`` from row ``first`` on, as one page."""
+    data = rows.data + first * rows.stride_token
+    return Pages(data, 0, rows.stride_token, rows.stride_head)
+
+
+@triton.jit
+def _store(rows, acc, acc_2, factor, live, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Store accumulators times ``factor`` [BLOCK_M] at row pointers."""
+    cells = rows[:, None] + tl.arange(0, VALUE_DIM)[None, :]
+    dtype: tl.constexpr = rows.dtype.element_ty
+    tl.store(cells, (acc * factor[:, None]).to(dtype), mask=live[:, None])
+    if VALUE_DIM < HEAD_DIM:
+        tl.store(cells + VALUE_DIM, (acc_2 * factor[:, None]).to(dtype), mask=live[:, None])
+
+
+# Triton compiles anew for an integer that becomes 1 or a multiple of 16. Sizes that change from
+# step to step must not do that.
 @triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits"])  # fmt: skip
 def attention_kernel(
     q, k_pages, v_pages, k_new, v_new, k_scale, v_scale, block_table, seq_lens, cu_seqlens_q, sinks,
     out, lse, partial_out, first_lse, num_seqs, num_decodes, decode_tokens, num_tiles,
-    target_splits, num_kv_heads, softmax, SHAPE: tl.constexpr,
+    target_splits, num_kv_heads, scoring, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile (prefill), or for one KV split of a decode sequence.
 
@@ -243,26 +292,33 @@ def attention_kernel(
         q, k_new, v_new, out, lse: ``strided.Rows``; k_new and v_new None: all keys are in pages.
         k_pages, v_pages: ``strided.Pages``; bytes if e4m3.
         k_scale, v_scale: e4m3 scales, of the kind SHAPE.SCALES; "rows": ``strided.Pages``.
+        block_table: ``strided.Table``. A ring must hold all rows that the queries see.
+        seq_lens: [num_seqs] int32, keys with those of the step. cu_seqlens_q: [num_seqs + 1] int32.
+        sinks: [num_heads] fp32 logits, or None.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
-        num_decodes, decode_tokens: the first so many sequences are decode's, if they have no more
-            new tokens than that.
-        num_tiles, target_splits: bound of all query tiles (prefill); as in `split_kv` (decode).
+        num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
+            belong to the decode launch. decode_tokens is BLOCK_Q of that launch; prefill reads it.
+        num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
+        scoring: ``Scoring``.
     """
     BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
     BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
     HEAD_DIM: tl.constexpr = SHAPE.HEAD_DIM
     VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
-    window = softmax.sliding_window
-    head_tile = tl.program_id(0) % (num_kv_heads * SHAPE.HEAD_TILES)
+    window = scoring.sliding_window
+    tile_of_item = tl.program_id(0) % (num_kv_heads * SHAPE.HEAD_TILES)
     item = tl.program_id(0) // (num_kv_heads * SHAPE.HEAD_TILES)
-    kv_head = (head_tile // SHAPE.HEAD_TILES).to(tl.int64)
+    kv_head = (tile_of_item // SHAPE.HEAD_TILES).to(tl.int64)
+    head_tile = tile_of_item % SHAPE.HEAD_TILES
     split, num_splits, q_first, part = 0, 1, 0, 0
     if SHAPE.DECODE:
         seq = item
         if partial_out is not None:
             batch = split_kv.Batch(
-                seq_lens, cu_seqlens_q, num_decodes, BLOCK_Q, target_splits, window, None, 0, True
-            )
+                seq_lens, cu_seqlens_q, num_decodes, decode_tokens=BLOCK_Q,
+                target_splits=target_splits, sliding_window=window, ratio=None, most_entries=0,
+                round_up=True,
+            )  # fmt: skip
             seq, _, split, num_splits, part = split_kv.find_split(
                 item, batch, SHAPE.NEW_KV, BLOCK_Q
             )
@@ -272,19 +328,21 @@ def attention_kernel(
         # Later tiles of a sequence see more keys: they start first.
         item = num_tiles - 1 - item
         seq, q_first = query_tiles.find_query_tile(cu_seqlens_q, item, num_seqs, BLOCK_Q)
-    first_token = tl.load(cu_seqlens_q + seq)
-    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    context = tl.load(seq_lens + seq) - q_len
+    seq_start = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - q_len  # negative in a padding sequence
     if SHAPE.DECODE:
+        # Of a decode sequence all new tokens are in one query tile.
         if (q_len == 0) | (q_len > BLOCK_Q):
             return
     elif (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
         return
 
-    first_token += q_first
+    first_token = seq_start + q_first
     first_head = kv_head * SHAPE.GROUP
     token, head, live = query_tiles.rows_of_tile(
-        head_tile % SHAPE.HEAD_TILES, q_len - q_first, SHAPE.GROUP, BLOCK_Q, SHAPE.HEADS, BLOCK_M
+        head_tile, q_len - q_first, SHAPE.GROUP, BLOCK_Q, SHAPE.HEADS, BLOCK_M
     )
     q_rows = query_tiles.row_pointers(
         q.data, first_token, first_head, token, head, q.stride_token, q.stride_head
@@ -298,7 +356,7 @@ def attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    low, high = split_kv.paged_range(context + q_len, q_len, window, SHAPE.NEW_KV)
+    low, high = split_kv.paged_range(seq_len, q_len, window, SHAPE.NEW_KV)
     if SHAPE.DECODE:
         low, high = split_kv.split_range(low, high, split, num_splits, SHAPE.BLOCK_N)
     row_k_scale, row_v_scale = None, None
@@ -310,36 +368,37 @@ def attention_kernel(
         _of_head(k_pages, kv_head), _of_head(v_pages, kv_head), row_k_scale, row_v_scale,
         table, block_table.width, 0,
     )  # fmt: skip
-    scale = softmax.inner_scale
+    scale = scoring.inner_scale
     if SHAPE.SCALES == "number":
         scale, value_scale = scale * k_scale, v_scale
     elif SHAPE.SCALES == "tensor":
         scale, value_scale = scale * tl.load(k_scale), tl.load(v_scale)
     paged_queries = queries
-    if SHAPE.SCALES != "none" and queries.dtype == tl.bfloat16:
+    E4M3: tl.constexpr = k_pages.data.dtype.element_ty == tl.uint8
+    if E4M3 and queries.dtype == tl.bfloat16:
         paged_queries, factor = query_tiles.to_fp16(queries)
         scale = (factor * scale)[:, None]
     state = (acc, acc, row_max, row_sum)  # a second acc for the second half of the channels
     acc, acc_2, row_max, row_sum = _attend_source(
         state, paged_queries, position, first_position, last_position, pages, low, high, scale,
-        softmax, SHAPE,
+        scoring, SHAPE,
     )  # fmt: skip
     if SHAPE.SCALES == "number" or SHAPE.SCALES == "tensor":
         acc *= value_scale
         acc_2 *= value_scale
     if k_new is not None:
-        step = (first_token - q_first).to(tl.int64)
-        k_rows = _as_pages(k_new, step)
-        v_rows = _as_pages(v_new, step)
+        k_rows = _as_pages(k_new, seq_start.to(tl.int64))
+        v_rows = _as_pages(v_new, seq_start.to(tl.int64))
         new = Source(
-            _of_head(k_rows, kv_head), _of_head(v_rows, kv_head), None, None, None, 1, context
-        )
-        # In a padding row (seq_len < q_len) the first new keys do not exist.
+            _of_head(k_rows, kv_head), _of_head(v_rows, kv_head), k_scale=None, v_scale=None,
+            table=None, width=1, offset=context,
+        )  # fmt: skip
+        # In a padding sequence (seq_len < q_len) the first new keys do not exist.
         low = tl.maximum(-context, 0)
         high = tl.where(split == num_splits - 1, q_len, low)
         acc, acc_2, row_max, row_sum = _attend_source(
             (acc, acc_2, row_max, row_sum), queries, position, first_position, last_position, new,
-            low, high, softmax.inner_scale, softmax, SHAPE,
+            low, high, scoring.inner_scale, scoring, SHAPE,
         )  # fmt: skip
 
     if num_splits == 1:
@@ -356,7 +415,9 @@ def attention_kernel(
             out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
         )
         _store(out_rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
+    # Not `else`: num_splits is no compile-time constant, and partial_out may be None.
     elif partial_out is not None:
+        # Normalised, with a natural-log lse, as `merging` takes them.
         row = (part.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
         row += first_head + head
         factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
@@ -364,23 +425,3 @@ def attention_kernel(
             partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
         )
         _store(partial_out + row * HEAD_DIM, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
-
-
-@triton.jit
-def _of_head(pages, head):
-    return Pages(pages.data + head * pages.stride_head, pages.stride_page, pages.stride_row, 0)
-
-
-@triton.jit
-def _as_pages(rows, first):
-    data = rows.data + first * rows.stride_token
-    return Pages(data, 0, rows.stride_token, rows.stride_head)
-
-
-@triton.jit
-def _store(rows, acc, acc_2, factor, live, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-    cells = rows[:, None] + tl.arange(0, VALUE_DIM)[None, :]
-    dtype: tl.constexpr = rows.dtype.element_ty
-    tl.store(cells, (acc * factor[:, None]).to(dtype), mask=live[:, None])
-    if VALUE_DIM < HEAD_DIM:
-        tl.store(cells + VALUE_DIM, (acc_2 * factor[:, None]).to(dtype), mask=live[:, None])

@@ -12,7 +12,7 @@ from ..common.merging import block_parts, merge_partials_kernel, merge_splits
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from .call import AttentionCall
-from .kernel import Shape, Softmax, attention_kernel
+from .kernel import Scoring, Shape, attention_kernel
 from .tiles import DecodePlan, plan_decode, select_config
 
 
@@ -72,7 +72,7 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         SCALES=call.scales,
-        HARDWARE=quantized and arch.widens_e4m3,
+        WIDENS_E4M3=quantized and arch.widens_e4m3,
         NEW_KV=call.paged_context,
         DECODE=plan is not None,
     )
@@ -116,7 +116,7 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         num_tiles=num_tiles,
         target_splits=0 if plan is None else plan.target_splits,
         num_kv_heads=num_kv_heads,
-        softmax=Softmax(call.sliding_window, inner_scale, outer_scale),
+        scoring=Scoring(call.sliding_window, inner_scale, outer_scale),
         SHAPE=shape,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

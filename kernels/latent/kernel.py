@@ -9,10 +9,10 @@ rows, and uses it as K and as V:
     MLA               [ pages ............... | new rows ]    the key of a row has SCORE_DIM channels more
     DeepSeek-V4       [ window pages | entries | new rows ]   all entries, or a list of them
 
-What finds the rows of a tile (its page ids, and the indices in a list one tile before) is loaded
-ahead and carried around the loop: copies that wait for a load of the same iteration are not
-pipelined. R is the rotation of the trailing ROPE_DIM channels by the query's position, undone since
-rows carry those of their own; MLA has none.
+Page ids are loaded one tile ahead, and indices of a list two tiles ahead, and carried around the
+loop: copies that wait for a load of the same iteration are not pipelined. Rows of DeepSeek-V4 are
+rotated by their own positions. R(-p_i) rotates the trailing ROPE_DIM channels of the output back by
+the query's position. MLA has no R.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv
     2307.08691); FlashDecoding.
@@ -28,10 +28,14 @@ from ..common.bits import widen
 from ..common.query_tiles import LOG2E
 from ..common.strided import PagedRows
 
+# Quantized rows, 584 bytes: ROW_BYTES hold the values. SCALE_BYTES are behind all rows of the page.
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
 NOPE_DIM = tl.constexpr(latent_pages.NOPE_DIM)
-GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
+QUANT_ROPE_DIM = tl.constexpr(latent_pages.ROPE_DIM)
+QUANT_GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
+# For lists of flat indices: every index is in a page.
+NO_LIMIT = tl.constexpr(2**31 - 1)
 
 
 class Shape(NamedTuple):
@@ -39,7 +43,7 @@ class Shape(NamedTuple):
 
     VALUE_DIM: Any  # channels of a value, the first of a row
     SCORE_DIM: Any  # channels behind those, which only score
-    ROPE_DIM: Any  # trailing channels of an output row that ``cos_sin`` turns
+    ROPE_DIM: Any  # trailing channels of an output row that ``cos_sin`` rotates
     NUM_HEADS: Any
     BLOCK_Q: Any  # tokens of a query tile; 1 where every token has a list of its own
     HEADS: Any  # heads of a query tile
@@ -48,8 +52,10 @@ class Shape(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     PAGE_ROWS: Any  # rows of a page
     ENTRY_ROWS: Any  # rows of a page of entries
-    SLOTS: Any  # tables are lists of flat indices, page * rows of a page + row, of each token
-    HARDWARE: Any  # whether an instruction converts e4m3 to fp16
+    # Whether tables are lists of flat indices, page * rows of a page + row, of each token. Then
+    # every token is a sequence, BLOCK_Q is 1, and there are no lengths, new rows or window.
+    SLOTS: Any
+    WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
     NEW_KV: Any  # whether the pages hold only the keys before the step
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
@@ -76,7 +82,11 @@ def _load_indices(source, x, high):
 
 @triton.jit
 def _load_page(source, start, high, index, live, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile, or [BLOCK_N] of its rows where these lie in several pages."""
+    """Page id of a tile, or [BLOCK_N] of its rows where these lie in several pages.
+
+    index, live: rows of the tile, and which to look up. start, high: the tile's first row and the
+    end of all rows, for a tile in one page.
+    """
     if source.table is None:
         if source.indices is None:
             page = 0
@@ -100,21 +110,22 @@ def _load_page(source, start, high, index, live, window, ROWS: tl.constexpr, BLO
 def _load_quantized(rows, scales, live, dtype: tl.constexpr, SHAPE: tl.constexpr):
     """Rows of the 584-byte layout as numbers [BLOCK_N, VALUE_DIM], from [BLOCK_N] pointers to the
     bytes of their values and scales."""
-    GROUPS: tl.constexpr = SHAPE.VALUE_DIM // GROUP
+    GROUPS: tl.constexpr = SHAPE.VALUE_DIM // QUANT_GROUP
     dim = tl.arange(0, SHAPE.VALUE_DIM)
     quantized = tl.load(
         rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
     )
     rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
-    rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
-    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that exponent
-    # and no mantissa.
+    offs_rope = tl.arange(0, QUANT_ROPE_DIM)[None, :]
+    rope = tl.load(rope[:, None] + offs_rope, mask=live[:, None], other=0.0)
+    # The eight scale bytes of a row at once; 2^(byte - 127) is the fp32 number with that exponent
+    # and no mantissa. The eighth byte is 0, a factor of 0: the roped channels replace its group.
     packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
     group = tl.arange(0, GROUPS)
     exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
     factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
-    values = widen(quantized, tl.float32, SHAPE.HARDWARE)
-    values = (tl.reshape(values, [SHAPE.BLOCK_N, GROUPS, GROUP]) * factors).to(dtype)
+    values = widen(quantized, tl.float32, SHAPE.WIDENS_E4M3)
+    values = (tl.reshape(values, [SHAPE.BLOCK_N, GROUPS, QUANT_GROUP]) * factors).to(dtype)
     values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(dtype)[:, None, :], values)
     return tl.reshape(values, [SHAPE.BLOCK_N, SHAPE.VALUE_DIM])
 
@@ -125,7 +136,10 @@ def _attend(
     ROWS: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to rows [low, high) of a source, or to those below ``limit`` that elements [low, high)
-    of its list name; ROWS: of a page."""
+    of its list name.
+
+    low of a list is a multiple of BLOCK_N: its elements before low are not masked. ROWS: of a page.
+    """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     QUANTIZED: tl.constexpr = source.rows.data.dtype.element_ty == tl.uint8
     LISTED: tl.constexpr = source.indices is not None
@@ -135,6 +149,7 @@ def _attend(
     dim = tl.arange(0, SHAPE.VALUE_DIM)[None, :]
     first = low // BLOCK_N * BLOCK_N
     x = first + offs_n
+    # index and live of the first tile, for its page: the loop derives those of the rows again.
     index = _load_indices(source, x, high)
     live = (index >= 0) & (index < limit) if LISTED else (x >= low) & (x < high)
     page = _load_page(source, first, high, index, live, window, ROWS, BLOCK_N)
@@ -154,7 +169,7 @@ def _attend(
             pages = source.rows.data + page.to(tl.int64) * source.rows.stride_page
             rows = pages + row * (ROW_BYTES if QUANTIZED else source.rows.stride_row)
         # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
-        if QUANTIZED:
+        if QUANTIZED:  # always in pages
             scales = pages + (ROWS * ROW_BYTES + row * SCALE_BYTES)
             tile = _load_quantized(rows, scales, live, q.dtype, SHAPE)
         else:
@@ -162,10 +177,10 @@ def _attend(
         scores = tl.dot(q, tl.trans(tile), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if q_score is not None:
             score_dim = SHAPE.VALUE_DIM + tl.arange(0, SHAPE.SCORE_DIM)[None, :]
-            more = tl.load(rows[:, None] + score_dim, mask=live[:, None], other=0.0)
-            scores = tl.dot(q_score, tl.trans(more), scores, input_precision="ieee")
+            score_tile = tl.load(rows[:, None] + score_dim, mask=live[:, None], other=0.0)
+            scores = tl.dot(q_score, tl.trans(score_tile), scores, input_precision="ieee")
         visible = live[None, :]
-        if SHAPE.BLOCK_Q > 1:
+        if SHAPE.BLOCK_Q > 1:  # else [low, high) and limit are what the one token sees
             if source.ratio is not None:
                 visible &= (index[None, :] + 1) * source.ratio <= position[:, None] + 1
             else:
@@ -182,6 +197,7 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
         acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
+        # index and live of the next tile, for its page.
         x = start + BLOCK_N + offs_n
         if LISTED:
             index = next_index
@@ -194,7 +210,46 @@ def _attend(
     return acc, row_max, row_sum
 
 
-# Sizes that change from step to step are not specialised on: they must not compile a new kernel.
+@triton.jit
+def _listed(lens, width, token, tokens_per_len):
+    """Elements of a token's list that count."""
+    count = tl.full([], width, tl.int32)
+    if lens is not None:
+        count = tl.minimum(tl.maximum(tl.load(lens + token // tokens_per_len), 0), width)
+    return count
+
+
+@triton.jit
+def _store(rows, values, live, position, cos_sin, SHAPE: tl.constexpr):
+    """Store rows; with ``cos_sin``, trailing pairs (2i, 2i + 1) rotated back by their positions."""
+    VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
+    ROPE_DIM: tl.constexpr = SHAPE.ROPE_DIM
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    dtype: tl.constexpr = rows.dtype.element_ty
+    dim = tl.arange(0, VALUE_DIM)
+    mask = live[:, None]
+    if cos_sin is not None:
+        # Take the last group of channels out of the tile: the others are 0 in a sum over groups.
+        GROUPS: tl.constexpr = VALUE_DIM // ROPE_DIM
+        is_rope = (tl.arange(0, GROUPS) == GROUPS - 1)[None, :, None]
+        groups = tl.reshape(values, [BLOCK_M, GROUPS, ROPE_DIM])
+        rope = tl.sum(tl.where(is_rope, groups, 0.0), 1)
+        even, odd = tl.split(tl.reshape(rope, [BLOCK_M, ROPE_DIM // 2, 2]))
+        angle = cos_sin.data + position.to(tl.int64)[:, None] * cos_sin.stride_row
+        angle += tl.arange(0, ROPE_DIM // 2)[None, :]
+        known = (live & (position >= 0))[:, None]  # negative in a padding sequence
+        cos = tl.load(angle, mask=known, other=1.0)
+        sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
+        turned = tl.join(even * cos + odd * sin, odd * cos - even * sin)
+        turned = tl.reshape(turned, [BLOCK_M, ROPE_DIM]).to(dtype)
+        channel = VALUE_DIM - ROPE_DIM + tl.arange(0, ROPE_DIM)
+        tl.store(rows[:, None] + channel[None, :], turned, mask=mask)
+        mask = mask & (dim < VALUE_DIM - ROPE_DIM)[None, :]
+    tl.store(rows[:, None] + dim[None, :], values.to(dtype), mask=mask)
+
+
+# Triton compiles anew for an integer that becomes 1 or a multiple of 16. Sizes that change from
+# step to step must not do that.
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits", "page_room",
@@ -210,16 +265,21 @@ def latent_kernel(
     """Attend for one query tile (prefill), or for one KV split of one (decode).
 
     Args:
-        q, out, lse: ``strided.Rows``. kv, cos_sin: ``strided.Matrix``; None: there are none.
-        pages, entries: ``strided.PagedRows``; entries None: rows are raw alone.
+        q, out, lse: ``strided.Rows``.
+        pages, entries: ``strided.PagedRows``; entries None: all rows are raw.
+        kv: new rows of the step, ``strided.Matrix``; None: they are in pages.
         table, entry_table, topk_indices: ``strided.Table``; topk_indices None: all entries.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
+        seq_lens: [num_seqs] int32, raw rows with those of the step.
+        cu_seqlens_q: [num_seqs + 1] int32.
+        sinks: [num_heads] fp32 logits, or None.
+        cos_sin: ``strided.Matrix``, a row for each position; None: no rotation.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
-        num_decodes, decode_tokens: the first so many sequences are decode's, if they have no more
-            new tokens than that.
-        num_tiles, target_splits: bound of all query tiles (prefill); as in `split_kv` (decode).
+        num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
+            belong to the decode launch.
+        num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
         page_room, entry_room: rows, and entries, that the pages of a sequence hold.
-        most_entries: that a query sees, at most.
+        most_entries: bound of the entries that a query sees.
         ratio: raw tokens of an entry. window: raw rows that a query sees; None: all before it.
         scale: factor of q . k, to log2 units.
     """
@@ -233,8 +293,9 @@ def latent_kernel(
     if SHAPE.DECODE:
         if partial_out is not None:
             batch = split_kv.Batch(
-                seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, window, ratio,
-                most_entries, False,
+                seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits,
+                sliding_window=window, ratio=ratio, most_entries=most_entries,
+                round_up=False,  # an SM holds one program
             )  # fmt: skip
             seq, tile, split, num_splits, part = split_kv.find_split(
                 item, batch, SHAPE.NEW_KV, BLOCK_Q
@@ -250,11 +311,11 @@ def latent_kernel(
         item = num_tiles - 1 - item
         seq, q_first = query_tiles.find_query_tile(cu_seqlens_q, item, num_seqs, BLOCK_Q)
     if SHAPE.SLOTS:
-        step, q_len, context = seq, 1, 0
+        seq_start, q_len, context = seq, 1, 0
     else:
-        step = tl.load(cu_seqlens_q + seq)
-        q_len = tl.load(cu_seqlens_q + seq + 1) - step
-        context = tl.load(seq_lens + seq) - q_len
+        seq_start = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - seq_start
+        context = tl.load(seq_lens + seq) - q_len  # negative in a padding sequence
         if q_first >= q_len:
             return
         if SHAPE.DECODE:
@@ -263,17 +324,19 @@ def latent_kernel(
         elif (seq < num_decodes) & (q_len <= decode_tokens):
             return
 
-    first_token = step + q_first
+    first_token = seq_start + q_first
+    first_head = tl.zeros([], tl.int32)
     token, head, live = query_tiles.rows_of_tile(
         head_tile, q_len - q_first, SHAPE.NUM_HEADS, BLOCK_Q, SHAPE.HEADS, BLOCK_M
     )
     q_rows = query_tiles.row_pointers(
-        q.data, first_token, head_tile * 0, token, head, q.stride_token, q.stride_head
+        q.data, first_token, first_head, token, head, q.stride_token, q.stride_head
     )[:, None]
     dim = tl.arange(0, VALUE_DIM)[None, :]
     queries = (tl.load(q_rows + dim, mask=live[:, None], other=0.0), None)
     if SHAPE.SCORE_DIM > 0:
         score_dim = VALUE_DIM + tl.arange(0, SHAPE.SCORE_DIM)[None, :]
+        # Built again: Triton 3.7 takes no variable that is None into a tuple.
         queries = (queries[0], tl.load(q_rows + score_dim, mask=live[:, None], other=0.0))
     position = context + q_first + token
     last_position = context + tl.minimum(q_first + BLOCK_Q, q_len) - 1
@@ -283,24 +346,24 @@ def latent_kernel(
         tl.zeros([BLOCK_M], tl.float32),
     )
 
-    # What the query tile sees in the pages, and of that what the split has: tiles of raw rows, then
-    # tiles of entries.
-    cells = table.data + seq.to(tl.int64) * table.stride_seq
+    # Rows and entries of the pages that the query tile sees, then the share of this split: tiles of
+    # raw rows come before tiles of entries.
+    table_row = table.data + seq.to(tl.int64) * table.stride_seq
     low = tl.zeros([], tl.int32)
     entry_low = tl.zeros([], tl.int32)
     if SHAPE.SLOTS:
         high = _listed(window_lens, table.width, first_token, tokens_per_len)
-        raw = Source(pages, None, 1, cells, 0, None)
+        raw = Source(pages, None, 1, table_row, 0, None)
     else:
         high = last_position + 1
         if window is not None:
-            # Of the rows in pages a later one has overwritten those before.
+            # The ring keeps only the newest page_room rows.
             oldest = (context if SHAPE.NEW_KV else context + q_len) - page_room
             low = tl.maximum(tl.maximum(context + q_first - window + 1, oldest), 0)
         if SHAPE.NEW_KV:
             high = tl.minimum(high, context)
         high = tl.maximum(high, low)
-        raw = Source(pages, cells, table.width, None, 0, None)
+        raw = Source(pages, table_row, table.width, None, 0, None)
     entry_high, num_entries = tl.zeros([], tl.int32), entry_room
     if entries is not None:
         if not SHAPE.SLOTS:
@@ -309,6 +372,7 @@ def latent_kernel(
         if topk_indices is not None:
             entry_high = _listed(topk_lens, topk_indices.width, first_token, tokens_per_len)
     if num_splits > 1:
+        # As `split_kv.split_range`, over the tiles of both sources one after another.
         raw_tiles = tl.cdiv(high, BLOCK_N) - low // BLOCK_N
         tiles = (raw_tiles + tl.cdiv(entry_high, BLOCK_N)).to(tl.int64)
         begin = (tiles * split // num_splits).to(tl.int32)
@@ -318,34 +382,33 @@ def latent_kernel(
         first = low // BLOCK_N
         low = tl.maximum(low, (first + begin) * BLOCK_N)
         high = tl.minimum(high, (first + end) * BLOCK_N)
-    limit = 2147483647
     state = _attend(
-        state, queries, position, raw, low, high, limit, window, scale,
+        state, queries, position, raw, low, high, NO_LIMIT, window, scale,
         SHAPE.PAGE_ROWS, SHAPE,
     )  # fmt: skip
     if entries is not None:
-        indices, entry_cells = None, None
+        indices, entry_table_row, limit = None, None, NO_LIMIT
         if topk_indices is not None:
             indices = topk_indices.data + first_token.to(tl.int64) * topk_indices.stride_seq
         if not SHAPE.SLOTS:
-            entry_cells = entry_table.data + seq.to(tl.int64) * entry_table.stride_seq
+            entry_table_row = entry_table.data + seq.to(tl.int64) * entry_table.stride_seq
             limit = num_entries
-        compressed = Source(entries, entry_cells, entry_table.width, indices, 0, ratio)
+        compressed = Source(entries, entry_table_row, entry_table.width, indices, 0, ratio)
         state = _attend(
             state, queries, position, compressed, entry_low, entry_high, limit, window,
             scale, SHAPE.ENTRY_ROWS, SHAPE,
         )  # fmt: skip
     if kv is not None:
         new = Source(
-            PagedRows(kv.data + step.to(tl.int64) * kv.stride_row, 0, kv.stride_row),
+            PagedRows(kv.data + seq_start.to(tl.int64) * kv.stride_row, 0, kv.stride_row),
             None, 1, None, context, None,
         )  # fmt: skip
-        # In a padding row (seq_len < q_len) the first new keys do not exist.
+        # In a padding sequence (seq_len < q_len) the first new keys do not exist.
         low = tl.maximum(-context, 0)
         if window is not None:
             low = tl.maximum(low, q_first - window + 1)
         high = tl.where(split == num_splits - 1, last_position + 1 - context, low)
-        state = _attend(state, queries, position, new, low, high, limit, window, scale, 1, SHAPE)
+        state = _attend(state, queries, position, new, low, high, NO_LIMIT, window, scale, 1, SHAPE)
 
     acc, row_max, row_sum = state
     if num_splits == 1:
@@ -358,56 +421,19 @@ def latent_kernel(
             if SHAPE.SLOTS:  # FlashMLA's convention
                 row_lse = tl.where(row_sum > 0.0, row_lse, float("inf"))
             lse_rows = query_tiles.row_pointers(
-                lse.data, first_token, head_tile * 0, token, head, lse.stride_token, lse.stride_head
+                lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
             )
             tl.store(lse_rows, row_lse, mask=live)
         out_rows = query_tiles.row_pointers(
-            out.data, first_token, head_tile * 0, token, head, out.stride_token, out.stride_head
+            out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
         )
         _store(out_rows, acc * factor[:, None], live, position, cos_sin, SHAPE)
+    # Not `else`: num_splits is no compile-time constant, and partial_out may be None.
     elif partial_out is not None:
+        # Normalised, with a natural-log lse. Not rotated: the merge does that.
         row = (part.to(tl.int64) * BLOCK_Q + token) * SHAPE.NUM_HEADS + head
         factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
         tl.store(
             partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
         )
         _store(partial_out + row * VALUE_DIM, acc * factor[:, None], live, position, None, SHAPE)
-
-
-@triton.jit
-def _listed(lens, width, token, tokens_per_len):
-    """Elements of a token's list that count."""
-    count = tl.full([], width, tl.int32)
-    if lens is not None:
-        count = tl.minimum(tl.maximum(tl.load(lens + token // tokens_per_len), 0), width)
-    return count
-
-
-@triton.jit
-def _store(rows, values, live, position, cos_sin, SHAPE: tl.constexpr):
-    """Store rows; with ``cos_sin`` their trailing pairs (2i, 2i + 1) turned by minus the angles of
-    their positions."""
-    VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
-    ROPE_DIM: tl.constexpr = SHAPE.ROPE_DIM
-    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
-    dtype: tl.constexpr = rows.dtype.element_ty
-    dim = tl.arange(0, VALUE_DIM)
-    mask = live[:, None]
-    if cos_sin is not None:
-        # The last group of channels as a tile of its own: a sum of which all others are 0.
-        GROUPS: tl.constexpr = VALUE_DIM // ROPE_DIM
-        is_rope = (tl.arange(0, GROUPS) == GROUPS - 1)[None, :, None]
-        groups = tl.reshape(values, [BLOCK_M, GROUPS, ROPE_DIM])
-        rope = tl.sum(tl.where(is_rope, groups, 0.0), 1)
-        even, odd = tl.split(tl.reshape(rope, [BLOCK_M, ROPE_DIM // 2, 2]))
-        angle = cos_sin.data + position.to(tl.int64)[:, None] * cos_sin.stride_row
-        angle += tl.arange(0, ROPE_DIM // 2)[None, :]
-        known = (live & (position >= 0))[:, None]  # a padding row has no position
-        cos = tl.load(angle, mask=known, other=1.0)
-        sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
-        turned = tl.join(even * cos + odd * sin, odd * cos - even * sin)
-        turned = tl.reshape(turned, [BLOCK_M, ROPE_DIM]).to(dtype)
-        channel = VALUE_DIM - ROPE_DIM + tl.arange(0, ROPE_DIM)
-        tl.store(rows[:, None] + channel[None, :], turned, mask=mask)
-        mask = mask & (dim < VALUE_DIM - ROPE_DIM)[None, :]
-    tl.store(rows[:, None] + dim[None, :], values.to(dtype), mask=mask)

@@ -76,7 +76,7 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         PAGE_ROWS=call.pages.storage_block_size,
         ENTRY_ROWS=1 if call.entries is None else call.entries.storage_block_size,
         SLOTS=call.slots,
-        HARDWARE=call.pages.fp8 and arch.widens_e4m3,
+        WIDENS_E4M3=call.pages.fp8 and arch.widens_e4m3,
         NEW_KV=call.kv is not None,
         DECODE=plan is not None,
     )
