@@ -170,7 +170,11 @@ def _attend(
             rows = pages + row * (ROW_BYTES if QUANTIZED else source.rows.stride_row)
         # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
         if QUANTIZED:  # always in pages
-            scales = pages + (ROWS * ROW_BYTES + row * SCALE_BYTES)
+            if ROWS == 1:  # Triton 3.7 does not compile pointers of rows plus a constant
+                scales = source.rows.data + ROW_BYTES
+                scales += page.to(tl.int64) * source.rows.stride_page
+            else:
+                scales = pages + (ROWS * ROW_BYTES + row * SCALE_BYTES)
             tile = _load_quantized(rows, scales, live, q.dtype, SHAPE)
         else:
             tile = tl.load(rows[:, None] + dim, mask=live[:, None], other=0.0)

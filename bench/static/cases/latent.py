@@ -45,6 +45,7 @@ def cases() -> list[StaticCase]:
         compressed("decode-hca-h8-fp8-q2", 8, 2, FP8),
         compressed("decode-hca-h16-q2", 16, 2),
         compressed("decode-hca-h16-fp8-q2", 16, 2, FP8),
+        compressed("prefill-csa-h16-fp8-p1", 16, pages=FP8, entry_rows=1),
         compressed("decode-csa-h16-k512-fp32", 16, 1, "float32"),
         compressed("prefill-csa-h16-k512", 16),
         compressed("prefill-csa-h16-k512-fp8", 16, pages=FP8),
@@ -125,16 +126,18 @@ def compressed(
     pages: str = "bfloat16",
     topk: int = 512,
     in_step: bool = True,
+    entry_rows: int | None = None,
 ) -> StaticCase:
     """One ``compressed_attention``.
 
     Args:
-        name: name of the case, with "csa" (top-k entries, pages of 64) or "hca" (all, pages of 2).
+        name: name of the case, with "csa" (top-k entries) or "hca" (all).
         num_heads: of the queries.
         q_len: new tokens of a sequence in decode; None: prefill.
         pages: dtype of the pages.
         topk: entries of a token.
         in_step: whether the step's own rows are handed over.
+        entry_rows: of a page of entries; None: 64 of csa, 2 of hca.
     """
     num_tokens, csa = NUM_SEQS * (q_len or PREFILL), "csa" in name
     dtype = "float32" if pages == "float32" else "bfloat16"
@@ -147,7 +150,7 @@ def compressed(
         **phase_of(q_len, num_heads),
         sliding_window=WINDOW,
         kv=meta(num_tokens, HEAD_DIM, dtype=dtype) if in_step else None,
-        compressed_pages=latent_pages(pages, 64 if csa else 2),
+        compressed_pages=latent_pages(pages, entry_rows or (64 if csa else 2)),
         compressed_table=ints(NUM_SEQS, 4096),
         compress_ratio=4 if csa else 128,
         topk_indices=ints(num_tokens, topk) if csa else None,

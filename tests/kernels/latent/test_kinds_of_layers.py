@@ -1,11 +1,14 @@
 """The three kinds of DeepSeek-V4's layers: a window alone, all entries beside it, entries that a list names."""
 
+import os
+
 import pytest
 import torch
 
 from quire.kernels import flash_mla_with_kvcache
 from tests.kernels.latent import test_flash_mla
 from tests.kernels.latent.test_compressed import BF16, FP8, attend
+from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.compressed_cases import Case, exactly, make_batch
 
@@ -27,6 +30,18 @@ def test_pages_of_any_number_of_rows(options, rows):
     lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
     assert_within_budget("out", attend(batch, "triton", lse=lse).cpu(), exact)
     assert_within_budget("lse", lse.cpu(), exact_lse)
+
+
+@pytest.mark.slow
+def test_listed_fp8_pages_of_one_row_compile():
+    """What the interpreter does not show: Triton's passes made an address of another type than its pointer."""
+    code = (
+        "from quire.bench.static.compiling import measure\n"
+        "for arch in ('sm_80', 'sm_90'):\n"
+        "    print(measure('compressed-prefill-csa-h16-fp8-p1', arch, 0)['spill_bytes'])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    assert printed(code, env=environment).split() == ["0", "0"]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 48])
