@@ -48,7 +48,9 @@ def _products_kernel(
     row = tl.arange(0, ROWS)
     first = tl.program_id(1) * tiles
     acc = tl.zeros([BLOCK_T, ROWS], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
+    # Summed over channels after the loop: in it the compiler may round a product of its own and the
+    # neighbour's differently (FMA), so that threads with the same row would store unequal sums.
+    squares = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
     for tile in range(first, tl.minimum(first + tiles, NUM_STREAMS * STREAM_TILES)):
         stream = tile // STREAM_TILES
         channel = (tile % STREAM_TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -59,8 +61,8 @@ def _products_kernel(
         matrix = fn.data + row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
         w = tl.load(matrix, mask=inside[:, None] & (row < fn_rows)[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        squares += tl.sum(x * x, 1)
-    acc = tl.where(row[None, :] == FN_ROWS, squares[:, None], acc)
+        squares += x * x
+    acc = tl.where(row[None, :] == FN_ROWS, tl.sum(squares, 1)[:, None], acc)
     sums = workspace + (split * num_tokens + token[:, None]) * ROWS + row[None, :]
     tl.store(sums, acc, mask=live[:, None])
 
