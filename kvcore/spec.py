@@ -5,12 +5,13 @@ at position B:
 
 * ``dense``: every block in [0, B) (full attention, latents, compressed entries);
 * ``window``: the last ``ceil((W - 1) / block_size)`` blocks before B (sliding layers);
-* ``state``: one snapshot of a state that each token changes, taken at B (Mamba, compressor state).
+* ``state``: one snapshot of a state that each token changes, taken at B (Mamba).
 
 A *boundary* is a multiple of the alignment (the LCM of all block sizes): hits end there.
 
 A new kind also needs code in `cache`, `plan`, `tables` (rows, planner, linear, formats), `prefix`
-(chains, lookup), `device.batch`, `events`, `event_writer`, `stats`, `invariants` and `debug`.
+(chains, lookup), `device.batch`, `layers`, `events`, `event_writer`, `stats`, `invariants` and
+`debug`; the runner has it in `models.engine.memory`.
 """
 
 from __future__ import annotations

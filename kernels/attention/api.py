@@ -79,7 +79,7 @@ def paged_attention(
             in all is refused.) Elsewhere the result does not depend on it.
         k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the step's new rows, ragged like q; both or
             neither. They are never quantized. Without them the pages must hold every row that a
-            query sees. Pages of a kvcore window group do so for one new token only.
+            query sees, as those of a kvcore window group do with ``reads="pages"``.
         context_only: True = leave out the step's own keys: every query sees the keys [0, seq_len -
             q_len), all of them in the pages. The other part is a call with ``k`` and ``v`` and
             seq_lens = q_len; ``merge_partials`` joins the two. Needs ``k`` and ``v`` None.

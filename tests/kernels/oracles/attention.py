@@ -4,9 +4,8 @@
 
 where cap(x) = softcap * tanh(x / softcap), and a sink is one more logit of the denominator. Every
 index is visible to a reviewer, and nothing is shared with the implementations but the list of
-arguments, so no index error can hide in both. ``dtype`` chooses the arithmetic: float64 for the
-truth, the model's dtype for what a plain low-precision program would give (the error budget of the
-tests compares the two).
+arguments, so no index error can hide in both. ``dtype`` chooses the arithmetic: float64 in tests,
+where `bounding` carries the error that a right program may make.
 
 Source: Attention Is All You Need 3.2.1; PagedAttention (arXiv 2309.06180) 4.1 for the pages;
 gpt-oss model card for sinks.
