@@ -145,10 +145,6 @@ class MemoryPlan:
         fixed = [c for c in self._layout.classes if c.spec.kind != "dense"]
         return self.page_bytes * sum(map(_fixed_pages, fixed))
 
-    def request_bytes(self, num_tokens: int) -> int:
-        """Bytes of the pages of one request of ``num_tokens`` tokens."""
-        return self.page_bytes * pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
-
     def num_fitting(self, num_tokens: int) -> int:
         """Requests of ``num_tokens`` tokens that fit at once, if they share nothing."""
         pages = pages_of_request(self.groups, num_tokens, self.max_draft_tokens)

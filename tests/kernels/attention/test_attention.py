@@ -58,6 +58,7 @@ FULL = [
     AttentionCase("prefill-d512", [40], [20], head_dim=512, dtype=BF16, num_heads=2, num_kv_heads=1),
     AttentionCase("prefill-softcap-sinks", [40, 3], [20, 3], softcap=3.0, sinks=True, softmax_scale=1.0),
     AttentionCase("mixed", [40, 9, 50, 17], [1, 1, 30, 17], num_decodes=2),
+    AttentionCase("mixed-scale", [40, 50, 17], [1, 30, 17], num_decodes=1, softmax_scale=0.5),
     AttentionCase("mixed-long-decode", [60, 9, 50], [20, 1, 30], num_decodes=2),
     AttentionCase("context-prefill", [40, 17, 90, 1], [7, 17, 20, 1], in_step=False, context_only=True, num_decodes=0),
     AttentionCase("context-decode", [1, 17, 33, 0], [1] * 4, in_step=False, context_only=True, sinks=True),

@@ -87,13 +87,14 @@ def test_figures_of_the_plan():
     # 2 full layers of 1 head of 64, 4 sliding ones of 4 heads of 32; K and V in fp32.
     assert memory.bytes_per_token == 2 * 2 * 64 * 4 == 1024
     assert memory.page_bytes == 32 * 1024 == 16 * 2 * (2 * 4 * 32 * 4)
-    assert memory.request_bytes(3200) == 3200 * 1024 + memory.bytes_per_request
+    long = memory.page_bytes * pages_of_request(memory.groups, 3200, 0)
+    assert long == 3200 * 1024 + memory.bytes_per_request
     assert memory.cache_bytes == 500 * memory.page_bytes
     text = memory.describe()
     for part in ("15.62 MiB: 500 pages of 32 KiB", "1 KiB a token", "multiples of 32 tokens, retention 'auto' (every 4096)",
                  f"{memory.num_fitting(1024)} of 1024, {memory.num_fitting(4096)} of 4096, "):  # fmt: skip
         assert part in text
-    pages = memory.request_bytes(100) // memory.page_bytes
+    pages = pages_of_request(memory.groups, 100, 0)
     fitting = [replace(memory, num_pages=n).num_fitting(100) for n in (2 * pages, 2 * pages + 1)]
     assert fitting == [1, 2], "page 0 is nobody's"
 
