@@ -35,11 +35,6 @@ def root_key(seed: bytes, salt: bytes) -> bytes:
     return sha256(struct.pack("<QQ", len(seed), len(salt)) + seed + salt).digest()
 
 
-def next_key(previous: bytes, tokens: bytes | memoryview) -> bytes:
-    """Key of the segment whose int32 token ids are `tokens`, after `previous`."""
-    return sha256(b"".join((previous, tokens))).digest()
-
-
 class Prompt:
     """A tokenised prompt with its segment keys, hashed once and looked up any number of times. It
     never changes.

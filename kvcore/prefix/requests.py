@@ -9,12 +9,13 @@ hit.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from hashlib import sha256
 
 import numpy as np
 
 from ..arrays import Int32, Int64, ragged_arange
 from ..spec import as_int
-from .keys import KEY_BYTES, Prompt, next_key
+from .keys import KEY_BYTES, Prompt
 
 
 class Sequences:
@@ -44,8 +45,7 @@ class Sequences:
         self._width = self._a + self._k
         self._open: Int32 = np.zeros((max_requests, int(self._width)), dtype=np.int32)
         self._flat = self._open.reshape(-1)
-        self._prompt_keys: list[bytes] = [b""] * max_requests
-        self._more_keys: list[bytearray] = [bytearray()] * max_requests
+        self._keys: list[bytearray] = [bytearray()] * max_requests
         self._last_key: list[bytes] = [b""] * max_requests
         self.keyed: set[int] = set()
         self._slots: dict[Hashable, int] = {}
@@ -85,10 +85,10 @@ class Sequences:
         self.active[slot] = True
         self.num_computed[slot] = computed
         self.prompt_len[slot] = prompt.num_tokens
-        self._prompt_keys[slot], self._more_keys[slot] = prompt.keys, bytearray()
+        self._keys[slot] = bytearray(prompt.keys)
         self._last_key[slot] = prompt.last_key
         if prompt.is_keyed:  # it gives those past its hit again, with all others
-            self._prompt_keys[slot] = prompt.keys[: hit // self.alignment * KEY_BYTES]
+            del self._keys[slot][hit // self.alignment * KEY_BYTES :]
             self.keyed.add(slot)
         return slot
 
@@ -98,7 +98,7 @@ class Sequences:
         self._checked = None
         self.active[slot] = False
         self.num_computed[slot] = 0
-        self._prompt_keys[slot], self._more_keys[slot] = b"", bytearray()
+        self._keys[slot] = bytearray()
         self.keyed.discard(slot)
         self._free.append(slot)
 
@@ -126,23 +126,15 @@ class Sequences:
 
     def num_keys(self, slot: int) -> int:
         """Segments of a request whose keys are known."""
-        return (len(self._prompt_keys[slot]) + len(self._more_keys[slot])) // KEY_BYTES
+        return len(self._keys[slot]) // KEY_BYTES
 
     def keys(self, slot: int, first: int, last: int) -> bytes:
         """Keys of segments [first, last) of a request, (last - first) * 32 bytes."""
-        prompt = self._prompt_keys[slot]
-        split = len(prompt) // KEY_BYTES
-        if last <= split:
-            return prompt[first * KEY_BYTES : last * KEY_BYTES]
-        more = self._more_keys[slot]
-        start = max(0, first - split)
-        return prompt[first * KEY_BYTES :] + bytes(
-            more[start * KEY_BYTES : (last - split) * KEY_BYTES]
-        )
+        return bytes(self._keys[slot][first * KEY_BYTES : last * KEY_BYTES])
 
     def give_keys(self, slot: int, keys: bytes) -> None:
         """Add keys of the next segments of a request whose keys are the caller's."""
-        self._more_keys[slot] += keys
+        self._keys[slot] += keys
 
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
         """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the
@@ -151,13 +143,15 @@ class Sequences:
         counts = end - start
         inside = self._inside(start)
         ending = (inside + counts >= self._a).nonzero()[0]
+        if len(tokens) == len(slots):  # one each
+            self._flat[slots * self._width + self._columns(start, inside)] = tokens
+            for slot, stop in zip(slots[ending].tolist(), end[ending].tolist(), strict=True):
+                self._add_key(slot, stop)
+            return
         for i in ending.tolist():
             at = int(first[i])
             self.feed_one(int(slots[i]), int(start[i]), tokens[at : at + int(counts[i])])
         if len(ending) == len(slots):
-            return
-        if len(tokens) == len(slots):  # one each; those that made keys come once more
-            self._flat[slots * self._width + self._columns(start, inside)] = tokens
             return
         counts[ending] = 0
         which, positions = ragged_arange(start, counts)
@@ -180,17 +174,23 @@ class Sequences:
     def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
         """`feed` of one request."""
         a, k, row = self.alignment, self.lookahead, self._open[slot]
-        num_keys = self.num_keys(slot)
-        skip = num_keys * a + k - start if num_keys else 0  # keys cover these
-        if skip > 0:
-            start, tokens = start + skip, tokens[skip:]
+        known = self.num_keys(slot)
+        if known and start < known * a + k:  # keys cover these
+            start, tokens = known * a + k, tokens[known * a + k - start :]
         while len(tokens):
             column = start if start < k else (start - k) % a + k
             part, tokens = tokens[: a + k - column], tokens[a + k - column :]
             row[column : column + len(part)] = part
             start += len(part)
             if column + len(part) == a + k:
-                segment = row if start == a + k else row[k:]
-                key = next_key(self._last_key[slot], segment.tobytes())
-                self._last_key[slot] = key
-                self._more_keys[slot] += key
+                self._add_key(slot, start)
+
+    def _add_key(self, slot: int, stop: int) -> None:
+        """Make the key of the segment whose last token, with the lookahead, is before `stop`, from
+        the open segment; unless it is known."""
+        a, k, keys = self.alignment, self.lookahead, self._keys[slot]
+        if len(keys) * a < (stop - k) * KEY_BYTES:
+            segment = self._open[slot] if stop == a + k else self._open[slot, k:]
+            key = sha256(self._last_key[slot] + segment.tobytes()).digest()
+            self._last_key[slot] = key
+            keys += key

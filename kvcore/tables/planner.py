@@ -413,10 +413,13 @@ class StepPlanner:
         """
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
+        # The newest `live` blocks stay. Other columns get new blocks, or lose old ones.
+        num = min(c.width, c.width - c.live + int((last - new.newest).max()))
+        first = np.maximum(new.newest, last - window.width) + ONE
         # All columns of all requests are in one dimension, in which numpy is quickest.
-        row, column = np.divmod(np.arange(len(last) * c.width), window.width)
-        lowest = last - window.width + ONE
-        blocks = lowest[row] + column
+        row, column = np.divmod(np.arange(len(last) * num), num)
+        blocks = first[row] + column
+        blocks -= (blocks > last[row]) * window.width
         # The newest token's query may read this table, and sees one row more than the next one:
         # with a window of 33 and end 100, from row 67 on, not 68.
         low = (step.end[new.requests] - window.reach - ONE) // window.size
@@ -428,21 +431,17 @@ class StepPlanner:
         if not all_stay:  # some may end in the block where they began
             live |= (last == new.newest)[row]
         stays = live & (blocks <= new.newest[row])
-        indices = window.indices(slots, blocks.reshape(-1, c.width))
+        indices = window.indices(slots, blocks.reshape(-1, num))
         old = self._flat[indices]
-        pages = old * stays.reshape(-1, 1, c.width)
+        pages = old * stays.reshape(-1, 1, num)
         gone: Int32 = old[pages != old]
-        if one_each:
-            pages[:, :, -1] = new.pages.T
-            self._pool.counts[new.pages] = UNSHARED
-        else:
-            column = new.blocks - lowest[new.which]
-            inside = ((column >= 0) & (column < c.width)).nonzero()[0]
-            which, column = new.which[inside], column[inside]
-            is_live = live[which * c.width + column]
-            inside, which, column = inside[is_live], which[is_live], column[is_live]
-            pages[which, :, column] = new.pages[:, inside].T
-            self._pool.counts[new.pages[:, inside]] = UNSHARED
+        which, column, entering = new.which, new.blocks - first[new.which], new.pages
+        if not one_each:
+            inside = ((column >= 0) & (new.blocks <= last[which])).nonzero()[0]
+            inside = inside[live[which[inside] * num + column[inside]]]
+            which, column, entering = which[inside], column[inside], entering[:, inside]
+        pages[which, :, column] = entering.T
+        self._pool.counts[entering] = UNSHARED
         self._flat[indices] = pages
         if self._tables.deltas is not None:
             changed = pages != old
