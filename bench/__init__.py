@@ -11,6 +11,4 @@ results) and ``peers`` (implementations that are compared). ``results`` has rows
 """
 
 if __name__ == "bench":  # started by ``python -m``
-    from .checkout import make_importable
-
-    make_importable()
+    from . import checkout  # noqa: F401

@@ -1,6 +1,4 @@
-"""Makes a checkout that is not installed importable as ``quire``: its packages are the folders of
-its top level. Imports nothing of them.
-"""
+"""Make a checkout that is not installed importable as ``quire``. Workers run this file."""
 
 import importlib.util
 import sys
@@ -8,11 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-
-def make_importable() -> None:
-    """Loads the package ``quire`` of this checkout, unless one is installed."""
-    if "quire" in sys.modules or importlib.util.find_spec("quire") is not None:
-        return
+if "quire" not in sys.modules and importlib.util.find_spec("quire") is None:
     spec = importlib.util.spec_from_file_location(
         "quire", ROOT / "kvcore/quire/__init__.py", submodule_search_locations=[str(ROOT)]
     )

@@ -1,21 +1,27 @@
-"""Processes that compile."""
+"""Worker processes that compile kernels."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import runpy
 import signal
 import threading
 from typing import Any
 
+from ..checkout import __file__ as CHECKOUT
+
 
 class Workers(concurrent.futures.ProcessPoolExecutor):
-    """A pool of fresh processes. Ctrl-C is the main process's to hear, also while they start; when
-    it, or another exception, leaves the ``with`` block, they are ended instead of waited for.
+    """A pool of fresh processes in which ``quire`` can be imported, installed or not.
+
+    They ignore Ctrl-C. An exception that leaves the ``with`` block ends them.
     """
 
     def __init__(self, jobs: int) -> None:
-        super().__init__(jobs, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        # A new process knows no package of a bare checkout, and work is unpickled from ``quire``.
+        super().__init__(jobs, context, runpy.run_path, (CHECKOUT,))
 
     def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
         """As of any executor; a process that starts here inherits that SIGINT is blocked."""

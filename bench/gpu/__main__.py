@@ -1,5 +1,5 @@
-"""Everything that needs a GPU, in one unattended command: correctness first, then what models and
-kernels measure, best value first.
+"""Everything that needs a GPU, in one unattended command: correctness first, then measurements,
+best value first.
 
     python -m bench.gpu --out results                      all parts, nine minutes at most
     python -m bench.gpu --tar results.tar.gz               one file to carry, after each part
@@ -7,22 +7,14 @@ kernels measure, best value first.
     python -m bench.gpu --parts attention,prefill-decode   only these
     python -m bench.gpu --dry-run --out results            the same parts, tiny, on a CPU
 
-Each part (`bench.gpu.parts`) is a process of its own with a limit of its own, so a crash or a hang
-loses that part only, and of tests one: after an illegal access the process ends and the others run
-in a new one. What a part found is in OUT/<part>.json when it ends, its output in OUT/<part>.log as
-it runs; of a dry run in OUT/dry-run. A second call skips parts that ended well, and in the others
-tests that passed. Exit status 1 if a part failed.
+Each part (`bench.gpu.parts`) is a process with a time limit. A crash or a hang loses that part only,
+and of tests only one: the others go on in a new process. Each part writes OUT/<part>.log as it runs,
+and OUT/<part>.json when it ends; a dry run writes to OUT/dry-run. A second call skips what ended
+well. Exit status 1 if a part failed.
 
-A file of --tar has the results and the kernels that Triton compiled; the same Triton and Python
-find these again.
-
-Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json
-OUT/tune.json``, the most valuable entries first. It prints lines for ``kernels/*/tiles.py``; compile
-them with ``python -m bench.static --arch`` before you take them over.
-
-Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed. Peers: installed
-packages, or files in the checkout's folder .peers (`bench.peers.folder`), which are unpacked and
-compiled beside the first tests.
+The file of --tar holds the results and the kernels that Triton compiled, which the same Triton and
+Python find again. Needs a checkout, torch, triton, numpy and pytest; nothing has to be installed.
+Tile shapes are measured apart: ``python -m bench.tune --seconds 540``.
 """
 
 from __future__ import annotations
@@ -43,17 +35,14 @@ from quire.models.command import Parser, input_file, output_file, program
 
 from .carry import unpack
 from .parts import plan
-from .runner import ROOT, Runner
-
-PEERS = ROOT / ".peers"
+from .runner import Runner
 
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    peers = PEERS if PEERS.is_dir() and not args.dry_run else None
-    parts = plan(args.dry_run, torch.cuda.device_count(), peers is not None)
+    parts = plan(args.dry_run, torch.cuda.device_count())
     if args.parts:
         names = args.parts.split(",")
         if unknown := sorted(set(names) - {part.name for part in parts}):
@@ -63,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if args.resume:
         print(f"{unpack(args.resume, out)} compiled kernels came along")
-    runner = Runner(out, peers, args.dry_run, args.tar)
+    runner = Runner(out, args.peers, args.dry_run, args.tar)
     # Ended from outside, parts must not stay behind on the GPU.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
@@ -88,5 +77,6 @@ def _parser() -> Parser:
     add("--tar", type=output_file, metavar="FILE", help="results and kernels, after each part")
     add("--resume", type=input_file, metavar="FILE", help="start from a file of --tar")
     add("--parts", metavar="A,B", help="only these parts")
+    add("--peers", type=Path, metavar="DIR", help="unpacked wheels of implementations to compare")
     add("--dry-run", action="store_true", help="tiny shapes on a CPU")
     return parser

@@ -1,4 +1,4 @@
-"""Results and compiled kernels as one file, to carry from a machine that is lent and then reset."""
+"""Results and compiled kernels as one file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from pathlib import Path
 
 CACHE = "triton"
 RESULTS = (".json", ".jsonl", ".log")
-# Of a kernel: its binary, what the launcher has to know of it, and Triton's own launchers: a tenth
-# of what Triton stores.
+# A kernel's binary, its metadata, and Triton's launchers: a tenth of what Triton stores.
 KERNELS = (".cubin", ".json", ".so")
 
 
 def pack(out: Path, file: Path) -> None:
-    """Writes a folder's results and compiled kernels into ``file``.
+    """Write a folder's results and compiled kernels into ``file``.
 
     Raises:
-        FileNotFoundError where a process that still compiles removes a file meanwhile; ``file`` is
-        then as it was.
+        FileNotFoundError: a process that still compiles removed a file; ``file`` is as it was.
     """
     partial = file.with_name(f".{file.name}.partial")
     with tarfile.open(partial, "w:gz", compresslevel=6) as tar:
@@ -31,13 +29,13 @@ def pack(out: Path, file: Path) -> None:
 
 
 def unpack(file: Path, out: Path) -> int:
-    """Reads what `pack` wrote into a folder, over what is there of the same names.
+    """Extract a file of `pack` into a folder, over files of the same names.
 
     Returns:
-        Compiled kernels that came along.
+        Number of compiled kernels.
 
     Raises:
-        ValueError for a file that is no such archive.
+        ValueError: no such archive.
     """
     try:
         with tarfile.open(file) as tar:

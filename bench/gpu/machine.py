@@ -1,13 +1,9 @@
-"""The first part of `bench.gpu`: whether a kernel can be launched here, and what the machine is.
+"""The first part of `bench.gpu`: launch a kernel, describe the machine.
 
     python -m bench.gpu.machine --json machine.json
-    python -m bench.gpu.machine --unpack .peers bench/out/gpu/peers
 
-A kernel is launched before all else: without a C compiler or Python's headers, which Triton builds
-its launcher with, exit status 2 and what is missing.
-
-With --unpack: makes a folder of peers (`bench.peers.folder`) ready to load, compiles FlashInfer's
-kernels, and lists the implementations that load.
+Exit status 2 if no kernel can be launched, with what the machine lacks: Triton builds its launcher
+with a C compiler and Python's headers.
 """
 
 from __future__ import annotations
@@ -37,9 +33,6 @@ from quire.models.device import find_device
 from ..common.floors import device_rates
 from ..common.machine import describe_machine
 from ..common.results import write_json
-from ..peers.find import find_peers
-from ..peers.flashinfer import build_flashinfer
-from ..peers.folder import unpack
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def launch_first(device: torch.device) -> float:
-    """Compiles and launches one kernel; returns the seconds that took.
+    """Compile and launch one kernel; returns the seconds.
 
     Raises:
         ValueError naming what this machine lacks.
@@ -100,26 +93,11 @@ def missing_tools() -> list[str]:
     return lacking
 
 
-def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
-    """Unpacks peers, compiles what has to be compiled, and lists the implementations that load, by
-    version, and the others with why they are missing.
-    """
-    folder = unpack(source, target)
-    on_gpu = torch.cuda.is_available()
-    flashinfer = build_flashinfer(folder) if on_gpu else "not compiled: no GPU"
-    found, missing = find_peers(folder)
-    present = {peer.name: peer.version for peer in found}
-    return {"flashinfer": flashinfer, "present": present, "missing": missing}
-
-
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    if args.unpack is not None:
-        result = prepare_peers(*args.unpack)
-    else:
-        result = describe(find_device(None))
+    result = describe(find_device(None))
     print(json.dumps(result, indent=1))
     write_json(args.json, result)
     return 0
@@ -127,8 +105,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser("bench.gpu.machine", __doc__)
-    add = parser.add_argument
-    folders = ("DIR", "TARGET")
-    add("--unpack", nargs=2, type=Path, metavar=folders, help="packed peers, and where to put them")
-    add("--json", type=output_file, metavar="FILE", help="write the result")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result")
     return parser

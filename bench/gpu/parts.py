@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 DRY_RUN_FACTOR = 4  # limits are of a GPU's time
 COMPARED = "quire,quire-in-step,flashinfer,fa3,vllm-triton,sdpa"
 LATENT_COMPARED = "quire,quire-in-step,flashmla,flashinfer-mla"
-JOBS = 12  # processes that compile
+JOBS, PEER_JOBS = 12, 4  # processes that compile
 
 # Tests of a CPU that compute on the GPU where there is one. Left out is what says nothing of a
 # device: random cases, which each would be compiled for, and refused arguments.
@@ -61,11 +61,11 @@ class Part:
 
     Attributes:
         limit: seconds it may take.
-        arguments: of python; {json}, {peers}, {unpack} are replaced.
-        background: whether it runs beside the parts behind it, until one that waits for it.
-        waits: names of the background parts that must have ended before.
-        tests: whether it is a run of pytest, one test after the other on record.
-        vital: whether nothing else is worth trying when it fails.
+        arguments: arguments of python; {json} and {peers} are replaced.
+        background: True if it runs beside the next parts, until one that waits for it.
+        waits: names of background parts that must have ended before.
+        tests: True for a run of pytest, whose outcomes are recorded test by test.
+        vital: True if its failure ends the run.
     """
 
     name: str
@@ -77,12 +77,11 @@ class Part:
     vital: bool = False
 
 
-def plan(dry_run: bool, num_gpus: int = 1, peers: bool = True) -> list[Part]:
+def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
     """The parts in order; in a dry run tiny, with limits `DRY_RUN_FACTOR` times as long.
 
     Args:
-        num_gpus: of the machine; with several there is a part that runs one model on them.
-        peers: whether there is a folder of peers.
+        num_gpus: GPUs of the machine; several add a part that runs one model on them.
     """
 
     def run(module: str, real: str = "", dry: str = "") -> tuple[str, ...]:
@@ -96,14 +95,17 @@ def plan(dry_run: bool, num_gpus: int = 1, peers: bool = True) -> list[Part]:
         names = [name for name in files.split() if not dry_run or name.startswith("tests/gpu/")]
         return ("-m", "pytest", "-vv", "-rs", "--color=no", "-p", "no:cacheprovider", *names)
 
-    job, machine = "bench.prefill_decode", "bench.gpu.machine"
+    job = "bench.prefill_decode"
     tiny = "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1"
     tiny_kernels = "--set tiny --skip tiny-latents --per-call 0.01"
+    compile_tiny = "--set tiny --only decode --compile 2 --impl"
     parts = [
         # A first launch, versions, copy and matmul rates.
-        Part("environment", 35, run(machine), vital=True),
-        # Compiles FlashInfer's kernels.
-        Part("peers", 170, (*run(machine), "{unpack}"), background=True),
+        Part("environment", 35, run("bench.gpu.machine"), vital=True),
+        # FlashInfer compiles its kernels with nvcc.
+        Part("peers", 170, kernels(
+            f"--set headline --impl flashinfer,flashinfer-mla --compile {PEER_JOBS}",
+            f"{compile_tiny} flashinfer"), background=True),
         # Compiles the kernels of the main job.
         Part("warm-up", 100, run(job, "--limit 2 --num-pages 2000 --no-baseline --check 1", tiny),
              background=True),
@@ -116,7 +118,7 @@ def plan(dry_run: bool, num_gpus: int = 1, peers: bool = True) -> list[Part]:
         # The kernels that are timed next, in parallel.
         Part("compile", 25, kernels(
             f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}",
-            "--set tiny --only decode --impl quire --compile 1")),
+            f"{compile_tiny} quire")),
         # Attention beside peers, the cases that matter most.
         Part("kernels", 40, kernels(
             f"--set attention --impl {COMPARED} --seconds 31",
@@ -139,8 +141,6 @@ def plan(dry_run: bool, num_gpus: int = 1, peers: bool = True) -> list[Part]:
             "--set attention --impl quire,flex --seconds 6",
             f"{tiny_kernels} --only 'global decode' --impl flex")),
     ]  # fmt: skip
-    if not peers:
-        parts = [part for part in parts if part.name != "peers"]
     if num_gpus > 1:
         size = 2 ** min(3, num_gpus.bit_length() - 1)
         ranks = run(job, "--limit 4 --num-pages 2000 --no-baseline --check 2", tiny)

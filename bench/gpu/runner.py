@@ -1,4 +1,4 @@
-"""Runs parts, each in a process of its own, and writes what they said."""
+"""Run parts, each in a process of its own, and record their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD = ("passed", "skipped")
 
 @dataclass
 class Running:
-    """A part whose process has started, and when."""
+    """A part that has started, and when."""
 
     part: Part
     process: subprocess.Popen
@@ -37,11 +37,12 @@ class Running:
 
 
 class Runner:
-    """Runs parts; what one found is in ``out``/<part>.json when it has ended.
+    """Run parts; the record of each is ``out``/<part>.json.
 
     Args:
         out: folder of results.
-        peers: folder of packed peers, or None.
+        peers: folder of peers that are not installed, or None.
+        dry_run: tiny parts, on a CPU.
         tar: file that `pack` writes after each part, or None.
     """
 
@@ -50,7 +51,7 @@ class Runner:
         self.running: list[Running] = []
 
     def run(self, part: Part) -> None:
-        """Runs a part to its end, or starts it when it is a background part."""
+        """Run a part to its end, or start a background part."""
         self.wait(part.waits)
         self._file(part, "result.json").unlink(missing_ok=True)
         self.running.append(Running(part, self._start(part), monotonic()))
@@ -58,13 +59,13 @@ class Runner:
             self._end(self.running[-1])
 
     def wait(self, names: tuple[str, ...] | None = None) -> None:
-        """Waits for the background parts of these names, or for all."""
+        """Wait for the background parts of these names, or for all."""
         for one in list(self.running):
             if names is None or one.part.name in names:
                 self._end(one)
 
     def kill(self) -> None:
-        """Ends what still runs."""
+        """End what still runs."""
         for one in self.running:
             _kill(one.process)
 
@@ -74,12 +75,10 @@ class Runner:
         return path.is_file() and json.loads(path.read_text(encoding="utf-8"))["status"] == "ok"
 
     def arguments(self, part: Part) -> list[str]:
-        """Of python."""
-        folder = self._peers_folder()
+        """Arguments of python."""
         values = {
             "{json}": [str(self._file(part, "result.json"))],
-            "{peers}": ["--peers", str(folder)] if folder is not None else [],
-            "{unpack}": ["--unpack", str(self.peers), str(self.out / "peers")],
+            "{peers}": ["--peers", str(self.peers)] if self.peers is not None else [],
         }
         arguments = [word for one in part.arguments for word in values.get(one, [one])]
         # Tests spend most of their time in the compiler, on one core each.
@@ -92,12 +91,8 @@ class Runner:
     def _file(self, part: Part, suffix: str) -> Path:
         return self.out / f"{part.name}.{suffix}"
 
-    def _peers_folder(self) -> Path | None:
-        unpacked = self.out / "peers"
-        return unpacked if unpacked.is_dir() else self.peers
-
     def _start(self, part: Part, again: bool = False) -> subprocess.Popen:
-        """The process of a part; again: for the tests that are left, its process ended early."""
+        """Start the process of a part; again: a further one, for the tests that are left."""
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         # Processes that tests start elsewhere find this checkout as well.
         path = environment.get("PYTHONPATH")
@@ -113,8 +108,8 @@ class Runner:
                 "QUIRE_TEST_SECONDS": str(seconds),
                 "QUIRE_TESTS_DONE": str(self._write_done(part, again)),
             }
-        if (folder := self._peers_folder()) is not None:
-            environment["QUIRE_PEERS"] = str(folder)
+        if self.peers is not None:
+            environment["QUIRE_PEERS"] = str(self.peers)
         with open(self._file(part, "log"), "a" if again else "w", encoding="utf-8") as log:
             return subprocess.Popen(
                 [sys.executable, *self.arguments(part)],
@@ -126,9 +121,7 @@ class Runner:
             )
 
     def _write_done(self, part: Part, again: bool) -> Path:
-        """A file of the tests that are not to be repeated: good ones of an earlier call, and
-        whatever was started in this one.
-        """
+        """Write the tests not to run: good ones of an earlier call, all started ones of this."""
         outcomes = read_outcomes(self._file(part, "jsonl"))
         done = [test for test, outcome in outcomes.items() if again or outcome in GOOD]
         file = self._file(part, "done")
@@ -136,7 +129,7 @@ class Runner:
         return file
 
     def _end(self, one: Running) -> None:
-        """Waits for a part until its limit, and writes its record."""
+        """Wait for a part until its limit, and write its record."""
         part, known, status = one.part, -1, None
         outcomes: dict[str, str] = {}
         while True:
@@ -181,9 +174,8 @@ class Runner:
 
 
 def read_outcomes(path: Path) -> dict[str, str]:
-    """{test: outcome} in the order in which tests started, of the lines that
-    tests/support/lost_device.py writes: one when a test starts and one when it ends. A test without
-    a second line ended its process, or was ended with it.
+    """{test: outcome}, in the order of their starts, of the lines that
+    tests/support/lost_device.py writes at each start and end.
     """
     outcomes: dict[str, str] = {}
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
@@ -195,7 +187,7 @@ def read_outcomes(path: Path) -> dict[str, str]:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """One line, and where a part did not end well its bad tests and the end of its output."""
+    """One line; of a failed part also its bad tests and the end of its output."""
     tests = record["tests"] or {"counts": {}, "bad": []}
     counts = (f"{count} {outcome}" for outcome, count in sorted(tests["counts"].items()))
     words = ", ".join([record["status"], *counts])
@@ -207,7 +199,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ends a part and the processes that it started; they are a session of their own."""
+    """End a part and the processes that it started, which are its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

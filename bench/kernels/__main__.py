@@ -1,7 +1,7 @@
 """Time quire's kernels and every importable peer side by side, in one process, on the same tensors.
 
     python -m bench.kernels --only "gemma-4-31b" --seconds 120 --json kernels.json
-    python -m bench.kernels --peers .peers --impl quire,flashinfer,fa3
+    python -m bench.kernels --peers DIR --impl quire,flashinfer,fa3
 
 Cases are attention over keys and values, and the latent operators of DeepSeek-V4 and V3
 (`bench.cases.shapes`). Each result is compared with the float64 result of a sample of rows before
@@ -157,19 +157,15 @@ def compile_all(cases: list[Case], device: torch.device, args: argparse.Namespac
 
 def compile_case(case: Case, device: str, impl: str | None, folder: Path | None) -> list[str]:
     """Make the first call of each implementation that ``impl`` names; returns the failures."""
-    try:
-        problem = make_problem(case, torch.device(device), copies=1)
-    except RuntimeError as error:
-        return [f"{case.name}: {_line(error)}"]
+    peers = [p for p in wanted_peers(impl, folder)[0] if isinstance(case.shape, p.shapes)]
     failures = []
-    for peer in wanted_peers(impl, folder)[0]:
-        if isinstance(case.shape, peer.shapes):
-            try:
-                peer.calls(problem)[0]()
-            except OSError:  # a full disk
-                raise
-            except Exception as error:
-                failures.append(f"{case.name} {peer.name}: {_line(error)}")
+    for peer in peers:
+        try:
+            peer.calls(make_problem(case, torch.device(device), copies=1))[0]()
+        except OSError:  # a full disk
+            raise
+        except Exception as error:
+            failures.append(f"{case.name} {peer.name}: {_line(error)}")
     return failures
 
 
@@ -302,7 +298,7 @@ def _parser() -> Parser:
     add("--skip", choices=SETS, help="leave out the cases of this set")
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
     add("--impl", metavar="A,B", help="implementations; default: all that are there")
-    add("--peers", type=Path, metavar="DIR", help="folder with peers (`bench.peers.folder`)")
+    add("--peers", type=Path, metavar="DIR", help="unpacked wheels of implementations")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add("--seconds", type=number(), metavar="S", help="start no case after this time")
     add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..cases.problem import Problem
-from .folder import expect_nvidia, file_in
+from .folder import expect_nvidia, load_operators
 from .peer import Call, Peer, Unsupported
 
 # Arguments of the operator that are neither tensors nor None, by the names of its schema.
@@ -26,12 +26,11 @@ def fa3_peer(folder: Path | None) -> Peer:
     """FlashAttention-3.
 
     Raises:
-        FileNotFoundError: no library; OSError: it cannot be loaded.
+        FileNotFoundError, OSError: from `load_operators`.
         NotImplementedError: under ROCm.
     """
     expect_nvidia("FlashAttention-3")
-    torch.ops.load_library(str(file_in(folder, "_vllm_fa3_C.abi3.so")))
-    forward = torch.ops._vllm_fa3_C.fwd
+    forward = load_operators(folder, "_vllm_fa3_C").fwd
 
     def prepare(problem: Problem) -> list[Call]:
         case, shape, shared = problem.case, problem.case.shape, problem.shared
@@ -54,12 +53,11 @@ def fa3_peer(folder: Path | None) -> Peer:
         names = [argument.name for argument in forward.default._schema.arguments][3:]
         if lacking := sorted(set(values) - set(DEFAULTS) - set(names)):
             raise Unsupported(f"the operator has no argument {lacking}")
-        positions = [values.get(name) for name in names]
+        rest = [values.get(name) for name in names]
 
-        def call(copy: int) -> Call:
-            tensors = [problem.each[copy][name] for name in ("q", "k_pages", "v_pages")]
-            return lambda: (forward(*tensors, *positions)[0],)
+        def call(q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Call:
+            return lambda: (forward(q, k_pages, v_pages, *rest)[0],)
 
-        return [call(copy) for copy in range(problem.copies)]
+        return [call(**tensors) for tensors in problem.each]
 
-    return Peer("fa3", "vLLM 0.33.0 build", "num_splits chosen by it", prepare)
+    return Peer("fa3", "as vLLM builds it", "num_splits chosen by it", prepare)

@@ -22,7 +22,7 @@ from quire.kernels import LatentPages
 from ..cases.latent import positions, slots
 from ..cases.problem import Problem
 from ..cases.shapes import LATENT_ATTENTION, LatentShape
-from .folder import expect_nvidia, file_in
+from .folder import expect_nvidia, load_operators
 from .peer import Call, Peer, Unsupported
 
 DENSE_ROWS = 64
@@ -35,12 +35,11 @@ def flashmla_peer(folder: Path | None) -> Peer:
     """FlashMLA.
 
     Raises:
-        FileNotFoundError: no library; OSError: it cannot be loaded.
+        FileNotFoundError, OSError: from `load_operators`.
         NotImplementedError: under ROCm.
     """
     expect_nvidia("FlashMLA")
-    torch.ops.load_library(str(file_in(folder, "_flashmla_C.abi3.so")))
-    ops = torch.ops._flashmla_C
+    ops = load_operators(folder, "_flashmla_C")
 
     def prepare(problem: Problem) -> list[Call]:
         if problem.case.shape.op not in LATENT_ATTENTION:
@@ -49,7 +48,7 @@ def flashmla_peer(folder: Path | None) -> Peer:
         return calls(ops, problem)
 
     note = "schedule and lists of rows not timed; below 64 heads of V4 padded to 64"
-    return Peer("flashmla", "vLLM 0.33.0 build", note, prepare, (LatentShape,))
+    return Peer("flashmla", "as vLLM builds it", note, prepare, (LatentShape,))
 
 
 def dense_calls(ops: Any, problem: Problem) -> list[Call]:

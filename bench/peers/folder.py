@@ -1,58 +1,14 @@
-"""Packages of others: installed ones, or files in a folder, for machines that cannot install.
-
-The folder holds, packed or unpacked: ``_vllm_fa3_C.abi3.so`` and ``_flashmla_C.abi3.so``
-(FlashAttention-3 and FlashMLA as vLLM builds them, their operators registered with torch;
-`bench.peers.flashmla`), ``vllm/v1/attention/ops`` (vLLM's Triton kernels, which need a few modules
-of vLLM in name only), and the packages ``flashinfer`` and ``tvm_ffi`` (`bench.peers.flashinfer`).
-"""
+"""Packages of others: installed, or unpacked wheels in a folder for a machine that cannot install."""
 
 from __future__ import annotations
 
-import lzma
-import shutil
-import tarfile
-import zipfile
-from importlib import metadata
+import importlib
+import importlib.util
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-
-
-def unpack(source: Path, target: Path) -> Path:
-    """Unpack ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one.
-
-    Files that are there already are kept.
-
-    Returns:
-        The folder to load from: ``source`` itself when nothing in it is packed.
-    """
-    packed = [p for p in sorted(source.iterdir()) if p.name.endswith((".xz", ".whl"))]
-    if not packed:
-        return source
-    target.mkdir(parents=True, exist_ok=True)
-    for path in packed:
-        done = target / f".{path.name}.done"
-        if done.exists():
-            continue
-        if path.name.endswith(".tar.xz"):
-            with tarfile.open(path) as archive:
-                archive.extractall(target, filter="data")
-        elif path.suffix == ".whl":
-            with zipfile.ZipFile(path) as archive:
-                archive.extractall(target)
-        else:
-            with lzma.open(path) as compressed, open(target / path.stem, "wb") as file:
-                shutil.copyfileobj(compressed, file, 1 << 22)
-        done.touch()
-    return target
-
-
-def installed(distribution: str) -> str | None:
-    """Version of an installed package; a mere folder of that name on the path does not count."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def expect_nvidia(name: str) -> None:
@@ -63,14 +19,25 @@ def expect_nvidia(name: str) -> None:
         )
 
 
-def file_in(folder: Path | None, name: str) -> Path:
-    """A file of the folder.
+def import_package(folder: Path | None, name: str) -> Any:
+    """Import a module, installed or of the folder; raises ImportError."""
+    if folder is not None and str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module(name)
+
+
+def load_operators(folder: Path | None, name: str) -> Any:
+    """Load the library of operators ``name``.abi3.so that vLLM's wheel has.
+
+    It is searched for in the folder and in an installed vLLM, which is not imported.
 
     Raises:
-        FileNotFoundError naming what would help.
+        FileNotFoundError: no such library; OSError: it cannot be loaded.
     """
-    if folder is None:
-        raise FileNotFoundError("not installed, and no --peers folder")
-    if not (folder / name).exists():
-        raise FileNotFoundError(f"not installed, and the folder has no {name}")
-    return folder / name
+    spec = importlib.util.find_spec("vllm")
+    installed = [] if spec is None else spec.submodule_search_locations or []
+    for place in [folder, *map(Path, installed)]:
+        for path in sorted(place.rglob(f"{name}.abi3.so")) if place is not None else []:
+            torch.ops.load_library(str(path))
+            return getattr(torch.ops, name)
+    raise FileNotFoundError(f"{name}.abi3.so: expected in --peers or an installed vLLM, got none")

@@ -1,9 +1,7 @@
 """bench.kernels on attention: named shapes, the float64 result, adapters of peers."""
 
 import dataclasses
-import json
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,10 +27,8 @@ from quire.bench.peers.quire_calls import quire_calls
 from quire.kernels.attention.call import AttentionCall
 from quire.models.config.named import get_config
 from tests.kernels.oracles import attention as reference
-from tests.support.forked import printed
 from tests.support.helpers import assert_equal_in_float64
 
-ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
 
 
@@ -212,47 +208,3 @@ def test_flashinfer_is_given_what_it_takes(phase, window, monkeypatch):
     assert expect(problem).wrong(out) is None
     with pytest.raises(Unsupported, match="sinks"):
         peer.calls(make_problem(tiny("tiny/local", "decode"), CPU))
-
-
-FAKE_FLASHINFER = {
-    "__init__.py": "__version__ = '9.9'",
-    "jit/__init__.py": "",
-    "jit/attention/__init__.py": "",
-    "jit/attention/modules.py": "def gen_batch_decode_module(*a): return ('decode', *a)\n"
-    "def gen_batch_prefill_module(*a): return ('prefill', *a)\n",
-    "jit/core.py": "def build_jit_specs(specs, **options):\n"
-    "    if any(spec[0] == 'decode' for spec in specs): raise RuntimeError('nvcc said no')\n",
-}
-USE_FAKE = """
-import json, sys
-from pathlib import Path
-import torch
-from quire.bench.cases.make import make_problem
-from quire.bench.cases.shapes import Case, Shape
-from quire.bench.peers.flashinfer import build_flashinfer, flashinfer_peer
-from quire.bench.peers.peer import Unsupported
-folder = Path(sys.argv[1])
-found = {"built": build_flashinfer(folder)}
-peer = flashinfer_peer(folder)
-found["version"] = peer.version
-for dim in (512, 64, 128):
-    try:
-        peer.calls(make_problem(Case(Shape("", 2, 1, dim), "decode", 1, 20), torch.device("cpu")))
-    except (Unsupported, AttributeError) as reason:
-        found[str(dim)] = str(reason)
-print(json.dumps(found))
-"""
-
-
-def test_flashinfer_kernels_that_did_not_compile_are_not_used(tmp_path):
-    for name, text in FAKE_FLASHINFER.items():
-        path = tmp_path / "flashinfer" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    # A process of its own: the folder goes to its import path and environment.
-    found = json.loads(printed(USE_FAKE, str(tmp_path), cwd=ROOT).splitlines()[-1])
-    assert found["built"]["head_dim 128"] == "built"
-    assert found["built"]["head_dim 512"] == "RuntimeError: nvcc said no"
-    assert found["version"] == "9.9"
-    assert found["512"] == found["64"] == "its kernel for this head_dim was not built"
-    assert "BatchDecodeWithPagedKVCacheWrapper" in found["128"]  # this one is called

@@ -1,7 +1,6 @@
 """The command bench.kernels: nothing wrong is timed, failures are reported, JSON is written."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels
 from quire.bench.peers.find import find_peers
-from quire.bench.peers.folder import unpack
 from quire.bench.peers.peer import BOTH_SHAPES, Peer, Unsupported
 from quire.bench.peers.quire_calls import quire_calls
 
@@ -151,21 +149,3 @@ def test_times_are_of_one_call():
     assert timing.calls == 2 and timing.replays == 5 and len(calls) == 2 * 6
     assert calls[:4] == [0, 1, 0, 1]
     assert timing.p20 <= timing.p50 <= timing.p80
-
-
-def test_packed_peers_are_unpacked_once(tmp_path):
-    import lzma
-    import zipfile
-
-    packed, target = tmp_path / "packed", tmp_path / "target"
-    packed.mkdir()
-    (packed / "lib.so.xz").write_bytes(lzma.compress(b"library"))
-    with zipfile.ZipFile(packed / "package-1-py3.whl", "w") as wheel:
-        wheel.writestr("package/__init__.py", "")
-    assert unpack(packed, target) == target
-    assert (target / "lib.so").read_bytes() == b"library"
-    assert (target / "package/__init__.py").exists()
-    before = os.stat(target / "lib.so").st_mtime_ns
-    unpack(packed, target)
-    assert os.stat(target / "lib.so").st_mtime_ns == before
-    assert unpack(target, tmp_path / "other") == target
