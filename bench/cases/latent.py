@@ -1,11 +1,8 @@
 """Problems of latent attention: raw rows in a ring of pages, entries behind a linear table.
 
 Every copy has queries, raw rows and ``topk_indices`` of its own. Entries have as many copies as
-exceed the L2 cache, which for a long context is one; the indices of each copy name other rows of
-it. Indices of a token are drawn evenly from the entries that it sees, independently of other
-tokens, so a chunk finds fewer of them in caches than those of a trained indexer.
-
-Quantized rows are read back before they are compared with: quantization is no error here.
+exceed the L2 cache. ``topk_indices`` are drawn evenly and independently for each token, so caches
+serve fewer of them than those of a trained indexer.
 """
 
 from __future__ import annotations
@@ -124,13 +121,14 @@ def make_pages(
 ) -> LatentPages | IndexPages | Tensor:
     """Pages for a table's entries, of random normal rows; for "mla" a tensor."""
     num_pages, dim, device = table.numel() + 1, shape.head_dim, generator.device
-    kind = {"index_dim": dim} if shape.index else {"head_dim": dim, "rope_dim": shape.rope_dim}
-    make = IndexPages if shape.index else LatentPages
+    index = shape.op == "index"
+    kind = {"index_dim": dim} if index else {"head_dim": dim, "rope_dim": shape.rope_dim}
+    make = IndexPages if index else LatentPages
     if not shape.fp8:
         data = torch.empty(num_pages, rows, dim, dtype=torch.bfloat16, device=device)
         data.normal_(generator=generator)
         return data if shape.op == "mla" else make(data, rows, **kind)
-    width = page_bytes(rows, dim + 4) if shape.index else page_bytes(rows)
+    width = page_bytes(rows, dim + 4) if index else page_bytes(rows)
     pages = make(torch.zeros(num_pages, width, dtype=torch.uint8, device=device), rows, **kind)
     for slots in torch.arange(num_pages * rows, device=device).split(QUANTIZED_ROWS):
         pages.write(slots, torch.randn(len(slots), dim, generator=generator, device=device))

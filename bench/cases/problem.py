@@ -1,12 +1,7 @@
 """The tensors of one case, shared by all implementations, and the check of a result.
 
-Where one copy of the tensors would stay in the L2 cache there are several, and calls take turns.
-Results are compared with the float64 result of a sample of rows. Budgets are derived, as in the
-tests: the largest error of a right program in any order of summation (`bench.common.bounds`).
-
-Logits have a standard deviation of ``LOGIT_STD``. A softmax over thousands of keys then rests on
-few of them, so that values read from a wrong place show. A tile of keys that was not read at all
-shows in the lse, which is known to more digits.
+Several copies of the tensors exceed the L2 cache; calls take turns over them. A sample of rows is
+compared in float64, within derived budgets (`bench.common.bounds`).
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from torch import Tensor
 from ..common.bounds import Bounded, allowed
 from .shapes import Case
 
-LOGIT_STD = 3.0
+LOGIT_STD = 3.0  # a softmax over thousands of keys rests on few, so that a wrong value shows
 L2_MULTIPLE, MAX_COPIES = 4, 32
 CHECKED_SEQS, CHECKED_ROWS = 8, 12
 
@@ -32,11 +27,10 @@ class Problem:
 
     Attributes:
         operator: function of ``quire.kernels``.
-        shared: its arguments that all copies share, by name.
-        each: its other arguments, one dictionary for each copy.
+        shared: arguments that all copies share, by name.
+        each: the other arguments, a dictionary for each copy.
         results: name -> empty tensor of a result that the operator writes (``out``, ``lse``).
-        in_step: more arguments of each copy, which hand over the step's own rows beside the pages;
-            None for an operator without them.
+        in_step: further arguments of each copy: the step's own rows; None for the indexer.
     """
 
     case: Case

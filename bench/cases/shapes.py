@@ -1,13 +1,10 @@
-"""Shapes of named models, and the batches that kernels are measured on. A new shape is one line.
+"""Shapes of named models, and the batches that kernels are measured on.
 
 A case is one call: a shape, a phase, and ``batch`` sequences of ``context`` keys with the new ones:
 
     decode   every sequence adds one token
     prefill  every sequence adds its last ``CHUNK`` tokens, or all of them if there are fewer
-    mixed    decodes, then one sequence with a chunk of ``MIXED_CHUNK`` tokens (K and V only)
-
-`Shape` is attention over pages of keys and values. `LatentShape` is an operator on the latent rows
-of DeepSeek-V3 and V4, each of which is key and value at once for all query heads.
+    mixed    decodes, then one sequence with a chunk of ``MIXED_CHUNK`` tokens (`Shape` only)
 """
 
 from __future__ import annotations
@@ -25,16 +22,14 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 PARALLEL = (2, 4, 8)
 USUAL_BATCH, USUAL_CONTEXT = 16, 32768
 MAX_CACHE_BYTES = 40 * 2**30  # cases with more keys and values are left out
-LATENT_ATTENTION = ("mla", "window", "csa", "hca")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention of one kind of layer; fields as in ``quire.kernels.paged_attention``.
+    """Attention over pages of K and V; fields as in ``quire.kernels.paged_attention``.
 
     Attributes:
         name: model/kind, then /fp8 for e4m3 pages, then /tpN for the share of one of N devices.
-        block_size: tokens of a page.
         fp8: e4m3 pages, with a scale for each row.
     """
 
@@ -85,41 +80,34 @@ class Shape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """One operator on latent rows.
+    """One operator of DeepSeek-V3 or V4 on latent rows, each key and value of all query heads.
 
     Attributes:
         name: model/kind, then /tpN for the share of one of N devices.
-        op: mla       attention to all rows (V2 and V3)
-            window    attention to the last raw rows (V4 layers that only slide)
-            csa       the same, and to the top-k entries of 4 tokens each
-            hca       the same, and to all entries of 128 tokens each
-            index     scores of all entries of csa, and their top-k
-            compress  pooling of the entries that the step closes (in decode: one a sequence)
-            write     norm, RoPE and writing of the step's raw rows
+        op: mla     attention to all rows (V3)
+            window  attention to the last raw rows
+            csa     the same, and to the top-k entries of 4 tokens each
+            hca     the same, and to all entries of 128 tokens each
+            index   scores of all entries of csa, and their top-k
         num_heads: query heads, or those of the indexer.
-        head_dim: channels of a row or of an index key.
-        head_dim_v: channels of its value.
+        head_dim, head_dim_v: channels of a row or index key, and of a value.
         rope_dim: trailing roped channels.
         ratio: raw tokens of an entry.
-        overlap: whether an entry pools two windows.
         rows, window_rows: rows of a page of entries, and of raw rows.
-        index: whether entries are keys of the indexer.
         fp8: quantized pages; else bf16.
     """
 
     name: str
     op: str
-    num_heads: int = 0
+    num_heads: int
     head_dim: int = 512
     rope_dim: int = 64
     head_dim_v: int = 512
     sliding_window: int = 128
     ratio: int = 1
-    overlap: bool = False
     topk: int = 0
     rows: int = 64
     window_rows: int = 64
-    index: bool = False
     scale: float | None = None
     fp8: bool = True
 
@@ -133,7 +121,7 @@ class LatentShape:
         """Bytes of a stored row with its scales."""
         if not self.fp8:
             return 2 * self.head_dim
-        return self.head_dim + 4 if self.index else 584
+        return self.head_dim + 4 if self.op == "index" else 584
 
     @property
     def layout(self) -> str:
@@ -143,19 +131,19 @@ class LatentShape:
     @property
     def bounded(self) -> bool:
         """True if a long context costs no more than a short one."""
-        return self.op in ("window", "write", "compress")
+        return self.op == "window"
 
     def entries(self, context: int) -> int:
         """Entries of one sequence; for "mla" all of its rows."""
-        return 0 if self.op in ("window", "write") else context // self.ratio
+        return 0 if self.op == "window" else context // self.ratio
 
     def seq_bytes(self, context: int, q_len: int) -> int:
         """Bytes of all entries of one sequence."""
         return self.entries(context) * self.row_bytes
 
     def shard(self, devices: int) -> LatentShape | None:
-        """The share of one of ``devices``; None for an operator that every device runs in whole."""
-        if self.op not in LATENT_ATTENTION:
+        """The share of one of ``devices``; None for the indexer, which each runs in whole."""
+        if self.op == "index":
             return None
         return replace(self, name=f"{self.name}/tp{devices}", num_heads=self.num_heads // devices)
 
@@ -223,21 +211,16 @@ _FP8 = [
     for shape in _PLAIN
     if shape.name in ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b")
 ]
-# A page of V4 covers 256 raw tokens. Flash and Pro pool and write alike. V2 and V3 scale by
-# uncompressed heads of 128 + 64 channels; their kernels take bf16.
+# A page of V4 covers 256 raw tokens. V3 scales by uncompressed heads of 128 + 64 channels.
 _LATENTS = (
     LatentShape("v4-flash/csa", "csa", 64, ratio=4, topk=512),
     LatentShape("v4-flash/hca", "hca", 64, ratio=128, rows=2),
     LatentShape("v4-flash/sliding", "window", 64),
-    LatentShape("v4-flash/index", "index", 64, 128, ratio=4, topk=512, index=True),
+    LatentShape("v4-flash/index", "index", 64, 128, ratio=4, topk=512),
     LatentShape("v4-pro/csa", "csa", 128, ratio=4, topk=1024),
     LatentShape("v4-pro/hca", "hca", 128, ratio=128, rows=2),
     LatentShape("v4-pro/sliding", "window", 128),
-    LatentShape("v4-pro/index", "index", 64, 128, ratio=4, topk=1024, index=True),
-    LatentShape("v4/compress-csa", "compress", ratio=4, overlap=True),
-    LatentShape("v4/compress-hca", "compress", ratio=128, rows=2),
-    LatentShape("v4/compress-index", "compress", head_dim=128, ratio=4, overlap=True, index=True),
-    LatentShape("v4/write", "write"),
+    LatentShape("v4-pro/index", "index", 64, 128, ratio=4, topk=1024),
     LatentShape("v3/mla", "mla", 128, head_dim=576, scale=192**-0.5, fp8=False),
 )
 SHAPES = {shape.name: shape for shape in (*_PLAIN, *_FP8)}
@@ -255,7 +238,7 @@ TINY_SHAPES = {
 # Quantized latents have 512 channels in every model ("wide").
 _SMALL = {"head_dim": 32, "rope_dim": 8, "sliding_window": 8, "window_rows": 4, "fp8": False}
 _WIDE = {"sliding_window": 8, "window_rows": 4}
-_INDEX = {"head_dim": 16, "rope_dim": 8, "ratio": 4, "topk": 4, "rows": 4, "index": True}
+_INDEX = {"head_dim": 16, "rope_dim": 8, "ratio": 4, "topk": 4, "rows": 4}
 _CSA, _HCA = {"ratio": 4, "topk": 4, "rows": 4}, {"ratio": 8, "rows": 2}
 TINY_LATENT_SHAPES = {
     shape.name: shape
@@ -266,12 +249,8 @@ TINY_LATENT_SHAPES = {
         LatentShape("tiny/hca", "hca", 4, head_dim_v=32, **_SMALL, **_HCA),
         LatentShape("tiny/index", "index", 8, **_INDEX),
         LatentShape("tiny/index-bf16", "index", 8, **_INDEX, fp8=False),
-        LatentShape("tiny/compress", "compress", **_SMALL, ratio=4, overlap=True, rows=4),
-        LatentShape("tiny/write", "write", **_SMALL),
         LatentShape("tiny-wide/csa", "csa", 2, **_WIDE, **_CSA),
         LatentShape("tiny-wide/hca", "hca", 2, **_WIDE, **_HCA),
-        LatentShape("tiny-wide/compress", "compress", ratio=8, rows=2),
-        LatentShape("tiny-wide/write", "write", **_WIDE),
     )
 }
 
@@ -304,8 +283,6 @@ def latent_headline() -> list[Case]:
         *(case_of(name, "decode", USUAL_BATCH) for name in usual),
         *(case_of(name, "prefill", 1) for name in chunks),
         *(case_of(name, "decode", USUAL_BATCH, LONGEST_CONTEXT) for name in longest),
-        case_of("v4/compress-csa", "prefill", 1),
-        case_of("v4/write", "prefill", 1),
         case_of("v4-flash/csa", "decode", 1),
         case_of("v4-flash/sliding", "decode", 128),
     ]
@@ -320,7 +297,7 @@ def all_cases() -> list[Case]:
 
 
 def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
-    """Batches and contexts, then one other change at a time: shards, page sizes, plain rows."""
+    """Batches and contexts, then one change at a time: shards, page sizes, plain rows."""
     contexts = CONTEXTS + (LONGEST_CONTEXT,) * shape.name.startswith("v4")
     for context in (USUAL_CONTEXT,) if shape.bounded else contexts:
         for batch in BATCHES:

@@ -1,7 +1,4 @@
-"""Bytes that a case must move, and operations of the products that it must form.
-
-Visible keys are read once and no tile is rounded up, so no kernel does less.
-"""
+"""Least bytes and operations of a case: visible keys are read once, no tile is rounded up."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ ITEM_BYTES = 2  # bf16
 
 
 def case_bytes(case: Case) -> float:
-    """Bytes read and written: visible keys or rows once, queries, results."""
+    """Bytes of visible keys or rows, queries and results."""
     if isinstance(case.shape, Shape):
         rows = case.num_tokens * case.shape.num_heads * case.shape.head_dim
         return case.cache_bytes + 2 * rows * ITEM_BYTES
@@ -22,30 +19,18 @@ def case_bytes(case: Case) -> float:
 
 
 def case_flops(case: Case) -> float:
-    """Operations of the products of visible pairs; 0 where there are none."""
+    """Operations of the products of visible pairs."""
     shape = case.shape
     if isinstance(shape, Shape):
         q_lens, seq_lens = np.array(case.q_lens), np.full(case.batch, case.context)
         pairs = visible_pairs(q_lens, seq_lens, shape.sliding_window)
         return 4.0 * pairs * shape.num_heads * shape.head_dim
-    if shape.op in ("write", "compress"):
-        return 0.0
     channels = shape.head_dim + (0 if shape.op == "index" else shape.head_dim_v)
     return 2.0 * case.batch * int(_seen(case, shape).sum()) * shape.num_heads * channels
 
 
 def _latent_bytes(case: Case, shape: LatentShape) -> float:
     tokens, q_len, row_bytes = case.num_tokens, case.q_lens[0], shape.row_bytes
-    if shape.op == "write":
-        return tokens * (2 * ITEM_BYTES * shape.head_dim + row_bytes)
-    if shape.op == "compress":
-        pooled = shape.ratio * (1 + shape.overlap)
-        token_bytes = 2 * 4 * shape.head_dim * (1 + shape.overlap)  # fp32 row and gate
-        # Rows of the state that the closing windows read: all but the new ones.
-        old = pooled - 1 if case.phase == "decode" else shape.overlap * shape.ratio
-        read = q_len * token_bytes + 8 * shape.head_dim * old
-        written = min(pooled, q_len) * token_bytes + max(1, q_len // shape.ratio) * row_bytes
-        return float(case.batch * (read + written))
     rows = shape.entries(case.context)
     if shape.op == "index":
         queries = shape.num_heads * (shape.head_dim * ITEM_BYTES + 4)

@@ -21,7 +21,7 @@ from quire.kernels import LatentPages
 
 from ..cases.latent import positions, slots
 from ..cases.problem import Problem
-from ..cases.shapes import LATENT_ATTENTION, LatentShape
+from ..cases.shapes import LatentShape
 from .folder import expect_nvidia, load_operators
 from .peer import Call, Peer, Unsupported
 
@@ -42,7 +42,7 @@ def flashmla_peer(folder: Path | None) -> Peer:
     ops = load_operators(folder, "_flashmla_C")
 
     def prepare(problem: Problem) -> list[Call]:
-        if problem.case.shape.op not in LATENT_ATTENTION:
+        if problem.case.shape.op == "index":
             raise Unsupported("no such operator")
         calls = dense_calls if problem.case.shape.op == "mla" else sparse_calls
         return calls(ops, problem)

@@ -13,7 +13,7 @@ from quire.kernels.common.arch import Arch
 from quire.kernels.latent import tiles as latent
 from quire.kernels.latent.tiles import tile_rows
 
-from ..cases.shapes import CHUNK, LATENT_ATTENTION, Case, Shape
+from ..cases.shapes import CHUNK, Case, Shape
 
 CASES_PER_ENTRY = 4
 # Tables by file and name.
@@ -103,7 +103,7 @@ def entry_of(case: Case, arch: Arch) -> Entry | None:
         kind = arch.tiles if arch.tiles in attention.PREFILL else "other"
         table = E4M3_PREFILL if shape.fp8 else PREFILL
         return Entry(table, kind, dim) if case.phase == "prefill" else None
-    if shape.op not in LATENT_ATTENTION:
+    if shape.op == "index":
         return None
     tokens = 1 if case.phase == "decode" or shape.op == "csa" else CHUNK
     rows = tile_rows(shape.num_heads, tokens)

@@ -9,7 +9,6 @@ import torch
 from quire.bench.cases.latent import attend, slots, visible_rows
 from quire.bench.cases.make import expect, make_problem
 from quire.bench.cases.shapes import (
-    LATENT_ATTENTION,
     LATENT_SHAPES,
     TINY_LATENT_SHAPES,
     Case,
@@ -29,7 +28,7 @@ from tests.kernels.oracles import mla_attention as oracle_mla
 from tests.support.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")
-ATTENTION = [case for case in tiny_latent_cases() if case.shape.op in LATENT_ATTENTION]
+ATTENTION = [case for case in tiny_latent_cases() if case.shape.op != "index"]
 
 
 def named(case):
@@ -127,26 +126,6 @@ def test_wrong_topk_indices_are_refused():
     assert "expected 4 of token 1, got 3" in expected.wrong(indices, lens - torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny/write", "tiny-wide/write", "tiny/compress", "tiny-wide/compress"]
-)
-def test_rows_that_were_not_written_or_are_off_are_refused(name):
-    problem = tiny(name, "prefill")
-    expected, pages = expect(problem), problem.each[0]["pages"]
-    assert "error" in expected.wrong()
-    [call] = quire_calls(problem)
-    result = call()
-    assert expected.wrong(*result) is None
-    assert expected.wrong(*call()) is None  # a call changes nothing that the next one reads
-    slot = expected.slots[:1]
-    row = pages.read(slot)
-    pages.write(slot, row + 0.2 * row.abs().max())
-    assert "pages: error" in expected.wrong()
-    if result:
-        pages.write(slot, row)
-        assert "out: error" in expected.wrong(result[0] * 1.1)
-
-
 def test_slots_of_a_ring():
     table = torch.tensor([5, 7])
     found = slots(table, 4, torch.tensor([-1, 0, 5, 9]))
@@ -156,22 +135,8 @@ def test_slots_of_a_ring():
 def fake_flashmla():
     """FlashMLA's operators, by functions of this repository that follow its conventions."""
 
-    def sparse(
-        q,
-        cache,
-        rows,
-        lens,
-        sinks,
-        meta,
-        splits,
-        extra,
-        extra_rows,
-        extra_lens,
-        dim,
-        scale,
-        out,
-        flag,
-    ):
+    def sparse(q, cache, rows, lens, sinks, meta, splits, extra, extra_rows, *rest):
+        _, dim, scale, *_ = rest
         assert q.shape[2] in (64, 128) and rows.shape[2] % 64 == 0
         out, lse = flash_mla_with_kvcache(
             q,
