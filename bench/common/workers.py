@@ -7,9 +7,10 @@ import multiprocessing
 import runpy
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
-from ..checkout import __file__ as CHECKOUT
+CHECKOUT = Path(__file__).resolve().parents[1] / "checkout.py"
 
 
 class Workers(concurrent.futures.ProcessPoolExecutor):
@@ -21,7 +22,7 @@ class Workers(concurrent.futures.ProcessPoolExecutor):
     def __init__(self, jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
         # A new process knows no package of a bare checkout, and work is unpickled from ``quire``.
-        super().__init__(jobs, context, runpy.run_path, (CHECKOUT,))
+        super().__init__(jobs, context, runpy.run_path, (str(CHECKOUT),))
 
     def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
         """As of any executor; a process that starts here inherits that SIGINT is blocked."""
