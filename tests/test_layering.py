@@ -150,7 +150,6 @@ def test_folders_of_bench_know_few_others():
         if name.split(".")[1:2] != other.split(".")[1:2] and path.parent.name in folders
     }
     assert {(a, b) for a, b in found if b != "common"} == {
-        ("gpu", "peers"),
         ("kernels", "cases"),
         ("kernels", "peers"),
         ("peers", "cases"),
