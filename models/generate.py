@@ -286,7 +286,7 @@ def _parser() -> Parser:
     add("--speculate", type=integer(0, MAX_DRAFTS), default=0, metavar="K",
         help="K draft tokens a step; default: 0, none")
     add("--drafter", choices=sorted(DRAFTERS),
-        help="ngram (default) = earlier text, mtp = the model's own drafter layers")
+        help="ngram (default) = earlier text, mtp, dspark = the model's own drafter")
     add("--stats", action="store_true", help="memory plan, speed and times, on stderr")
     add("--memory-fraction", type=number(above=True), metavar="F",
         help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")

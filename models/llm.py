@@ -20,6 +20,7 @@ from .config.files import read_generation_config
 from .config.hf import load_config
 from .config.named import named_configs
 from .deepseek_v4.chat import DeepseekV4Chat
+from .deepseek_v4.dspark import DSparkDrafter
 from .deepseek_v4.mtp import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
@@ -42,6 +43,7 @@ from .tokenizer import ByteTokenizer, Tokenizer, decode_of, find_tokenizer
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
     "mtp": MTPDrafter,
+    "dspark": DSparkDrafter,
 }
 """Drafters by name: (model, drafts of a step) -> drafter."""
 

@@ -130,6 +130,7 @@ def plan_cache(
     if size:
         groups.append(GroupSpec(COMPRESSED, "dense", block_size, page))
     first = len(groups)
+    has_dspark = config.dspark is not None
     drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
     for i in range(num_windows):
         window = GroupSpec(
@@ -137,8 +138,9 @@ def plan_cache(
             "window",
             window_block_size,
             page,
-            sliding_window=config.sliding_window,
-            lookahead=int(i >= drafted),
+            # Drafts of DSpark see a whole window besides themselves.
+            sliding_window=config.sliding_window + int(i >= drafted and has_dspark),
+            lookahead=int(i >= drafted and not has_dspark),
         )
         groups.append(window)
     if overlap_bytes:

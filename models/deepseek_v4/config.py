@@ -24,6 +24,7 @@ LayerTypes = tuple[
 ]
 MlpLayerTypes = tuple[Literal["hash_moe", "moe"], ...]
 NumDrafters = fields.ints(0, 16)
+NumStages = fields.ints(1, 16)
 NumStreams = fields.ints(1, 64)
 NumIterations = fields.ints(1, 1000)
 Ratio = fields.ints(2, 2**16)
@@ -56,6 +57,30 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class DSparkConfig:
+    """The drafter of DeepSeek-V4-Flash-0731 and V4-Pro-0813 (`models.deepseek_v4.dspark`).
+
+    Attributes:
+        num_stages: its layers, stored as ``mtp.0``, ``mtp.1`` and so on.
+        block_size: tokens that are drafted at once.
+        noise_token_id: in the place of tokens that are not known yet.
+        markov_rank: of the term that a draft adds to the logits of the next one.
+        target_layer_ids: layers of the trunk whose output the drafter reads.
+    """
+
+    num_stages: NumStages
+    block_size: fields.NumTokens
+    noise_token_id: fields.TokenId
+    markov_rank: fields.Width
+    target_layer_ids: tuple[fields.NumShared, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids: expected at least one layer, got none")
+
+
+@dataclass(frozen=True)
 class DeepseekV4Config:
     """A DeepSeek-V4 text model.
 
@@ -76,7 +101,7 @@ class DeepseekV4Config:
         routed_scaling_factor: of the routed experts' weights.
         rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn
             scales.
-        unsupported_drafter: name of a drafter that the checkpoint has and that is left out.
+        dspark: the drafter of models that have no MTP layers, or None.
 
     Raises:
         ValueError: fields that contradict each other.
@@ -118,7 +143,7 @@ class DeepseekV4Config:
     compress_rope_theta: fields.Theta = 1.6e5
     eos_token_ids: tuple[fields.TokenId, ...] = (1,)
     bos_token_id: fields.TokenId | None = 0
-    unsupported_drafter: str | None = None
+    dspark: DSparkConfig | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -142,6 +167,21 @@ class DeepseekV4Config:
             raise ValueError(
                 f"num_experts_per_tok: expected 1..{self.num_experts}, got "
                 f"{self.num_experts_per_tok}"
+            )
+        if self.dspark is not None:
+            self._check_dspark(self.dspark)
+
+    def _check_dspark(self, dspark: DSparkConfig) -> None:
+        if self.num_mtp_layers:
+            raise ValueError(f"num_mtp_layers: expected 0 beside DSpark, got {self.num_mtp_layers}")
+        if max(dspark.target_layer_ids) >= self.num_layers:
+            raise ValueError(
+                f"target_layer_ids: expected layers 0..{self.num_layers - 1}, got "
+                f"{list(dspark.target_layer_ids)}"
+            )
+        if dspark.noise_token_id >= self.vocab_size:
+            raise ValueError(
+                f"noise_token_id: expected 0..{self.vocab_size - 1}, got {dspark.noise_token_id}"
             )
 
     def shard(self, size: int, unit: int = 1) -> DeepseekV4Config:
@@ -173,7 +213,12 @@ class DeepseekV4Config:
     @property
     def all_layer_types(self) -> tuple[str, ...]:
         """Layer types of the trunk, then of the drafter layers, which slide."""
-        return self.layer_types + (SLIDING,) * self.num_mtp_layers
+        return self.layer_types + (SLIDING,) * self.num_drafter_layers
+
+    @property
+    def num_drafter_layers(self) -> int:
+        """MTP layers, or stages of DSpark."""
+        return self.num_mtp_layers if self.dspark is None else self.dspark.num_stages
 
     def compress_ratio(self, layer: int) -> int | None:
         """Tokens of an entry of a layer (drafter layers follow the trunk's); None = it slides."""

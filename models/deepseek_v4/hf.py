@@ -5,8 +5,7 @@ Config files have the released keys or those of transformers.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..families.registry import Family, register_family
 from ..layers.moe import FP8_BLOCK
 from ..loading.checkpoint import read_headers
 from ..loading.dequantize import fill
-from ..loading.names import match, unique
+from ..loading.names import Target, match, unique
 from ..loading.shards import pieces_of
 from ..parallel.group import Group
 from .config import (
@@ -35,6 +34,7 @@ from .config import (
     MODEL_TYPE,
     MOE,
     DeepseekV4Config,
+    DSparkConfig,
     LayerTypes,
     MlpLayerTypes,
     NumDrafters,
@@ -82,6 +82,9 @@ class DeepseekV4Keys:
     num_hidden_layers: fields.NumLayers = 43
     num_nextn_predict_layers: NumDrafters | None = None
     dspark_block_size: fields.NumTokens | None = None
+    dspark_noise_token_id: fields.TokenId | None = None
+    dspark_markov_rank: fields.Width | None = None
+    dspark_target_layer_ids: tuple[fields.NumShared, ...] | None = None
     layer_types: LayerTypes | None = None
     compress_ratios: tuple[fields.ints(0, 2**16), ...] | None = None
     compress_rates: RateKeys | None = None
@@ -154,7 +157,7 @@ def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Con
         layer_types=layer_types,
         mlp_layer_types=_mlp_layer_types(keys),
         num_mtp_layers=num_mtp_layers,
-        unsupported_drafter=None if keys.dspark_block_size is None else "DSpark",
+        dspark=_dspark(keys),
         num_heads=keys.num_attention_heads,
         csa_ratio=keys.compress_rate_csa or rates.compressed_sparse_attention,
         hca_ratio=keys.compress_rate_hca or rates.heavily_compressed_attention,
@@ -194,6 +197,20 @@ def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:
             f"after {num_layers} layers, got {shown(drafters)}"
         )
     return layer_types_of(ratios), len(drafters)
+
+
+def _dspark(keys: DeepseekV4Keys) -> DSparkConfig | None:
+    """DSpark's keys; `load` counts its stages in the files."""
+    if keys.dspark_block_size is None:
+        return None
+    names = ("noise_token_id", "markov_rank", "target_layer_ids")
+    given = {name: getattr(keys, f"dspark_{name}") for name in names}
+    if absent := [f"dspark_{name}" for name, value in given.items() if value is None]:
+        raise ValueError(f"{absent[0]}: expected a value beside dspark_block_size, got none")
+    num_stages = 3  # of each released one
+    if keys.compress_ratios is not None and len(keys.compress_ratios) > keys.num_hidden_layers:
+        num_stages = len(keys.compress_ratios) - keys.num_hidden_layers
+    return DSparkConfig(num_stages, keys.dspark_block_size, **given)
 
 
 def _mlp_layer_types(keys: DeepseekV4Keys) -> tuple[str, ...]:
@@ -265,6 +282,11 @@ def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
     compress = {"rope_type": "default", "rope_theta": config.compress_rope_theta} | partial
     if config.yarn is not None:
         compress |= {"rope_type": "yarn", "attention_factor": 1.0} | vars(config.yarn)
+    dspark = {}
+    if config.dspark is not None:
+        given = vars(config.dspark)
+        dspark = {f"dspark_{key}": given[key] for key in given if key != "num_stages"}
+        dspark["dspark_target_layer_ids"] = list(config.dspark.target_layer_ids)
     return {
         "architectures": ["DeepseekV4ForCausalLM"],
         "num_hidden_layers": config.num_layers,
@@ -284,6 +306,7 @@ def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
         "rope_parameters": {"main": main, "compress": compress},
         "eos_token_id": list(config.eos_token_ids),
         "tie_word_embeddings": False,
+        **dspark,
     } | {key: getattr(config, key) for key in SAME_NAME}
 
 
@@ -298,18 +321,9 @@ def load(
             f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
             f"got {tables} bytes for {config.max_position_embeddings} tokens"
         )
-    storage, headers = V4Storage(), read_headers(path)
-    if config.unsupported_drafter is not None:
-        headers = [one for one in headers if not one.name.startswith(("mtp.", "model.mtp."))]
-        if group is None or group.rank == 0:
-            warnings.warn(
-                f"the drafter of {str(path)!r}, {config.unsupported_drafter}, is not supported: "
-                "it is left out",
-                stacklevel=3,
-            )
-    found = unique(path, storage, headers)
-    if not any(target.parameter.startswith("mtp.") for target in found):
-        config = replace(config, num_mtp_layers=0)
+    storage = V4Storage()
+    found = unique(path, storage, read_headers(path))
+    config = _with_stored_drafter(config, found)
     kept = format_of_experts(found)
     if fp8 == "keep" and kept is None:
         raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
@@ -328,6 +342,17 @@ def load(
     model = DeepseekV4(config, device=device, dtype=dtype, expert_format=kept, group=group)
     fill(model, sources, {}, pieces)
     return model
+
+
+def _with_stored_drafter(config: DeepseekV4Config, found: Iterable[Target]) -> DeepseekV4Config:
+    """The config with the drafter layers that the files have: they may have none."""
+    names = [where.parameter.split(".") for where in found]
+    stages = {int(name[1]) for name in names if name[0] == "mtp" and name[1].isdigit()}
+    if not stages:
+        return replace(config, num_mtp_layers=0, dspark=None)
+    if config.dspark is None:
+        return config
+    return replace(config, dspark=replace(config.dspark, num_stages=max(stages) + 1))
 
 
 _DEVIATIONS = {

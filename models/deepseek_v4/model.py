@@ -252,6 +252,45 @@ class MTP(DecoderLayer):
         self.hc_head = HyperHead(config, device)
 
 
+class MarkovHead(nn.Module):
+    """Weights of the term that the token before adds to logits: markov_w2 markov_w1[token]."""
+
+    def __init__(
+        self, config: DeepseekV4Config, rank: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        shape = (config.vocab_size, rank)
+        weight = empty_parameter(*shape, device=device, dtype=dtype)
+        self.markov_w1 = nn.ParameterDict({"weight": weight})
+        self.markov_w2 = Linear(rank, config.vocab_size, device, dtype)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[num_rows, vocab_size] of token_ids [num_rows] int64."""
+        return self.markov_w2(self.markov_w1["weight"][token_ids])
+
+
+class DSparkStage(DecoderLayer):
+    """Stage ``index`` of DSpark, a sliding layer; see `quire.models.deepseek_v4.dspark`.
+
+    The first one has the projection of what it reads of the trunk, the last one the heads.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, index: int, device: torch.device, dtype: torch.dtype,
+        expert_format: str | None = None, group: Group | None = None,
+    ) -> None:  # fmt: skip
+        layer = config.num_layers + index
+        super().__init__(config, layer, MOE, device, dtype, expert_format, group)
+        dspark, hidden, eps = config.dspark, config.hidden_size, config.rms_norm_eps
+        if index == 0:
+            self.main_proj = Linear(len(dspark.target_layer_ids) * hidden, hidden, device, dtype)
+            self.main_norm = RMSNorm(hidden, eps, device, torch.float32)
+        if index == dspark.num_stages - 1:
+            self.norm = RMSNorm(hidden, eps, device, torch.float32)
+            self.hc_head = HyperHead(config, device)
+            self.markov_head = MarkovHead(config, dspark.markov_rank, device, dtype)
+
+
 class DeepseekV4(nn.Module):
     """A DeepSeek-V4 model with uninitialized weights; `models.loading.weights` fills them.
 
@@ -296,9 +335,10 @@ class DeepseekV4(nn.Module):
         self.hc_head = HyperHead(config, device)
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps, device, torch.float32)
         self.lm_head = Linear(hidden_size, self.embed_tokens.num_rows, device, dtype)
+        stage = MTP if config.dspark is None else DSparkStage
         self.mtp = nn.ModuleList(
-            MTP(config, index, device, dtype, expert_format, group)
-            for index in range(config.num_mtp_layers)
+            stage(config, index, device, dtype, expert_format, group)
+            for index in range(config.num_drafter_layers)
         )
         plain, compressed = (
             rope_table(
@@ -337,16 +377,20 @@ class DeepseekV4(nn.Module):
             attn: tables, lengths and slots of this step.
             pool: pages and rings of all layers, updated in place.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            return_hidden: return the residual streams of all rows too, which drafters read.
+            return_hidden: return what drafters read of all rows too.
             impl: "triton" or "torch" for the kernels; default: by device.
 
         Returns:
-            [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens, hc_mult,
-            hidden_size]).
+            [num_rows, vocab_size] fp32 logits; with return_hidden (logits, hidden): the residual
+            streams [num_tokens, hc_mult, hidden_size], or the taps of `dspark`.
         """
-        streams = self.streams(input_ids, positions, PagedAttend(attn, pool, impl=impl))
+        taps: list[Tensor] = []
+        attend = PagedAttend(attn, pool, impl=impl)
+        streams = self.streams(input_ids, positions, attend, taps if return_hidden else None)
         logits = self.logits(streams if logits_rows is None else streams[logits_rows], impl)
-        return (logits, streams) if return_hidden else logits
+        if not return_hidden:
+            return logits
+        return logits, torch.cat(taps, dim=-1) if taps else streams
 
     @torch.inference_mode()
     def full_forward(
@@ -360,15 +404,28 @@ class DeepseekV4(nn.Module):
         streams = self.streams(input_ids, positions, V4UnpagedAttend(self.config, stored))
         return self.logits(streams if logits_rows is None else streams[logits_rows], "torch")
 
-    def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Residual streams [num_tokens, hc_mult, hidden_size] after the last layer."""
-        x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
-        for layer in self.layers:
+    def streams(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend,
+        taps: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Residual streams [num_tokens, hc_mult, hidden_size] after the last layer.
+
+        taps: takes the mean of the streams after each of DSpark's target layers.
+        """
+        config = self.config
+        means: dict[int, Tensor] = {}
+        wanted = () if taps is None or config.dspark is None else config.dspark.target_layer_ids
+        x = self.embed_tokens(input_ids)[:, None].expand(-1, config.hc_mult, -1)
+        for i, layer in enumerate(self.layers):
             x = layer(x, input_ids, positions, self.rope[layer.self_attn.kind], attend)
+            if i in wanted:
+                means[i] = x.mean(dim=1)
+        if wanted:
+            taps.extend(means[i] for i in wanted)
         return x
 
     def logits(
-        self, streams: Tensor, impl: str | None = None, *, of: DeepseekV4 | MTP | None = None
+        self, streams: Tensor, impl: str | None = None, *, of: nn.Module | None = None
     ) -> Tensor:
         """Logits [num_rows, vocab_size] fp32 of streams [num_rows, hc_mult, hidden_size].
 

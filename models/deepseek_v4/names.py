@@ -69,8 +69,8 @@ _RENAMES = [
     )
 ]
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(w[123])\.(weight|scale)$")
-# Drafters may bring copies of what they share with the trunk.
-_IGNORED = re.compile(r"^mtp\.\d+\.(emb\.tok_emb|head)\.weight$")
+# Drafters may bring copies of what they share with the trunk. DSpark's confidence is not used.
+_IGNORED = re.compile(r"^(model\.)?mtp\.\d+\.(emb\.tok_emb|head|confidence_head\.proj)\.weight$")
 
 
 def target(stored: str) -> Target | None:

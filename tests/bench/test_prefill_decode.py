@@ -343,7 +343,7 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         ("--draft-tokens 3", "draft_tokens: expected --speculate with it, got none"),
         ("--host-cache 1 --speculate ngram", "host_cache: expected no --compare"),
         ("--tensor-parallel-size 2 --speculate ngram", "tensor_parallel_size: expected no"),
-        ("--speculate mtp", "model: expected one with drafter layers"),
+        ("--speculate mtp", "model: expected one with MTP layers"),
     ],
 )
 def test_errors_name_the_argument(arguments, message, capsys):

@@ -489,7 +489,7 @@ def test_drafters_of_the_command_line(capsys):
     assert "drafts    0 of 0" not in err  # of mtp
     base = ["--model", "gemma3-tiny", *base, "--speculate", "1", "--drafter", "mtp"]
     assert generate.main(base) == 2
-    assert "error: model: expected one with drafter layers" in capsys.readouterr().err
+    assert "error: model: expected one with MTP layers" in capsys.readouterr().err
 
 
 def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(capsys, monkeypatch):

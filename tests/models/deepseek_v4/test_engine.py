@@ -215,7 +215,7 @@ def test_named_configuration_and_its_memory(model, monkeypatch):
 
 def test_what_is_refused(model):
     without = random_model(replace(get_config("deepseek-v4-tiny"), num_mtp_layers=0))
-    with pytest.raises(ValueError, match="model: expected one with drafter layers"):
+    with pytest.raises(ValueError, match="model: expected one with MTP layers"):
         MTPDrafter(without)
     with pytest.raises(ValueError, match="max_draft_tokens: expected >= 1, got 0"):
         MTPDrafter(model, 0)

@@ -11,7 +11,7 @@ import torch
 
 from quire.kernels import sample_tokens
 from quire.kvcore.device import HostCopy
-from quire.models.deepseek_v4 import mtp
+from quire.models.deepseek_v4 import drafter
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.mtp import MTPDrafter
@@ -340,7 +340,7 @@ def test_drafts_that_are_no_numbers_are_replaced_from_the_target(impl, monkeypat
     """None of them stays, and every request ends as ever."""
     model = two_layers()
     monkeypatch.setattr(
-        mtp,
+        drafter,
         "sample_tokens",
         lambda *args, **given: sample_tokens(*args, **given | {"impl": impl}),
     )

@@ -13,7 +13,15 @@ from quire.kernels.common.dequantize import (
     dequantize_fp8,
     scale_values,
 )
-from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.config import (
+    CONFIGS,
+    CSA,
+    HASH_MOE,
+    HCA,
+    MOE,
+    SLIDING,
+    DSparkConfig,
+)
 from quire.models.deepseek_v4.model import Experts
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.layers.basic import Linear
@@ -60,6 +68,9 @@ RELEASE = {
     "mlp.shared_experts.gate_proj.weight": "ffn.shared_experts.w1.weight",
     "mlp.shared_experts.up_proj.weight": "ffn.shared_experts.w3.weight",
     "mlp.shared_experts.down_proj.weight": "ffn.shared_experts.w2.weight",
+    "main_proj.weight": "main_proj.weight", "main_norm.weight": "main_norm.weight",
+    "markov_head.markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_head.markov_w2.weight",
     "enorm.weight": "enorm.weight", "hnorm.weight": "hnorm.weight", "norm.weight": "norm.weight",
     "e_proj.weight": "e_proj.weight", "h_proj.weight": "h_proj.weight",
     "hc_head.hc_fn": "hc_head_fn", "hc_head.hc_base": "hc_head_base", "hc_head.hc_scale": "hc_head_scale",
@@ -68,7 +79,16 @@ TOP = {
     "embed_tokens.weight": "embed.weight", "lm_head.weight": "head.weight", "norm.weight": "norm.weight",
     "hc_head.hc_fn": "hc_head_fn", "hc_head.hc_base": "hc_head_base", "hc_head.hc_scale": "hc_head_scale",
 }  # fmt: skip
-FP8 = ("attn.wq_", "indexer.wq_b", "attn.wkv", "attn.wo_", "shared_experts", "e_proj", "h_proj")
+FP8 = (
+    "attn.wq_",
+    "indexer.wq_b",
+    "attn.wkv",
+    "attn.wo_",
+    "shared_experts",
+    "e_proj",
+    "h_proj",
+    "main_proj",
+)
 
 
 def release_tensors(model):
@@ -210,34 +230,55 @@ def test_a_checkpoint_without_drafters(tmp_path, model):
     assert load_model(tmp_path / "release").config.num_mtp_layers == 0
 
 
+@pytest.fixture(scope="module")
+def with_dspark():
+    stages = DSparkConfig(3, 5, 250, 8, (0, 1, 2))
+    return random_model(replace(CONFIG, num_mtp_layers=0, dspark=stages))
+
+
 @pytest.mark.parametrize("num_nextn", [0, 1, 3, None])
-def test_a_dspark_drafter_is_named_and_left_out(tmp_path, model, num_nextn):
+def test_a_dspark_drafter(tmp_path, with_dspark, num_nextn):
     """As DeepSeek-V4-Flash-0731 has it: three stages in mtp.*, and keys that may count one of them."""
 
     def edit(stored):
-        _without_drafters(stored)
-        for stage in range(3):
-            stored[f"mtp.{stage}.attn_norm.weight"] = torch.ones(160)
-        stored["mtp.0.main_proj.weight"] = torch.zeros(160, 480)
-        stored["mtp.2.markov_head.markov_w1.weight"] = torch.zeros(259, 8)
+        stored["mtp.2.confidence_head.proj.weight"] = torch.zeros(1, 168)
 
     path = tmp_path / "release"
-    write_release(path, model, "fp8", edit=edit)
+    exact = write_release(path, with_dspark, "fp8", edit=edit)
     config = json.loads((path / "config.json").read_text())
     del config["layer_types"], config["num_nextn_predict_layers"]
-    config |= {"compress_ratios": [0, 4, 128, 0, 0, 0], "dspark_block_size": 5}
+    config |= {"compress_ratios": [0, 4, 128, 0, 0, 0]}
     if num_nextn is not None:
         config["num_nextn_predict_layers"] = num_nextn
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="DSpark, is not supported: it is left out") as warned:
-        loaded = load_model(path, dtype=torch.float32)
-    assert len(warned) == 1 and loaded.config.num_mtp_layers == 0
-    write_release(tmp_path / "trunk", model, "fp8", edit=_without_drafters)
-    ids = torch.arange(3, 53)
-    trunk = load_model(tmp_path / "trunk", dtype=torch.float32)
-    assert torch.equal(loaded.full_forward(ids), trunk.full_forward(ids))
-    with pytest.raises(NotImplementedError, match="is DSpark, which is not supported"):
+    loaded = load_model(path, dtype=torch.float32)
+    assert loaded.config.dspark == with_dspark.config.dspark
+    assert loaded.config.num_mtp_layers == 0
+    tensors = release_tensors(loaded)
+    assert tensors.keys() == exact.keys()
+    for name, weight in exact.items():
+        assert torch.equal(tensors[name].double(), weight.double()), name
+    with pytest.raises(ValueError, match="expected one with MTP layers"):
         MTPDrafter(loaded)
+
+
+def test_the_trunk_of_a_dspark_checkpoint_without_its_drafter(tmp_path, with_dspark):
+    path = tmp_path / "release"
+    write_release(path, with_dspark, "fp8", edit=_without_drafters)
+    loaded = load_model(path, dtype=torch.float32)
+    assert loaded.config.dspark is None
+    write_release(tmp_path / "whole", with_dspark, "fp8")
+    whole = load_model(tmp_path / "whole", dtype=torch.float32)
+    ids = torch.arange(3, 53)
+    assert torch.equal(loaded.full_forward(ids), whole.full_forward(ids))
+
+
+@pytest.mark.parametrize("absent", ["mtp.0.main_norm.weight", "mtp.2.markov_head.markov_w2.weight"])
+def test_a_dspark_tensor_that_is_missing_is_named(tmp_path, with_dspark, absent):
+    path = tmp_path / "release"
+    write_release(path, with_dspark, "fp8", edit=lambda stored: stored.pop(absent))
+    with pytest.raises(ValueError, match=absent.replace("mtp.", r"mtp\.")):
+        load_model(path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

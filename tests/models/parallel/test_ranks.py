@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from quire.models.config.named import get_config
+from quire.models.deepseek_v4.config import DSparkConfig
+from quire.models.deepseek_v4.dspark import DSparkDrafter
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
@@ -30,7 +32,7 @@ from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks, run_on_ranks
 from tests.support.models.tolerance import tolerance
 
-FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
+FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny", "dspark")  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
 MAX_TOKENS = 20
 PREFIX = torch.randint(3, 259, (70,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -38,6 +40,9 @@ PARAMS = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
 def config_of(name):
+    if name == "dspark":
+        stages = DSparkConfig(3, 5, 250, 8, (0, 1, 2))
+        return replace(few("deepseek-v4-tiny"), dspark=stages)
     config = few(name)
     return replace(config, num_mtp_layers=1) if name == "deepseek-v4-tiny" else config
 
@@ -119,14 +124,15 @@ def test_one_model_on_several_ranks(name):
         assert engine.model.group.calls["step"] >= engine.totals.num_steps
         return outputs, engine.totals, engine.memory
 
-    draft = partial(MTPDrafter if name == "deepseek-v4-tiny" else ngram, max_draft_tokens=2)
+    drafter = {"deepseek-v4-tiny": MTPDrafter, "dspark": DSparkDrafter}.get(name, ngram)
+    draft = partial(drafter, max_draft_tokens=2)
     outputs, totals, memory = run_on_ranks(size, config, work, drafter=draft, **settings)
     alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=2000))
     assert_same_tokens(one, outputs, run(alone), allowed)
     assert max(o.num_cached_tokens for o in outputs) >= 16
     assert totals.num_preempted > 0 and totals.num_drafts > 0
     # A pool of so many bytes has room for so much more, as far as there are KV heads.
-    heads = 1 if name == "deepseek-v4-tiny" else config.full.num_kv_heads
+    heads = 1 if drafter is not ngram else config.full.num_kv_heads
     assert memory.bytes_per_token == alone.memory.bytes_per_token * max(1, heads // size) / heads
 
 
@@ -291,7 +297,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_process(monkeypatch):
 
     monkeypatch.setattr(launch.subprocess, "Popen", Started)
     config = EngineConfig(num_pages=100, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="expected one with drafter layers, got 'llama-tiny'"):
+    with pytest.raises(ValueError, match="expected one with MTP layers, got 'llama-tiny'"):
         LLM("llama-tiny", engine=config, drafter=MTPDrafter)
     assert [process.poll() is not None for process in started] == [True]
     assert not dist.is_initialized()

@@ -1,0 +1,146 @@
+"""What the drafters of DeepSeek-V4 models share: drafts greedy or drawn, on one rank or several.
+
+A drafter gives `observe`, which writes the rows of its layers, and `_drafts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import sample_tokens
+from quire.kvcore.device import BatchBuilder, Staging
+
+from ..engine.request import Request
+from ..engine.sampler import DRAFT, draw_columns, uniform
+from .cache import V4PagePool
+from .model import DeepseekV4
+
+if TYPE_CHECKING:
+    from ..parallel.steps import StepSender
+
+
+class V4Drafter:
+    """Base of the drafters that are a part of a model: a `ModelDrafter` and `SamplingDrafter`.
+
+    Args:
+        model: the engine's model.
+        max_draft_tokens: drafts of a request in a step.
+
+    Raises:
+        ValueError: max_draft_tokens below 1.
+    """
+
+    def __init__(self, model: DeepseekV4, max_draft_tokens: int) -> None:
+        if max_draft_tokens < 1:
+            raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
+        self.model, self.max_draft_tokens = model, max_draft_tokens
+        # Rank 0 of several makes the others draft too.
+        self.sender: StepSender | None = None
+
+    def attach(
+        self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
+    ) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        self._pool, self._builder, self._impl = pool, builder, impl
+        self._staging = Staging(self.model.device)
+
+    def _drafts(
+        self,
+        request_slots: Tensor,
+        seq_lens: Tensor,
+        block_tables: tuple[Tensor, ...],
+        *,
+        num_drafts: int,
+        max_seq_len: int,
+        choose: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Drafts [num_seqs, num_drafts] int64 of every sequence.
+
+        Args:
+            request_slots: [num_seqs] int64.
+            seq_lens: [num_seqs] int32, computed tokens; the token at seq_lens is known.
+            block_tables: per group [num_seqs, width] int32, after the commit of the step.
+            max_seq_len: host int, upper bound of seq_lens.
+            choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, to be called once
+                for each draft in turn.
+        """
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[Request]) -> Tensor:
+        """As `quire.models.engine.speculative.ModelDrafter`."""
+        return self._chain(requests, greedy)
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request]) -> tuple[Tensor, list[Tensor | None]]:
+        """As `quire.models.engine.speculative.ModelDrafter`.
+
+        Drawn under the temperature and filters of the request.
+        """
+        params = [request.params for request in requests]
+        if not any(p.temperature > 0 for p in params):
+            return self.propose(requests), [None] * len(requests)
+        seeds, first = [r.seed for r in requests], np.array([r.num_output for r in requests])
+        u = [uniform(seeds, first + i, DRAFT) for i in range(self.max_draft_tokens)]
+        draws = draw_columns(params, u, self._staging)
+        masses: list[Tensor] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            mass = torch.empty_like(logits)
+            ids = sample_tokens(logits, **draws[len(masses)], probs=mass, impl=self._impl)
+            # NaN fails every comparison: a row without a draw is replaced from the target itself.
+            mass[:, 0].masked_fill_(ids < 0, torch.nan)
+            masses.append(mass)
+            return self._of_rank_0(ids.clamp_min(0))
+
+        ids, probs = self._chain(requests, choose), torch.stack(masses, dim=1)
+        return ids, [p if r.temperature > 0 else None for p, r in zip(probs, params, strict=True)]
+
+    @torch.inference_mode()
+    def follow(self, slots: np.ndarray, seq_lens: np.ndarray, is_greedy: bool) -> Tensor:
+        """The drafts of rank 0 on another rank; drawn ones come from rank 0."""
+
+        def choose(logits: Tensor) -> Tensor:
+            return self._of_rank_0(logits.new_empty(len(logits), dtype=torch.int64))
+
+        return self._run_chain(slots, seq_lens, greedy if is_greedy else choose)
+
+    def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """[num_requests, num_drafts] int64."""
+        slots = np.array([request.slot for request in requests], dtype=np.int64)
+        # The newest token of each is not computed yet.
+        seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
+        if self.sender is not None:
+            self.sender.draft(slots, seq_lens, choose is greedy)
+        return self._run_chain(slots, seq_lens, choose)
+
+    def _run_chain(
+        self, slots: np.ndarray, seq_lens: np.ndarray, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        longest = int(seq_lens.max())
+        self._builder.update_tables()
+        room = self.model.config.max_position_embeddings - longest
+        request_slots, lengths = self._staging.send([slots, seq_lens])
+        drafts = self._drafts(
+            request_slots,
+            lengths,
+            self._builder.gather(request_slots, longest + self.max_draft_tokens),
+            num_drafts=max(1, min(self.max_draft_tokens, room)),
+            max_seq_len=longest,
+            choose=choose,
+        )
+        return self._of_rank_0(drafts)
+
+    def _of_rank_0(self, drafts: Tensor) -> Tensor:
+        group = self.model.group
+        return drafts if group is None else group.from_first(drafts.contiguous())
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Ids [num_rows] int64 of the largest logits of [num_rows, vocab_size]."""
+    return logits.argmax(dim=-1)

@@ -1,0 +1,216 @@
+"""DSpark: the drafter of DeepSeek-V4-Flash-0731 and V4-Pro-0813, which drafts a block at once.
+
+The trunk hands over, for each token, the mean of its residual streams after some layers (taps)::
+
+    main_x = main_norm(main_proj(taps))                              one row a token
+    context row of stage s = RoPE(kv_norm_s(kv_proj_s(main_x)))      into the stage's window pages
+
+A context row depends on nothing behind its token. So a prefix hit brings the rows along, and drops
+no block for them. Drafts behind the newest token a, at position p + 1::
+
+    block           a and block_size - 1 noise tokens, at positions p + 1, p + 2, ...
+    stages          layers of DeepSeek-V4, one after another. All rows of the block see the same
+                    keys: the context rows of the last ``sliding_window`` tokens, and each other
+    U_i             lm_head(norm(hc_head(row i)))
+    draft i         from U_i + markov_w2 markov_w1[draft i - 1]; before draft 0 comes a
+
+The confidence head of a checkpoint, which may only shorten what is verified, is not read.
+
+Source: DeepSeek-V4-Flash-DSpark's checkpoint; vLLM 0.33 ``models/deepseek_v4/nvidia/dspark``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import write_latent
+from quire.kvcore.device import Batch, BatchBuilder
+
+from ..layers.unpaged_attention import apply_rope
+from .attention import Attention, AttentionInputs
+from .cache import V4PagePool
+from .config import SLIDING
+from .drafter import V4Drafter
+from .model import DeepseekV4
+
+
+class BlockAttend:
+    """Attention of the rows of a block; an `Attend`.
+
+    Args:
+        pool: pages, only read.
+        block_tables: per group [num_seqs, width] int32.
+        seq_lens: [num_seqs] int64, tokens with context rows; the block begins behind them.
+        block_size: rows of a block.
+    """
+
+    def __init__(
+        self, pool: V4PagePool, block_tables: tuple[Tensor, ...], seq_lens: Tensor,
+        block_size: int, impl: str | None,
+    ) -> None:  # fmt: skip
+        self.pool, self.block_tables, self.seq_lens = pool, block_tables, seq_lens
+        self.block_size, self.impl = block_size, impl
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """As `Attend.__call__`."""
+        pages, slots = self.pool.layers[attention.layer].window, self._slots(attention.layer)
+        own = write_latent(
+            inputs.kv,
+            None,
+            None,
+            positions=inputs.positions,
+            cos_sin=inputs.cos_sin,
+            norm_weight=attention.kv_norm.weight,
+            eps=attention.eps,
+            out=torch.empty_like(inputs.kv, memory_format=torch.contiguous_format),
+            impl=self.impl,
+        )
+        own = own.unflatten(0, (-1, self.block_size)).float()
+        rows = torch.cat([pages.read(slots), own], dim=1)  # [num_seqs, keys, head_dim]
+        q = inputs.q.unflatten(0, (-1, self.block_size)).float()
+        scores = torch.einsum("sqhd,skd->sqhk", q, rows) * attention.head_dim**-0.5
+        scores[..., : slots.shape[1]].masked_fill_((slots < 0)[:, None, None], -torch.inf)
+        sinks = attention.sinks[:, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        out = torch.einsum("sqhk,skd->sqhd", weights, rows).flatten(0, 1)
+        cos_sin = inputs.cos_sin[inputs.positions]
+        return apply_rope(out, cos_sin, inverse=True).to(inputs.q.dtype)
+
+    def _slots(self, layer: int) -> Tensor:
+        """[num_seqs, sliding_window] int64, the slots of the context rows; -1 = there is none."""
+        group = self.pool.layers[layer].window_group
+        table, size = self.block_tables[group], self.pool.plan.groups[group].block_size
+        window = self.pool.config.sliding_window
+        back = torch.arange(-window, 0, device=table.device)
+        positions = self.seq_lens[:, None] + back
+        pages = table.gather(1, positions.clamp_min(0) // size % table.shape[1]).long()
+        exists = (positions >= 0) & (pages > 0)
+        return torch.where(exists, pages * size + positions % size, -1)
+
+
+class DSparkDrafter(V4Drafter):
+    """Drafts of a DSpark model, greedy or drawn: a `V4Drafter`.
+
+    Args:
+        model: the engine's model.
+        max_draft_tokens: drafts of a request in a step, at most the checkpoint's block size.
+
+    Raises:
+        ValueError: a model without DSpark, or max_draft_tokens out of range.
+    """
+
+    def __init__(self, model: DeepseekV4, max_draft_tokens: int | None = None) -> None:
+        dspark = getattr(model.config, "dspark", None)
+        if dspark is None:
+            raise ValueError(f"model: expected one with DSpark, got {model.config.name!r}")
+        most = dspark.block_size
+        super().__init__(model, most if max_draft_tokens is None else max_draft_tokens)
+        if self.max_draft_tokens > most:
+            raise ValueError(
+                f"max_draft_tokens: expected at most the block of {most} tokens that "
+                f"{model.config.name!r} was trained for, got {max_draft_tokens}"
+            )
+
+    def attach(
+        self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
+    ) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        super().attach(pool, builder, max_requests=max_requests, impl=impl)
+        # By slot: the newest token, which has no row yet.
+        self._newest = torch.zeros(max_requests, dtype=torch.int64, device=self.model.device)
+
+    @torch.inference_mode()
+    def observe(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.observe`; hidden has the taps.
+
+        Rows of rejected drafts are written too. Later steps overwrite them before they are seen.
+        """
+        if self.sender is not None:
+            self.sender.observe(next_ids, last_rows, slots)
+        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
+        self._newest[request_slots] = ids[rows]
+        write_context(self.model, hidden, batch, self._pool, self._impl)
+
+    def _drafts(
+        self,
+        request_slots: Tensor,
+        seq_lens: Tensor,
+        block_tables: tuple[Tensor, ...],
+        *,
+        num_drafts: int,
+        max_seq_len: int,
+        choose: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        newest = self._newest[request_slots]
+        logits = block_logits(
+            self.model, newest, seq_lens.long(), block_tables, self._pool, impl=self._impl
+        )
+        markov_head = self.model.mtp[-1].markov_head
+        ids = [newest]
+        for i in range(num_drafts):
+            ids.append(choose(logits[:, i] + markov_head(ids[-1]).float()))
+        return torch.stack(ids[1:], dim=1)
+
+
+def write_context(
+    model: DeepseekV4, taps: Tensor, batch: Batch, pool: V4PagePool, impl: str | None
+) -> None:
+    """Write the context rows of a step, whose taps are [num_tokens, num_taps * hidden_size]."""
+    first = model.mtp[0]
+    main_x = first.main_norm(first.main_proj(taps))
+    for stage in model.mtp:
+        attention = stage.self_attn
+        cache = pool.layers[attention.layer]
+        write_latent(
+            attention.kv_proj(main_x),
+            cache.window,
+            batch.attn.slot_mappings[cache.window_group],
+            positions=batch.positions,
+            cos_sin=model.rope[SLIDING],
+            norm_weight=attention.kv_norm.weight,
+            eps=attention.eps,
+            impl=impl,
+        )
+
+
+@torch.inference_mode()
+def block_logits(
+    model: DeepseekV4,
+    newest: Tensor,
+    seq_lens: Tensor,
+    block_tables: tuple[Tensor, ...],
+    pool: V4PagePool,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Logits [num_seqs, block_size, vocab_size] fp32 of the tokens behind ``newest``.
+
+    Args:
+        newest: [num_seqs] int64, the token at position seq_lens of each sequence.
+        seq_lens: [num_seqs] int64, tokens with context rows.
+        block_tables: per group [num_seqs, width] int32.
+        pool: pages, only read.
+    """
+    dspark, last = model.config.dspark, model.config.max_position_embeddings - 1
+    num_seqs, size = len(newest), dspark.block_size
+    ids = newest.new_full((num_seqs, size), dspark.noise_token_id)
+    ids[:, 0] = newest
+    # Rows past the last position give drafts that the engine does not take.
+    positions = seq_lens[:, None] + torch.arange(size, device=ids.device)
+    ids, positions = ids.flatten(), positions.clamp_max(last).flatten()
+    attend = BlockAttend(pool, block_tables, seq_lens, size, impl)
+    streams = model.embed_tokens(ids)[:, None].expand(-1, model.config.hc_mult, -1)
+    for stage in model.mtp:
+        streams = stage(streams, ids, positions, model.rope[SLIDING], attend)
+    return model.logits(streams, impl, of=model.mtp[-1]).unflatten(0, (num_seqs, size))

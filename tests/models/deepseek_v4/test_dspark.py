@@ -1,0 +1,234 @@
+"""DSpark against its description, written in fp64 with one row at a time.
+
+There is no other implementation to compare with: transformers ignores ``mtp.*``.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.models.deepseek_v4 import dspark
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING, DSparkConfig
+from quire.models.deepseek_v4.dspark import DSparkDrafter
+from quire.models.layers.unpaged_attention import V4UnpagedAttend
+from quire.models.loading.random_weights import random_model
+from tests.models.deepseek_v4.test_engine import V4Recorder
+from tests.models.deepseek_v4.test_mtp import Reference, difference
+from tests.models.engine.test_engine import DEVICE, prompt
+
+CONFIG = replace(
+    CONFIGS["deepseek-v4-tiny"],
+    layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=(MOE, MOE, MOE),
+    num_mtp_layers=0,
+    dspark=DSparkConfig(
+        num_stages=3, block_size=5, noise_token_id=250, markov_rank=8, target_layer_ids=(0, 1, 2)
+    ),
+)
+
+
+class DSparkReference:
+    """Logits and greedy drafts of one sequence; keywords do one thing wrong each."""
+
+    def __init__(self, model, *, causal=False, slides=False, window=None, taps_shift=0,
+                 noise=None, position_shift=0, normed_rows=False):  # fmt: skip
+        self.model, self.config = model, model.config
+        self.stages = [Reference(model, i) for i in range(model.config.dspark.num_stages)]
+        self.causal, self.slides, self.taps_shift = causal, slides, taps_shift
+        self.window = window or self.config.sliding_window
+        self.noise = self.config.dspark.noise_token_id if noise is None else noise
+        self.position_shift, self.normed_rows = position_shift, normed_rows
+
+    def context_rows(self, ids):
+        """By stage, rows of all tokens of ids."""
+        model, means = self.model, []
+        attend, positions = V4UnpagedAttend(self.config), torch.arange(len(ids))
+        x = model.embed_tokens(ids)[:, None].expand(-1, self.config.hc_mult, -1)
+        means.append(x.double().mean(1))
+        for layer in model.layers:
+            x = layer(x, ids, positions, model.rope[layer.self_attn.kind], attend)
+            means.append(x.double().mean(1))
+        taps = [means[i + 1 + self.taps_shift] for i in self.config.dspark.target_layer_ids]
+        first, rows = self.stages[0], [[] for _ in self.stages]
+        for t, tap in enumerate(torch.cat(taps, dim=1)):
+            main = first.norm(first.w["main_proj.weight"] @ tap, "main_norm.weight")
+            for stage, out in zip(self.stages, rows, strict=True):
+                source = stage.norm(main, "input_layernorm.weight") if self.normed_rows else main
+                row = stage.norm(
+                    stage.w["self_attn.kv_proj.weight"] @ source, "self_attn.kv_norm.weight"
+                )
+                out.append(stage.turn(row, t))
+        return rows
+
+    def attention(self, stage, context, start):
+        """Attention of a block that begins at position ``start``, as a function of its rows."""
+        c, w = self.config, stage.w
+
+        def attend(inputs):
+            own = []
+            for i, x in enumerate(inputs):
+                row = stage.norm(w["self_attn.kv_proj.weight"] @ x, "self_attn.kv_norm.weight")
+                own.append(stage.turn(row, start + i))
+            out = []
+            for i, x in enumerate(inputs):
+                end = start + i if self.slides else start
+                first = max(0, end - self.window)
+                keys = context[first:start] + (own[: i + 1] if self.causal else own)
+                keys = torch.stack(keys)
+                latent = stage.norm(w["self_attn.q_a_proj.weight"] @ x, "self_attn.q_a_norm.weight")
+                queries = (w["self_attn.q_b_proj.weight"] @ latent).view(c.num_heads, c.head_dim)
+                heads = []
+                for h, q in enumerate(queries):
+                    q = stage.turn(stage.norm(q), start + i)
+                    weights = (keys @ q / c.head_dim**0.5).exp()
+                    weights = weights / (weights.sum() + w["self_attn.sinks"][h].exp())
+                    heads.append(stage.turn(weights @ keys, -(start + i)))
+                per_group, rank = c.num_heads // c.o_groups, c.o_lora_rank
+                narrow = [
+                    w["self_attn.o_a_proj.weight"][g * rank : (g + 1) * rank]
+                    @ torch.cat(heads[g * per_group : (g + 1) * per_group])
+                    for g in range(c.o_groups)
+                ]
+                out.append(w["self_attn.o_b_proj.weight"] @ torch.cat(narrow))
+            return out
+
+        return attend
+
+    def __call__(self, ids):
+        """(logits [block_size, vocab_size], greedy drafts) behind ids, the last one the anchor."""
+        dspark, n = self.config.dspark, self.config.hc_mult
+        context, start = self.context_rows(ids[:-1]), len(ids) - 1
+        block = [ids[-1].item()] + [self.noise] * (dspark.block_size - 1)
+        embed = self.stages[0].w["embed_tokens.weight"]
+        rows = [embed[token].expand(n, -1) for token in block]
+        for stage, seen in zip(self.stages, context, strict=True):
+            attend = self.attention(stage, seen, start + self.position_shift)
+            rows = stage.around(rows, "attn_hc", "input_layernorm.weight", attend)
+            rows = stage.around(rows, "ffn_hc", "post_attention_layernorm.weight", stage.moe)
+        last, logits = self.stages[-1], []
+        w = last.w
+        for x in rows:
+            pre = last.mixes(x, "hc_head.hc_fn") * w["hc_head.hc_scale"] + w["hc_head.hc_base"]
+            pre = torch.sigmoid(pre) + self.config.hc_eps
+            y = last.norm(sum(pre[s] * x[s] for s in range(n)), "norm.weight")
+            logits.append(w["lm_head.weight"] @ y)
+        drafts, before = [], ids[-1]
+        for row in logits:
+            term = w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][before]
+            before = (row + term).argmax()
+            drafts.append(before.item())
+        return torch.stack(logits), drafts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG, seed=3, device=DEVICE)
+
+
+class Watched(DSparkDrafter):
+    """Keeps what it drafted for each sequence, then drafts the truth up to a wrong token."""
+
+    truth = ()
+
+    def __init__(self, model, max_draft_tokens=5):
+        super().__init__(model, max_draft_tokens)
+        self.seen = []
+
+    def propose(self, requests):
+        drafts = super().propose(requests)
+        for request, own in zip(requests, drafts, strict=True):
+            self.seen.append((list(request.tokens), own.tolist()))
+            right = len(self.seen) % (self.max_draft_tokens + 1)
+            known = torch.tensor(self.truth[request.num_tokens :][:right], dtype=own.dtype)
+            own[: len(known)] = known
+        return drafts
+
+
+@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 41])
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_drafts_equal_the_reference(model, length, chunk, monkeypatch):
+    """Around the first window of 16 tokens, whatever steps wrote the rows."""
+    logits, block_logits = [], dspark.block_logits
+
+    def kept(*args, **options):
+        logits.append(block_logits(*args, **options))
+        return logits[-1]
+
+    monkeypatch.setattr(dspark, "block_logits", kept)
+    drafter = Watched(model)
+    run = V4Recorder(model, drafter=drafter, max_num_batched_tokens=chunk)
+    run.add(prompt(length), 2)
+    run.run()
+    tokens, drafts = drafter.seen[0]
+    expected, ids = DSparkReference(model)(torch.tensor(tokens))
+    assert expected.std() > 0.5 and difference(logits[0][0], expected) < 1e-4
+    assert drafts == ids
+
+
+def test_rejections_at_every_place_leave_no_trace(model):
+    """Drafts of each step are those of the sequence so far, however many were accepted before."""
+    plain = V4Recorder(model)
+    plain_id = plain.add(prompt(30), 40)
+    plain.run()
+    tokens = [*prompt(30), *plain.outputs[plain_id].token_ids]
+    drafter = Watched(model)
+    drafter.truth = tokens
+    run = V4Recorder(model, drafter=drafter)
+    request_id = run.add(prompt(30), 40)
+    run.run()
+    assert run.outputs[request_id].token_ids == plain.outputs[plain_id].token_ids
+    assert len(drafter.seen) > 7
+    reference = DSparkReference(model)
+    for sequence, drafts in drafter.seen[:9]:
+        assert sequence == tokens[: len(sequence)]
+        assert drafts == reference(torch.tensor(sequence))[1][: len(drafts)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"causal": True},
+        {"slides": True},
+        {"window": 15},
+        {"taps_shift": -1},
+        {"noise": 0},
+        {"position_shift": -1},
+        {"normed_rows": True},
+    ],
+    ids=str,
+)
+def test_each_rule_matters(model, wrong):
+    """The reference tells these mistakes apart."""
+    ids = torch.tensor(prompt(41))
+    good, bad = DSparkReference(model)(ids)[0], DSparkReference(model, **wrong)(ids)[0]
+    assert difference(good, bad) > 1e-2
+
+
+def test_a_hit_and_a_preemption_bring_the_rows_along(model):
+    """Drafts behind them are those of a cold request."""
+    reference = DSparkReference(model)
+    drafter = Watched(model)
+    run = V4Recorder(model, drafter=drafter)
+    for expected in (0, 96):
+        request_id = run.add(prompt(99), 3)
+        run.run()
+        assert run.outputs[request_id].num_cached_tokens == expected
+    small = V4Recorder(model, drafter=(other := Watched(model)), num_pages=56, max_model_len=120)
+    ids = [small.add(prompt(50 + n, n), 30) for n in range(8)]
+    small.run()
+    assert sum(small.outputs[i].num_preemptions for i in ids) > 0
+    for sequence, drafts in [*drafter.seen, *other.seen[-8:]]:
+        assert drafts == reference(torch.tensor(sequence))[1][: len(drafts)]
+
+
+def test_what_is_refused(model):
+    with pytest.raises(ValueError, match="max_draft_tokens: expected at most the block of 5"):
+        DSparkDrafter(model, 6)
+    with pytest.raises(ValueError, match="max_draft_tokens: expected >= 1, got 0"):
+        DSparkDrafter(model, 0)
+    plain = random_model(CONFIGS["deepseek-v4-tiny"])
+    with pytest.raises(ValueError, match="model: expected one with DSpark"):
+        DSparkDrafter(plain)
+    with pytest.raises(ValueError, match=r"target_layer_ids: expected layers 0\.\.2"):
+        replace(CONFIG, dspark=replace(CONFIG.dspark, target_layer_ids=(1, 3)))
