@@ -1,121 +1,41 @@
-"""Events: a reader that sees nothing else answers the same hits as the cache."""
+"""Events: what is stored where, told in full, in bounded memory."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 
-from quire.kvcore import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventLog,
-    GroupSpec,
-    tail_hashes,
-)
-from tests.support.kvcore.engine import Engine, groups
+from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, GroupSpec, KVCache, tail_hashes
+from quire.kvcore.events import split_keys
+from tests.kvcore.engine import Engine, Text, groups
+from tests.kvcore.expected import Reader
 
 STATE = GroupSpec("state", "state", 4, 4096)
 MIXES = [
     ((8, None),),
     ((8, None), (4, 10), (4, 10)),
-    ((16, None), (4, 8)),
     ((4, None), (8, 20), (4, 1)),
-    ((4, None), (4, 1)),
     ((4, 9),),
     (STATE,),
     ((4, None), (8, None), STATE, (2, 5)),
-    (GroupSpec("wide", "dense", 8, 4096), (4, 6)),
     (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
 ]
-
-
-class Reader:
-    """A router: it knows the groups, and learns the rest from events. Salts and tokens never reach it."""
-
-    def __init__(self, specs: list[GroupSpec]) -> None:
-        self.dense = [i for i, g in enumerate(specs) if g.kind == "dense"]
-        self.others = [i for i, g in enumerate(specs) if g.kind != "dense"]
-        self.alignment = math.lcm(*(g.block_size for g in specs))
-        tails = [
-            g.tail_blocks * g.block_size for g in specs if g.kind == "window" and g.tail_blocks
-        ]
-        self.span = min(tails, default=10**9) // self.alignment
-        if any(g.kind == "state" for g in specs):
-            self.span = 0
-        self.parents: dict[bytes, bytes | None] = {}
-        self.stored: list[set[bytes]] = [set() for _ in specs]
-        self.next_number = 0
-        self.lost = False
-
-    def read(self, log: EventLog) -> None:
-        first, events = log.take()
-        self.lost |= first != self.next_number
-        self.next_number = first + len(events)
-        for event in events:
-            self.apply(event)
-
-    def apply(self, event) -> None:
-        if isinstance(event, AllBlocksCleared):
-            for stored in self.stored:
-                stored.clear()
-            return
-        hashes = set(event.block_hashes)
-        assert len(hashes) == len(event.block_hashes)
-        for group in event.groups:
-            if isinstance(event, BlockStored):
-                if event.kind == "dense":
-                    before = (event.parent, *event.block_hashes[:-1])
-                    self.parents.update(zip(event.block_hashes, before, strict=True))
-                assert not hashes & self.stored[group], "stored twice"
-                self.stored[group] |= hashes
-            else:
-                assert hashes <= self.stored[group], "removed what was not stored"
-                self.stored[group] -= hashes
-
-    def hit(self, keys: list[bytes], num_tokens: int) -> int:
-        depth = len(keys)
-        if self.dense:
-            while depth and not all(k in self.stored[g] for k in keys[:depth] for g in self.dense):
-                depth -= 1
-        depth = min(depth, (num_tokens - 1) // self.alignment)
-        if self.others:
-            points = set.intersection(*(self.stored[g] for g in self.others))
-            held = points | self._between(points)
-            while depth and keys[depth - 1] not in held:
-                depth -= 1
-        return depth * self.alignment
-
-    def _between(self, points: set[bytes]) -> set[bytes]:
-        """Boundaries between two resume points, or the start and one, of which the longer tail holds all in between."""
-        held: set[bytes] = set()
-        if self.dense:
-            for key in points & self.parents.keys():  # the other hashes are of blocks of tails
-                above, node = [], self.parents[key]
-                while node is not None and node not in points and len(above) < self.span:
-                    above.append(node)
-                    node = self.parents[node]
-                if len(above) < self.span:
-                    held.update(above)
-        return held
+IMAGE = 8  # placeholder of an image
+EXTRA = ((0, None, b"adapter"), (3, 10, b"cat"))
 
 
 def engine(specs, log: EventLog | None = None, **options) -> Engine:
-    base = {"num_pages": 400, "max_requests": 4, "max_model_len": 400}
+    base = {"num_pages": 400, "max_requests": 4, "max_model_len": 4096}
     return Engine(groups(*specs), events=log, **(base | options))
 
 
-def same_hits(e: Engine, reader: Reader, prompts, salts=(b"",)) -> None:
+def same_hits(e: Engine, reader: Reader, prompts) -> None:
     for tokens in prompts:
-        for salt in salts:
-            match = e.kv.match(tokens, salt=salt)
-            keys = match.prompt.keys
-            split = [keys[i : i + 32] for i in range(0, len(keys), 32)]
-            told = reader.hit(split, len(tokens))
-            # Without dense groups nobody is told which keys are on the way to a boundary.
-            assert told == match.num_tokens or (not reader.dense and told < match.num_tokens)
+        told = reader.hit(Text(tokens, b""), len(tokens) - 1)
+        hit = e.kv.match(tokens).num_tokens
+        assert told == hit or (
+            not reader.dense and told < hit
+        )  # parents of boundaries are not told
 
 
 def test_the_records_of_a_request_name_exactly_its_blocks():
@@ -125,8 +45,7 @@ def test_the_records_of_a_request_name_exactly_its_blocks():
     prompt = list(range(100, 126))
     e.run("a", prompt, [7, 8], chunk=8)
     first, events = log.take()
-    keys = e.kv.match([*prompt, 7, 8, 9]).prompt.keys
-    key = [keys[i : i + 32] for i in range(0, len(keys), 32)]
+    key = split_keys(e.kv.match([*prompt, 7, 8, 9]).prompt.keys)
     assert first == 0 and len(events) == log.next_number
     dense = [r for r in events if r.kind == "dense"]
     assert [r.block_hashes for r in dense] == [(k,) for k in key]
@@ -155,10 +74,10 @@ def test_a_tail_at_the_start_names_only_blocks_that_exist():
     assert len(stored.block_hashes) == 1
 
 
-def test_an_overflow_drops_the_oldest_and_shows_as_a_gap():
+def test_a_log_is_bounded_in_events_and_in_bytes_and_a_reader_sees_the_gap():
     log = EventLog(capacity=5)
     e = engine(((4, None),), log)
-    reader = Reader(e.kv.layout.groups)
+    reader = Reader(e.kv)
     e.run("a", list(range(20)), chunk=4)
     reader.read(log)
     assert not reader.lost and log.num_dropped == 0
@@ -166,31 +85,71 @@ def test_an_overflow_drops_the_oldest_and_shows_as_a_gap():
     assert len(log) == 5 and log.num_dropped == 5 and log.next_number == 15
     number, events = log.take()
     assert number == 10 and len(events) == 5
-    reader.read(log)
-    assert reader.lost
-    e.kv.clear()  # brings both to the same state
+    e.kv.clear()
     assert log.take() == (15, [AllBlocksCleared()])
 
+    log = EventLog(max_bytes=60_000)
+    e = engine(((4, None), (4, 9)), log)
+    reader = Reader(e.kv)
+    for i in range(6):
+        e.run(i, list(range(1000 * i, 1000 * i + 160)), chunk=160)
+        assert log.num_bytes <= 60_000
+    assert log.num_dropped > 0 and 0 < len(log) < log.next_number
+    reader.read(log)
+    assert reader.lost and log.num_bytes == 0 and len(log) == 0
+    log = EventLog(max_bytes=5000)
+    engine(((4, None), (4, 9)), log).run(
+        "a", list(range(400)), chunk=400
+    )  # an event larger than all room
+    assert log.num_bytes <= 5000 and log.num_dropped > 0
 
-def test_clear_spares_what_running_requests_use():
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_an_announcement_larger_than_the_log_is_read_in_parts(most):
+    log = EventLog(capacity=12)
+    e = engine(((4, None), (4, 9)), log, retention="dense")
+    prompts = [list(range(1000 * i, 1000 * i + 80)) for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        e.run(i, prompt)
+    reader = Reader(e.kv)
+    reader.next_number = log.next_number - len(log)
+    e.kv.announce()
+    assert len(log) > 12
+    longer = [*prompts[0], 1, 2, 3, 4, 5]
+    e.run("later", longer)  # told after the announcement, made before it is read
+    points = e.kv.stats()["resume_points"]
+    e.kv.evict(1)  # a point that was announced, and dense blocks behind it
+    assert e.kv.stats()["resume_points"] < points
+    while n := reader.read(log, most):
+        assert n <= most and not reader.lost
+    assert reader.next_number == log.next_number
+    same_hits(e, reader, [[*p, 7] for p in prompts] + [[*longer, 6]])
+
+
+def test_an_announcement_that_later_events_push_out_leaves_a_gap():
+    log = EventLog(capacity=2)
+    e = engine(((4, None), (4, 9)), log)
+    e.run("a", list(range(40)))
+    log.take()
+    e.kv.announce()
+    first = log.take(1)[0]
+    e.run("b", list(range(100, 180)), chunk=8)
+    number, events = log.take()
+    assert number > first + 1 and len(events) == 2
+
+
+def test_tokens_of_answers_take_room_for_the_newest_only():
     log = EventLog()
-    e = engine(((8, None), (4, 10)), log)
-    reader = Reader(e.kv.layout.groups)
-    e.run("old", list(range(40)))
-    e.admit("a", [*range(16), 99, 98])
+    e = engine(((4, None),), log)
+    e.admit("a", [1, 2, 3])
     e.finish_prompt("a")
-    in_use = e.kv.stats()["pages_in_use"]
-    e.kv.clear()
+    size = e.kv._event_writer._answers.size
+    for i in range(300):
+        e.decode("a", [i])
+        assert e.kv._event_writer._answers.size <= 2 * size
+    reader = Reader(e.kv)
     reader.read(log)
-    e.check()
-    assert e.kv.num_evictable_pages == 0 and e.kv.stats()["pages_in_use"] == in_use
-    assert e.kv.match([*range(16), 99]).num_tokens == 0, "no resume point is left"
-    assert e.kv.match([*range(16), 99]).dense_tokens == 16, "its dense blocks stay findable"
-    same_hits(e, reader, [list(range(40)), [*range(16), 99]])
-    e.release("a")
-    reader.read(log)
-    assert e.kv.match([*range(16), 99]).num_tokens == 16
-    same_hits(e, reader, [[*range(16), 99]])
+    same_hits(e, reader, [[*e.tokens["a"], 9]])  # which compares the tokens that events name
 
 
 def test_without_a_log_no_tokens_are_kept():
@@ -226,7 +185,7 @@ def ledger(events) -> dict:
 def test_a_late_reader_is_told_everything(mix):
     log = EventLog()
     e = engine(mix, log, retention="dense", num_pages=80)
-    rng, history, events = np.random.default_rng(0), [[1]], []
+    rng, history = np.random.default_rng(0), [[1]]
     for rid in range(25):
         base = history[rng.integers(len(history))]
         prompt = base[: rng.integers(len(base) + 1)] + rng.integers(0, 2, 50).tolist()
@@ -236,14 +195,78 @@ def test_a_late_reader_is_told_everything(mix):
     e.finish_prompt("running")
     events = log.take()[1]
     e.kv.announce()
-    late, again = Reader(e.kv.layout.groups), log.take()[1]
-    for event in again:
-        late.apply(event)
-    same_hits(e, late, history)
+    again = log.take()[1]
     assert ledger(again) == ledger(events) != {}
     assert any(isinstance(event, BlockRemoved) for event in events)
 
 
-def test_only_a_cache_with_events_announces():
-    with pytest.raises(ValueError, match="events: expected an EventLog at construction"):
-        engine(MIXES[0]).kv.announce()
+# Salts and extra keys.
+
+
+def run(kv: KVCache, rid, tokens, **keys) -> None:
+    slot = kv.admit(rid, kv.match(tokens, **keys))
+    at = int(kv.num_computed[slot])
+    kv.commit(kv.plan([slot], [len(tokens) - at]), tokens[at:])
+    kv.release(rid)
+
+
+def cache(log: EventLog, *mix) -> KVCache:
+    return KVCache(groups(*mix), num_pages=80, max_requests=2, max_model_len=200, events=log)
+
+
+def stored(log: EventLog, kind="dense"):
+    return [e for e in log.take()[1] if not isinstance(e, AllBlocksCleared) and e.kind == kind]
+
+
+def test_hashes_of_a_tail_are_keys_of_no_segment():
+    kv = cache(EventLog(), (1, 3))
+    keys = split_keys(kv.match([5, 5, 5, 5, 1, 9]).prompt.keys)
+    assert tail_hashes(keys[3], 2)[1] == keys[3]
+    assert tail_hashes(keys[3], 2)[0] != keys[4]  # the next token is 1, as is the block's distance
+
+
+def test_the_extra_keys_of_a_block_are_those_over_its_tokens():
+    log = EventLog(identities=True)
+    kv = cache(log, (8, None), (4, 10))
+    run(kv, "a", [1, 2, 3, *[IMAGE] * 7, *range(16)], salt=b"tenant", extra_keys=EXTRA)
+    for event in log.take()[1]:
+        assert (event.salt, event.request_id) == (b"tenant", "a")
+        over = list(event.extra_keys)
+        if event.kind == "dense":
+            cats = {0: (3, 8, b"cat"), 8: (3, 10, b"cat")}
+            expected = [
+                ((0, at + 8, b"adapter"), *([cats[at]] if at in cats else []))
+                for at in range(event.start, event.start + 8 * len(over), 8)
+            ]
+        else:
+            assert event.start == 12
+            expected = [((0, at, b"adapter"),) for at in (16, 20, 24)]
+        assert over == expected
+
+
+def test_of_a_tail_too_the_blocks_under_an_image_name_it():
+    log = EventLog(identities=True)
+    kv = cache(log, (8, None), (4, 10))
+    run(kv, "a", [1, 2, 3, *[IMAGE] * 7, *range(7)], extra_keys=EXTRA[1:])
+    (window,) = stored(log, "window")
+    assert (window.start, window.extra_keys) == (4, (((3, 8, b"cat"),), ((3, 10, b"cat"),), ()))
+
+
+def test_only_a_log_with_identities_names_them():
+    log = EventLog()
+    kv = cache(log, (4, None), (4, 6))
+    run(kv, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], salt=b"tenant-secret", extra_keys=EXTRA)
+    kv.announce()
+    events = log.take()[1]
+    assert len(events) > 2 and not any("secret" in repr(e) or "cat" in repr(e) for e in events)
+
+
+def test_a_slot_is_another_identity_when_it_is_used_again():
+    log = EventLog(identities=True)
+    kv = cache(log, (4, None))
+    run(kv, "a", [1, 2, 3, 4, 5], salt=b"t", extra_keys=((0, None, b"x"),))
+    run(kv, "b", [1, 2, 3, 4, 5])
+    assert [(e.request_id, e.salt, e.extra_keys) for e in stored(log)] == [
+        ("a", b"t", (((0, 4, b"x"),),)),
+        ("b", b"", ()),
+    ]

@@ -13,16 +13,15 @@ LIVES = 40
 
 @pytest.mark.slow
 def test_lives():
-    """Caches of all kinds, a hundred steps each; `python -m tests.kvcore.shadow` runs more."""
     calls, checked, evicted = Counter(), 0, 0
     for seed in range(LIVES):
-        life = shadow.run(seed, shadow.names_of(seed, 100), calls)
+        life = shadow.run(seed, shadow.steps_of(seed, 100), calls)
         checked += life.device.rows_checked
         evicted += life.kv.stats()["evicted_segments"]
     assert checked > 2500 * LIVES and evicted > 2 * LIVES
     for name in (
-        "admit", "commit", "rollback", "release", "pin", "evict", "refused", "out of pages", "with drafts", "evict_pages",
+        "admit", "commit", "rollback", "release", "pin", "evict", "out of pages", "with drafts",
         "reserve", "arrays", "advance", "publish", "room", "ahead", "stores", "jobs done", "num_published",
     ):  # fmt: skip
         assert calls[name] > LIVES // 8, name
-    assert calls["commit"] > 12 * LIVES and calls["kept loads"] and calls["jobs failed"]
+    assert calls["commit"] > 6 * LIVES and calls["kept loads"] and calls["jobs failed"]

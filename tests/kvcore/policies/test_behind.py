@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcore import LRU, Adaptive
-from tests.kvcore.tier.setup import PROMPT, Setup
-from tests.support.kvcore.entries import Fake, chance, key
+from tests.kvcore.policies.fake import Fake, chance, key
+from tests.kvcore.tier.setup import Setup
 
 
 def test_a_tier_of_adaptive_learns_with_the_cache():
@@ -50,17 +50,6 @@ def test_an_entry_that_another_place_keeps_has_no_stand_in():
             pass
         found.append(chance(device, shorter) > before)
     assert found == [True, False]
-
-
-@pytest.mark.parametrize("policy", [Adaptive, LRU])
-def test_what_comes_next_is_known_before_it_was_looked_at(policy):
-    """`Adaptive` looks at entries late; what eviction takes was to be had by `coming`."""
-    s = Setup(pages=200, policy=policy())
-    for i in range(4):
-        s.serve([i, *PROMPT])
-    index = s.e.kv.index
-    points = {p for run in index.runs() for p in run.points.values()}
-    assert {*index.policy.coming(100)} == points
 
 
 @pytest.mark.parametrize("policy", [Adaptive, LRU])

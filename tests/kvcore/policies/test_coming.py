@@ -9,7 +9,7 @@ import pytest
 
 from quire.kvcore import LRU, Adaptive, KVCache
 from quire.kvcore.policies.base import in_order
-from tests.support.kvcore.engine import groups
+from tests.kvcore.engine import groups
 
 
 def busy(policy, specs) -> KVCache:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import KVCache, StepPlan
-from tests.support.kvcore.device import Text
-from tests.support.kvcore.engine import Engine, groups
+from tests.kvcore.engine import Engine, Text, groups
 
 
 def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, list[int]]:

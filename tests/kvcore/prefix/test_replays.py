@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcore import GroupSpec, StepPlan
-from tests.support.kvcore.engine import Engine, groups
+from tests.kvcore.engine import Engine, groups
 
 GROUPS = ((16, None), (4, 9), (8, 9))  # alignment 16; two window groups of 8 rows before the query
 
@@ -68,39 +68,6 @@ def test_a_replay_writes_no_dense_page_and_makes_the_boundary_resumable(chunk):
     e.check()
     assert e.kv.num_pages - e.kv.num_free_pages > in_use
     assert e.kv.stats()["replays"] == 1 and e.kv.stats()["replayed_tokens"] == 32
-
-
-def test_intervals_inside_a_replay_are_passed_over():
-    e = without_points(80, retention=16)
-    assert e.admit("new", tokens(200)).replay_from == 112
-    for count in (
-        20,
-        30,
-        29,
-        1,
-        8,
-    ):  # of which only the last two reach the end of the replay, and pass it
-        start = e.computed("new")
-        plan = e.step({"new": count})
-        assert isinstance(plan, StepPlan)
-        unseen = max(0, (start + count - 8) // 4 * 4 - start)
-        assert (plan.slot_mapping[1, :unseen] == -1).all(), "what the next query does not see"
-        e.check()
-    assert e.kv.match(tokens(200)).num_tokens == 192
-    assert e.kv.stats()["resume_points"] == 1
-
-
-def test_a_replay_that_is_given_up_leaves_no_resume_point():
-    e = without_points(32)
-    e.admit("new", tokens(200))
-    e.step({"new": 20})
-    e.release("new")
-    e.check()
-    match = e.kv.match(tokens(200))
-    assert (match.num_tokens, match.dense_tokens, match.replay_from) == (0, 192, 160)
-    e.kv.evict(10_000)
-    e.check()
-    assert e.kv.num_free_pages == e.kv.num_pages - 1
 
 
 def test_a_state_rules_replays_out():

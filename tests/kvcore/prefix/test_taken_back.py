@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec
-from tests.support.kvcore.engine import Engine, groups
+from tests.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
 DRAFT = GroupSpec("draft", "dense", 4, 4096, lookahead=1)
@@ -46,23 +45,3 @@ def test_a_snapshot_of_tokens_taken_back_is_no_resume_point(specs, prompt, end):
     e.admit("b", longer)
     e.finish_prompt("b", chunk=64)  # the stand-in engine checks the state that it starts from
     e.check()
-
-
-def test_a_snapshot_behind_the_tokens_taken_back_stays():
-    e = engine((4, None), STATE, retention="dense")
-    e.admit("a", [1, 2, 3, 4])
-    e.finish_prompt("a")
-    e.decode("a", [5, 6])
-    e.kv.rollback(e.slots["a"], 2)
-    del e.tokens["a"][-2:]
-    e.check()
-    e.release("a")
-    assert e.kv.match([1, 2, 3, 4, 5]).num_tokens == 4
-
-
-def test_a_commit_without_caching_returns_no_copies():
-    e = engine((8, None), STATE, enable_caching=False)
-    slot = e.kv.admit("a", e.kv.match([*range(8), *range(8)]))
-    for n in (8, 8):
-        copies = e.kv.commit(e.kv.plan([slot], [n]), np.arange(n))
-        assert copies.shape == (0, 2)

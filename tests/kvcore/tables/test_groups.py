@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache
-from tests.support.kvcore.engine import Engine, groups
+from tests.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 32, 4096)
 DENSE = GroupSpec("dense", "dense", 32, 4096)
@@ -30,20 +30,15 @@ def engine(specs, **options) -> Engine:
 
 
 MIXES = {
-    "dense": ((16, None),),
     "gemma": ((32, None), (16, 64), (16, 64)),
     "wide": ((256, None), (64, 128), (64, 128)),  # segments longer than the window
-    "windows": ((16, 40),),
-    "two-windows": ((32, None), (16, 33), (8, 20), (32, 1)),
-    "three-blocks": ((48, None), (16, 50)),
     "mamba": MAMBA,
     "v4": V4,
-    "state": (STATE,),
 }
 
 
 @pytest.mark.parametrize("specs", MIXES.values(), ids=MIXES)
-@pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
+@pytest.mark.parametrize("chunk", [7, 1000])
 def test_a_prompt_is_hit_by_a_resend_a_longer_one_and_the_next_turn(specs, chunk):
     e = engine(specs)
     a = e.kv.alignment
@@ -99,16 +94,6 @@ def test_copies_name_what_to_move_and_when():
     e.kv.check_invariants()
 
 
-def test_a_running_request_has_one_live_page_set_and_one_snapshot():
-    e = engine((DENSE, GroupSpec("state", "state", 32, 4096)))
-    e.admit("a", tokens(10))
-    e.finish_prompt("a")
-    for t in range(200):
-        e.decode("a", [t])
-        assert e.kv.stats()["pages_in_use"] <= -(-e.computed("a") // 32) + 2
-    e.check()
-
-
 @pytest.mark.parametrize("others", [(), ((16, 64),), ((16, 64), (8, 40))], ids=["2", "3", "4"])
 def test_a_drafter_costs_no_hits(others):
     """vLLM PR 44082: hits went to 0 with a drafter in one of three groups; the key's lookahead loses none."""
@@ -150,36 +135,3 @@ def test_multi_token_drafters():
             groups(DENSE, GroupSpec("d", "dense", 32, 4096, lookahead=33)),
             num_pages=9, max_requests=1, max_model_len=99,
         )  # fmt: skip
-
-
-def test_rollback_stops_at_the_lookahead_of_cached_segments():
-    e = engine((DENSE, DRAFT), max_draft_tokens=8)
-    e.admit("a", tokens(10))
-    e.finish_prompt("a")
-    e.decode("a", tokens(24, 1))  # 34 computed: 32 is cached, and its key covers token 32
-    slot = e.slots["a"]
-    assert e.kv.lowest_rollback(slot) == 33
-    e.kv.rollback(slot, 1)
-    del e.tokens["a"][33:]
-    e.check()
-    with pytest.raises(ValueError, match="num_tokens"):
-        e.kv.rollback(slot, 1)
-
-
-def test_a_state_without_caching_needs_no_snapshots():
-    e = Engine(
-        groups(GroupSpec("state", "state", 4, 4096), (4, None)),
-        num_pages=40, max_requests=3, max_model_len=64, enable_caching=False,
-    )  # fmt: skip
-    e.admit("a", [1, 2, 3, 4, 5])
-    e.admit("b", [1, 2, 3, 4, 5, 6, 7])
-    e.step({"a": 4, "b": 6})
-    e.step({"a": 1, "b": 1})
-    e.decode("a", [1, 2, 3, 4])
-    assert (e.kv.tables[:, :] >= 0).all() and e.kv.stats()["pages_in_use"] == 3 + 2 + 2
-    for t in range(24):
-        for rid in ("a", "b"):
-            e.tokens[rid].append(t)
-        e.step({"a": 1, "b": 1})
-    # 33 and 31 tokens in blocks of 4, and a live state each.
-    assert e.kv.stats()["pages_in_use"] == 9 + 8 + 2

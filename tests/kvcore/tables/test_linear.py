@@ -1,4 +1,4 @@
-"""`KVCache(append_only=True)` under random traffic: a device that writes before it reads and tables that only grow; every row that a query sees is checked."""
+"""`KVCache(append_only=True)`: tables that only grow."""
 
 from __future__ import annotations
 
@@ -7,21 +7,11 @@ from hashlib import sha256
 import pytest
 
 from quire.kvcore import EventLog, GroupSpec, KVCache, OutOfPages
+from tests.kvcore.engine import groups
 
-MIXES = {
-    "dense": ((8, None),),
-    "hybrid": ((8, None), (8, 20), (8, 33)),
-    "block sizes": ((16, None), (8, 20), (4, 9)),
-    "windows": ((8, 20), (16, 40)),
-}
+HYBRID = ((8, None), (8, 20), (8, 33))
 LONGEST = 160
-
-
-def groups(mix: str) -> list[GroupSpec]:
-    return [
-        GroupSpec(str(i), "window" if window else "dense", size, 1, window)
-        for i, (size, window) in enumerate(MIXES[mix])
-    ]
+MODES = {"reads": "pages", "adopt": False, "append_only": True}
 
 
 def keys_of(tokens: list[int], alignment: int) -> bytes:
@@ -32,17 +22,11 @@ def keys_of(tokens: list[int], alignment: int) -> bytes:
     return keys
 
 
-def linear(mix, **options) -> KVCache:
-    modes = {"reads": "pages", "adopt": False, "append_only": True, "max_requests": 12}
-    return KVCache(groups(mix), max_model_len=LONGEST, **(modes | options))
-
-
-def available(cache: KVCache) -> int:
-    return cache.num_free_pages + cache.num_evictable_pages
-
-
-def full(num_pages=20, **options):
-    return linear("hybrid", num_pages=num_pages, **options)
+def full(num_pages=20, **options) -> KVCache:
+    options = (
+        MODES | {"max_requests": 12, "max_model_len": LONGEST, "num_pages": num_pages} | options
+    )
+    return KVCache(groups(*HYBRID), **options)
 
 
 def admitted(cache: KVCache, name: str, keys: bytes, num_tokens: int, end: int) -> int:
@@ -98,7 +82,7 @@ def test_what_lacks_is_said_and_nothing_changes():
     assert cache.num_free_pages == 4
     lacks = cache.reserve(a, 60)
     assert isinstance(lacks, OutOfPages)
-    assert (lacks.needed, lacks.free, lacks.evictable, lacks.group) == (9, 4, 0, "0")
+    assert (lacks.needed, lacks.free, lacks.evictable, lacks.group) == (9, 4, 0, "g0")
     assert isinstance(cache.reserve(a, 41, least=5), OutOfPages)
     assert isinstance(cache.admit("b", cache.match(keys=b"", num_tokens=9), least=5), OutOfPages)
     assert cache.num_free_pages == 4 and len(cache.pages_of(a)[0]) == 5
@@ -124,33 +108,16 @@ def test_hits_end_where_a_resume_point_is():
     assert cache.pages_of(b)[1][:3] == [0, 0, 0] and all(cache.pages_of(b)[1][3:])
 
 
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        (GroupSpec("s", "state", 8, 1), "state"),
-        (GroupSpec("s", "dense", 8, 1, lookahead=1), "lookahead=1"),
-    ],
-)
-def test_other_groups_are_refused(spec, named):
-    modes = {"reads": "pages", "adopt": False, "append_only": True}
-    with pytest.raises(ValueError, match=f"groups: expected dense and window groups.*{named}"):
-        KVCache([spec], num_pages=9, max_requests=1, max_model_len=LONGEST, **modes)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reads": "step"},
-        {"adopt": True},
-        {"track_deltas": True},
-        {"events": EventLog()},
-        {"max_draft_tokens": 2},
+def test_groups_and_modes_that_need_tables_are_refused():
+    for spec in (GroupSpec("s", "state", 8, 1), GroupSpec("s", "dense", 8, 1, lookahead=1)):
+        with pytest.raises(ValueError, match="groups: expected dense and window groups.*name='s'"):
+            KVCache([spec], num_pages=9, max_requests=1, max_model_len=LONGEST, **MODES)
+    for options in (
+        {"reads": "step"}, {"adopt": True}, {"track_deltas": True}, {"events": EventLog()}, {"max_draft_tokens": 2},
         {"replay_tokens": 9},
-    ],
-)
-def test_modes_that_need_tables_are_refused(options):
-    with pytest.raises(ValueError, match="append_only: expected False but with reads='pages'"):
-        full(**options)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="append_only: expected False but with reads='pages'"):
+            full(**options)
 
 
 def test_calls_that_need_tables_are_refused_by_name():
@@ -186,8 +153,7 @@ def test_calls_that_need_tables_are_refused_by_name():
 def test_an_advance_that_is_refused_changes_no_request(slots, ends, oldest, message):
     cache = KVCache(
         [GroupSpec("d", "dense", 4, 1), GroupSpec("w", "window", 4, 1, 5)],
-        num_pages=60, max_requests=4, max_model_len=100,
-        reads="pages", adopt=False, append_only=True,
+        num_pages=60, max_requests=4, max_model_len=100, **MODES,
     )  # fmt: skip
     for i in range(2):
         assert cache.admit(i, cache.match([i] * 20)) == i

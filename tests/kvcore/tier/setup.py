@@ -1,11 +1,16 @@
-"""An engine of one cache, with a host tier behind it and its memory."""
+"""An engine of one cache, with a host tier behind it and the memory of both."""
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
+
 from quire.kvcore import LRU, GroupSpec
+from quire.kvcore.events import split_keys
+from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import Job, TierMatch, Tiers
-from tests.support.kvcore.engine import Engine, groups
-from tests.support.kvcore.tiers import Contents, Memory
+from tests.kvcore.engine import POISON, Engine, groups
 
 HYBRID = groups((8, None), (4, 10))
 DENSE = groups((8, None))
@@ -17,7 +22,7 @@ LONGER = [*PROMPT, 1]  # 96 tokens of it are whole segments of 8
 
 
 class Setup:
-    """A cache whose every entry is to have a copy, and to which every load is worth its time.
+    """A cache whose every entry is due for the host, and to which every load is worth its time.
 
     Args:
         options: of the `Engine`; policy_of_host, rate, prefill and watermark of the tier.
@@ -37,26 +42,34 @@ class Setup:
             prefill_tokens_per_second=prefill,
             watermark=watermark,
         )
-        self.memory = Memory(self.e, self.tiers)
+        self.rows = np.full((host, self.e.device.memory.shape[1]), POISON)
         self.ids = 0
 
-    def serve(self, tokens, answer=(), salt=b""):
-        """A whole request, every row of which is checked; returns the tokens of its hit."""
+    def serve(self, tokens, answer=(), salt=b"") -> int:
+        """Run a whole request, comparing every row; returns the tokens of its hit."""
         self.ids += 1
         return self.e.run(self.ids, list(tokens), list(answer), 64, salt).num_tokens
 
-    def end(self, job: Job, **options) -> None:
-        """Copy the pages of a job; it is done."""
-        self.memory.copy(job)
-        self.tiers.done(job, **options)
-        self.check()
+    def copy(self, job: Job, num_pages: int | None = None) -> None:
+        """Run the copies of a job, or the first `num_pages` of them."""
+        sources, targets = job.sources[:num_pages], job.targets[:num_pages]
+        if job.kind == "store":
+            self.rows[targets] = self.e.device.memory[sources]
+        else:
+            self.e.device.memory[targets] = self.rows[sources]
+
+    def end(self, *jobs: Job) -> None:
+        """Copy the pages of jobs and report them done."""
+        for job in jobs:
+            self.copy(job)
+            self.tiers.done(job)
+            self.check()
 
     def store(self, max_bytes=1 << 30) -> list[Job]:
         """Store what is due, until nothing is."""
         done = []
         while jobs := self.tiers.stores(max_bytes):
-            for job in jobs:
-                self.end(job)
+            self.end(*jobs)
             done += jobs
         return done
 
@@ -79,12 +92,12 @@ class Setup:
 
     def check(self) -> None:
         self.e.check()
-        self.memory.check()
-        self.memory.poison_free_pages()
+        check_index(self.tiers.index, [], [], [], Counter())
+        self.rows[self.tiers.index.pool.free_pages()] = POISON
 
-    def has(self) -> Contents:
-        """What the host holds."""
-        return Contents(self.tiers.index)
+    def segments(self) -> set[bytes]:
+        """Keys of the host's segments."""
+        return {key for run in self.tiers.index.runs() for key in split_keys(run.keys)}
 
     def points(self) -> set[int]:
         """Boundaries, in segments, of the host's resume points."""

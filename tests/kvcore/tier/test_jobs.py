@@ -7,7 +7,6 @@ import pytest
 from quire.kvcore import GroupSpec, Ranked
 from quire.kvcore.tier.ends import TransferEnd
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, STATE, WINDOWS, Setup
-from tests.support.kvcore.engine import groups
 
 
 @pytest.mark.parametrize("specs", [HYBRID, DENSE, STATE], ids=["hybrid", "dense", "state"])
@@ -61,22 +60,6 @@ def test_blocks_that_points_of_a_job_share_are_copied_once():
     assert s.load([*PROMPT[:70], 1]).num_saved_tokens == s.serve([*PROMPT[:70], 1]) == 64
 
 
-def test_two_points_hold_what_is_between_them():
-    """Windows of 33 tokens, segments of 8: points at 48 and 80 hold between them the tail of 64."""
-    s = Setup(groups((8, None), (8, 33)), pages=200, host=300)
-    s.behind(PROMPT[:48], PROMPT[:80])
-    probe = [*PROMPT[:64], 999]
-    assert s.load(probe).num_saved_tokens == s.serve(probe) == 64
-
-
-def test_a_part_of_a_chain_that_goes_on_past_a_fork_comes_alone():
-    s = Setup(pages=200, retention=32)
-    s.behind(PROMPT, [*PROMPT[:40], *range(300, 340)])
-    assert s.load(LONGER, max_tokens=34).num_saved_tokens == 32
-    assert s.e.kv.index.num_segments == 4
-    assert s.serve([*PROMPT[:34], 1]) == 32
-
-
 def test_an_entry_under_store_stays_readable_and_is_not_evicted():
     s = Setup(pages=40)
     s.serve(PROMPT)
@@ -84,32 +67,10 @@ def test_an_entry_under_store_stays_readable_and_is_not_evicted():
     s.serve(PROMPT[:40:-1])
     s.forget()  # the newer one goes
     assert s.serve(LONGER) == 96
-    for job in jobs:
-        s.end(job)
+    s.end(*jobs)
     s.forget()
     assert s.e.kv.match(LONGER).num_tokens == 0
     assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
-
-
-def test_a_segment_that_came_twice_is_kept_once():
-    s = Setup(pages=200)
-    s.behind(PROMPT)
-    jobs = [s.tiers.load(s.tiers.match(LONGER)) for _ in range(2)]
-    for job in jobs:
-        s.end(job)
-    assert s.e.kv.index.num_segments == 12
-    assert s.tiers.stats()["tier_loaded_segments/host"] == 12
-
-
-def test_no_room_changes_nothing():
-    s = Setup(pages=32)
-    s.behind(PROMPT)
-    s.e.admit("long", list(range(200, 350)))
-    s.e.step({"long": 130})
-    match, before = s.tiers.match(LONGER), s.e.kv.stats()
-    assert match.num_bytes and s.tiers.load(match) is None
-    assert before == s.e.kv.stats() and not s.tiers.jobs
-    s.check()
 
 
 def test_a_policy_that_raises_leaves_everything_as_it_was():
@@ -139,13 +100,3 @@ def test_a_policy_that_raises_leaves_everything_as_it_was():
     s.e.kv.match([3, *PROMPT[:60], 1])
     s.serve([3, *PROMPT[:60], 1])  # what was looked at is due again once it is used
     assert s.store()
-
-
-def test_rows_of_a_job():
-    """Segments first, then what is new of a resume point; the bytes of all."""
-    s = Setup(specs=[HYBRID[0], GroupSpec("local", "window", 4, PAGE, 36)], pages=200)
-    s.serve(PROMPT)
-    [job] = s.tiers.stores(1 << 30)
-    assert len(job.sources) == len(job.targets) == 12 + 9
-    assert job.num_bytes == 21 * PAGE and job.num_tokens == 96
-    assert job.transfer.segments.ravel().tolist() == job.targets[:12].tolist()

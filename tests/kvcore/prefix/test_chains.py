@@ -1,4 +1,4 @@
-"""What a call does grows no faster than the chain that it is about, for every policy: lines of kvcore that run are counted, not seconds."""
+"""Chains of segments: work grows no faster than a chain, and a chain is as few runs as it can be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 import quire.kvcore
 from quire.kvcore import LRU, Adaptive, EventLog, KVCache, StepPlan
-from tests.support.kvcore.engine import groups
+from tests.kvcore.engine import groups
+from tests.kvcore.policies.fake import Fake, key
 
 HOME = os.path.dirname(quire.kvcore.__file__)
 BLOCK, FIRST, TIMES = 4, 48, 4
@@ -21,7 +22,7 @@ SPECS = {"dense": ((4, None),), "hybrid": ((4, None), (4, 5)), "overlapping": ((
 
 
 def lines(call) -> int:
-    """Lines of kvcore that `call` runs."""
+    """Count the lines of kvcore that `call` runs."""
     count = 0
 
     def trace(frame, event, _):
@@ -62,7 +63,7 @@ def whole(kv: KVCache, rid: str, prompt: np.ndarray) -> None:
 
 
 def life(specs, policy, segments: int, branches: bool) -> dict[str, int]:
-    """Lines of each call about a chain of so many `segments`; others left it at every third boundary if it has `branches`."""
+    """Count lines by call about a chain of `segments`, which others left at every third boundary if it has `branches`."""
     kv, counts = cache(specs, policy, segments), {}
 
     def count(name, call, *args, **options):
@@ -105,3 +106,40 @@ def test_no_call_is_quadratic_in_a_chain(policy, specs, branches):
     short, long = (life(specs, policy, TIMES**k * FIRST, branches) for k in range(2))
     worse = {name: (short[name], n) for name, n in long.items() if n > MOST * short[name] + ONCE}
     assert not worse
+
+
+@pytest.mark.parametrize("policy", [Adaptive, LRU])
+def test_a_policy_remembers_no_more_than_what_is_filed(policy):
+    """Every request that shares a chain takes its entry out and files it again."""
+    p, entries = policy(), [Fake(key(depth), depth=depth) for depth in range(1, 4)]
+    for _ in range(5000):
+        for entry in entries:
+            p.discard(entry)
+            p.add(entry)
+    containers = [c for c in vars(p).values() if hasattr(c, "__len__")]
+    containers += [heap for c in containers if isinstance(c, dict) for heap in c.values() if isinstance(heap, list)]  # fmt: skip
+    assert max(map(len, containers)) <= 4 * len(entries) + 1024
+
+
+def test_a_run_is_two_as_long_as_a_branch_or_a_pin_needs_it():
+    kv = KVCache(groups((8, None), (8, 9)), num_pages=400, max_requests=2, max_model_len=400, retention="dense")  # fmt: skip
+    chain = np.arange(80)
+
+    def runs() -> list[tuple[int, int]]:
+        kv.check_invariants()
+        return sorted((run.start, run.length) for run in kv.index.runs())
+
+    whole(kv, "first", chain)
+    other = np.array([*chain[:40], *range(500, 540)])
+    whole(kv, "branch", other)
+    assert runs() == [(0, 5), (5, 5), (5, 5)]
+    branch, _ = kv.index.find(kv.match(other).prompt.keys, 10)
+    for point in list(branch.points.values()):
+        kv.index.drop_point(point)
+    kv.evict(5)  # what serves no hit goes first
+    assert runs() == [(0, 10)]
+    match = kv.match([*chain[:40], 1])
+    assert kv.pin(match, now=0, ttl=1) == 40
+    whole(kv, "again", np.array([*chain, 1]))
+    assert runs() == [(0, 5), (5, 5)]
+    assert kv.unpin(match) and runs() == [(0, 10)]

@@ -1,24 +1,21 @@
-"""A device of fake memory: what was written to each row of each page, and what every query must find there.
+"""Fake device memory with an identity in every row, and a stand-in engine that checks each row a query reads.
 
-All groups share one memory, as they share one pool. The identity of a row is a hash of its table, its position and all
-tokens that it depends on, computed here from token lists: rows of another prefix, of another group, stale ones and
-ones never written differ. A state page has the rows of its last tokens by position, and a row depends on the one
-before it, back to the initial state in page 0.
+All groups share one memory, as they share one pool. The identity of a row is a hash of its table, its position and
+all tokens that it depends on, computed here from token lists: rows of another prefix or group, stale rows and rows
+never written differ. A state page has the rows of its last tokens by position, and each row depends on the one before
+it, back to the initial state in page 0.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from hashlib import blake2b
 
 import numpy as np
 
-from quire.kvcore import KVCache, StepPlan, linear_table, paged_rows
+from quire.kvcore import GroupSpec, KVCache, StepPlan, linear_table, paged_rows
 
 POISON, INITIAL, INEXACT = -1, -2, -3
-STATE_ROWS = (
-    64  # rows of a page; the last one of a state page is also the row before its first token
-)
+STATE_ROWS = 64  # of a page; the last one of a state page is also the row before its first token
 STATE_READS = 4  # rows of a state that the next token reads
 
 
@@ -27,11 +24,11 @@ def _hash(data: bytes) -> int:
 
 
 class Text:
-    """A sequence of tokens under a salt, some of which stand for more than their ids, and a hash of each of its prefixes.
+    """Tokens under a salt and extra keys, with a hash of each prefix.
 
     Attributes:
-        tokens: ids. num_given: tokens that were the prompt: they are known before they are computed.
-        extra_keys: (start, stop, key) as of `KVCache.match`. A token stands for its id and its place in each of these.
+        tokens: ids. num_given: length of the prompt, known before it is computed.
+        extra_keys: (start, stop, key) as in `KVCache.match`.
     """
 
     def __init__(self, tokens: list[int], salt: bytes, extra_keys=()) -> None:
@@ -43,7 +40,7 @@ class Text:
         ]
         self._hashers = [blake2b(len(salt).to_bytes(4, "little") + salt, digest_size=8)]
         self._hashes: list[int] = []
-        self._array: np.ndarray | None = None  # the same
+        self._array: np.ndarray | None = None  # _hashes
         self.extend(tokens)
 
     def __len__(self) -> int:
@@ -84,35 +81,27 @@ class Text:
 
 
 class Request:
-    """A running request as the engine knows it: its text, slot, and how many tokens are computed."""
+    """A running request: its text, slot, and number of computed tokens."""
 
     def __init__(self, rid, slot: int, text: Text, match) -> None:
         self.rid, self.slot, self.text, self.match = rid, slot, text, match
         self.computed: int = match.num_saved_tokens
-        self.told = match.num_saved_tokens  # tokens that are published
+        self.published = match.num_saved_tokens  # tokens
         self.replay_from, self.replay_to = match.replay_from or 0, match.replay_to or 0
 
 
 class Device:
-    """Memory of `kv`'s pool, and a copy of its tables that follows the deltas.
+    """Memory of a cache's pool, and a copy of its tables that follows the deltas."""
 
-    Attributes:
-        rows_checked, rows_written: counts so far. calls: counts calls of kvcore.
-    """
-
-    def __init__(self, kv: KVCache, calls: Counter, memory: np.ndarray | None = None) -> None:
-        self.kv, self.calls = kv, calls
+    def __init__(self, kv: KVCache) -> None:
+        self.kv = kv
         self.specs = kv.layout.groups
         self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
         width = max(STATE_ROWS, *(g.block_size for g in self.specs))
-        self.memory = np.full((kv.num_pages, width), POISON) if memory is None else memory
+        self.memory = np.full((kv.num_pages, width), POISON)
         self.memory[0] = INITIAL
         self.mirror = None if kv.append_only else np.zeros_like(kv.tables)
-        self.rows_checked = self.rows_written = 0
-
-    @property
-    def groups(self) -> range:
-        return range(len(self.specs))
+        self.rows_checked = 0
 
     def table(self, t: int) -> np.ndarray:
         return self.kv.table(t)
@@ -124,21 +113,18 @@ class Device:
         return self.table(t)[request.slot]
 
     def wipe_free_pages(self) -> None:
-        """What is free may be lost."""
         self.memory[self.kv.pool.free_pages()] = POISON
 
     def copy(self, pages: np.ndarray) -> None:
-        """Run the page copies [m, 2] of a plan or a commit."""
+        """Run page copies [m, 2], (source, target)."""
         if len(pages):
             source, to = pages.T
             assert (to > 0).all(), "a copy to the null page"
             assert len(set(to.tolist())) == len(to), "two copies to one page"
             self.memory[to] = self.memory[source]
 
-    # What queries read.
-
     def visible(self, t: int, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """Positions before the next token that it sees in table `t`, and the identities of their rows."""
+        """Positions that the next token sees in table `t`, and the identities of their rows."""
         spec, n, text = self.specs[t], request.computed, request.text
         # A row that depends on later tokens is written once these were inputs, or are in the prompt.
         last = min(n, max(n, text.num_given) - spec.lookahead)
@@ -147,17 +133,17 @@ class Device:
             first = max(0, last - STATE_READS)
         elif spec.kind == "window":
             first = max(request.replay_from, n - spec.sliding_window + 1)
-            if n < request.replay_to:  # what these see is not exact, and nobody else sees it
+            if n < request.replay_to:  # inexact, and for no other request
                 first = last
         positions = np.arange(first, max(first, last))
         return positions, text.rows(self.tags[t], spec.lookahead)[positions]
 
     def check(self, request: Request, states: np.ndarray | None = None, tables=None) -> None:
-        """The next token finds each row that it sees, the right one.
+        """Compare every row that the next token sees.
 
         Args:
-            states: [num_groups] live pages of a planned step; those of the tables otherwise.
-            tables: the request's row of each table as a launch took it along; those of now otherwise.
+            states: [num_groups] live pages of a planned step; default: those of the tables.
+            tables: the request's row of each table when the step was launched; default: as of now.
         """
         for t, spec in enumerate(self.specs):
             positions, expected = self.visible(t, request)
@@ -179,13 +165,11 @@ class Device:
         wrong = positions[found != expected]
         assert not len(wrong), f"{what}: wrong at positions {wrong.tolist()}"
 
-    # What steps write.
-
     def write(self, plan: StepPlan, requests: list[Request], late=None) -> None:
-        """Write the rows of a planned step by its slot mapping, and check where they go.
+        """Write the rows of a step by its slot mapping, and check the targets.
 
         Args:
-            late: of each request, what it writes to each table, of a step that runs after later ones were planned.
+            late: [requests][tables] row contents of a step that runs after later ones were planned.
         """
         used = np.zeros(self.memory.shape, dtype=bool)
         for i, request in enumerate(requests):
@@ -214,7 +198,7 @@ class Device:
                 self._put(where, positions, rows, late is None)
 
     def write_span(self, request: Request, end: int) -> None:
-        """Write the rows of a step to `end`, of an append-only cache."""
+        """Write the rows up to `end` of an append-only cache."""
         positions = np.arange(request.computed, end)
         for t, spec in enumerate(self.specs):
             pages = self.row(t, request)[positions // spec.block_size]
@@ -223,7 +207,7 @@ class Device:
             self._put(where, positions, self.written(t, request), False)
 
     def check_span(self, request: Request, end: int) -> None:
-        """The queries of a step to `end` find each row that they see, their own included."""
+        """Compare every row that the queries up to `end` see, their own included."""
         for t, spec in enumerate(self.specs):
             first = max(0, request.computed - (spec.sliding_window or end + 1) + 1)
             positions = np.arange(first, end)
@@ -234,7 +218,7 @@ class Device:
             self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
 
     def written(self, t: int, request: Request) -> np.ndarray:
-        """What the model writes to table `t`, by position: of a replay, windows are exact only at its end."""
+        """Row contents of table `t` by position; windows of a replay are exact only at its end."""
         spec = self.specs[t]
         rows = request.text.rows(self.tags[t], spec.lookahead)
         if spec.kind == "window" and request.replay_to:
@@ -251,12 +235,11 @@ class Device:
             "a row of a resume point is written over"
         )
         self.memory[where] = values
-        self.rows_written += len(values)
 
     def _check_replay(
         self, plan, t: int, request: Request, a: int, on: np.ndarray, end: int
     ) -> None:
-        """Dense rows are written all, but those computed again, of which the plan says where they are."""
+        """Every dense row is written, except replayed ones, which the plan locates."""
         start = request.computed
         again = np.arange(start, min(end, max(start, request.replay_to)))
         assert len(on) == end - start - len(again) and (on >= len(again)).all()
@@ -267,7 +250,7 @@ class Device:
         self._equal(self.memory[where], expected, "a replayed row", again)
 
     def write_waiting(self, request: Request, end: int, tables=None) -> None:
-        """Rows before the step that waited for its tokens, of which those up to `end` stay; before the commit."""
+        """Write lookahead rows before the step that the tokens up to `end` complete; call before the commit."""
         start, known = request.computed, max(end, request.text.num_given)
         for t, spec in enumerate(self.specs):
             if spec.lookahead and spec.kind != "state":
@@ -281,18 +264,15 @@ class Device:
                 where = pages, positions % spec.block_size
                 self._put(where, positions, rows, tables is None)
 
-    # Table formats.
-
     def check_deltas(self, requests: list[Request]) -> None:
-        """A copy of the tables that gets only the changes has what the tables have, wherever one may read."""
-        self.calls["take_deltas"] += 1
+        """A copy of the tables made from `take_deltas` alone equals them wherever a query may read."""
         places, pages = self.kv.take_deltas()
         for place, page in zip(places.tolist(), pages.tolist(), strict=True):  # later ones last
             self.mirror.reshape(-1)[place] = page
         for t, spec in enumerate(self.specs):
             offset, width = self.kv.layout.columns(t)
             for request in requests:
-                if spec.kind == "state":  # before the first step there is no live page
+                if spec.kind == "state":  # no live page before the first step
                     columns = np.arange(self.table(t)[request.slot, 0] > 0)
                 else:
                     columns = self.visible(t, request)[0] // spec.block_size % width
@@ -300,16 +280,15 @@ class Device:
                 assert (mine == self.table(t)[request.slot, columns]).all(), f"{spec.name}: deltas"
 
     def check_formats(self, requests: list[Request], reach: int) -> None:
-        """Linear tables and compressed rows name the page of every visible row.
+        """Linear and CSR tables name the page of every visible row.
 
         Args:
-            reach: tokens before the next one whose queries are asked for: 1 for the token just computed.
+            reach: 0: rows of the next query; 1: of the token just computed.
         """
         slots = [r.slot for r in requests]
         for t, spec in enumerate(self.specs):
             if spec.kind == "state":
                 continue
-            self.calls["linear_table, paged_rows"] += 2
             linear = linear_table(self.kv, t, slots)
             rows = paged_rows(self.kv, t, slots)
             for i, request in enumerate(requests):
@@ -334,3 +313,117 @@ class Device:
                 assert (pages[blocks - first] == linear[i, blocks]).all(), f"csr {what}"
                 tokens = (len(pages) - 1) * spec.block_size + int(rows.last_page_len[i])
                 assert not len(pages) or rows.first_tokens[i] + tokens == n, f"csr {what}"
+
+
+def groups(*specs: tuple[int, int | None] | GroupSpec) -> list[GroupSpec]:
+    """Groups from (block_size, window or None) pairs or specs, named g0, g1, ..."""
+    return [
+        s
+        if isinstance(s, GroupSpec)
+        else GroupSpec(f"g{i}", "dense" if s[1] is None else "window", s[0], 4096, s[1])
+        for i, s in enumerate(specs)
+    ]
+
+
+class Engine:
+    """Drive a `KVCache` as a runner would, on a `Device`.
+
+    Attributes:
+        tokens, slots: of each request; tests append tokens and take them back.
+    """
+
+    def __init__(self, specs: list[GroupSpec], **options) -> None:
+        self.kv = KVCache(specs, **({"debug": True} | options))
+        self.device, self.specs = Device(self.kv), self.kv.layout.groups
+        self.tokens: dict[object, list[int]] = {}
+        self.slots: dict[object, int] = {}
+        self._requests: dict[object, Request] = {}
+
+    def computed(self, rid) -> int:
+        return int(self.kv.num_computed[self.slots[rid]])
+
+    def admit(self, rid, tokens: list[int], salt: bytes = b""):
+        match = self.kv.match(tokens, salt=salt)
+        self.start(rid, tokens, match, salt)
+        assert self.computed(rid) == match.num_saved_tokens < len(tokens)
+        return match
+
+    def start(self, rid, tokens: list[int], match, salt: bytes = b"") -> None:
+        """Admit a request with a match."""
+        self.slots[rid] = slot = self.kv.admit(rid, match)
+        self.tokens[rid] = list(tokens)
+        self._requests[rid] = Request(rid, slot, Text(self.tokens[rid], salt), match)
+
+    def _request(self, rid) -> Request:
+        """A request with its tokens as they are now."""
+        request, tokens = self._requests[rid], self.tokens[rid]
+        pairs = enumerate(zip(request.text.tokens, tokens, strict=False))
+        request.text.cut(next((i for i, (a, b) in pairs if a != b), len(tokens)))
+        request.text.extend(tokens[len(request.text) :])
+        request.computed = self.computed(rid)
+        return request
+
+    def step(self, counts: dict[object, int], accepted: dict[object, int] | None = None):
+        """Compute `counts[rid]` tokens of each request; returns the plan or OutOfPages."""
+        kv, device = self.kv, self.device
+        plan = kv.plan([self.slots[r] for r in counts], list(counts.values()))
+        if not isinstance(plan, StepPlan):
+            return plan
+        device.wipe_free_pages()
+        device.copy(plan.copies)
+        requests, ids = [self._request(r) for r in counts], list[int]()
+        for i, (r, n) in enumerate(zip(requests, counts.values(), strict=True)):
+            device.check(r, plan.state_pages[:, i] if len(plan.state_pages) else None)
+            a, b = plan.cu_seqlens_q[i : i + 2].tolist()
+            assert plan.positions[a:b].tolist() == list(range(r.computed, r.computed + n))
+            assert plan.seq_lens[i] == r.computed + n <= len(r.text)
+            ids += r.text.tokens[r.computed :][:n]
+        device.write(plan, requests)
+        taken = list((accepted or counts).values())
+        for r, n in zip(requests, taken, strict=True):
+            device.write_waiting(r, r.computed + n)
+        held = kv.pool.holds > 0
+        copies = kv.commit(plan, ids, None if accepted is None else taken)
+        assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
+        device.copy(copies)
+        for rid in accepted or ():  # rejected tokens never happened
+            if accepted[rid] < counts[rid]:
+                del self.tokens[rid][self.computed(rid) :]
+        return plan
+
+    def finish_prompt(self, rid, chunk: int = 64) -> None:
+        """Compute the rest of the known tokens in chunks."""
+        while self.computed(rid) < len(self.tokens[rid]):
+            left = min(chunk, len(self.tokens[rid]) - self.computed(rid))
+            (count,) = self.kv.cut([self.slots[rid]], [left]).tolist()
+            plan = self.step({rid: count})
+            assert isinstance(plan, StepPlan), plan
+
+    def decode(self, rid, tokens: list[int]) -> None:
+        for t in tokens:
+            self.tokens[rid].append(t)
+            assert isinstance(self.step({rid: 1}), StepPlan)
+
+    def release(self, rid) -> list[int]:
+        """End a request; returns the tokens that were computed."""
+        n = self.computed(rid)
+        self.kv.release(rid)
+        del self.slots[rid], self._requests[rid]
+        return self.tokens.pop(rid)[:n]
+
+    def run(
+        self, rid, tokens: list[int], answer: list[int] = (), chunk: int = 64, salt: bytes = b""
+    ):
+        """A whole request; returns its match."""
+        match = self.admit(rid, tokens, salt)
+        self.finish_prompt(rid, chunk)
+        self.decode(rid, list(answer))
+        self.release(rid)
+        return match
+
+    def check(self) -> None:
+        """Check invariants, and the rows that the next step of every request reads."""
+        self.kv.check_invariants()
+        self.device.wipe_free_pages()
+        for rid in self.slots:
+            self.device.check(self._request(rid))

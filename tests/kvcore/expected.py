@@ -1,23 +1,29 @@
-"""What a cache owes: hits that its documents promise, hits that are possible at all, and what its events tell."""
+"""What a cache owes its caller: hits that the documents promise, hits that its events tell, no trace of a refusal."""
 
 from __future__ import annotations
 
 import math
 import struct
-from hashlib import sha256
+import types
+from collections import deque
+from functools import partial
+from hashlib import blake2b, sha256
 
 import numpy as np
 
 from quire.kvcore import AllBlocksCleared, BlockStored, EventLog, KVCache
-from tests.support.kvcore.device import STATE_READS, Device, Request, Text
+from tests.kvcore.engine import Request, Text
+
+PLAIN = (type(None), bool, int, float, str, bytes, np.generic)
+SCRATCH = {"_mark", "_checked", "_found", "_found_at"}  # attributes that remember nothing
 
 
 class Promises:
     """Prefixes that must be findable while nothing was evicted, as hashes of token prefixes.
 
-    Those are all computed segments, and resume points at the boundaries that `policies.retention` names: the replay boundaries of
-    a prompt, the junction, the interval, and the last boundary that a request reached; with a state group, only where a step
-    ended there and no later step wrote over it.
+    These are all computed segments, and resume points at the boundaries that `policies.retention` names: the replay
+    boundaries of a prompt, the junction, the interval, and the last boundary of a request. With a state group, only
+    where a step ended there and no later step wrote over it.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -32,8 +38,12 @@ class Promises:
         return text.prefix(boundary + self.ahead)
 
     def usable(self, n: int) -> int:
-        """The longest hit that a prompt of `n` tokens can have."""
+        """Longest hit that a prompt of `n` tokens can have."""
         return max(0, min(n - 1, n - self.ahead)) // self.a * self.a
+
+    def most(self, text: Text, max_tokens: int | None) -> int:
+        usable = self.usable(len(text))
+        return usable if max_tokens is None else min(usable, max_tokens // self.a * self.a)
 
     def dense(self, text: Text) -> int:
         """Tokens of a prompt whose segments are findable."""
@@ -43,13 +53,7 @@ class Promises:
                 return boundary - self.a
         return most
 
-    def most(self, text: Text, max_tokens: int | None) -> int:
-        """The longest hit that `text` can have, if none past `max_tokens` is asked for."""
-        usable = self.usable(len(text))
-        return usable if max_tokens is None else min(usable, max_tokens // self.a * self.a)
-
     def hit(self, text: Text, max_tokens: int | None) -> int:
-        """The longest boundary of a prompt that must be a hit."""
         n = min(self.dense(text), self.most(text, max_tokens))
         while n and self.hybrid and self._key(text, n) not in self.points:
             n -= self.a
@@ -63,7 +67,7 @@ class Promises:
         request.waits = match.replay_to or 0
 
     def advance(self, request: Request) -> None:
-        """A step of `request` was committed."""
+        """Call after each committed step of `request`."""
         if not self.enabled:
             return
         end, text = request.computed, request.text
@@ -92,40 +96,31 @@ class Promises:
             self.points.add(self._key(request.text, boundary))
 
 
-def possible(device: Device, text: Text, max_tokens: int | None) -> int:
-    """The longest hit of a prompt that any look-up could find: some page that is not free has each row it needs."""
-    layout = device.kv.layout
-    held = np.ones(len(device.memory), dtype=bool)
-    held[device.kv.pool.free_pages()] = False
-    known = np.unique(device.memory[held])
-    most = max(0, min(len(text) - 1, len(text) - layout.lookahead)) // layout.alignment
-    if max_tokens is not None:
-        most = min(most, max_tokens // layout.alignment)
-    usable = np.ones(most + 1, dtype=bool)
-    boundaries = np.arange(most + 1) * layout.alignment
-    for t, spec in enumerate(device.specs):
-        missing = ~np.isin(text.rows(device.tags[t], spec.lookahead), known)
-        before = np.append(0, np.cumsum(missing))  # missing rows before each position
-        reach = {"dense": len(text), "state": STATE_READS}.get(spec.kind) or spec.sliding_window - 1
-        usable &= before[boundaries] == before[np.maximum(0, boundaries - reach)]
-    return int(boundaries[usable].max())
-
-
 class Reader:
-    """A router: it learns from events alone which keys are stored, and makes the keys of a prompt itself."""
+    """A router: it learns from events alone which keys are stored, and makes the keys of a prompt itself.
 
-    def __init__(self, kv: KVCache, identities: bool) -> None:
+    Attributes:
+        stored, host: [groups] key of each block -> the event that stored it, by medium.
+        lost: whether events were missing.
+    """
+
+    def __init__(self, kv: KVCache, identities: bool = False) -> None:
         groups, self.identities = kv.layout.groups, identities
         self.a, self.ahead, self.seed = kv.alignment, kv.layout.lookahead, kv.hash_seed
         self.dense = [i for i, g in enumerate(groups) if g.kind == "dense"]
         self.others = [i for i, g in enumerate(groups) if g.kind != "dense"]
+        tails = [
+            g.tail_blocks * g.block_size for g in groups if g.kind == "window" and g.tail_blocks
+        ]
+        has_state = any(g.kind == "state" for g in groups)
+        self.span = 0 if has_state else min(tails, default=10**9) // self.a
         self.stored: list[dict[bytes, BlockStored]] = [{} for _ in groups]
         self.host: list[dict[bytes, BlockStored]] = [{} for _ in groups]
         self.next_number = 0
         self.lost = False
 
     def keys(self, text: Text) -> list[bytes]:
-        """Keys of a prompt's segments, as `prefix.keys` documents them."""
+        """Segment keys of a prompt, as `prefix.keys` documents them."""
         key = sha256(
             struct.pack("<QQ", len(self.seed), len(text.salt)) + self.seed + text.salt
         ).digest()
@@ -146,9 +141,9 @@ class Reader:
             start = end
         return keys
 
-    def read(self, log: EventLog) -> int:
-        """Take all events; returns how many."""
-        first, events = log.take()
+    def read(self, log: EventLog, most: int | None = None) -> int:
+        """Take all events, or at most `most`; returns their number."""
+        first, events = log.take(*(() if most is None else (most,)))
         gap = first != self.next_number  # somewhere among or before these events
         self.lost |= gap
         self.next_number = first + len(events)
@@ -177,13 +172,33 @@ class Reader:
             found = [k in self.stored[group] for k in keys[:depth]]
             depth = found.index(False) if False in found else depth
         depth = min(depth, most // self.a)
-        while depth and not all(keys[depth - 1] in self.stored[g] for g in self.others):
+        held = self._held() if depth and self.others else set(keys)
+        while depth and keys[depth - 1] not in held:
             depth -= 1
-        self._check_tokens(text, keys[:depth])
+        self._check_tokens(text, keys[:depth], held)
         return depth * self.a
 
-    def _check_tokens(self, text: Text, keys: list[bytes]) -> None:
-        """The events of a hit name the tokens of their blocks."""
+    def _held(self) -> set[bytes]:
+        """Keys of resume points, and of boundaries between two whose longer tail holds all in between."""
+        held = points = set.intersection(*(set(self.stored[g]) for g in self.others))
+        for key in points if self.dense and self.span else ():
+            above, node = [], self._parent(key)
+            while node and node not in points and len(above) < self.span:
+                above.append(node)
+                node = self._parent(node)
+            if len(above) < self.span:
+                held = held.union(above)
+        return held
+
+    def _parent(self, key: bytes) -> bytes | None:
+        event = self.stored[self.dense[0]].get(key)  # None: a block of a tail, or evicted
+        if event is None:
+            return None
+        at = event.block_hashes.index(key)
+        return event.block_hashes[at - 1] if at else event.parent
+
+    def _check_tokens(self, text: Text, keys: list[bytes], held) -> None:
+        """The events of a hit name the tokens, salt and extra keys of their blocks."""
         for group in self.dense:
             for i, key in enumerate(keys):
                 event = self.stored[group][key]
@@ -192,14 +207,13 @@ class Reader:
                 assert list(mine) == text.tokens[i * self.a : (i + 1) * self.a]
                 self._check_identity(event, at, text, i * self.a)
         for group in self.others if keys else []:
-            event = self.stored[group][keys[-1]]
-            count = 0 if event.sliding_window == 1 else len(event.block_hashes)
-            end = len(keys) * self.a
-            assert event.start == end - count * event.block_size
-            assert list(event.token_ids) == text.tokens[event.start : end]
+            if event := self.stored[group].get(keys[-1]):
+                count = 0 if event.sliding_window == 1 else len(event.block_hashes)
+                end = len(keys) * self.a
+                assert event.start == end - count * event.block_size
+                assert list(event.token_ids) == text.tokens[event.start : end]
 
     def _check_identity(self, event: BlockStored, at: int, text: Text, start: int) -> None:
-        """An event of block `at`, whose first token is `start`, names the salt and the extra keys over it."""
         end = start + self.a
         over = sorted(
             (first, end if stop is None else min(stop, end), key)
@@ -218,3 +232,47 @@ def interval_of(specs, choice):
     if isinstance(choice, int):
         return choice * math.lcm(*(g.block_size for g in specs))
     return choice
+
+
+def digest(root: object) -> str:
+    """Hash of all objects reachable from `root`: equal before and after a call that changed nothing."""
+    names: dict[int, int] = {}
+    objects: list[object] = []
+    hasher = blake2b(digest_size=16)
+
+    def name(x: object) -> str:
+        if isinstance(x, PLAIN):
+            return f"{type(x).__name__} {x!r}"
+        if id(x) not in names:
+            names[id(x)] = len(objects)
+            objects.append(x)
+        return f"#{names[id(x)]}"
+
+    name(root)
+    for x in objects:  # which grows
+        hasher.update(repr((type(x).__name__, *_parts(x, name))).encode())
+    return hasher.hexdigest()
+
+
+def _parts(x: object, name):
+    if isinstance(x, np.ndarray):
+        yield from (str(x.dtype), x.shape, x.tobytes())
+    elif isinstance(x, (bytearray, memoryview)):
+        yield bytes(x)
+    elif isinstance(x, dict):
+        yield from ((name(k), name(v)) for k, v in x.items())
+    elif isinstance(x, (list, tuple, deque)):
+        yield from map(name, x)
+    elif isinstance(x, (set, frozenset)):
+        yield from sorted(map(name, x))
+    elif isinstance(x, partial):
+        yield from map(name, (x.func, x.args, x.keywords))
+    elif isinstance(x, types.MethodType):
+        yield from (x.__func__.__qualname__, name(x.__self__))
+    elif isinstance(x, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
+        yield getattr(x, "__qualname__", x.__name__)
+    else:
+        slots = {s for c in type(x).__mro__ for s in getattr(c, "__slots__", ())}
+        held = {s: getattr(x, s) for s in sorted(slots) if hasattr(x, s)}
+        held.update(getattr(x, "__dict__", {}))
+        yield from ((k, name(v)) for k, v in held.items() if k not in SCRATCH)

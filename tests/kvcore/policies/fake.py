@@ -1,4 +1,4 @@
-"""Entries as a policy sees them, of no index."""
+"""Entries as a policy sees them, without an index."""
 
 from __future__ import annotations
 
