@@ -63,15 +63,12 @@ def test_threads_that_take_turns_nested_calls_and_reads_are_allowed():
     kv = cache(policy=policy)
     match = kv.match([1] * 9)
 
+    def reads():
+        kv.stats(), kv.describe()
+        return kv.num_free_pages, kv.num_evictable_pages, kv.num_free_slots
+
     def then():
         kv.match([1] * 9)
-        reads = lambda: (
-            kv.stats(),
-            kv.describe(),
-            kv.num_free_pages,
-            kv.num_evictable_pages,
-            kv.num_free_slots,
-        )  # noqa: E731
         raised.extend(elsewhere(reads))
 
     policy.then = then

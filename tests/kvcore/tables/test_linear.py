@@ -110,7 +110,7 @@ def test_hits_end_where_a_resume_point_is():
 
 def test_groups_and_modes_that_need_tables_are_refused():
     for spec in (GroupSpec("s", "state", 8, 1), GroupSpec("s", "dense", 8, 1, lookahead=1)):
-        with pytest.raises(ValueError, match="groups: expected dense and window groups.*name='s'"):
+        with pytest.raises(ValueError, match=r"groups: expected dense and window groups.*name='s'"):
             KVCache([spec], num_pages=9, max_requests=1, max_model_len=LONGEST, **MODES)
     for options in (
         {"reads": "step"}, {"adopt": True}, {"track_deltas": True}, {"events": EventLog()}, {"max_draft_tokens": 2},
