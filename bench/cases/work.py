@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..common.visible import visible_pairs
+from ..common.floors import visible_pairs
 from .shapes import Case, LatentShape, Shape
 
 ITEM_BYTES = 2  # bf16

@@ -1,35 +1,34 @@
 """Least time of a step: bytes that decode must read and products that prefill must form, over
-rates measured on this machine.
+measured rates.
 
-Decode is bound by memory: every weight and, in every layer, every live key and value is read once a
-step. Of tables of embeddings only the rows of the tokens are read, and of experts those that the
-batch chooses: as many as uniform choices would touch.
-
-Prefill is bound by arithmetic: two operations per weight of a matrix and token (of experts, those
-of a token), and four per visible (query, key) pair, head and channel. What runs for one row a
-prompt is left out: the output projection, and layers without keys and values of their own. So are
-norms, activations and everything that attention reads twice.
+Decode reads every weight once and, in every layer, every visible row of the cache: of experts an
+expectation as if tokens chose at random, of embedding tables only the rows of the tokens. Prefill
+takes two operations per matrix element and token, and four per visible (query, key) pair, head and
+channel. Drafters, norms, activations, the output projection and layers without K/V of their own in
+prefill are left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.models.config.model import ModelConfig
+from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from quire.models.engine.memory import weight_bytes
 from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import token_bytes
-
-from . import floors_v4
-from .visible import visible_pairs
+from quire.models.loading.weights import build_model
 
 MAX_COPY_BYTES = 2**30
 REPEATS = 7
+LATENT_BYTES, SCALE_BYTES = 584, 4  # a quantized latent row; the scale of an index key
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class Rates:
 def measure_rates(model: Decoder) -> Rates:
     """Copy and matmul rates where ``model`` is, in its dtype.
 
-    The copied buffer is as large as the weights (at most 1 GiB), so that it lives where they live:
-    a small model stays in a CPU's caches, and main memory would be no floor for it.
+    The copied buffer has the size of the weights (at most 1 GiB): a small model stays in a CPU's
+    caches.
     """
     return device_rates(
         model.device, model.dtype, copy_bytes=min(weight_bytes(model), MAX_COPY_BYTES)
@@ -62,10 +61,10 @@ def measure_rates(model: Decoder) -> Rates:
 def device_rates(
     device: torch.device, dtype: torch.dtype, *, copy_bytes: int | None = None
 ) -> Rates:
-    """Copy and matmul rates of a device: the best of several repetitions, after one to warm up.
+    """Copy and matmul rates of a device: the best of several repetitions.
 
     Args:
-        dtype: of the product.
+        dtype: dtype of the product.
         copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
     """
     on_gpu = device.type == "cuda"
@@ -81,78 +80,8 @@ def device_rates(
     return Rates(2 * size / copy_seconds, size, 2 * n**3 / matmul_seconds, n)
 
 
-def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one decode step must read: weights, and K and V of all visible tokens in all
-    layers.
-
-    Args:
-        seq_lens: [num_seqs] KV tokens of each sequence.
-        kv_cache_dtype: of the pages (`quire.models.engine.config.EngineConfig`).
-    """
-    config = model.config
-    if not isinstance(config, ModelConfig):
-        return floors_v4.decode_bytes(model, seq_lens, kv_cache_dtype)
-    stored = model.dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    total = read_weight_bytes(model, len(seq_lens))
-    for kind in set(config.layer_types):
-        num_layers, layer = config.layer_types.count(kind), config.layer_types.index(kind)
-        window = config.attention(layer).sliding_window
-        visible = int(np.minimum(seq_lens, window or seq_lens).sum())
-        total += (
-            num_layers
-            * visible
-            * token_bytes(config, layer, stored, row_scales=kv_cache_dtype == "fp8")
-        )
-    return total
-
-
-def read_weight_bytes(model: Decoder, num_tokens: int) -> int:
-    """Bytes of the weights that a step of ``num_tokens`` tokens reads; of experts an expectation,
-    see the file's docstring.
-    """
-    config, total = model.config, 0
-    for name, weight in model.named_parameters():
-        rows = len(weight)
-        if ".experts." in name and config.moe is not None:
-            rows *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** num_tokens
-        elif name.startswith("embed_tokens_per_layer") or (
-            name.startswith("embed_tokens.") and not config.tie_word_embeddings
-        ):
-            rows = min(rows, num_tokens)
-        total += round(rows * weight[0].numel()) * weight.element_size()
-    return total
-
-
-def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-    """Operations of one step: matrices of the layers for all new tokens, and attention over visible
-    pairs.
-
-    Args:
-        q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
-    """
-    if not isinstance(config, ModelConfig):
-        return floors_v4.prefill_flops(config, q_lens, seq_lens)
-    num_tokens = int(q_lens.sum())
-    weights = total = 0
-    for layer in range(config.num_kv_owners):
-        shape = config.attention(layer)
-        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        weights += config.hidden_size * (2 * q_size + (1 if shape.k_eq_v else 2) * kv_size)
-        weights += config.hidden_size * 3 * config.mlp_size(layer)
-        # Per-layer embeddings: into the gate, out of it, and the layer's part of the projection
-        # that all share.
-        weights += config.hidden_size * 3 * config.per_layer_input_size
-        if config.moe is not None:
-            chosen = 3 * config.moe.top_k * config.moe.intermediate_size
-            weights += config.hidden_size * (config.moe.num_experts + chosen)
-        total += 4 * q_size * visible_pairs(q_lens, seq_lens, shape.sliding_window)
-    return total + 2 * weights * num_tokens
-
-
 def _best(call: Callable[[], object], on_gpu: bool) -> float:
-    """Fewest seconds of one call; on a GPU by its own clock, as the host's would count launch and
-    synchronisation too.
-    """
+    """Fewest seconds of one call, on a GPU by its own clock."""
     seconds = []
     for _ in range(1 + REPEATS):
         if on_gpu:
@@ -167,3 +96,136 @@ def _best(call: Callable[[], object], on_gpu: bool) -> float:
             call()
             seconds.append(perf_counter() - start)
     return min(seconds[1:])
+
+
+def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
+    """Bytes of weights and visible cache rows that one decode step must read.
+
+    Args:
+        seq_lens: [num_seqs] KV tokens of each sequence.
+        kv_cache_dtype: dtype of the pages (`quire.models.engine.config.EngineConfig`).
+    """
+    count = _v4_cache_bytes if isinstance(model.config, DeepseekV4Config) else _cache_bytes
+    return round(_weight_bytes(model, len(seq_lens)) + count(model, seq_lens, kv_cache_dtype))
+
+
+def _weight_bytes(model: Decoder, num_tokens: int) -> float:
+    """Bytes of the weights that a step of ``num_tokens`` tokens reads."""
+    config, total = model.config, 0.0
+    tables = ["embed_tokens_per_layer."]
+    if not getattr(config, "tie_word_embeddings", False):
+        tables.append("embed_tokens.")
+    for name, weight in model.named_parameters():
+        rows: float = len(weight)
+        if name.startswith("mtp."):
+            continue
+        if ".experts." in name:
+            rows *= 1 - (1 - _expert_share(config)) ** num_tokens
+        elif name.startswith(tuple(tables)) or name.endswith("tid2eid"):
+            rows = min(rows, num_tokens)
+        total += rows * weight[0].numel() * weight.element_size()
+    return total
+
+
+def _expert_share(config: Any) -> float:
+    """Share of a layer's experts that a token chooses."""
+    if isinstance(config, DeepseekV4Config):
+        return config.num_experts_per_tok / config.num_experts
+    return 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
+
+
+def _cache_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str) -> int:
+    stored = model.dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    total = 0
+    for layer in range(model.config.num_layers):
+        window = model.config.attention(layer).sliding_window
+        visible = int(np.minimum(seq_lens, window or seq_lens).sum())
+        row_scales = kv_cache_dtype == "fp8"
+        total += visible * token_bytes(model.config, layer, stored, row_scales=row_scales)
+    return total
+
+
+def _v4_cache_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str) -> int:
+    config, fp8, itemsize = model.config, kv_cache_dtype == "fp8", model.dtype.itemsize
+    latent_bytes = LATENT_BYTES if fp8 else config.head_dim * itemsize
+    index_bytes = config.index_head_dim + SCALE_BYTES if fp8 else config.index_head_dim * itemsize
+    total = 0
+    for kind in config.layer_types:
+        rows = np.minimum(seq_lens, config.sliding_window)
+        if kind != SLIDING:
+            entries = seq_lens // (config.csa_ratio if kind == CSA else config.hca_ratio)
+            if kind == CSA:  # the indexer scores all of them
+                total += int(entries.sum()) * index_bytes
+                entries = np.minimum(entries, config.index_topk)
+            rows = rows + entries
+        total += int(rows.sum()) * latent_bytes
+    return total
+
+
+def prefill_flops(config: Any, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
+    """Operations of one step: matrices for all new tokens, and attention over visible pairs.
+
+    Args:
+        config: configuration of a model.
+        q_lens: [num_seqs] new tokens.
+        seq_lens: [num_seqs] KV tokens including them.
+    """
+    total = 2 * _weights_of_a_token(config) * int(q_lens.sum())
+    if isinstance(config, ModelConfig):
+        for layer in range(config.num_kv_owners):
+            shape = config.attention(layer)
+            pairs = visible_pairs(q_lens, seq_lens, shape.sliding_window)
+            total += 4 * pairs * shape.num_heads * shape.head_dim
+        return round(total)
+    for kind in config.layer_types:
+        pairs = visible_pairs(q_lens, seq_lens, config.sliding_window)
+        if kind != SLIDING:
+            ratio = config.csa_ratio if kind == CSA else config.hca_ratio
+            limit = config.index_topk if kind == CSA else None
+            pairs += visible_pairs(q_lens, seq_lens, limit, ratio)
+        if kind == CSA:
+            scored = visible_pairs(q_lens, seq_lens, None, config.csa_ratio)
+            total += 2 * scored * config.index_num_heads * config.index_head_dim
+        total += 4 * pairs * config.num_heads * config.head_dim
+    return round(total)
+
+
+@cache
+def _weights_of_a_token(config: Any) -> float:
+    """Elements of the matrices that a token is multiplied with, in layers with K/V of their own."""
+    model: Any = build_model(config, device="meta", dtype=torch.bfloat16)
+    owners = getattr(config, "num_kv_owners", len(model.layers))
+    total = 0.0
+    for layer in model.layers[:owners]:
+        for name, weight in layer.named_parameters():
+            if weight.ndim > 1 and "bias" not in name and not name.endswith("tid2eid"):
+                total += weight.numel() * (
+                    _expert_share(config) if ".experts." in f".{name}" else 1
+                )
+    projection = getattr(model, "per_layer_model_projection", None)
+    if projection is not None:
+        total += projection.weight.numel() * owners / len(model.layers)
+    return total
+
+
+def visible_pairs(
+    q_lens: np.ndarray, seq_lens: np.ndarray, limit: int | None, ratio: int = 1
+) -> int:
+    """(query, key) pairs of causal attention: position p sees min((p + 1) // ratio, limit) keys.
+
+    Args:
+        q_lens: [num_seqs] new tokens.
+        seq_lens: [num_seqs] tokens including them.
+        limit: a sliding window, or a top-k; None = all.
+        ratio: tokens of a compressed entry; 1 = the rows of tokens.
+    """
+    last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
+    return int((_seen(last, limit, ratio) - _seen(first, limit, ratio)).sum())
+
+
+def _seen(length: np.ndarray, limit: int | None, ratio: int) -> np.ndarray:
+    """Pairs of a whole sequence: sum over n = 1 .. length of min(n // ratio, limit)."""
+    ramp = length if limit is None else np.minimum(length, ratio * limit - 1)
+    whole, rest = ramp // ratio, ramp % ratio
+    pairs = ratio * (whole * (whole - 1) // 2) + whole * (rest + 1)
+    return pairs if limit is None else pairs + (length - ramp) * limit

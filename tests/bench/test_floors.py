@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from quire.bench.common import floors
-from quire.bench.common.visible import visible_pairs
+from quire.bench.common.floors import visible_pairs
 from quire.bench.prefill_decode.build import build_model
 
 CPU = torch.device("cpu")
@@ -32,28 +32,20 @@ def test_visible_pairs(limit, ratio):
 
 
 def test_prefill_counts_the_matrices_that_a_token_passes(built):
-    model, config = built.model, built.model.config
-    shared = tuple(f"layers.{i}." for i in range(config.num_kv_owners, config.num_layers))
-    left_out = ("embed_tokens", "lm_head", *shared)
-    matrices = 0
-    for name, weight in model.named_parameters():
-        if weight.ndim < 2 or "bias" in name or name.startswith(left_out):
-            continue
-        size = weight.numel()
-        if ".experts." in name:
-            size = size // config.moe.num_experts * config.moe.top_k
-        if name == "per_layer_model_projection.weight":
-            size = size // config.num_layers * config.num_kv_owners
-        matrices += size
-    q_lens, seq_lens = np.array([5, 30]), np.array([11, 30])
-    pairs = 0
+    """By the configuration; floors add up the weights of a model."""
+    config, q_lens, seq_lens = built.model.config, np.array([5, 30]), np.array([11, 30])
+    matrices = pairs = 0
     for layer in range(config.num_kv_owners):
         shape = config.attention(layer)
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        columns = 2 * q_size + (1 if shape.k_eq_v else 2) * kv_size + 3 * config.mlp_size(layer)
+        columns += 3 * config.per_layer_input_size  # gate, projection, and its part of a shared one
+        if config.moe is not None:
+            columns += config.moe.num_experts + 3 * config.moe.top_k * config.moe.intermediate_size
+        matrices += config.hidden_size * columns
         for new, length in zip(q_lens, seq_lens, strict=True):
             for p in range(length - new, length):
-                pairs += (
-                    min(p + 1, shape.sliding_window or p + 1) * shape.num_heads * shape.head_dim
-                )
+                pairs += min(p + 1, shape.sliding_window or p + 1) * q_size
     expected = 2 * int(q_lens.sum()) * matrices + 4 * pairs
     assert floors.prefill_flops(config, q_lens, seq_lens) == expected
 
