@@ -3,7 +3,6 @@ tokens.
 
     python -m bench.kvcore
     python -m bench.kvcore --spec gemma4-31b --json kvcore.json
-    python -m bench.kvcore --scaling
 
 Everything runs in this process on one core; figures are medians. Nothing here touches a device:
 `kvcore` is integers. Where vLLM is installed, the same table follows for its allocator.
@@ -33,7 +32,6 @@ from .measure import (
     shown,
     split_lookup,
 )
-from .scaling import curves
 from .tiers import entry_times
 
 VLLM_VERSION = "0.33"
@@ -82,13 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     rows: list[Row] = []
     for spec in SPECS if args.spec == "all" else [args.spec]:
-        if args.scaling:
-            rows += curves(spec, args.steps)
-            continue
         new = spec_rows(spec, args.requests, args.repeats, args.steps)
         show(new)
         rows += new + vllm_rows(spec, args.requests, args.repeats, args.steps)
-    if args.repeats and not args.scaling:
+    if args.repeats:
         new = full_pool(args.repeats)
         show(new)
         rows += new
@@ -107,6 +102,5 @@ def _parser() -> Parser:
         "--requests", type=integer(most=65536), nargs="*", default=[256, 4096],
         help="decode batch sizes",
     )  # fmt: skip
-    add("--scaling", action="store_true", help="times of a decode step over four sizes")
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     return parser

@@ -1,28 +1,15 @@
-"""Checks what an engine generated against full forward passes without any cache or kernel of ours.
+"""Check generated tokens against full forward passes without any cache or kernel of ours.
 
-Greedy tokens can only be compared up to rounding: two correct programs round differently, and where
-two logits are nearly equal the other token wins. So each generated token must have, in a reference
-pass over the whole sequence, the largest logit or one that is less than ``bound`` below it. It is
-an estimate, no bound of all right programs as `quire.bench.common.bounds` has it for one operation:
-through many layers, worst cases add up to more than logits differ by. err is the largest difference
-between the logits of an eager pass in low precision and of a pass in fp32 over the same rows; a
-program as exact as twice that moves each of the two logits by up to 2 err::
+Two right programs round differently, so each generated token must have, in a pass over the whole
+sequence in fp32, the largest logit or one less than ``bound`` below it. err is the largest
+difference between the logits of that pass and of an eager pass in the model's dtype (of a model in
+fp32: a pass in bf16, scaled by the ratio of the machine epsilons). A program as exact as twice that
+moves each of two logits by up to 2 err. Rounding all K and V to e4m3 moves them by cache_err::
 
-    bound = 4 * err
+    bound = 4 * err + 2 * cache_err  (of e4m3 pages)
 
-A model in fp32 is itself the reference. Rounding errors scale with the machine epsilon, so its err
-is that of a pass in bf16, scaled by 2^-23 / 2^-7, the two epsilons.
-
-Pages of e4m3 (``kv_cache_dtype="fp8"``) move the logits by more than the model's arithmetic does,
-and by how much depends on where a prompt was cut into steps, as a step's own keys and values are
-not rounded. So a hit and a cold run may differ by that much as well. cache_err is the largest
-difference that rounding *every* key and value makes to a pass; the engine rounds some of them, so
-it is taken to be no further off::
-
-    bound = 4 * err + 2 * cache_err
-
-A bound as large as the standard deviation of the logits would let nearly any token pass; that is a
-problem too, not a success.
+It is an estimate: the worst cases of many layers add up to more than logits differ by. A bound as
+large as the standard deviation of the logits is a problem too, not a success.
 """
 
 from __future__ import annotations
@@ -30,12 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import IndexPages, LatentPages, page_bytes
+from quire.kernels.common import e4m3
 from quire.models.config.model import ModelConfig
 from quire.models.engine.outputs import RequestOutput
 from quire.models.families.decoder import Decoder
@@ -43,8 +32,7 @@ from quire.models.layers.basic import RMSNorm
 
 from .drive import Key
 
-E4M3_MAX = 448.0
-LATENT, ROTATED, BLOCK = 512, 64, 64  # channels of a latent row that can be quantised
+HEAD_DIM = 512  # of a latent row that can be quantized
 STREAMED = ("layers", "embed_tokens_per_layer")  # too large for a copy of the whole
 MARGIN = 4.0  # two logits, each off by up to twice the error of the eager pass
 CACHE_MARGIN = 2.0  # two logits, each off by up to what rounding all keys and values does
@@ -70,9 +58,7 @@ class Check:
 
 
 def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
-    """At most ``count`` >= 1 of the keys: the request with the longest hit, and others evenly
-    spaced. The same ones every time.
-    """
+    """At most ``count`` >= 1 keys: the request with the longest hit, and others evenly spaced."""
     keys = sorted(outputs)
     if count >= len(keys):
         return keys
@@ -85,12 +71,10 @@ def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
 def check_outputs(
     model: Decoder, outputs: Mapping[Key, RequestOutput], *, kv_cache_dtype: str = "auto"
 ) -> Check:
-    """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's
-    docstring.
+    """Compare all tokens of ``outputs`` with full passes of ``model``.
 
     Args:
-        kv_cache_dtype: of the engine that generated them
-            (`quire.models.engine.config.EngineConfig`).
+        kv_cache_dtype: dtype of the pages of the engine that generated them.
     """
     num_tokens = num_exact = 0
     largest = 0.0
@@ -129,16 +113,12 @@ def check_outputs(
 def reference_logits(
     model: Decoder, input_ids: Tensor, rows: Tensor, kv_cache_dtype: str = "auto"
 ) -> tuple[Tensor, float]:
-    """Logits of a full pass in fp32, and how far below the largest one a right program's choice may
-    be.
+    """Logits [num_rows, vocab_size] fp32 of a full pass, and the bound in logits.
 
     Args:
         input_ids: [num_tokens] int64.
         rows: [num_rows] int64.
-        kv_cache_dtype: as in :func:`check_outputs`.
-
-    Returns:
-        ([num_rows, vocab_size] fp32, bound in logits).
+        kv_cache_dtype: as in `check_outputs`.
     """
     native = model.full_forward(input_ids, logits_rows=rows)
     is_fp32 = model.dtype == torch.float32
@@ -148,41 +128,27 @@ def reference_logits(
     if kv_cache_dtype != "auto":
         stored = e4m3_rows if isinstance(model.config, ModelConfig) else e4m3_latents
         if kv_cache_dtype == "fp8_per_tensor":
-            stored = e4m3_values
+            stored = partial(e4m3_rows, scale=1.0)
         rounded = model.full_forward(input_ids, logits_rows=rows, stored=stored)
         bound += CACHE_MARGIN * float((rounded - native).abs().max())
     return (native if is_fp32 else other), bound
 
 
-def e4m3_rows(rows: Tensor) -> Tensor:
-    """Keys or values [..., head_dim] as pages of e4m3 give them back: a scale for each row."""
-    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX
-    return (_in_e4m3(rows / scale) * scale).to(rows.dtype)
-
-
-def e4m3_values(rows: Tensor) -> Tensor:
-    """Keys or values as pages of e4m3 with the scale 1 give them back."""
-    return _in_e4m3(rows.float().clamp(-E4M3_MAX, E4M3_MAX)).to(rows.dtype)
+def e4m3_rows(rows: Tensor, scale: float | None = None) -> Tensor:
+    """Keys or values [..., head_dim] as e4m3 pages return them; scale None: one for each row."""
+    return e4m3.dequantize(*e4m3.quantize(rows, scale)).to(rows.dtype)
 
 
 def e4m3_latents(rows: Tensor) -> Tensor:
-    """Rows of DeepSeek-V4 as its quantised pages give them back. The scale of a block is a power of
-    two; latents [..., 512] have 7 blocks of 64 channels and 64 rotated channels in bf16, index keys
-    one block.
-
-    Source: FlashMLA's layout of 584 bytes.
-    """
-    rounded = rows.bfloat16().float()
-    width = rows.shape[-1]
-    num_plain, block = (LATENT - ROTATED, BLOCK) if width == LATENT else (width, width)
-    plain, rotated = rounded[..., :num_plain], rounded[..., num_plain:]
-    blocks = plain.unflatten(-1, (-1, block))
-    scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / E4M3_MAX).log2().ceil().exp2()
-    return torch.cat([(_in_e4m3(blocks / scale) * scale).flatten(-2), rotated], -1).to(rows.dtype)
-
-
-def _in_e4m3(values: Tensor) -> Tensor:
-    return values.to(torch.float8_e4m3fn).float()
+    """Latent rows or index keys [..., dim] of DeepSeek-V4 as its quantized pages return them."""
+    dim, count = rows.shape[-1], rows.shape[:-1].numel()
+    is_latent = dim == HEAD_DIM
+    size = page_bytes(count) if is_latent else page_bytes(count, dim + 4)
+    make = LatentPages if is_latent else IndexPages
+    pages = make(torch.zeros(1, size, dtype=torch.uint8, device=rows.device), count, dim)
+    slots = torch.arange(count, device=rows.device)
+    pages.write(slots, rows.reshape(count, dim))
+    return pages.read(slots, rows.dtype).view_as(rows)
 
 
 @cache
@@ -194,10 +160,10 @@ def _dtypes_in(kind: type[Decoder], config: Any, dtype: torch.dtype) -> dict[str
 
 @contextmanager
 def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, passes of ``model`` use its weights as a model of ``dtype`` has them, one layer's
-    copies at a time; afterwards its own tensors are back in place, untouched. Rows of the table of
-    per-layer embeddings are converted as they are read. Norms are converted at the start: the layer
-    before reads them too."""
+    """Inside, passes of ``model`` use weights of ``dtype``, copied one layer at a time.
+
+    Norms are converted at the start: the layer before reads them too.
+    """
     dtypes = _dtypes_in(type(model), model.config, dtype)
     wanted = {weight: dtypes.get(name, weight.dtype) for name, weight in model.named_parameters()}
     saved: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}

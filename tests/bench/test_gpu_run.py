@@ -17,7 +17,7 @@ from quire.bench.common.floors import Rates
 from quire.bench.gpu import __main__ as gpu
 from quire.bench.gpu import carry, machine
 from quire.bench.gpu.parts import Part, plan
-from quire.bench.gpu.runner import Runner, read_outcomes
+from quire.bench.gpu.runner import Runner
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,12 +127,6 @@ def test_the_tests_of_every_part_are_there():
                 assert not test or f"def {test}(" in (ROOT / file).read_text(), name
 
 
-def test_a_part_that_is_not_there(tmp_path, capsys):
-    assert gpu.main(["--parts", "kernels,nothing", "--out", str(tmp_path / "none")]) == 2
-    assert "parts: expected some of ['environment', " in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
-
-
 def test_a_machine_that_cannot_launch_says_what_it_lacks(tmp_path, monkeypatch, capsys):
     """Without a C compiler and Python's headers, which Triton builds its launcher with."""
 
@@ -208,15 +202,6 @@ def test_background_parts_run_beside_others_until_one_waits(tmp_path):
     )
     assert beside["status"] == "ok"
     assert (first["tail"].strip(), second["tail"].strip()) == ("False", "True")
-
-
-def test_parts_are_resumed_by_their_result(tmp_path):
-    part, runner = code("one", "print(1)"), Runner(tmp_path, None, dry_run=True)
-    assert not runner.is_done(part)
-    run(tmp_path, part)
-    assert runner.is_done(part)
-    run(tmp_path, code("one", "raise SystemExit(3)"))
-    assert not runner.is_done(part)
 
 
 def test_nothing_runs_where_no_kernel_can_be_launched(tmp_path, monkeypatch, capsys):
@@ -298,14 +283,6 @@ def re_run(folder):
     rows = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
     starts = [row["test"].split("/")[-1] for row in rows if row["outcome"] == "unfinished"]
     return {name for name in starts if starts.count(name) > 1}
-
-
-def test_outcomes_of_a_run_that_was_ended(tmp_path):
-    file = tmp_path / "x.jsonl"
-    rows = ["a unfinished", "a passed", "b unfinished", "c unfinished", "c skipped"]
-    lines = [json.dumps(dict(zip(("test", "outcome"), row.split(), strict=True))) for row in rows]
-    file.write_text("\n".join([*lines, '{"test": "d", "outc']))
-    assert read_outcomes(file) == {"a": "passed", "b": "unfinished", "c": "skipped"}
 
 
 COMPILE = """

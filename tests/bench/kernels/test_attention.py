@@ -19,7 +19,6 @@ from quire.bench.cases.shapes import (
     attention_headline,
     tiny_cases,
 )
-from quire.bench.cases.work import case_bytes
 from quire.bench.common.bounds import bounding
 from quire.bench.peers import flashinfer as adapter
 from quire.bench.peers.peer import Peer, Unsupported
@@ -114,11 +113,6 @@ def test_wrong_scales_are_found_and_peers_are_not_compared():
     assert "error" in expected.wrong(*quire_calls(problem)[0]())
     with pytest.raises(Unsupported, match="e4m3 pages"):
         Peer("other", "1", "", lambda problem: []).calls(problem)
-
-
-def test_bytes_of_a_case():
-    keys, queries = 2 * 37 * 4 * 2 * 32, 2 * 4 * 32 * 2
-    assert case_bytes(tiny("tiny/global", "decode")) == keys + 2 * queries
 
 
 class PrefillWrapper:

@@ -128,20 +128,6 @@ def test_every_tiny_latent_case_runs(tmp_path, rates):
     assert result["not_run"] == []
 
 
-def test_a_wrong_result_of_ours_is_exit_status_1(monkeypatch):
-    wrong = {
-        "case": "c",
-        "impl": "quire",
-        "ours": True,
-        "wrong": "error 1, budget 0",
-        "skipped": None,
-    }
-    for ours in (True, False):
-        result = {"rows": [wrong | {"ours": ours}], "not_run": []}
-        monkeypatch.setattr(kernels, "run", lambda *a, result=result: result)
-        assert kernels.main(["--set", "tiny"]) == ours
-
-
 def test_times_are_of_one_call():
     calls = []
     timing = time_calls([lambda: calls.append(0), lambda: calls.append(1)], CPU, seconds=0.0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.bench.cases.latent import attend, slots, visible_rows
+from quire.bench.cases.latent import attend, visible_rows
 from quire.bench.cases.make import expect, make_problem
 from quire.bench.cases.shapes import (
     LATENT_SHAPES,
@@ -124,12 +124,6 @@ def test_wrong_topk_indices_are_refused():
     assert "twice" in expected.wrong(twice, lens)
     assert "does not see" in expected.wrong(unseen, lens)
     assert "expected 4 of token 1, got 3" in expected.wrong(indices, lens - torch.tensor([0, 1]))
-
-
-def test_slots_of_a_ring():
-    table = torch.tensor([5, 7])
-    found = slots(table, 4, torch.tensor([-1, 0, 5, 9]))
-    assert found.tolist() == [-1, 20, 29, 21]
 
 
 def fake_flashmla():

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from quire.bench import kvcore
-from quire.bench.kvcore import measure, scaling, tiers
+from quire.bench.kvcore import measure, tiers
 from quire.bench.kvcore.__main__ import VLLM_VERSION, main, vllm_rows
 
 STEP = ("", "_mean", "_plan", "_churn", "_add", "_garbage")
@@ -60,20 +60,6 @@ def test_a_decode_step_leaves_no_garbage(spec):
     commit = cache.commit
     cache.commit = lambda plan, ids: kept.append(plan) or commit(plan, ids)
     assert measure.garbage(cache, slots, 50) > 1000, "a kept plan is noticed"
-
-
-def test_curves(tmp_path, monkeypatch):
-    few = {"requests": [2, 4], "context": [512, 1024], "pages": [1 << 12], "groups": [1, 8]}
-    sizes = {"CURVES": few, "CONTEXT": 512, "PAGES": 1 << 12, "REQUESTS": 2}
-    for name, value in sizes.items():
-        monkeypatch.setattr(scaling, name, value)
-    path = tmp_path / "rows.json"
-    assert main(["--spec", "v4", "--steps", "3", "--scaling", "--json", str(path)]) == 0
-    expected = [f"scaling_{curve}_{value}" for curve, values in few.items() for value in values]
-    assert [r["name"] for r in json.loads(path.read_text())] == expected
-    groups = scaling.first_groups("v4", 8)
-    assert [g.kind for g in groups] == ["dense", "window", "window", "state"] + ["window"] * 4
-    assert len({g.name for g in groups}) == 8
 
 
 @pytest.mark.parametrize(

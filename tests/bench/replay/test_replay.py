@@ -191,13 +191,6 @@ def test_pool_sizes():
             pool_pages(bad, groups, workload, "host")
 
 
-def test_unknown_names_of_a_grid():
-    workload = make_workload("round-robin:sessions=1,turns=1", None, 0)
-    for preset, evictions in (("v5", ["lru"]), ("v4-flash", ["mru"])):
-        with pytest.raises(ValueError, match=r"expected .*'(v5|mru)'"):
-            run_grid(workload, preset, ["50%"], ["auto"], evictions, Timing(), progress=False)
-
-
 def hit_rate(workload, groups, pool, policy):
     """Share of the prompt tokens, one request after another."""
     pages = pool_pages(pool, groups, workload)

@@ -66,12 +66,6 @@ def test_rows_say_what_was_compiled(measured):
 
 
 @pytest.mark.slow
-def test_each_stage_takes_a_tile_of_shared_memory(measured):
-    used = [measured[f"{stages} stages"]["shared_bytes"] for stages in (2, 3)]
-    assert used[1] - used[0] == 2 * 64 * 128 * 2
-
-
-@pytest.mark.slow
 def test_too_few_registers_are_seen_to_spill(measured):
     """The rule holds for machine code, not for a number that is always 0."""
     assert measured["40 registers"]["spill_bytes"] > 0
@@ -234,38 +228,3 @@ def test_the_list_of_kernels():
     assert found["samples"] == found["kernels"] >= 20
     assert found["shapes"] == found["tiles"] < found["every"]
     assert all(sample for _, sample in found["others"])
-
-
-SHARED = """
-import json
-from quire.bench.static import cases, compiling
-from quire.kernels.common.arch import named
-def keys(*names):
-    found = [cases.launches_of(cases.all_cases()[name], named("sm_90"))[0] for name in names]
-    return len({repr(compiling.specialise(launch)) for launch in found})
-print(json.dumps([
-    keys("compress-csa-fp8-prefill", "compress-hca-fp8-prefill", "compress-index-fp8-decode"),
-    keys("compress-csa-bf16-decode", "compress-hca-bf16-decode", "compress-index-bf16-prefill"),
-    keys("latent-heads", "latent-index-heads"),
-    keys("latent-heads", "compress-csa-fp8-prefill", "compress-csa-bf16-decode"),
-]))
-"""
-
-
-def test_uses_of_a_model_that_share_a_kernel():
-    assert in_a_process_that_compiles(SHARED) == [1, 1, 1, 3]
-
-
-def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
-    def measure(name, arch, index):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(compiling, "measure", measure)
-    said = compiling.attempt("c", "sm_90", 0)
-    assert said == "c sm_90: does not compile: RuntimeError: no such instruction"
-
-
-def test_table_aligns():
-    lines = static.table([ROW, ROW | {"case": "longer"}]).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1].split()[-2:] == ["2", "128"]

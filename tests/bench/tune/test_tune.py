@@ -1,7 +1,6 @@
 """bench.tune on a CPU: the values that it tries, refuses and takes."""
 
 import argparse
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,11 +9,11 @@ from time import perf_counter
 import pytest
 import torch
 
-from quire.bench.cases.shapes import TINY_SHAPES, Case, all_cases, case_of, tiny_cases
+from quire.bench.cases.shapes import TINY_SHAPES, Case, all_cases, tiny_cases
 from quire.bench.common.timing import Timing
 from quire.bench.tune import __main__ as tune
 from quire.bench.tune import entries
-from quire.bench.tune.entries import Entry, entry_of, table_entries
+from quire.bench.tune.entries import Entry, table_entries
 from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
 from tests.support.forked import printed
@@ -58,14 +57,6 @@ def test_candidates_start_with_the_table_and_fit(arch):
             )
             assert block_n * row_bytes * (stages - 1) <= arch.shared_memory
     assert next(iter(work)) == Entry(entries.DECODE, "", 512)  # of the first case of the headline
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"), [("v3/mla", 64), ("v3/mla/tp8", 16), ("v4-flash/csa", 64)]
-)
-def test_a_latent_entry_has_the_rows_that_are_asked_for(name, rows):
-    table = entries.LATENT if "mla" in name else entries.FP8_LATENT
-    assert entry_of(case_of(name, "decode", 16), HOPPER) == Entry(table, "hopper", rows)
 
 
 LAUNCHED = """
@@ -164,30 +155,12 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     assert len(made) == 2 and row["wrong"] and not row["ms"] and row["ratio"] is None
 
 
-@pytest.mark.parametrize("wrong", [None, "error 1, budget 0"])
-def test_a_wrong_result_is_the_exit_status(wrong, monkeypatch):
-    def measure(entry, values, *_):
-        row = {"config": entry.current, "ms": {}, "ratio": 1.0, "wrong": None, "refused": None}
-        return [row] * (len(values) - 1) + [row | {"wrong": wrong}]
-
-    monkeypatch.setattr(tune, "measure", measure)
-    assert tune.main(["--dry-run", "--only", "E4M3"]) == (wrong is not None)
-
-
 def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
     monkeypatch.setattr(tune, "time_calls", lambda *a, **k: SAME)
     cases = [case("decode"), case("decode", 30)]
     for deadline, count in ((perf_counter(), 1), (perf_counter() + 1000, 2)):
         (row,) = measured(DECODE, [DECODE.current], cases, deadline)
         assert len(row["ms"]) == count and row["ratio"] == 1
-
-
-@pytest.mark.parametrize(
-    ("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)]
-)
-def test_another_value_has_to_be_clearly_faster(ratios, taken):
-    rows = [{"ratio": ratio} for ratio in ratios]
-    assert tune.best(rows) is rows[taken]
 
 
 def test_no_entry_is_begun_after_its_time_and_bad_arguments_are_named(capsys):
@@ -197,11 +170,3 @@ def test_no_entry_is_begun_after_its_time_and_bad_arguments_are_named(capsys):
     assert "only: expected part of an entry's name, got 'decode 7'" in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert tune.main([]) == 2
-
-
-def test_one_table_serves_several_classes():
-    """Changed for one entry alone, and only while it is tried."""
-    with DECODE.using((16, 2, 16)):
-        assert DECODE.current == (16, 2, 16)
-        assert dataclasses.replace(DECODE, key=64).current != (16, 2, 16)
-    assert DECODE.current == (64, 4, 64)
