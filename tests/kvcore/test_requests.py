@@ -43,14 +43,6 @@ def test_why_a_short_hit_is_not_longer():
     assert e.kv.match([1, 2], max_tokens=0).limited_by == "prompt-too-short"
 
 
-def test_a_replay_stays_within_what_was_asked_for():
-    e = engine((4, None), (4, 9), replay_tokens=8, retention="latest")
-    e.run("a", PROMPT[:100])
-    match = e.kv.match(PROMPT[:90], max_tokens=50)
-    assert (match.replay_from, match.replay_to) == (40, 48)
-    assert e.kv.match(PROMPT[:90], max_tokens=9).num_saved_tokens == 0
-
-
 def test_a_resume_point_goes_with_its_page_and_leaves_the_segments():
     e = engine(retention="latest")
     e.run("a", PROMPT)

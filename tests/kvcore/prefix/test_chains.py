@@ -12,7 +12,7 @@ import pytest
 import quire.kvcore
 from quire.kvcore import LRU, Adaptive, EventLog, KVCache, StepPlan
 from tests.kvcore.engine import groups
-from tests.kvcore.policies.fake import Fake, key
+from tests.kvcore.fake_entries import Fake, key
 
 HOME = os.path.dirname(quire.kvcore.__file__)
 BLOCK, FIRST, TIMES = 4, 48, 4

@@ -52,17 +52,6 @@ def test_a_prompt_is_hit_by_a_resend_a_longer_one_and_the_next_turn(specs, chunk
     e.check()
 
 
-def test_a_step_that_ends_elsewhere_leaves_no_snapshot():
-    e = engine(MAMBA)
-    prompt = tokens(100)
-    e.admit("a", prompt)
-    e.step({"a": 100})  # passes 32, 64 and 96 without ending there
-    e.release("a")
-    match = e.kv.match([*prompt, 1])
-    assert (match.num_tokens, match.dense_tokens, match.limited_by) == (0, 96, "resume-point")
-    e.check()
-
-
 def test_cut_ends_chunks_where_a_point_is_due():
     e = engine(MAMBA, retention=64)
     e.admit("a", tokens(200))
@@ -105,19 +94,6 @@ def test_a_drafter_costs_no_hits(others):
         e.check()
     for query in (prompt, [*prompt, answer[0]], [*prompt, *answer, 7], prompt[:200]):
         assert plain.kv.match(query).num_tokens == drafted.kv.match(query).num_tokens
-
-
-def test_a_drafter_is_not_served_rows_of_another_next_token():
-    e = engine((DENSE, DRAFT))
-    prompt = tokens(96)
-    e.run("a", [*prompt, 1], [2, 3])
-    assert e.kv.match([*prompt, 1, 9]).num_tokens == 96
-    # The drafter's row at 95 was made with token 1: with token 5 there only 64 is safe.
-    match = e.run("b", [*prompt, 5, 9])
-    assert (match.dense_tokens, match.limited_by) == (64, "resume-point")
-    assert e.kv.match([*prompt, 5, 1]).num_tokens == 96, "now both are cached, side by side"
-    assert e.kv.match([*prompt, 1, 1]).num_tokens == 96
-    e.check()
 
 
 def test_multi_token_drafters():

@@ -30,17 +30,6 @@ def test_stores_under_way_count(specs):
     assert s.tiers.stores(1 << 30)
 
 
-def test_what_goes_next_is_stored_first():
-    s = Setup(pages=200)
-    for i in range(3):
-        s.serve([i, *PROMPT])
-    s.tiers._stores._watermark = s.e.kv.num_free_pages + 5
-    s.store()
-    s.forget()
-    found = [s.tiers.match([i, *PROMPT, 1]).num_saved_tokens for i in range(3)]
-    assert found == [96, 0, 0]
-
-
 def test_what_is_clean_is_not_written_again():
     s = Setup()
     s.serve(PROMPT)
@@ -85,19 +74,6 @@ def test_a_host_that_is_too_small_is_not_written_over_and_over():
     assert len(s.store()) == 4
     for _ in range(20):
         assert not s.tiers.stores(1 << 30)
-
-
-def test_what_found_no_room_is_tried_again():
-    """All that a full host has is being loaded; then there is room."""
-    s = Setup(DENSE, pages=100, host=26)
-    prompts = [PROMPT, list(range(300, 400))]
-    s.behind(*prompts)
-    loads = [s.tiers.load(s.tiers.match([*p, 1])) for p in prompts]
-    s.serve(range(500, 600))
-    for _ in range(3):
-        assert s.tiers.stores(1 << 30) == []
-    s.end(*loads)
-    assert s.tiers.stores(1 << 30)
 
 
 def test_a_budget_ends_within_a_chain():

@@ -10,21 +10,6 @@ from quire.kvcore.tier import Tiers
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, Setup
 
 
-def test_a_load_that_fails_leaves_the_host_and_the_next_shorter_point_stays():
-    s = Setup(retention=32, pages=200)
-    s.behind(PROMPT[:41])
-    s.behind(PROMPT)
-    s.serve(PROMPT[:41])
-    job = s.tiers.load(s.tiers.match(LONGER))
-    s.copy(job, 3)
-    s.tiers.done(job, failed=True)
-    s.check()
-    assert s.e.kv.match(LONGER).dense_tokens == 40
-    assert s.tiers.match(LONGER).num_saved_tokens == 40
-    assert s.serve(LONGER) == 40
-    assert s.tiers.stats()["tier_load_failures/host"] == 1
-
-
 def test_a_store_that_fails_is_tried_again_after_the_next_use():
     s = Setup(host=100)
     s.serve(PROMPT)
@@ -35,22 +20,6 @@ def test_a_store_that_fails_is_tried_again_after_the_next_use():
     s.serve(LONGER)
     s.behind()
     assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
-
-
-def test_a_job_that_is_cancelled_brings_nothing_and_takes_nothing():
-    s = Setup()
-    s.serve(PROMPT)
-    [job] = s.tiers.stores(1 << 30)
-    s.tiers.cancel(job)
-    s.check()
-    assert not s.segments()
-    s.serve(LONGER)
-    s.behind()
-    job = s.tiers.load(s.tiers.match(LONGER))
-    s.tiers.cancel(job)
-    s.check()
-    assert s.e.kv.match(LONGER).dense_tokens == 0
-    assert s.tiers.match(LONGER).num_saved_tokens == 96
 
 
 def test_a_job_ends_once():

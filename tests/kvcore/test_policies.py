@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, Adaptive, Ranked
+from quire.kvcore import LRU, Adaptive, KVCache, Ranked
 from quire.kvcore.policies import adaptive, base
+from quire.kvcore.policies.base import in_order
 from quire.kvcore.policies.returns import hazard
 from tests.kvcore.engine import Engine, groups
-from tests.kvcore.policies.fake import Fake, chance, key
+from tests.kvcore.fake_entries import Fake, chance, key
+from tests.kvcore.tier.setup import Setup
 
-PAGE = Path(__file__).parents[3] / "docs" / "write-a-policy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"
 
 
 def page_policies() -> list[type]:
@@ -372,3 +376,105 @@ def test_a_policy_of_ones_own_decides():
         e.run(i, list(range(1000 * (i + 1), 1000 * (i + 1) + 200)))
         e.check()
     assert e.kv.match(loved).num_tokens == 192
+
+
+# Entries that come next, and policies of a host tier.
+
+
+def busy(policy, specs) -> KVCache:
+    """A cache with some dozen entries, used differently often."""
+    kv = KVCache(specs, num_pages=1500, max_requests=4, max_model_len=300, policy=policy)
+    rng = random.Random(0)
+    for i in range(60):
+        base = rng.randrange(8)
+        tokens = [base] * rng.randint(10, 120) + [i] * rng.randint(1, 60)
+        slot = kv.admit(i, kv.match(tokens))
+        done = int(kv.num_computed[slot])
+        kv.commit(kv.plan([slot], [len(tokens) - done]), tokens[done:])
+        kv.release(i)
+    return kv
+
+
+@pytest.mark.parametrize(
+    "specs", [groups((8, None), (4, 10)), groups((8, None))], ids=["hybrid", "dense"]
+)
+@pytest.mark.parametrize("make", [LRU, Adaptive])
+def test_coming(make, specs):
+    policy, twin = (busy(make(), specs).index.policy for _ in range(2))
+    for one in (policy, twin):
+        if make is Adaptive:  # what was not looked at yet does not come
+            while one._new:
+                one._look(64)
+    found = policy.coming(10)
+    assert len(found) == len(set(found)) == 10
+    assert policy.coming(3) == found[:3] and policy.coming(0) == []
+    gone = []
+    for entry in iter(policy.pop, None):
+        other = twin.pop()
+        assert (entry.key, entry.depth) == (other.key, other.depth), "to ask changed something"
+        gone.append(entry)
+        policy.coming(5)
+    assert twin.pop() is None and len(gone) > 30
+    if make is LRU:
+        assert gone[:10] == found
+    assert gone[0] in found
+
+
+def test_in_order():
+    rng = random.Random(1)
+    heap = [(rng.randrange(50), i) for i in range(200)]
+    heapq.heapify(heap)
+    kept = heap[:]
+    assert list(in_order(heap)) == sorted(heap) and heap == kept
+    assert list(in_order([])) == []
+
+
+def test_a_tier_of_adaptive_learns_with_the_cache():
+    """What prompts return to is known in both places, though only one of them is told."""
+    device = Adaptive()
+    host = device.behind(lambda entry: 1.0)
+    for turn in range(60):
+        for who in ("back", "gone"):
+            device.asked(key(who, turn), 0, (2, 2, 0, 0))
+            for policy in (device, host):
+                policy.add(Fake(key(turn), last_used=turn, depth=2))
+        device.asked(key("back", turn, "more"), 2)
+    entries = [Fake(key(i), last_used=i, depth=2) for i in (1, 2)]
+    for entry in entries:
+        host.add(entry)
+        device.add(entry)
+    assert [chance(host, e) for e in entries] == [chance(device, e) for e in entries]
+
+
+def test_an_entry_that_another_place_keeps_has_no_stand_in():
+    """Who returns to it is served by the copy, not by the next shorter one."""
+    found = []
+    for is_there in (False, True):
+        device = Adaptive()
+        host = device.behind(lambda entry: 1.0)
+        for i in range(50):  # ends are returned to, edited ends are not
+            device.asked(key(*range(9), f"new{i}"), 0, (10, 0, 9, 0))
+            device.add(Fake(key(f"new{i}"), last_used=i, depth=10))
+            device.asked(key(*range(9), f"new{i}", "on"), 10)
+        shorter = Fake(key("s"), last_used=99, depth=1, gain=64)
+        longer = Fake(key("l"), last_used=99, depth=2, shorter=shorter)
+        device.asked(key("s", "l"), 0, (2, 0, 1, 0))
+        for entry in (shorter, longer):
+            device.add(entry)
+        before = chance(device, shorter)
+        if is_there:
+            copy = Fake(key("l"), last_used=1, depth=2)
+            host.add(copy)
+            chance(host, copy)
+        while device.pop() is not longer:
+            pass
+        found.append(chance(device, shorter) > before)
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("policy", [Adaptive, LRU])
+def test_a_host_without_a_policy_learns_with_the_cache_if_it_can(policy):
+    s = Setup(policy=policy(), policy_of_host=None)
+    host = s.tiers.index.policy
+    assert type(host) is policy
+    assert policy is LRU or host._returns is s.e.kv.index.policy._returns

@@ -1,0 +1,170 @@
+"""Hits: between resume points, in published cases, and by computing cached tokens again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import KVCache, StepPlan
+from tests.kvcore.engine import Engine, Text, groups
+
+REPLAYS = ((16, None), (4, 9), (8, 9))  # alignment 16; two window groups of 8 rows before the query
+
+
+@pytest.mark.parametrize("windows", [1, 5])
+@pytest.mark.parametrize(("length", "shared", "hit"), [(600, 500, 480), (1024, 1000, 992), (900, 40, 32), (600, 31, 0)])  # fmt: skip
+def test_chats_shorter_than_the_window_share_what_they_have_in_common(windows, length, shared, hit):
+    """vLLM 0.33 keeps all blocks inside the window: 480 of 600 tokens where 500 are shared."""
+    specs = groups((32, None), *[(16, 1024)] * windows)
+    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=4096)
+    first = np.arange(length)
+    second = np.where(first < shared, first, first + 5000)
+    run(kv, "a", first)
+    assert kv.match(second).num_tokens == hit
+    free = kv.num_free_pages
+    kv.admit("b", kv.match(second))
+    assert kv.num_free_pages == free, "no page is taken for the hit"
+    kv.check_invariants()
+
+
+def run(kv: KVCache, rid: object, prompt: np.ndarray) -> int:
+    match = kv.match(prompt)
+    slot, hit = kv.admit(rid, match), match.num_tokens
+    plan = kv.plan([slot], [len(prompt) - hit])
+    assert isinstance(plan, StepPlan)
+    kv.commit(plan, prompt[hit:])
+    kv.release(rid)
+    return hit
+
+
+@pytest.mark.parametrize("retention", ["dense", 32, 96])
+def test_intervals_within_a_tail_keep_no_more_points_than_the_longest_of_them(retention):
+    """All boundaries are resumable, and an eviction has a thirty-second of the entries to look at."""
+    specs = groups((32, None), (16, 1024))
+    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=8192, retention=retention)
+    assert kv.interval == (1024 if retention != 96 else 960)
+    prompt = np.arange(5000)
+    run(kv, "a", prompt)
+    kv.check_invariants()
+    assert kv.stats()["resume_points"] <= 5000 // kv.interval + 3  # and at the prompt's end
+    for shared in range(100, 4900, 311):
+        hit = kv.match(np.where(prompt < shared, prompt, prompt + 9000)).num_tokens
+        assert hit == shared // 32 * 32
+
+
+def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, list[int]]:
+    """Window blocks that the resume points of `prompt` hold, by boundary in tokens."""
+    rows, size = e.device.memory, e.specs[group].block_size
+    identity = Text(prompt, b"").rows(e.device.tags[group], 0)
+    block_of = {int(identity[b * size]): b for b in range(len(prompt) // size)}
+    found = {}
+    for run in e.kv.index.runs():
+        for depth, point in run.points.items():
+            c = e.kv.layout.classes[group]
+            assert c.tables.tolist() == [group]
+            pages = point.pages[c.tail_offset : c.tail_offset + c.tail]
+            found[depth * e.kv.alignment] = [block_of[int(rows[p, 0])] for p in pages if p]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("window_block", "window", "length", "expected"),
+    [
+        (8, 8, 64, {32: [3], 64: [7]}),
+        (16, 32, 112, {32: [0, 1], 64: [2, 3], 96: [4, 5]}),
+    ],
+    ids=["one-block-a-segment", "last-block-past-the-boundary"],
+)
+def test_only_blocks_that_can_serve_a_hit_are_cached(window_block, window, length, expected):
+    """vLLM PR 42258: the blocks of a window group that no aligned hit can use stay out."""
+    e = Engine(
+        groups((32, None), (window_block, window)),
+        num_pages=100, max_requests=2, max_model_len=256, retention="dense",
+    )  # fmt: skip
+    prompt = np.random.default_rng(0).integers(0, 1000, length).tolist()
+    e.run("a", prompt, chunk=length)
+    assert cached_window_blocks(e, prompt, 1) == expected
+    for boundary in expected:
+        assert e.kv.match([*prompt[:boundary], 1001]).num_tokens == boundary
+
+
+def test_a_long_prefill_does_not_flood_the_cache():
+    """vLLM PR 43447 at a quarter of its length (`bench.replay --workload pr43447` is the whole).
+
+    Published there: over 95 % of the tokens hit when prompt fractions of 10..100 % are replayed.
+    """
+    length, chunk, pages_per_request = 1 << 18, 8192, 1024 + 6
+    kv = KVCache(
+        groups((256, None), (64, 128), (64, 128)),
+        num_pages=16 * pages_per_request, max_requests=1, max_model_len=length, retention=8192,
+    )  # fmt: skip
+    prompts = [np.arange(length, dtype=np.int32) + i for i in range(14)]
+    for i, prompt in enumerate(prompts):
+        slot = kv.admit(i, kv.match(prompt))
+        for start in range(0, length, chunk):
+            kv.commit(kv.plan([slot], [chunk]), prompt[start : start + chunk])
+        kv.release(i)
+    fractions = [length * p // 100 for p in range(10, 101, 10)]
+    shares = [kv.match(prompt[:n]).num_tokens / n for prompt in prompts for n in fractions]
+    assert np.mean(shares) > 0.95
+    assert kv.stats()["evicted_segments"] == 0
+
+
+# Replays.
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return [(i * 7 + seed) % 97 for i in range(n)]
+
+
+def without_points(replay_tokens: int | None, num_tokens: int = 200, **options) -> Engine:
+    """An engine that has the dense blocks of a prompt, and none of its resume points."""
+    e = Engine(
+        groups(*REPLAYS), num_pages=400, max_requests=4, max_model_len=512, replay_tokens=replay_tokens, **options
+    )  # fmt: skip
+    e.run("old", tokens(num_tokens), chunk=64)
+    index = e.kv.index
+    for run in list(index.runs()):
+        for point in list(run.points.values()):
+            index.drop_point(point)
+    assert e.kv.match(tokens(num_tokens)).dense_tokens == 192
+    return e
+
+
+def test_a_replay_is_offered_where_it_saves_tokens():
+    match = without_points(32).kv.match(tokens(200))
+    assert (match.num_tokens, match.replay_from, match.replay_to) == (0, 160, 192)
+    assert match.num_saved_tokens == 160
+    assert match.explain() == (
+        "0 of 200 tokens: dense blocks reach 192, but no resume point does; replayed from 160"
+    )
+    assert without_points(33).kv.match(tokens(200)).replay_from == 144, "a whole segment more"
+    assert without_points(192).kv.match(tokens(200)).replay_from is None, "nothing would be saved"
+    assert without_points(None).kv.match(tokens(200)).replay_from is None
+    e = without_points(32)
+    e.run("again", tokens(200)[:190])  # leaves points at 176 and before
+    assert e.kv.match(tokens(200)).num_tokens == 176
+    assert e.kv.match(tokens(200)).replay_from is None
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_a_replay_writes_no_dense_page_and_makes_the_boundary_resumable(chunk):
+    e = without_points(32)
+    in_use = e.kv.num_pages - e.kv.num_free_pages
+    e.admit("new", tokens(200))
+    slot = e.slots["new"]
+    assert e.computed("new") == 160 and e.kv._chains.cached[slot] == 192
+    dense = e.kv.table(0)[slot].copy()
+    while e.computed("new") < 192:
+        plan = e.step({"new": min(chunk, 192 - e.computed("new"))})
+        assert isinstance(plan, StepPlan)
+        assert (plan.slot_mapping[0] == -1).all() and len(plan.replay_rows) == len(plan.positions)
+        assert (e.kv.table(0)[slot] == dense).all()
+        e.check()
+    assert e.kv.match(tokens(200)).num_tokens == 192, "the boundary is a resume point now"
+    e.finish_prompt("new")
+    e.decode("new", [1, 2, 3])
+    e.release("new")
+    e.check()
+    assert e.kv.num_pages - e.kv.num_free_pages > in_use
+    assert e.kv.stats()["replays"] == 1 and e.kv.stats()["replayed_tokens"] == 32
