@@ -145,7 +145,7 @@ class Life:
 
     weights: ClassVar = {
         "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2,
-        "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1, "pin_request": 0.5, "expire_pins": 0.5,
+        "rollback": 3, "release": 3, "preempt": 1, "pin": 1, "pin_request": 0.5, "expire_pins": 0.5,
         "evict": 0.7, "clear": 0.05, "ahead": 2, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4,
     }  # fmt: skip
 
@@ -353,23 +353,16 @@ class Life:
         return counts, accepted
 
     def decode(self) -> None:
-        """The same requests compute a token or drafts each, again and again, some steps beside a chunk."""
-        rng, most, drafts = self.rng, self.kv.max_model_len, self.kv.max_draft_tokens
-        size, change = rng.choice((1, 1 + rng.randint(0, drafts))), rng.choice((0, 0.1, 0.5))
-        batch = [r for r in self.shuffled(self.requests) if r.computed == len(r.text) < most]
-        for _ in range(rng.randint(1, 32)):
-            if rng.random() < change:
-                size = rng.choice((1, 1 + rng.randint(0, drafts)))
+        """The same requests compute a token or drafts each, again and again."""
+        most, drafts = self.kv.max_model_len, self.kv.max_draft_tokens
+        size = self.rng.choice((1, 1 + self.rng.randint(0, drafts)))
+        batch = [r for r in self.shuffled(self.requests) if r.computed == len(r.text)]
+        for _ in range(self.rng.randint(1, 32)):
             batch = [r for r in batch if len(r.text) + size <= most]
             for r in batch:
                 r.text.extend(self.bits(size, size))
-            counts = dict.fromkeys(batch, size)
             accepted = {r: self.number(max(1, size - drafts), size, r.computed) for r in batch}
-            waiting = [r for r in self.requests if r.computed < len(r.text) and r not in counts]
-            if waiting and rng.random() < 0.3:
-                r = rng.choice(waiting)
-                accepted[r] = counts[r] = rng.randint(1, len(r.text) - r.computed)
-            if not self.take_step(counts, accepted):
+            if not self.take_step(dict.fromkeys(batch, size), accepted):
                 break
             self.check()
 
@@ -445,10 +438,6 @@ class Life:
         if rng.random() < 0.2:  # calls that change nothing may come between
             self.call("match", self.new_text().tokens)
             self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
-            for r in self.requests:
-                room = kv.max_model_len - r.computed
-                if room:
-                    self.call("needed", [r.slot], [rng.randint(1, room)])
             self.call("stats")
         if is_open and rng.random() < 0.2:  # calls of others do an open step no harm
             self.admit()
@@ -509,14 +498,6 @@ class Life:
         for request, n in accepted.items():
             device.write_waiting(request, request.computed + n)
         return ids
-
-    def drop_plan(self) -> None:
-        """A plan that is never committed."""
-        if self.requests:
-            r = self.rng.choice(self.requests)
-            n = self.kv.max_model_len - r.computed
-            if n:
-                self.call("plan", [r.slot], [self.rng.randint(1, n)])
 
     def ahead(self) -> None:
         """Steps are reserved, laid out and advanced before the first one runs; tokens are known last."""

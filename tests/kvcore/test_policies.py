@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, Adaptive, KVCache, Ranked
+from quire.kvcore import LRU, Adaptive, KVCache
 from quire.kvcore.policies import adaptive, base
 from quire.kvcore.policies.base import in_order
 from quire.kvcore.policies.returns import hazard
@@ -112,51 +112,6 @@ def test_adaptive_gives_up_first_what_prompts_do_not_return_to():
     assert order[-1] == edited.key
 
 
-def test_adaptive_is_not_misled_by_a_prefix_that_all_prompts_share():
-    """One edited end in twenty is returned to, no other end; nearly every prompt starts at one junction."""
-    policy = Adaptive()
-    policy.asked(key("system", *"abcdefgh", "i"), 0, (10, 10, 9, 1))
-    for turn in range(400):
-        said = ["system", *(f"{turn}.{i}" for i in range(9))]
-        policy.asked(key(*said), 1, (10, 10, 9, 0))
-        edited = Fake(key(said[8]), last_used=2 * turn, depth=9)
-        end = Fake(key(said[9]), last_used=2 * turn + 1, depth=10, shorter=edited)
-        policy.add(edited)
-        policy.add(end)
-        if turn % 20 == 0:
-            policy.asked(key(*said[:9], f"new{turn}"), 9, (10, 10, 9, 0))
-    order = popped(policy)
-    assert order.index(end.key) < order.index(edited.key)
-
-
-def test_adaptive_asks_how_many_of_a_kind_are_returned_to():
-    """Every second end is returned to; few prompts leave an edited end, and each of these is returned to; no answer or junction is."""
-    policy = Adaptive()
-    for turn in range(400):
-        said = [f"{turn}.{i}" for i in range(10)]
-        if turn % 20:
-            policy.asked(key(*said), 0, (10, 10, 0, 5))
-            policy.add(Fake(key(said[4]), last_used=turn, depth=5))
-            end = Fake(key(said[9]), last_used=turn, depth=10)
-            policy.add(end)
-            policy.add(Fake(key(f"answer{turn}"), last_used=turn, depth=11, shorter=end))
-            if turn % 2:
-                policy.asked(key(*said, "new"), 10)
-        else:
-            policy.asked(key(*said), 0, (0, 0, 9, 0))
-            policy.add(Fake(key(said[8]), last_used=turn, depth=9))
-            policy.asked(key(*said[:9], "new"), 9)
-    while policy._new:
-        policy._look(64)
-    share = {
-        kind: policy._returns._rate(kind, False)[0]
-        for kind in ("edited", "end", "answer", "junction")
-    }
-    assert share["edited"] > 0.8, "a kind of few entries"
-    assert share["end"] == pytest.approx(10 / 19, abs=0.02)
-    assert share["answer"] < 0.02 and share["junction"] < 0.02
-
-
 @pytest.mark.parametrize("returned", [False, True])
 def test_adaptive_gives_up_first_what_lies_inside_prompts_if_none_return_to_it(returned):
     policy = Adaptive()
@@ -171,23 +126,6 @@ def test_adaptive_gives_up_first_what_lies_inside_prompts_if_none_return_to_it(r
             policy.asked(key(*said[: 5 if returned else 19], "new"), 0)
     order = popped(policy)
     assert (order.index(inside.key) < order.index(edited.key)) is not returned
-
-
-def test_adaptive_learns_what_came_into_use():
-    """Chats that resume after their answers follow those that did not."""
-    policy = Adaptive()
-    edited_chats(policy, 30)
-    while policy.pop():
-        pass
-    for turn in range(100, 140):
-        said = [f"{turn}.{i}" for i in range(10)]
-        policy.asked(key(*said), 0, (10, 10, 9, 0))
-        end = Fake(key(said[9]), last_used=3 * turn, depth=10)
-        policy.add(end)
-        answer = Fake(key(f"answer{turn}"), last_used=3 * turn, depth=11, shorter=end)
-        policy.add(answer)
-        policy.asked(key(*said, f"answer{turn}", f"new{turn}"), 10, (12, 12, 12, 11))
-    assert popped(policy)[-1] == answer.key
 
 
 def test_adaptive_is_lru_while_nothing_comes_back():
@@ -229,23 +167,6 @@ def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
     rank = {k: i for i, k in enumerate(order)}
     for end, after in live.values():
         assert (rank[after.key] > rank[end.key]) == chats
-
-
-def test_adaptive_knows_a_prompts_other_ends_from_the_one_that_is_returned_to():
-    """Two prompts resume where each earlier one was edited, none at its end: once the first did, only the edited end is kept."""
-    policy = Adaptive()
-    for turn in range(20):
-        said = [f"{turn}.{i}" for i in range(20)]
-        policy.asked(key(*said), 0, (20, 20, 18, 0))
-        edited = Fake(key(said[17]), last_used=4 * turn, depth=18)
-        end = Fake(key(said[19]), last_used=4 * turn + 1, depth=20, shorter=edited)
-        policy.add(edited)
-        policy.add(end)
-        for again in range(1 if turn == 19 else 2):
-            policy.asked(key(*said[:18], f"{turn}.new{again}"), 18, (19, 19, 18, 0))
-            policy.add(edited)
-    order = popped(policy)
-    assert order.index(end.key) < order.index(edited.key)
 
 
 def test_adaptive_does_not_count_against_a_kind_what_was_made_anew_as_another():
@@ -330,13 +251,6 @@ def test_adaptive_forgets_old_keys():
     assert len(policy._returns._records) <= 1100 and len(policy._returns._left) <= 64 * 32
 
 
-class MostUsed(Ranked):
-    """A policy of one's own, whole."""
-
-    def rank(self, entry):
-        return entry.num_uses
-
-
 @pytest.mark.parametrize("make", page_policies())
 def test_policies_of_the_page_serve_only_real_hits_under_pressure(make):
     e = Engine(groups((32, None)), num_pages=140, max_requests=3, max_model_len=1024, policy=make())
@@ -368,7 +282,9 @@ def test_no_dense_page_of_a_running_request_is_counted_as_freed():
 
 
 def test_a_policy_of_ones_own_decides():
-    e = Engine(groups(*GEMMA), num_pages=90, max_requests=2, max_model_len=512, policy=MostUsed())
+    e = Engine(
+        groups(*GEMMA), num_pages=90, max_requests=2, max_model_len=512, policy=page_policies()[0]()
+    )
     loved = list(range(200))
     for i in range(4):
         e.run(("loved", i), loved)

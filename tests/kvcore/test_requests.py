@@ -52,12 +52,6 @@ def test_a_resume_point_goes_with_its_page_and_leaves_the_segments():
     assert (e.kv.match(PROMPT).num_tokens, e.kv.match(PROMPT).dense_tokens) == (0, 288)
 
 
-# Resets.
-
-
-# What is counted.
-
-
 def test_a_request_that_comes_back_is_counted_once():
     e = engine((8, None), num_pages=14)
     e.run("warm", PROMPT[:41])
@@ -79,12 +73,6 @@ def test_a_request_that_comes_back_is_counted_once():
         "resumed_requests": 1, "resumed_prompt_tokens": 60, "resumed_hit_tokens": match.num_tokens
     }  # fmt: skip
     assert match.num_tokens > 0
-
-
-# Rollbacks.
-
-
-# Dry runs.
 
 
 # Admissions.
