@@ -459,8 +459,8 @@ class KVCache:
         if self._linear is not None:
             counts = self._linear.lacking(slot, end)
             if max(sum(counts), least) <= self.pool.num_free:
-                return self._linear.extend(slot, counts)
-            given = self._extend([(slot, counts)], least)
+                return self._linear.extend(slot, end, counts)
+            given = self._extend([slot], [end], least)
             return given if isinstance(given, OutOfPages) else given[0]
         self._expect_landed(slot, "slots")
         start = self.sequences.num_computed.item(slot)
@@ -481,8 +481,7 @@ class KVCache:
             raise self._too_long(int(slots[i]), int(ends[i]))
         listed, until = slots.tolist(), ends.tolist()
         if self._linear is not None:
-            wanted = zip(listed, until, strict=True)
-            return self._extend([(s, self._linear.lacking(s, end)) for s, end in wanted], least)
+            return self._extend(listed, until, least)
         self._reserved.expect_not_in_flight(slots, "slots")
         counts = ends - self.sequences.num_computed[slots]
         more = (counts > 0).nonzero()[0]
@@ -507,9 +506,7 @@ class KVCache:
         if lacks is not None:
             return lacks
         self._planned, self._only_plans = None, False  # it may name these pages
-        pages = iter(self.pool.peek(needed).tolist() if needed else [])
-        self.pool.take(needed)
-        add = self._reserved.add
+        pages, add = iter(self.pool.pop(needed)), self._reserved.add
         return [
             add(slot, end, new.get(slot, []), pages) for slot, end in zip(slots, ends, strict=True)
         ]
@@ -685,7 +682,10 @@ class KVCache:
             return self._chains.publish_known(listed, ends)
         self._known[listed] = ends
         for slot, end in zip(listed, ends, strict=True):
-            self._chains.publish_ahead(slot, end)
+            first = self._chains.runs[slot].depth
+            self._chains.publish_ahead(
+                slot, self.sequences.keys(slot, first, end // self.alignment)
+            )
 
     def _publish_keys(self, slot: int, upto: int, keys: bytes) -> None:
         self._expect_admitted(slot)
@@ -693,16 +693,17 @@ class KVCache:
             raise ValueError(f"keys: expected None, as slot {slot} was admitted with tokens")
         if not self.enable_caching:
             return
-        most = self._most_published(slot)
-        missing = upto // self.alignment - self.sequences.num_keys(slot)
+        most, is_linear = self._most_published(slot), self._linear is not None
+        known = self._chains.runs[slot].depth if is_linear else self.sequences.num_keys(slot)
+        missing = upto // self.alignment - known
         if upto > most or len(keys) % KEY_BYTES or len(keys) > max(0, missing) * KEY_BYTES:
             raise ValueError(
                 f"keys: expected at most {max(0, missing)} up to token {upto} of at most {most}, "
                 f"got {len(keys) / KEY_BYTES:.4g}"
             )
+        if is_linear:
+            return self._chains.publish_ahead(slot, keys)
         self.sequences.give_keys(slot, keys)
-        if self._linear is not None:
-            return self._chains.publish_ahead(slot, upto)
         self._changed()
         self._known[slot] = SETTLED if upto == most else upto
         self._chains.publish_known([slot], [upto])
@@ -955,19 +956,20 @@ class KVCache:
     # Append-only tables.
 
     def _extend(
-        self, wanted: list[tuple[int, list[int]]], least: int
+        self, slots: list[int], ends: list[int], least: int
     ) -> list[list[list[int]]] | OutOfPages:
-        """Append so many pages to each linear table of each slot."""
+        """Append the pages up to each of `ends` to the linear tables of each slot."""
         assert self._linear is not None
+        counts = list(map(self._linear.lacking, slots, ends))
 
         def per_group() -> dict[str, int]:
-            each = zip(*(counts for _, counts in wanted), strict=True)
-            return {g.name: sum(n) for g, n in zip(self.layout.groups, each, strict=True)}
+            each = zip(self.layout.groups, zip(*counts, strict=True), strict=True)
+            return {group.name: sum(n) for group, n in each}
 
-        lacks = self._make_room(sum(sum(counts) for _, counts in wanted), per_group, least)
+        lacks = self._make_room(sum(map(sum, counts)), per_group, least)
         if lacks is not None:
             return lacks
-        return [self._linear.extend(slot, counts) for slot, counts in wanted]
+        return list(map(self._linear.extend, slots, ends, counts))
 
     def _advance_linear(self, slots: Any, ends: Any, oldest_query: Any, keep_tails: bool) -> Int32:
         assert self._linear is not None

@@ -54,6 +54,13 @@ class PagePool:
         assert n <= self.num_free
         self.num_free -= n
 
+    def pop(self, n: int) -> list[int]:
+        """Take n pages from the stack, in its order."""
+        assert n <= self.num_free
+        self.num_free -= n
+        pages: list[int] = self._stack[self.num_free : self.num_free + n].tolist()
+        return pages
+
     def put(self, pages: Int32 | Int64) -> None:
         """Give pages back; none may be free already or have users or holds."""
         n = len(pages)

@@ -20,6 +20,7 @@ from ..tables.linear import LinearTables
 from ..tables.planner import StepChanges
 from ..tables.rows import Tables
 from .index import PrefixIndex
+from .keys import KEY_BYTES
 from .lookup import Match
 from .replays import Replays
 from .requests import Sequences
@@ -322,14 +323,16 @@ class Chains:
                 self._add_points([slot] * len(due), [b for b, _ in due], tails)
                 self.index.pool.unuse(np.concatenate(tails))
 
-    def publish_ahead(self, slot: int, upto: int) -> None:
-        """Cache the segments of a request in linear tables up to token `upto`, as far as their keys
-        are known, and the boundaries that are kept; their rows may be written later."""
-        a, begin = self.alignment, self.runs[slot].depth
-        end = min(upto // a, self.sequences.num_keys(slot))
-        if end <= begin:
+    def publish_ahead(self, slot: int, keys: bytes) -> None:
+        """Cache the next segments of a request in linear tables, and the boundaries that are kept;
+        their rows may be written later."""
+        if not keys:
             return
-        self._cache_several(slot, begin, end)
+        a, run = self.alignment, self.runs[slot]
+        begin, end = run.depth, run.depth + len(keys) // KEY_BYTES
+        self.runs[slot], known = self.index.insert(run, keys, self._sources[slot])
+        if known:
+            self._adopt(slot, begin, known)
         self.cached[slot] = end * a
         if self.layout.hybrid:
             always = self._keep[slot].tolist()

@@ -218,7 +218,7 @@ class PrefixIndex:
         """
         n = len(keys) // KEY_BYTES
         known = 0
-        while known < n:
+        while known < n and run.children:
             child = run.children.get(keys[known * KEY_BYTES : (known + 1) * KEY_BYTES])
             if child is None:
                 break
@@ -234,7 +234,8 @@ class PrefixIndex:
         keys = keys[known * KEY_BYTES :]
         self.num_segments += n - known
         self.num_locked_segments += n - known
-        if self._extensible(run):
+        # A leaf in which one request and no pin ends may grow.
+        if run.locks == 1 and not run.children and not run.pins and run is not self.root:
             run.keys += keys
             run.length += n - known
         else:
@@ -245,10 +246,6 @@ class PrefixIndex:
         run.source = source
         run.last_used = self.tick
         return run, known
-
-    def _extensible(self, run: Run) -> bool:
-        """True if `run` may grow: a leaf in which one request and no pin ends."""
-        return run.locks == 1 and not run.children and not run.pins and run is not self.root
 
     def append(
         self, runs: list[Run], slots: list[int], keys: list[bytes], sources: list[Source]

@@ -48,6 +48,7 @@ class LinearTables:
         self.num_gone = [[0] * n for _ in range(max_requests)]
         self.room = [0] * max_requests
         self._sizes = [g.block_size for g in layout.groups]
+        self._different_sizes = sorted(set(self._sizes))
         each = [(c, i, t) for c in layout.classes for i, t in enumerate(c.tables.tolist())]
         # (table, blocks of a segment, first column in a segment's pages)
         self._dense = [
@@ -74,14 +75,13 @@ class LinearTables:
         each = zip(self._sizes, self.pages[slot], strict=True)
         return [max(0, -(-end // size) - len(table)) for size, table in each]
 
-    def extend(self, slot: int, counts: list[int]) -> list[list[int]]:
-        """Append free pages, `counts` of them to each table; returns the new ones."""
+    def extend(self, slot: int, end: int, counts: list[int]) -> list[list[int]]:
+        """Append free pages up to token `end`, `counts` of them to each table; returns the new
+        ones."""
         num, tables, at = sum(counts), self.pages[slot], 0
         if not num:
             return [[] for _ in tables]
-        taken = self.pool.peek(num).tolist()
-        self.pool.take(num)
-        given = []
+        taken, given = self.pool.pop(num), []
         for table, n in zip(tables, counts, strict=True):
             new = taken[at : at + n]
             table += new
@@ -89,12 +89,8 @@ class LinearTables:
             at += n
         for t in self._window_tables:
             self.pool.use_new(given[t])
-        self._count_room(slot)
+        self.room[slot] = min([-(-end // size) * size for size in self._different_sizes])
         return given
-
-    def _count_room(self, slot: int) -> None:
-        each = zip(self.pages[slot], self._sizes, strict=True)
-        self.room[slot] = min([len(table) * size for table, size in each])
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
         """Blocks of windows that no query at token `oldest` or later sees leave the tables, but for
@@ -119,11 +115,11 @@ class LinearTables:
     # What chains ask.
 
     def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
-        """Start a request with the `pages` [n, pages_per_segment] of its hit."""
+        """Start a request with the dense `pages` [n, pages_per_segment] of its hit."""
         assert not first, "a page of these tables is never replaced"
         for t, per_segment, column in self._dense:
             self.pages[slot][t] = pages[:, column : column + per_segment].ravel().tolist()
-        self._count_room(slot)
+        self.room[slot] = len(pages) * self.layout.alignment
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
         """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""
@@ -134,7 +130,6 @@ class LinearTables:
             gone = self.num_gone[slot][t] = max(0, stop - blocks)
             live = tail[column + max(0, blocks - stop) : column + blocks]
             self.pages[slot][t] = [0] * gone + live
-        self._count_room(slot)
 
     def segment_pages(self, slot: int, first: int, end: int) -> Int32:
         """Dense pages of segments [first, end) of a request: [end - first, pages_per_segment]."""

@@ -10,6 +10,7 @@ first look-up of a waiting request, or when the scheduler is done with the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,7 @@ class CacheManager(KVCacheManager):
                 most = specs[i].max_admission_blocks_per_request(*longest)
                 self._groups[i] = group.block_size, most
         self._alignment = self.cache.alignment
+        self._block_size = math.gcd(*(size for size, _ in self._groups))
         self._per_key = self._alignment // scheduler.hash_block_size
         # A drafter's last rows depend on the token after them, which hashes may cover, or not.
         self._drop = scheduler.use_eagle_block_drop
@@ -161,11 +163,18 @@ class CacheManager(KVCacheManager):
                 least = self._lacking(tracked, num_new_computed_tokens, slots, full)
                 if has_scheduled_reqs and not running:
                     least += self.watermark_blocks
-            given = self._give(request, tracked, slots, least, num_new_computed_tokens)
+            if tracked is None:
+                given = self._admit(request, slots, least, num_new_computed_tokens)
+            else:
+                given = self.cache.reserve(tracked.slot, slots, least)
+                if given.__class__ is OutOfPages:
+                    given = self._reserve_again(tracked, slots, least)
             if given is None:
                 return None
-            pages, tracked = Pages(tuple(given)), self._tracked[request.request_id]
-            tracked.paged = min([-(-slots // size) * size for size, _ in self._groups])
+            pages = Pages(tuple(given))
+            tracked = tracked or self._tracked[request.request_id]
+            tracked.paged = -(-slots // self._block_size) * self._block_size
+            self._settle(tracked)
             if self._zeroes:
                 self._to_zero += [page for group in given for page in group]
         until = min(end, request.num_tokens)
@@ -174,7 +183,6 @@ class CacheManager(KVCacheManager):
                 tracked.pending, self._pending[request.request_id] = until, tracked
             else:
                 self._publish(tracked, until)
-        self._settle(tracked)
         return pages
 
     def _settle(self, tracked: Tracked) -> None:
@@ -192,27 +200,8 @@ class CacheManager(KVCacheManager):
             at_once += max(0, min(-(-full // size), most) - length)
         return max(now, at_once)
 
-    def _give(
-        self, request: Request, tracked: Tracked | None, slots: int, least: int, hit: int
-    ) -> Sequence[Sequence[int]] | None:
-        """The pages up to token `slots`, where so many are available at `least`."""
-        given = self._reserve(request, tracked, slots, least, hit)
-        # Other requests may hold what left their windows since they were last given slots; a
-        # running request goes before what their resume points would need.
-        for keep_tails in (True,) if tracked is None else (True, False):
-            if given is not None:
-                break
-            for other in self._tracked.values():
-                self._let_go(other, keep_tails)
-            given = self._reserve(request, tracked, slots, least, hit)
-        return given
-
-    def _reserve(
-        self, request: Request, tracked: Tracked | None, slots: int, least: int, hit: int
-    ) -> Sequence[Sequence[int]] | None:
-        if tracked is not None:
-            given = self.cache.reserve(tracked.slot, slots, least)
-            return None if isinstance(given, OutOfPages) else given
+    def _admit(self, request: Request, slots: int, least: int, hit: int) -> list[list[int]] | None:
+        """The pages up to token `slots` of a new request, where so many are available at `least`."""
         if not self.cache.num_free_slots:
             return None
         found, match = self._found or (None, None)
@@ -220,10 +209,28 @@ class CacheManager(KVCacheManager):
             match = self._match(request, hit)
         slot = self.cache.admit(request.request_id, match, least=least)
         if isinstance(slot, OutOfPages):
+            self._let_all_go()
+            slot = self.cache.admit(request.request_id, match, least=least)
+        if isinstance(slot, OutOfPages):
             return None
         assert match.num_tokens == hit, "what the look-up found"
         self._tracked[request.request_id] = Tracked(request, slot, hit)
         return self.cache.reserve(slot, slots)
+
+    def _reserve_again(self, tracked: Tracked, slots: int, least: int) -> list[list[int]] | None:
+        """The pages up to token `slots` of a running request, which goes before what the resume
+        points of others would need."""
+        for keep_tails in (True, False):
+            self._let_all_go(keep_tails)
+            given = self.cache.reserve(tracked.slot, slots, least)
+            if not isinstance(given, OutOfPages):
+                return given
+        return None
+
+    def _let_all_go(self, keep_tails: bool = True) -> None:
+        """Free what has left windows since their requests were last given slots."""
+        for tracked in self._tracked.values():
+            self._let_go(tracked, keep_tails)
 
     def _let_go(self, tracked: Tracked, keep_tail: bool = True) -> None:
         """Free what has left the windows; steps in flight still read what their queries see."""
