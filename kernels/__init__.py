@@ -15,13 +15,13 @@ _HOME = {
     "LatentPages": "common.latent_pages",
     "PoolPages": "pages",
     "attention_for": "attention.api",
-    "collapse_streams": "hyper_connections.api",
+    "collapse_streams": "hyper_connections",
     "combine_experts": "layers.routing",
-    "compress": "compressor.api",
+    "compress": "compressor",
     "compressed_attention": "latent.api",
     "compressed_attention_workspace_numel": "latent.api",
     "copy_overlap": "overlap",
-    "expand_streams": "hyper_connections.api",
+    "expand_streams": "hyper_connections",
     "expert_mlp": "layers.experts",
     "flash_mla_with_kvcache": "latent.flash_mla",
     "gated_product": "layers.gating",
@@ -40,7 +40,7 @@ _HOME = {
     "sliding_window_attention": "attention.api",
     "workspace_numel": "attention.api",
     "write_kv": "pages",
-    "write_latent": "latent_write.api",
+    "write_latent": "latent_write",
 }
 
 __all__ = [*_HOME]

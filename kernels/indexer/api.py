@@ -1,15 +1,21 @@
-"""``index_topk``: checks, and the choice between ``kernel`` (with ``selection``) and ``torch_impl``."""
+"""``index_topk``: checks and plain torch; ``kernel`` has the kernels and the division of the work."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 
 from ..common import checks
+from ..common.checks import expect_int, expect_tensor
 from ..common.latent_pages import IndexPages
-from .plan import IndexPlan, plan
+from ..latent_write import expect_device
+from .kernel import launch, make_plan
 
 MAX_TOPK = 4096
 MAX_HEADS = 128
+# Products of a head and a key that the torch implementation holds at once.
+MAX_PRODUCTS = 1 << 24
 
 
 def index_topk(
@@ -26,7 +32,6 @@ def index_topk(
     max_seq_len: int,
     out: torch.Tensor | None = None,
     lens: torch.Tensor | None = None,
-    scores: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +47,7 @@ def index_topk(
     prefill; so neither does the selection. A score of NaN counts as infinity.
 
     The workspace holds the scores of a chunk of queries and the candidates of the selection. That
-    is 4 bytes per entry and query, and 8 * topk bytes for each 8192 entries. At most 64 MiB are
+    is 4 bytes per entry and query, and 8 * topk bytes for each 8192 entries where there are more. At most 64 MiB are
     allocated, or the need of one query if that is more (1.3 MB at 262,144 entries and topk 1024);
     a longer step runs chunk by chunk.
 
@@ -65,9 +70,6 @@ def index_topk(
             on are ignored.
         out: [num_tokens, topk] int32, filled in place; None allocates.
         lens: [num_tokens] int32, filled in place; None allocates.
-        scores: [num_tokens, topk] fp32, filled in place with the scores of the selected entries,
-            then -inf, to merge selections of several ranks; all scores are then computed. None =
-            not wanted.
         workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; more
             queries in it mean fewer launches. None allocates. Concurrent calls need different ones.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
@@ -84,54 +86,68 @@ def index_topk(
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
     chosen = checks.implementation(impl, q)
-    _check(
-        q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
-        max_seqlen_q, max_seq_len, out, lens, scores, workspace,
-    )  # fmt: skip
-    num_tokens, device = q.shape[0], q.device
+    if not isinstance(pages, IndexPages):
+        raise ValueError(f"pages: expected IndexPages, got {type(pages).__name__}")
+    dtypes = checks.MODEL_DTYPES if pages.fp8 else pages.data.dtype
+    expect_tensor("q", q, (None, None, pages.index_dim), dtypes)
+    (num_tokens, num_heads, _), device = q.shape, q.device
+    expect_device("pages", pages.data, device)
+    expect_int("q: index_heads", num_heads, 1)
+    if num_heads > MAX_HEADS:
+        raise NotImplementedError(f"q: {num_heads} index heads, supported are up to {MAX_HEADS}")
+    if (num_heads - 1) * q.stride(1) >= 2**31:
+        # The kernel addresses the heads of a token with 32 bits.
+        raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")
+    fp32, int32 = torch.float32, torch.int32
+    expect_tensor("weights", weights, (num_tokens, num_heads), fp32, device=device)
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
+    expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
+    _check_sizes(topk, compress_ratio, max_seq_len)
+    if out is None:
+        out = torch.empty(num_tokens, topk, dtype=int32, device=device)
+    else:
+        expect_tensor("out", out, (num_tokens, topk), int32, device=device)
+        checks.expect_apart("out", out)
+    if lens is None:
+        lens = torch.empty(num_tokens, dtype=int32, device=device)
+    else:
+        expect_tensor("lens", lens, (num_tokens,), int32, device=device)
+    if workspace is not None:
+        expect_tensor("workspace", workspace, (None,), fp32, device=device)
     # Entries past the end of the table do not exist.
-    room = block_table.shape[1] * pages.storage_block_size
-    divided = plan(
-        num_tokens=num_tokens,
-        topk=topk,
-        compress_ratio=compress_ratio,
-        max_seq_len=min(max_seq_len, room * compress_ratio),
-        score_all=scores is not None,
-        available=None if workspace is None else workspace.numel(),
-    )
-    if workspace is not None and num_tokens and not divided.chunk:
+    reach = min(max_seq_len, block_table.shape[1] * pages.storage_block_size * compress_ratio)
+    available = None if workspace is None else workspace.numel()
+    plan = make_plan(num_tokens, topk, compress_ratio, reach, available)
+    if num_tokens and not plan.chunk:
         raise ValueError(
-            f"workspace: expected float32 [>= {divided.query_numel}], "
-            f"got float32 [{workspace.numel()}]"
+            f"workspace: expected float32 [>= {plan.query_numel}], got float32 [{available}]"
         )
     if chosen == "torch" or checks.is_readable(q):
         checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
-        _check_pages(pages, block_table, seq_lens, cu_seqlens_q, compress_ratio, divided)
-    if out is None:
-        out = torch.empty(num_tokens, topk, dtype=torch.int32, device=device)
-    if lens is None:
-        lens = torch.empty(num_tokens, dtype=torch.int32, device=device)
-    arguments = q, weights, pages, block_table, seq_lens, cu_seqlens_q, compress_ratio, divided
-    if chosen == "triton":
-        from .kernel import index_topk as run
-
-        if workspace is None:
-            workspace = torch.empty(divided.workspace_numel, dtype=torch.float32, device=device)
-        run(*arguments, max_seqlen_q, out, lens, scores, workspace)
+        entries = (seq_lens // compress_ratio).clamp(max=plan.num_entries)
+        scored = (entries > topk) & (cu_seqlens_q.diff() > 0)
+        block = torch.arange(block_table.shape[1], device=device)
+        read = scored[:, None] & (block * pages.storage_block_size < entries[:, None])
+        checks.expect_ids("block_table", block_table[read], pages.data.shape[0])
+    if chosen == "torch":
+        _torch(
+            q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
+            plan.num_entries, out, lens,
+        )  # fmt: skip
     else:
-        from .torch_impl import index_topk as run_torch
-
-        run_torch(*arguments, out, lens, scores)
+        if workspace is None:
+            numel = plan.chunk * plan.query_numel
+            workspace = torch.empty(numel, dtype=fp32, device=device)
+        launch(
+            q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
+            max_seqlen_q, plan, out, lens, workspace,
+        )  # fmt: skip
     return out, lens
 
 
 def index_topk_workspace_numel(
-    *,
-    num_tokens: int,
-    topk: int,
-    compress_ratio: int = 4,
-    max_seq_len: int,
-    scores: bool = False,
+    *, num_tokens: int, topk: int, compress_ratio: int = 4, max_seq_len: int
 ) -> int:
     """Elements (fp32) of ``workspace`` that a call of ``num_tokens`` queries uses.
 
@@ -140,7 +156,6 @@ def index_topk_workspace_numel(
     Args:
         num_tokens: most queries of a step; 1 gives the smallest workspace that is accepted.
         topk, compress_ratio, max_seq_len: as in ``index_topk``.
-        scores: True if the call returns scores.
 
     Returns:
         Elements; 0 if no call computes a score.
@@ -149,91 +164,55 @@ def index_topk_workspace_numel(
         ValueError: a value is out of range.
         NotImplementedError: topk > 4096.
 
-    Source: ``indexer.plan``.
+    Source: ``indexer.kernel.Plan``.
     """
-    checks.expect_int("num_tokens", num_tokens, 0)
+    expect_int("num_tokens", num_tokens, 0)
     _check_sizes(topk, compress_ratio, max_seq_len)
-    if not isinstance(scores, bool):
-        raise ValueError(f"scores: expected a bool, got {scores!r}")
-    return plan(
-        num_tokens=num_tokens,
-        topk=topk,
-        compress_ratio=compress_ratio,
-        max_seq_len=max_seq_len,
-        score_all=scores,
-    ).workspace_numel
-
-
-def _check(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: IndexPages,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    topk: int,
-    compress_ratio: int,
-    max_seqlen_q: int,
-    max_seq_len: int,
-    out: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    scores: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> None:
-    if not isinstance(pages, IndexPages):
-        raise ValueError(f"pages: expected IndexPages, got {type(pages).__name__}")
-    dtypes = checks.MODEL_DTYPES if pages.fp8 else pages.data.dtype
-    checks.expect_tensor("q", q, (None, None, pages.index_dim), dtypes)
-    num_tokens, num_heads, _ = q.shape
-    device = q.device
-    if pages.data.device != device:
-        raise ValueError(f"pages: expected data on {device}, got data on {pages.data.device}")
-    checks.expect_int("q: index_heads", num_heads, 1)
-    if num_heads > MAX_HEADS:
-        raise NotImplementedError(f"q: {num_heads} index heads, supported are up to {MAX_HEADS}")
-    fp32, int32 = torch.float32, torch.int32
-    checks.expect_tensor("weights", weights, (num_tokens, num_heads), fp32, device=device)
-    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
-    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
-    checks.expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
-    _check_sizes(topk, compress_ratio, max_seq_len)
-    if (num_heads - 1) * q.stride(1) >= 2**31:
-        # The kernel addresses the heads of a token with 32 bits.
-        raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")
-    if out is not None:
-        checks.expect_tensor("out", out, (num_tokens, topk), int32, device=device)
-        checks.expect_apart("out", out)
-    if lens is not None:
-        checks.expect_tensor("lens", lens, (num_tokens,), int32, device=device)
-    if scores is not None:
-        checks.expect_tensor("scores", scores, (num_tokens, topk), fp32, device=device)
-        checks.expect_apart("scores", scores)
-    if workspace is not None:
-        checks.expect_tensor("workspace", workspace, (None,), fp32, device=device)
+    plan = make_plan(num_tokens, topk, compress_ratio, max_seq_len)
+    return plan.chunk * plan.query_numel
 
 
 def _check_sizes(topk: int, compress_ratio: int, max_seq_len: int) -> None:
-    checks.expect_int("topk", topk, 1)
+    expect_int("topk", topk, 1)
     if topk > MAX_TOPK:
         raise NotImplementedError(f"topk: {topk} is not in 1..{MAX_TOPK}")
-    checks.expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
-    checks.expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)
+    expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
+    expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)
 
 
-def _check_pages(
-    pages: IndexPages,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    compress_ratio: int,
-    divided: IndexPlan,
-) -> None:
-    """Require page ids that exist for all entries that are scored; ValueError otherwise."""
-    if not divided.query_numel:
-        return
-    entries = (seq_lens // compress_ratio).clamp(max=divided.num_entries)
-    least = 0 if divided.score_all else divided.topk
-    entries = torch.where((entries > least) & (cu_seqlens_q.diff() > 0), entries, 0)
-    block = torch.arange(block_table.shape[1], device=block_table.device)
-    read = block * pages.storage_block_size < entries[:, None]
-    checks.expect_ids("block_table", block_table[read], pages.data.shape[0])
+@torch.no_grad()
+def _torch(
+    q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio, most_entries,
+    out, lens,
+) -> None:  # fmt: skip
+    """One sequence and a bounded number of scores at a time."""
+    device, rows = q.device, pages.storage_block_size
+    rank = torch.arange(topk, device=device)
+    out.fill_(-1)
+    lens.zero_()
+    for s, (first, last) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        seq_len = int(seq_lens[s])
+        num_entries = min(seq_len // compress_ratio, most_entries)
+        if last == first or num_entries <= 0:
+            continue
+        position = seq_len - last + torch.arange(first, last, device=device)
+        visible = ((position + 1) // compress_ratio).clamp(0, num_entries)
+        lens[first:last] = visible.clamp(max=topk).int()
+        out[first:last] = torch.where(rank < visible[:, None], rank, -1).int()
+        scored = (visible > topk).nonzero()[:, 0]
+        if not len(scored):
+            continue
+        entry = torch.arange(num_entries, device=device)
+        keys = pages.read(block_table[s].long()[entry // rows] * rows + entry % rows)
+        for part in scored.split(max(1, MAX_PRODUCTS // (num_entries * q.shape[1]))):
+            row = first + part
+            products = (q[row].float() @ keys.T).relu_()  # [queries, heads, entries]
+            # One order of summation for any number of queries, which no matrix product promises.
+            scores = products.mul_(weights[row][..., None]).sum(1)
+            scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+            scores = scores.masked_fill(entry >= visible[part][:, None], -torch.inf)
+            least = torch.topk(scores, topk).values[:, -1:]
+            above, equal = scores > least, scores == least
+            needed = topk - above.sum(1, keepdim=True)
+            taken = above | (equal & (equal.cumsum(1) <= needed))
+            out[row] = taken.nonzero()[:, 1].view(-1, topk).int()

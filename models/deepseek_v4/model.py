@@ -29,7 +29,7 @@ from quire.kernels import (
     expert_mlp,
     route_tokens,
 )
-from quire.kernels.hyper_connections.api import MAX_HIDDEN, MAX_STREAMS
+from quire.kernels.hyper_connections import MAX_HIDDEN, MAX_STREAMS
 from quire.kernels.indexer.api import MAX_HEADS, MAX_TOPK
 from quire.kvcore.device import AttnMetadata
 

@@ -362,7 +362,7 @@ def test_flash_mla(row, impl):
 def index_arguments():
     batch = indexer_cases.make_index_batch(indexer_cases.IndexCase("", [60, 9], [1, 2], topk=4))
     batch["pages"] = dataclasses.replace(batch["pages"], data=batch["pages"].data.nan_to_num(1.0))
-    batch |= {"out": zeros(3, 4, dtype=I32), "lens": zeros(3, dtype=I32), "scores": zeros(3, 4)}
+    batch |= {"out": zeros(3, 4, dtype=I32), "lens": zeros(3, dtype=I32)}
     return batch | {"workspace": zeros(1 << 16)}
 
 
@@ -385,7 +385,7 @@ INDEX = [
     Row("cu_seqlens_q", lambda a: ints(0, 1, 4), impls=CHECKED),
     *refused("topk", 0, -1, 1.5, True, None),
     *refused("topk", 4097, 2**40, error=NotImplementedError),
-    *right("topk", lambda a: {"topk": 40, "out": None, "scores": None}),
+    *right("topk", lambda a: {"topk": 40, "out": None}),
     *integers("compress_ratio", 1, 2**30, odd=[2**30]),
     *refused("max_seqlen_q", -1, 1.5, True, None),
     *right("max_seqlen_q", *HUGE),
@@ -395,9 +395,6 @@ INDEX = [
     *right("out", None),
     *no_tensors("lens", I64),
     *refused("lens", lambda a: zeros(3, 2, dtype=I32)[:, 0]),
-    *no_tensors("scores", F16),
-    *overlapping("scores"),
-    *right("scores", None, lambda a: zeros(3, 8)[:, :4]),
     *no_tensors("workspace", F16),
     *refused("workspace", lambda a: zeros(1)),
     *right("workspace", None),
@@ -618,14 +615,13 @@ def test_index_pages(row):
 WORKSPACE = [
     row for name in ("head_dim", "num_sms") for row in refused(name, 0, -1, 1.5, True, None)
 ]
-INDEX_SIZES = {"num_tokens": 3, "topk": 4, "compress_ratio": 4, "max_seq_len": 99, "scores": True}
+INDEX_SIZES = {"num_tokens": 3, "topk": 4, "compress_ratio": 4, "max_seq_len": 99}
 INDEX_WORKSPACE = [
     *refused("num_tokens", -1, 1.5, True, None),
     *refused("topk", 0, -1, 1.5, True, None),
     *refused("topk", 4097, error=NotImplementedError),
     *refused("compress_ratio", 0, 2**30 + 1, 1.5, True, None),
     *refused("max_seq_len", -1, 2**31, 1.5, True, None),
-    *refused("scores", 1, None),
 ]
 PAGE_BYTES = [row for name in ("storage_block_size", "row_bytes") for row in refused(name, 0, -1, 1.5, True, None)]  # fmt: skip
 

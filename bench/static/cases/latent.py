@@ -66,7 +66,6 @@ def cases() -> list[StaticCase]:
             index(f"{phase}-k1024-fp8", q_len, FP8, topk=1024),
             index(f"{phase}-small-pages", q_len, block_size=2),
             index(f"{phase}-small-pages-fp8", q_len, FP8, block_size=2),
-            index(f"{phase}-scores", q_len, scores=floats(NUM_SEQS * q_len, 512)),
             index(f"{phase}-all-selected", q_len, max_seq_len=1 << 11),
             index(f"{phase}-fp32", q_len, "float32", dtype="float32"),
             index(f"{phase}-fp32-fp8", q_len, FP8, dtype="float32"),
@@ -193,9 +192,8 @@ def index(
     max_seq_len: int = 1 << 17,
     dtype: str = "bfloat16",
     block_size: int = 64,
-    scores: Any = None,
 ) -> StaticCase:
-    """One ``index_topk``, which scores the keys and selects in one or more levels."""
+    """One ``index_topk``, which scores the keys and selects in one or two launches."""
     num_tokens = NUM_SEQS * q_len
     return case(
         f"index-{name}",
@@ -207,7 +205,6 @@ def index(
         topk=topk,
         max_seqlen_q=q_len,
         max_seq_len=max_seq_len,
-        scores=scores,
         dtype=dtype,
         key_bytes=INDEX_DIM * ITEM_BYTES.get(pages, 2),
     )

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from quire.bench.common import bounds
-from quire.kernels import IndexPages, LatentPages, compress, page_bytes
+from quire.kernels import IndexPages, LatentPages, compress, compressor, page_bytes
 from quire.kernels.common import launching
-from quire.kernels.compressor import kernel
 from tests.kernels.oracles import compressor as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
@@ -370,11 +369,11 @@ def test_padding_rows(impl):
 
 
 def test_budgets_count_the_rescalings_of_a_tile():
-    assert kernel.BLOCK_TOKENS >= bounds.TILE
+    assert compressor.BLOCK_TOKENS >= bounds.TILE
 
 
 def test_more_sequences_than_a_program_looks_at_once(monkeypatch):
-    monkeypatch.setattr(kernel, "BLOCK_SEQS", 2)
+    monkeypatch.setattr(compressor, "BLOCK_SEQS", 2)
     run = Run(Case([[5, 0, 9, 4, 3]])).run("triton")
     run.check_state()
     run.check_entries()

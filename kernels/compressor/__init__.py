@@ -1,1 +1,0 @@
-"""Gated pooling of tokens into compressed entries and index keys."""

@@ -1,1 +1,0 @@
-"""Manifold-constrained hyper-connections: collapse and expansion of residual streams."""

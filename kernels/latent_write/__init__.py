@@ -1,1 +1,0 @@
-"""Norm, RoPE and paged write of latent rows."""
