@@ -53,7 +53,7 @@ from .plan import OutOfPages, PagesNeeded, StepPlan, without_last
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
-from .prefix.chains import NONE_ENDING, NONE_KEPT, Chains, Publication
+from .prefix.chains import NONE_KEPT, NOTHING_COMPLETED, Chains, Completed
 from .prefix.evict_pages import evict_pages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.index import PrefixIndex
@@ -607,9 +607,8 @@ class KVCache:
             known = self._known[changes.slots]
             self._known[changes.slots] = np.where(known == SETTLED, changes.start, known)
         end = ends[moving]
-        copies, publication = self._advance(changes, end, np.array_equal(end, changes.end))
-        if publication is not None:
-            self._chains.wait(publication)
+        copies, done = self._advance(changes, end, np.array_equal(end, changes.end))
+        self._chains.wait(done)
         return copies
 
     def publish(
@@ -801,9 +800,8 @@ class KVCache:
                 self._event_writer.computed(
                     plan.slots, plan.num_new_tokens, plan.positions, ids, end
                 )
-        copies, publication = self._advance(plan.changes, end, accepted is None)
-        if publication is not None:
-            self._chains.publish(publication)
+        copies, done = self._advance(plan.changes, end, accepted is None)
+        self._chains.publish(done)
         return copies
 
     def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
@@ -928,25 +926,21 @@ class KVCache:
             changes.copies, changes.state_pages, changes,
         )  # fmt: skip
 
-    def _advance(
-        self, changes: StepChanges, end: Int64, all_stay: bool
-    ) -> tuple[Int32, Publication | None]:
-        """Count the tokens of a step up to `end` [n] (`all_stay`: all) as computed; its pages have
-        left the pool. Returns the pages [m, 2] to copy after the step, and what to publish once its
-        tokens are known.
+    def _advance(self, changes: StepChanges, end: Int64, all_stay: bool) -> tuple[Int32, Completed]:
+        """Count the tokens of a step up to `end` [n] as computed; `all_stay`: all are. Returns the
+        pages [m, 2] to copy after the step, and what to publish once its tokens are known.
         """
-        slots = changes.slots
+        slots, done = changes.slots, NOTHING_COMPLETED
         if self.max_draft_tokens:
             floor = changes.end - self.max_draft_tokens
             self._floor[slots] = np.maximum(self._floor[slots], floor)
-        ending, kept = NONE_ENDING, NONE_KEPT
         if self.enable_caching:
-            ending, kept = self._chains.completed(changes, end)
-        effects = self._planner.commit(changes, end, kept, all_stay)
-        publication = self._chains.prepare(slots, ending, kept, effects.tails)
+            done = self._chains.completed(changes, end)
+        effects = self._planner.commit(changes, end, done.kept, all_stay)
+        self._chains.hold(slots, done, effects.tails)
         self._planner.free_unheld(effects)
         self.sequences.num_computed[slots] = end
-        return effects.copies, publication
+        return effects.copies, done
 
     def _changed(self) -> None:
         """Void the newest plan; uses from here on are newer."""

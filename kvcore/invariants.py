@@ -77,7 +77,7 @@ def check_invariants(cache: KVCache) -> None:
             assert np.isin(row[:, :whole][differs], duplicates).all(), "a page of neither"
     owners += [np.array([*held.values()], np.int64) for held in cache._reserved.pages.values()]
     points = cache._chains.waiting.values()
-    waiting: list[Int32 | Int64] = [pages for some in points for _, pages in some]
+    waiting: list[Int32 | Int64] = [pages for some in points for *_, pages in some]
     users += waiting
     check_index(index, owners, users, waiting, locks)
     if cache._event_writer is not None:

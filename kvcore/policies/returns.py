@@ -28,7 +28,7 @@ class Ranking(Protocol):
         """Rank `entry` again: its statistics changed."""
 
 
-class Kind:
+class ReturnCounts:
     """Entries of one kind of `Adaptive`, and returns to them; recent ones count more. `waited`:
     prompts until these returns, in all.
     """
@@ -99,7 +99,7 @@ def hazard(share: float, half: float, age: float) -> float:
 
 
 GONE = (0, Record())
-NOTHING = Kind()
+NOTHING = ReturnCounts()
 
 
 class Returns:
@@ -110,9 +110,9 @@ class Returns:
         self.policies: list[Ranking] = []
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
-        self._kinds: dict[tuple[str, bool], Kind] = {}
-        self._sums: dict[str, Kind] = {}
-        self._all = Kind()
+        self._kinds: dict[tuple[str, bool], ReturnCounts] = {}
+        self._sums: dict[str, ReturnCounts] = {}
+        self._all = ReturnCounts()
         self._rates: dict[tuple[str, bool], tuple[float, float]] = {}
         self._chances: dict[tuple[str, bool, int], float] = {}
         self._now = 0  # prompts
@@ -173,10 +173,10 @@ class Returns:
         for policy, entry in record.filed.items():
             policy.rerank(entry)
 
-    def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
+    def _counts(self, record: Record) -> tuple[ReturnCounts, ReturnCounts, ReturnCounts]:
         return (
-            self._kinds.setdefault((record.kind, record.continues), Kind()),
-            self._sums.setdefault(record.kind, Kind()),
+            self._kinds.setdefault((record.kind, record.continues), ReturnCounts()),
+            self._sums.setdefault(record.kind, ReturnCounts()),
             self._all,
         )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,38 +25,27 @@ from .replays import Replays
 from .requests import Sequences
 from .tree import Run, Source
 
-
-class Ending(NamedTuple):
-    """Segments that a step completes.
-
-    Attributes:
-        requests, slots: [m] int64 numbers in the step, and slots. slot_list: the slots as ints.
-        end: [m] int64 tokens at which the last completed segment ends.
-    """
-
-    requests: Int64
-    slots: Int64
-    slot_list: list[int]
-    end: Int64
-
-
-NONE_ENDING = Ending(NO_ROWS, NO_ROWS, [], NO_ROWS)
 NONE_KEPT = NO_ROWS, NO_ROWS
+Point = tuple[int, int, Int32]  # slot, boundary, pages
 
 
 @dataclass(slots=True, eq=False)
-class Publication:
-    """Segments and resume points that a step completed; cached once its tokens are known.
+class Completed:
+    """Segments and resume points that a step completes; cached once its tokens are known.
 
     Attributes:
-        ending: the segments.
-        slots, boundaries, tails: one each for every resume point; the pages are held.
+        slots, end: [m] int64 requests, and the token at which their last completed segment ends.
+        kept: [k] requests (numbers in the step) and [k] boundaries of resume points, sorted.
+        points: these, once `Chains.hold` has their pages.
     """
 
-    ending: Ending
-    slots: list[int]
-    boundaries: list[int]
-    tails: list[Int32]
+    slots: Int64
+    end: Int64
+    kept: tuple[Int64, Int64]
+    points: list[Point]
+
+
+NOTHING_COMPLETED = Completed(NO_ROWS, NO_ROWS, NONE_KEPT, [])
 
 
 class Chains:
@@ -73,8 +61,8 @@ class Chains:
         runs: end of each request's cached prefix.
         replays: tokens that requests compute again.
         duplicates: slot -> own pages of segments cached before by another request, without `adopt`.
-        waiting: slot -> (boundary, pages) of resume points whose tokens are not known yet; the
-            pages are held and in use.
+        waiting: slot -> resume points whose tokens are not known yet; their pages are held and in
+            use.
     """
 
     def __init__(
@@ -98,7 +86,7 @@ class Chains:
         self.runs: list[Run] = [index.root] * n
         self.replays = Replays(n)
         self.duplicates: dict[int, list[Int32]] = {}
-        self.waiting: dict[int, list[tuple[int, Int32]]] = {}
+        self.waiting: dict[int, list[Point]] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # `ask`; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
         # Tokens that may lack at the end of a chunk: rejected drafts, the lookahead of the last
@@ -146,7 +134,7 @@ class Chains:
         """
         run = self.runs[slot]
         cached = run.depth * self.alignment
-        for _, pages in self.waiting.pop(slot, ()):
+        for *_, pages in self.waiting.pop(slot, ()):
             self.index.pool.unhold(pages)
             self.index.pool.unuse(pages)
         # What steps whose tokens are not known have passed may have taken the place of the tail.
@@ -212,92 +200,66 @@ class Chains:
 
     # When a step's rows count as computed.
 
-    def completed(self, step: StepChanges, end: Int64) -> tuple[Ending, tuple[Int64, Int64]]:
-        """Segments that a step to `end` [n] completes, and [k] requests and boundaries of its
-        resume points, sorted by request."""
-        ending, kept = self._ending(step.slots, end), NONE_KEPT
-        if ending.slot_list and self.layout.hybrid:
-            kept = self._kept(end, ending)
-        if step.replaying:
-            kept = self.replays.finished(step, end, *kept)
-        return ending, kept
-
-    def _ending(self, slots: Int64, end: Int64) -> Ending:
-        """Requests of `slots` that complete segments, and the token at which the last one ends."""
-        requests = (end - self.cached[slots] >= self._a).nonzero()[0]
-        if not requests.size:
-            return NONE_ENDING
-        slots, to = slots[requests], end[requests]
+    def completed(self, step: StepChanges, end: Int64) -> Completed:
+        """What a step to `end` [n] completes."""
+        requests = (end - self.cached[step.slots] >= self._a).nonzero()[0]
+        slots, to = step.slots[requests], end[requests]
+        if self.layout.lookahead:
+            to = np.maximum(to, self.sequences.prompt_len[slots]) - self.layout.lookahead
+            to = np.minimum(to, end[requests])
         to = to - to % self._a
         if self.layout.lookahead:
-            known = (
-                np.maximum(end[requests], self.sequences.prompt_len[slots]) - self.layout.lookahead
+            ready = to > self.cached[slots]
+            requests, slots, to = requests[ready], slots[ready], to[ready]
+        kept = NONE_KEPT
+        if requests.size and self.layout.hybrid:
+            which, kept_at = kept_boundaries(
+                self.cached[slots], to, self._keep[slots], self.interval
             )
-            known -= known % self.alignment
-            ready = known > self.cached[slots]
-            requests, slots, to = requests[ready], slots[ready], np.minimum(to, known)[ready]
-        return Ending(requests, slots, slots.tolist(), to)
+            if self._tables.states:
+                known = kept_at == end[requests[which]]
+                known |= kept_at == self._tables.snapshot_at[slots[which]]
+                which, kept_at = which[known], kept_at[known]
+            kept = requests[which], kept_at
+        if step.replaying:
+            kept = self.replays.finished(step, end, *kept)
+        if not (requests.size or kept[0].size):
+            return NOTHING_COMPLETED
+        return Completed(slots, to, kept, [])
 
-    def _kept(self, end: Int64, ending: Ending) -> tuple[Int64, Int64]:
-        """Requests out of `ending` that keep a resume point, and its boundary."""
-        slots = ending.slots
-        which, kept = kept_boundaries(
-            self.cached[slots], ending.end, self._keep[slots], self.interval
-        )
-        if not which.size:
-            return NONE_KEPT
-        if self._tables.states:
-            known = kept == end[ending.requests[which]]
-            known |= kept == self._tables.snapshot_at[slots[which]]
-            which, kept = which[known], kept[known]
-        return ending.requests[which], kept
+    def hold(self, slots: Int64, done: Completed, tails: Int32) -> None:
+        """Hold the `tails` [k, pages_per_point] of what a step of `slots` [n] completed."""
+        self.cached[done.slots] = done.end
+        requests, boundaries = done.kept
+        if requests.size:
+            listed = slots[requests].tolist()
+            points = list(zip(listed, boundaries.tolist(), tails, strict=True))
+            if self._tables.states:  # the state of others was not copied
+                at = self._tables.snapshot_at[listed].tolist()
+                points = [p for p, known in zip(points, at, strict=True) if p[1] == known]
+            done.points = points
+            self._hold(points)
 
-    def prepare(
-        self, slots: Int64, ending: Ending, kept: tuple[Int64, Int64], tails: Int32
-    ) -> Publication | None:
-        """Hold what a step completed until it is published; None if it completed nothing."""
-        requests, boundaries = kept
-        if not (ending.slot_list or requests.size):
-            return None
-        self.cached[ending.slots] = ending.end
-        if not requests.size:
-            return Publication(ending, [], [], [])
-        held = self._hold_tails(slots[requests].tolist(), boundaries.tolist(), list(tails))
-        return Publication(ending, *held)
-
-    def _hold_tails(
-        self, slots: list[int], boundaries: list[int], tails: list[Int32]
-    ) -> tuple[list[int], list[int], list[Int32]]:
-        """Hold the pages of resume points; return the points whose state was copied."""
-        if self._tables.states:
-            known = self._tables.snapshot_at[slots].tolist()
-            which = [i for i, b in enumerate(boundaries) if known[i] == b]
-            if len(which) < len(slots):
-                slots, boundaries = [slots[i] for i in which], [boundaries[i] for i in which]
-                tails = [tails[i] for i in which]
-        if slots:
-            self.index.pool.hold(np.concatenate(tails))
-        return slots, boundaries, tails
+    def _hold(self, points: list[Point]) -> None:
+        if points:
+            self.index.pool.hold(np.concatenate([pages for *_, pages in points]))
 
     # When the tokens of a step are known.
 
-    def publish(self, publication: Publication) -> None:
+    def publish(self, done: Completed) -> None:
         """Cache the segments and resume points that a step completed."""
-        ending = publication.ending
-        if ending.slot_list:
-            self._cache_segments(ending.slot_list, (ending.end // self.alignment).tolist())
-        if publication.slots:
-            self._add_points(publication.slots, publication.boundaries, publication.tails)
+        if done.slots.size:
+            self._cache_segments(done.slots.tolist(), (done.end // self.alignment).tolist())
+        self._add_points(done.points)
 
-    def wait(self, publication: Publication) -> None:
+    def wait(self, done: Completed) -> None:
         """Keep the resume points of a step whose tokens are not known until `publish_known`; nobody
         evicts their pages.
         """
-        points = zip(publication.slots, publication.boundaries, publication.tails, strict=True)
-        for slot, boundary, pages in points:
-            self.waiting.setdefault(slot, []).append((boundary, pages))
-        if publication.tails:
-            self.index.pool.use_held(np.concatenate(publication.tails))
+        for point in done.points:
+            self.waiting.setdefault(point[0], []).append(point)
+        if done.points:
+            self.index.pool.use_held(np.concatenate([pages for *_, pages in done.points]))
 
     def publish_known(self, slots: list[int], upto: list[int]) -> None:
         """Cache what steps completed of these requests, whose tokens are known `upto` now."""
@@ -315,13 +277,12 @@ class Chains:
         for slot in [slot for slot in slots if slot in self.waiting]:
             reached = self.runs[slot].depth * self.alignment
             points = self.waiting.pop(slot)
-            due = [(b, pages) for b, pages in points if b <= reached]
+            due = [point for point in points if point[1] <= reached]
             if len(due) < len(points):
-                self.waiting[slot] = [(b, pages) for b, pages in points if b > reached]
+                self.waiting[slot] = [point for point in points if point[1] > reached]
             if due:
-                tails = [pages for _, pages in due]
-                self._add_points([slot] * len(due), [b for b, _ in due], tails)
-                self.index.pool.unuse(np.concatenate(tails))
+                self._add_points(due)
+                self.index.pool.unuse(np.concatenate([pages for *_, pages in due]))
 
     def publish_ahead(self, slot: int, keys: bytes) -> None:
         """Cache the next segments of a request in linear tables, and the boundaries that are kept;
@@ -344,7 +305,8 @@ class Chains:
         """Keep a resume point at a boundary, if the tables still have its tail."""
         tail = self._tables.tail(slot, boundary)
         if tail is not None:
-            self._add_points(*self._hold_tails([slot], [boundary], [tail]))
+            self._hold([(slot, boundary, tail)])
+            self._add_points([(slot, boundary, tail)])
 
     def _cache_segments(self, slots: list[int], ends: list[int]) -> None:
         ones: list[int] = []
@@ -383,14 +345,14 @@ class Chains:
         theirs = self.index.pages_between(self.runs[slot], first, first + n)
         self._tables.fill_dense(slot, first, theirs)
 
-    def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:
+    def _add_points(self, points: list[Point]) -> None:
         """Keep resume points whose pages are held; let go of those of points that are there."""
         a, known = self.alignment, []
-        for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
+        for slot, boundary, pages in points:
             if not self.index.add_point(self.runs[slot], boundary // a, pages):
                 known.append(pages)
             elif self._event_writer is not None:
                 self._event_writer.point(self.runs[slot], boundary // a, slot)
-        self._counters["resume_points_kept"] += len(slots) - len(known)
+        self._counters["resume_points_kept"] += len(points) - len(known)
         if known:
             self.index.pool.unhold(np.concatenate(known))
