@@ -242,6 +242,30 @@ def test_adaptive_looks_again_at_what_an_eviction_left_last_of_its_chain():
     assert policy.pop() is shorter
 
 
+@pytest.mark.parametrize("make", [LRU, Adaptive])
+def test_a_chain_that_is_added_deepest_first_is_evicted(make):
+    """As one whose pins end is."""
+    policy, chain = make(), [Fake(key(0))]
+    for depth in range(1, 1000):
+        chain.append(Fake(key(depth), depth=depth + 1, shorter=chain[-1]))
+    for entry in chain[::-1]:
+        policy.add(entry)
+    assert sorted(popped(policy)) == sorted(entry.key for entry in chain)
+
+
+def test_adaptive_knows_a_chain_that_was_shortened():
+    policy, entry = Adaptive(), Fake(key("b"), depth=2)
+    policy.asked(key("a", "b"), 0, (2, 2, 0, 0))
+    policy.add(entry)
+    policy.coming(0)  # which looks at all that was added
+    record = policy._filed[entry][1]
+    assert policy.pop() is entry
+    entry.key, entry.depth = key("a"), 1
+    policy.add(entry)
+    policy.coming(0)
+    assert policy._filed[entry][1] is record
+
+
 def test_adaptive_forgets_old_keys():
     policy = Adaptive(memory=1)
     for i in range(5000):

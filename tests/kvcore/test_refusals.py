@@ -100,6 +100,7 @@ CALLS = [  # name, arguments, keywords, and the start of the error
     ("match", ([],), {}, "token_ids: expected at least one token"),
     ("match", ([1, -5],), {}, r"token_ids: expected ids in \[0, 2\*\*31\), got -5"),
     ("match", ([2**31],), {}, "token_ids: .*got 2147483648"),
+    ("match", (np.array([1, -5], np.int32),), {}, r"token_ids: expected ids in \[0, 2\*\*31\), got -5"),
     ("match", ([0.5],), {}, "token_ids: expected a 1-D sequence of ints, got float64"),
     ("match", ([[1, 2]],), {}, "token_ids: expected a 1-D"),
     ("match", ([1] * 101,), {}, "token_ids: expected at most max_model_len = 100 tokens, got 101"),

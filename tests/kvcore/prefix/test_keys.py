@@ -65,6 +65,7 @@ def test_a_lookahead_moves_no_token_between_segments(lookahead):
             prefix = prompt[: 4 * (i + 1) + lookahead]
             assert owner.setdefault(key, prefix) == prefix
     assert len(owner) == 2 ** (4 + lookahead) + 2 ** (8 + lookahead)
+    assert keys([1], lookahead=1, block_size=1) == ()
 
 
 def test_keys_are_the_published_formula_in_every_process():

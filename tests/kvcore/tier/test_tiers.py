@@ -7,7 +7,7 @@ import pytest
 from quire.kvcore import LRU, EventLog, KVCache
 from quire.kvcore.events import BlockStored
 from quire.kvcore.tier import Tiers
-from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, Setup
+from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, STATE, Setup
 
 
 def test_a_store_that_fails_is_tried_again_after_the_next_use():
@@ -71,6 +71,16 @@ def test_a_wrong_window_block_leaves_points_that_the_device_has_not(is_open):
     s.e.kv.evict_pages([page])
     s.end(*(jobs if is_open else ()))
     assert 12 not in s.points()
+
+
+def test_a_wrong_state_drops_its_chain_in_the_host():
+    s = Setup(STATE)
+    s.serve(PROMPT)
+    s.store()
+    [point] = [p for run in s.e.kv.index.runs() for p in run.points.values() if p.depth == 25]
+    s.e.kv.evict_pages([int(point.pages[-1])])
+    s.forget()
+    assert s.tiers.match(LONGER).dense_tokens == 0
 
 
 def test_events_name_salts():
