@@ -165,6 +165,27 @@ class Device:
         wrong = positions[found != expected]
         assert not len(wrong), f"{what}: wrong at positions {wrong.tolist()}"
 
+    def run(self, plan: StepPlan, accepted: dict[Request, int]) -> list[int]:
+        """Run a step between plan and commit, of which `accepted` tokens of each request stay.
+
+        Returns:
+            the token ids of the step.
+        """
+        ids: list[int] = []
+        self.wipe_free_pages()
+        self.copy(plan.copies)
+        assert plan.slots.tolist() == [r.slot for r in accepted]
+        for i, r in enumerate(accepted):
+            self.check(r, plan.state_pages[:, i] if len(plan.state_pages) else None)
+            n, (a, b) = int(plan.num_new_tokens[i]), plan.cu_seqlens_q[i : i + 2].tolist()
+            assert plan.positions[a:b].tolist() == list(range(r.computed, r.computed + n))
+            assert plan.seq_lens[i] == r.computed + n <= len(r.text)
+            ids += r.text.tokens[r.computed :][:n]
+        self.write(plan, list(accepted))
+        for r, n in accepted.items():
+            self.write_waiting(r, r.computed + n)
+        return ids
+
     def write(self, plan: StepPlan, requests: list[Request], late=None) -> None:
         """Write the rows of a step by its slot mapping, and check the targets.
 
@@ -369,19 +390,8 @@ class Engine:
         plan = kv.plan([self.slots[r] for r in counts], list(counts.values()))
         if not isinstance(plan, StepPlan):
             return plan
-        device.wipe_free_pages()
-        device.copy(plan.copies)
-        requests, ids = [self._request(r) for r in counts], list[int]()
-        for i, (r, n) in enumerate(zip(requests, counts.values(), strict=True)):
-            device.check(r, plan.state_pages[:, i] if len(plan.state_pages) else None)
-            a, b = plan.cu_seqlens_q[i : i + 2].tolist()
-            assert plan.positions[a:b].tolist() == list(range(r.computed, r.computed + n))
-            assert plan.seq_lens[i] == r.computed + n <= len(r.text)
-            ids += r.text.tokens[r.computed :][:n]
-        device.write(plan, requests)
         taken = list((accepted or counts).values())
-        for r, n in zip(requests, taken, strict=True):
-            device.write_waiting(r, r.computed + n)
+        ids = device.run(plan, dict(zip(map(self._request, counts), taken, strict=True)))
         held = kv.pool.holds > 0
         copies = kv.commit(plan, ids, None if accepted is None else taken)
         assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"

@@ -446,7 +446,7 @@ class Life:
         rejects = counts != accepted or rng.random() < 0.3
         self.calls["with drafts"] += rejects
         arrays = self.arrays_of(plan)
-        ids = self.compute(plan, counts, accepted)
+        ids = device.run(plan, accepted)
         held = kv.pool.holds > 0
         if not is_open:
             taken = self.lend(accepted.values()) if rejects else None
@@ -481,23 +481,6 @@ class Life:
     def arrays_of(plan) -> list[bytes]:
         arrays = (getattr(plan, name) for name in dir(plan) if name[0] != "_")
         return [a.tobytes() for a in arrays if isinstance(a, np.ndarray)]
-
-    def compute(self, plan, counts: dict[Request, int], accepted: dict[Request, int]) -> list[int]:
-        """Run the device between plan and commit; returns the tokens of the step."""
-        device, ids = self.device, []
-        device.wipe_free_pages()
-        device.copy(plan.copies)
-        assert plan.slots.tolist() == [r.slot for r in counts]
-        for i, (request, n) in enumerate(counts.items()):
-            device.check(request, plan.state_pages[:, i] if len(plan.state_pages) else None)
-            start, (a, b) = request.computed, plan.cu_seqlens_q[i : i + 2].tolist()
-            assert plan.positions[a:b].tolist() == list(range(start, start + n))
-            assert plan.seq_lens[i] == start + n and plan.num_new_tokens[i] == n
-            ids += request.text.tokens[start : start + n]
-        device.write(plan, list(counts))
-        for request, n in accepted.items():
-            device.write_waiting(request, request.computed + n)
-        return ids
 
     def ahead(self) -> None:
         """Steps are reserved, laid out and advanced before the first one runs; tokens are known last."""

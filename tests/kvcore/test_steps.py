@@ -6,14 +6,7 @@ import random
 
 import pytest
 
-from quire.kvcore import (
-    GroupSpec,
-    KVCache,
-    OutOfPages,
-    StepPlan,
-    linear_table,
-    paged_rows,
-)
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan, linear_table, paged_rows
 from tests.kvcore.engine import groups
 from tests.kvcore.expected import digest
 

@@ -69,10 +69,7 @@ def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, 
 
 @pytest.mark.parametrize(
     ("window_block", "window", "length", "expected"),
-    [
-        (8, 8, 64, {32: [3], 64: [7]}),
-        (16, 32, 112, {32: [0, 1], 64: [2, 3], 96: [4, 5]}),
-    ],
+    [(8, 8, 64, {32: [3], 64: [7]}), (16, 32, 112, {32: [0, 1], 64: [2, 3], 96: [4, 5]})],
     ids=["one-block-a-segment", "last-block-past-the-boundary"],
 )
 def test_only_blocks_that_can_serve_a_hit_are_cached(window_block, window, length, expected):
