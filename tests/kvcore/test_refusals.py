@@ -129,6 +129,7 @@ CALLS = [  # name, arguments, keywords, and the start of the error
     ("rollback", (0, 2), {}, r"num_tokens: expected 1\.\.1 .*got 2; to go back further, release the"),  # 8 are cached
     *(("rollback", (bad, 1), {}, "slot: expected") for bad in [*NO_INTS, -1, 2, 1]),
     *(("lowest_rollback", (bad,), {}, "slot: expected") for bad in (1.0, -1, 2, 1)),
+    *((name, (slot, *more), {}, "slot: expected") for name, more in (("room", ()), ("reserve", (1,))) for slot in (-1, 1, 2)),
     *(("evict", (bad,), {}, "num_pages: expected") for bad in [*NO_INTS, -1]),
     *(("evict_pages", ([bad] if bad is not None else bad,), {}, "pages: expected") for bad in PAGES),
     *(("table", (bad,), {}, "group: expected") for bad in (-1, 9, None, 0.0, "0", 10**30)),
