@@ -280,7 +280,7 @@ class OtherDrafter(MTPDrafter):
 
 
 def test_a_drafter_of_another_model_is_refused():
-    with pytest.raises(NotImplementedError, match=r"^drafter: supported with tensor_parallel_size > 1 are MTPDrafter"):  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"^drafter: supported with tensor_parallel_size > 1 are the model.s own drafter"):  # fmt: skip
         run_on_ranks(2, config_of("deepseek-v4-tiny"), run, drafter=OtherDrafter, num_pages=600)
 
 
