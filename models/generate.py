@@ -43,7 +43,7 @@ from .engine.engine import EngineConfig
 from .engine.outputs import RequestError
 from .engine.request import MAX_SAMPLES, SamplingParams
 from .engine.speculative import Drafter
-from .llm import DRAFTERS, LLM
+from .llm import LLM, make_drafter
 from .loading.weights import DTYPES
 from .parallel.launch import launched
 
@@ -237,7 +237,7 @@ def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams
 
 
 def _drafter(name: str | None, draft_tokens: int, model: nn.Module) -> Drafter:
-    return DRAFTERS[name or "ngram"](model, draft_tokens)
+    return make_drafter(name or "ngram", draft_tokens, model)
 
 
 def _settings(args: argparse.Namespace) -> EngineConfig:
@@ -285,8 +285,9 @@ def _parser() -> Parser:
         help="samples of each prompt; default: 1")
     add("--speculate", type=integer(0, MAX_DRAFTS), default=0, metavar="K",
         help="K draft tokens a step; default: 0, none")
-    add("--drafter", choices=sorted(DRAFTERS),
-        help="ngram (default) = earlier text, mtp, dspark = the model's own drafter")
+    add("--drafter", metavar="NAME",
+        help="ngram (default) = earlier text, mtp, dspark = the model's own drafter, or the "
+        "directory of a Gemma-4 assistant")
     add("--stats", action="store_true", help="memory plan, speed and times, on stderr")
     add("--memory-fraction", type=number(above=True), metavar="F",
         help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")

@@ -29,6 +29,7 @@ from .engine.outputs import OutputDelta, RequestError, RequestOutput
 from .engine.report import StepReport
 from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
+from .families.gemma4_assistant import Gemma4Drafter, load_assistant
 from .families.registry import Family, family_of, register_family
 from .interrupts import interrupts_wait
 from .loading.random_weights import random_model
@@ -46,6 +47,22 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "dspark": DSparkDrafter,
 }
 """Drafters by name: (model, drafts of a step) -> drafter."""
+
+
+def make_drafter(name: str, draft_tokens: int, model: Any) -> Drafter:
+    """A drafter by its name in `DRAFTERS`, or by the directory of a Gemma-4 assistant.
+
+    Raises:
+        ValueError: neither, or a drafter that does not fit the model.
+    """
+    if name in DRAFTERS:
+        return DRAFTERS[name](model, draft_tokens)
+    if not Path(name).is_dir():
+        raise ValueError(
+            f"drafter: expected one of {sorted(DRAFTERS)} or a directory, got {name!r}"
+        )
+    assistant = load_assistant(name, device=model.device, dtype=model.dtype)
+    return Gemma4Drafter(model, assistant, draft_tokens)
 
 
 @dataclass(frozen=True)

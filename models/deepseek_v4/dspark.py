@@ -30,11 +30,11 @@ from torch import Tensor
 from quire.kernels import write_latent
 from quire.kvcore.device import Batch, BatchBuilder
 
+from ..engine.device_drafter import DeviceDrafter
 from ..layers.unpaged_attention import apply_rope
 from .attention import Attention, AttentionInputs
 from .cache import V4PagePool
 from .config import SLIDING
-from .drafter import V4Drafter
 from .model import DeepseekV4
 
 
@@ -92,8 +92,8 @@ class BlockAttend:
         return torch.where(exists, pages * size + positions % size, -1)
 
 
-class DSparkDrafter(V4Drafter):
-    """Drafts of a DSpark model, greedy or drawn: a `V4Drafter`.
+class DSparkDrafter(DeviceDrafter):
+    """Drafts of a DSpark model, greedy or drawn: a `DeviceDrafter`.
 
     Args:
         model: the engine's model.

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder
 
+from ..engine.device_drafter import DeviceDrafter, greedy
 from .attention import PagedAttend
 from .cache import V4PagePool
-from .drafter import V4Drafter, greedy
 from .model import DeepseekV4
 
 
-class MTPDrafter(V4Drafter):
-    """Drafts of the model's MTP layers, greedy or drawn: a `V4Drafter`.
+class MTPDrafter(DeviceDrafter):
+    """Drafts of the model's MTP layers, greedy or drawn: a `DeviceDrafter`.
 
     Args:
         model: the engine's model.

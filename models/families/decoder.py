@@ -27,6 +27,8 @@ from ..layers.unpaged_attention import Stored, UnpagedAttend
 from ..parallel.group import Group
 
 BASE_BLOCK_SIZE = 16
+# Rows before its window that a drafter of `families.gemma4_assistant` reads.
+DRAFTER_ROWS = 2
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -120,7 +122,7 @@ class Decoder(nn.Module):
                     f"{kind}; 'torch' takes any"
                 )
 
-    def make_cache(self, *, kv_cache_dtype: str, **_: Any) -> ModelCache:
+    def make_cache(self, *, kv_cache_dtype: str, drafter_layers: bool, **_: Any) -> ModelCache:
         """Pages for keys and values of the attention layers."""
         dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
         kv_scales = None
@@ -135,6 +137,7 @@ class Decoder(nn.Module):
             dtype,
             base_block_size=BASE_BLOCK_SIZE,
             row_scales=kv_scales is None,
+            more_window=DRAFTER_ROWS if drafter_layers else 0,
         )
 
         def allocate(num_pages: int) -> PageTensors:
@@ -159,8 +162,9 @@ class Decoder(nn.Module):
         pool: PageTensors,
         *,
         logits_rows: Tensor | None = None,
+        return_hidden: bool = False,
         impl: str | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """One step of a ragged batch.
 
         Each layer reads the context from ``pool``, then writes the rows that later steps read.
@@ -170,21 +174,28 @@ class Decoder(nn.Module):
             attn: tables, lengths and slots of this step.
             pool: the pages of all layers, updated in place.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+            return_hidden: return the normed hidden states of all rows too, which drafters read.
             impl: "triton" or "torch" for the kernels; default: by device.
 
         Returns:
-            [num_rows, vocab_size] fp32 logits.
+            [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens,
+            hidden_size]).
         """
         if not self.config.num_kv_shared_layers:
             attend = PagedAttend(self.config, attn, pool, impl=impl)
-            return self._run(input_ids, positions, attend, logits_rows)
-        # Where each sequence has one token, choosing rows saves nothing.
-        rows = logits_rows if attn.max_seqlen_q > 1 else None
-        shared = SharedAttend(self.config, attn, pool, positions=positions, rows=rows, impl=impl)
-        logits = self._run(input_ids, positions, shared, logits_rows)
-        shared.finish()
-        return logits
+            hidden = self._run(input_ids, positions, attend)
+        else:
+            # Where each sequence has one token, choosing rows saves nothing.
+            rows = None if return_hidden or attn.max_seqlen_q == 1 else logits_rows
+            attend = SharedAttend(
+                self.config, attn, pool, positions=positions, rows=rows, impl=impl
+            )
+            hidden = self._run(input_ids, positions, attend)
+            attend.finish()
+        logits = self.logits(_chosen(hidden, attend, logits_rows))
+        return (logits, hidden) if return_hidden else logits
 
+    @torch.inference_mode()
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
@@ -195,22 +206,18 @@ class Decoder(nn.Module):
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
         attend = UnpagedAttend(self.config, rows=rows, stored=stored)
-        return self._run(input_ids, positions, attend, logits_rows)
+        hidden = self._run(input_ids, positions, attend)
+        return self.logits(_chosen(hidden, attend, logits_rows))
 
     @torch.inference_mode()
-    def _run(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_rows: Tensor | None
-    ) -> Tensor:
+    def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         x = self.embed_tokens(input_ids)
         amplitude = self.config.full.rope.amplitude
         rotary = {
             kind: rotary_angles(positions, frequencies, amplitude)
             for kind, frequencies in self.frequencies.items()
         }
-        x = self.run_layers(input_ids, x, rotary, attend)
-        if logits_rows is not None and attend.rows is None:
-            x = x[logits_rows]
-        return self.logits(x)
+        return self.run_layers(input_ids, x, rotary, attend)
 
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
@@ -231,3 +238,8 @@ class Decoder(nn.Module):
         logits = self.embed_tokens.logits(x, self.lm_head)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _chosen(hidden: Tensor, attend: Attend, logits_rows: Tensor | None) -> Tensor:
+    """The rows that logits are wanted of; ``attend.rows`` are these already."""
+    return hidden if logits_rows is None or attend.rows is not None else hidden[logits_rows]

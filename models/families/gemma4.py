@@ -40,7 +40,7 @@ class Gemma4Keys(GemmaKeys):
     per_layer_config: dict[str, dict[str, Any]] | None = None
     # Absent means width 256 in transformers: a file must say 0 to have no per-layer embeddings.
     hidden_size_per_layer_input: fields.WidthOrNone = 256
-    vocab_size_per_layer_input: fields.VocabSize = 262144
+    vocab_size_per_layer_input: fields.ints(0, 2**24) = 262144
     num_kv_shared_layers: fields.NumShared = 0
     use_double_wide_mlp: fields.Flag = False
     enable_moe_block: fields.Flag = False
@@ -149,7 +149,7 @@ def weight_name(stored: str, config: ModelConfig) -> str | None:
     return None if found and int(found[1]) >= config.num_kv_owners else stored
 
 
-_ASSISTANT = "a drafter, which reads the keys and values of a Gemma-4, is not supported"
+_ASSISTANT = "a drafter, which reads the keys and values of a Gemma-4: give it as drafter"
 UNIFIED = ("gemma4_unified", "gemma4_unified_text")
 register_family(
     Family(

@@ -60,6 +60,7 @@ def cache_groups(
     *,
     base_block_size: int = 16,
     row_scales: bool = True,
+    more_window: int = 0,
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Split the layers of a model into cache groups, by `quire.kvcore.cache_groups`.
 
@@ -67,6 +68,7 @@ def cache_groups(
         dtype: data type of K and V in pages.
         base_block_size: tokens in a page of the heaviest kind of layer.
         row_scales: True = e4m3 pages hold a scale for each row; block sizes do not depend on it.
+        more_window: rows that pages of window layers keep beyond their windows, for a drafter.
 
     Returns:
         (groups, placement of each layer). Full-attention groups come first.
@@ -78,7 +80,9 @@ def cache_groups(
     for layer in range(config.num_kv_owners):
         size = token_bytes(config, layer, dtype, row_scales=False)
         scales = token_bytes(config, layer, dtype, row_scales=row_scales) - size
-        shapes.append(LayerShape(size, config.attention(layer).sliding_window, scales))
+        window = config.attention(layer).sliding_window
+        window = None if window is None else window + more_window
+        shapes.append(LayerShape(size, window, scales))
     groups, placement = groups_of_layers(shapes, base_block_size=base_block_size)
     # A layer without keys and values of its own is where its donor is.
     return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]

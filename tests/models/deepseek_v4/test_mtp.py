@@ -11,10 +11,10 @@ import torch
 
 from quire.kernels import sample_tokens
 from quire.kvcore.device import HostCopy
-from quire.models.deepseek_v4 import drafter
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.mtp import MTPDrafter
+from quire.models.engine import device_drafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.layers.unpaged_attention import V4UnpagedAttend
@@ -340,7 +340,7 @@ def test_drafts_that_are_no_numbers_are_replaced_from_the_target(impl, monkeypat
     """None of them stays, and every request ends as ever."""
     model = two_layers()
     monkeypatch.setattr(
-        drafter,
+        device_drafter,
         "sample_tokens",
         lambda *args, **given: sample_tokens(*args, **given | {"impl": impl}),
     )

@@ -100,7 +100,7 @@ def stepped(model, sequence, lengths, rounded, written=None):
         tolerance(model),
     )
     ids = torch.tensor(sequence, device=DEVICE)
-    return model._run(ids, torch.arange(len(ids), device=DEVICE), attend, None)
+    return model.logits(model._run(ids, torch.arange(len(ids), device=DEVICE), attend))
 
 
 class Written(Recorder):

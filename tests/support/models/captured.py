@@ -24,9 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from quire.kernels.attention import api
 from quire.kernels.common import checks, launching
 from quire.models.deepseek_v4 import attention as v4_attention
-from quire.models.deepseek_v4 import drafter
 from quire.models.deepseek_v4 import model as v4_model
-from quire.models.engine import graphs, sampler
+from quire.models.engine import device_drafter, graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
@@ -41,7 +40,7 @@ KERNELS = {
         "compressed_attention",
     ),
     sampler: ("sample_tokens",),
-    drafter: ("sample_tokens",),
+    device_drafter: ("sample_tokens",),
     moe: ("expert_mlp",),
     v4_model: ("expert_mlp",),
 }

@@ -1,4 +1,4 @@
-"""What the drafters of DeepSeek-V4 models share: drafts greedy or drawn, on one rank or several.
+"""Base of drafters that read the model's hidden states: drafts greedy or drawn, one rank or several.
 
 A drafter gives `observe`, which writes the rows of its layers, and `_drafts`.
 """
@@ -6,7 +6,7 @@ A drafter gives `observe`, which writes the rows of its layers, and `_drafts`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,17 +15,15 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import BatchBuilder, Staging
 
-from ..engine.request import Request
-from ..engine.sampler import DRAFT, draw_columns, uniform
-from .cache import V4PagePool
-from .model import DeepseekV4
+from .request import Request
+from .sampler import DRAFT, draw_columns, uniform
 
 if TYPE_CHECKING:
     from ..parallel.steps import StepSender
 
 
-class V4Drafter:
-    """Base of the drafters that are a part of a model: a `ModelDrafter` and `SamplingDrafter`.
+class DeviceDrafter:
+    """A `ModelDrafter` and `SamplingDrafter`, but for `observe` and `_drafts`.
 
     Args:
         model: the engine's model.
@@ -35,7 +33,7 @@ class V4Drafter:
         ValueError: max_draft_tokens below 1.
     """
 
-    def __init__(self, model: DeepseekV4, max_draft_tokens: int) -> None:
+    def __init__(self, model: Any, max_draft_tokens: int) -> None:
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
         self.model, self.max_draft_tokens = model, max_draft_tokens
@@ -43,7 +41,7 @@ class V4Drafter:
         self.sender: StepSender | None = None
 
     def attach(
-        self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
+        self, pool: Any, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.attach`."""
         self._pool, self._builder, self._impl = pool, builder, impl

@@ -1,0 +1,337 @@
+"""Gemma-4's drafters (``gemma4_assistant`` checkpoints): small models without keys and values.
+
+With the token x behind the last computed position p, and the target's normed hidden state h at p::
+
+    z = pre_projection([embed(x), h])                     embed: of the target, scaled
+    z = layers(z)                                         layers of Gemma-4 that have queries only
+    u = norm(z);   logits = lm_head(u);   h = post_projection(u)
+
+and again with the draft as x, from the same positions: a layer reads the keys and values of the
+target's last layer of its kind that has some, as they are in pages. Queries are rotated to p + 1.
+Full layers see positions 0 .. p, sliding ones the last ``sliding_window + 1`` of them. So nothing is
+written, and a hit, a preemption or a rejected draft leaves nothing to repair.
+
+A checkpoint with ordered embeddings scores clusters of tokens first: only tokens of the best
+clusters have logits, the others -inf.
+
+Source: transformers ``modeling_gemma4_assistant``, for a first round of drafts: later ones see keys
+    of rejected drafts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire.kernels import attention_for
+from quire.kvcore.device import Batch, BatchBuilder
+
+from ..config import fields
+from ..config.fields import naming, read_fields, read_object, shown
+from ..config.files import read_json
+from ..config.model import SLIDING, ModelConfig
+from ..engine.device_drafter import DeviceDrafter
+from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
+from ..layers.kv_cache import PageTensors
+from ..layers.rotary import inverse_frequencies, rotary_angles
+from ..loading.checkpoint import read_headers, refuse_misfits
+from .gemma import DecoderLayer
+from .gemma4 import config_from_hf
+
+MODEL_TYPE = "gemma4_assistant"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantKeys:
+    """Keys of config.json beside its ``text_config``."""
+
+    backbone_hidden_size: fields.Width
+    use_ordered_embeddings: fields.Flag = False
+    num_centroids: fields.Width = 2048
+    centroid_intermediate_top_k: fields.Width = 32
+
+
+class MaskedEmbedding(nn.Module):
+    """Clusters of the vocabulary: token_ordering has the tokens of one after those of another."""
+
+    def __init__(
+        self, keys: AssistantKeys, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        if config.vocab_size % keys.num_centroids:
+            raise ValueError(
+                f"num_centroids: expected a divisor of vocab_size={config.vocab_size}, got "
+                f"{keys.num_centroids}"
+            )
+        self.top_k = keys.centroid_intermediate_top_k
+        self.centroids = Linear(config.hidden_size, keys.num_centroids, device, dtype)
+        self.token_ordering = empty_parameter(config.vocab_size, device=device, dtype=torch.int64)
+
+    def forward(self, u: Tensor, logits: Tensor) -> Tensor:
+        """Logits [num_rows, vocab_size] with -inf for tokens of other than the best clusters."""
+        best = self.centroids(u).topk(self.top_k, dim=-1).indices
+        tokens = self.token_ordering.view(self.centroids.weight.shape[0], -1)[best].flatten(1)
+        masked = torch.full_like(logits, -torch.inf)
+        return masked.scatter(1, tokens, logits.gather(1, tokens))
+
+
+class Assistant(nn.Module):
+    """The drafter's model, with uninitialized weights under the names of checkpoints.
+
+    Args:
+        keys: of config.json.
+        config: of its ``text_config``.
+    """
+
+    def __init__(
+        self, keys: AssistantKeys, config: ModelConfig, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config, size, target_size = config, config.hidden_size, keys.backbone_hidden_size
+        # The first half of the layers stands for the target's, which the second half shares.
+        kinds = config.layer_types
+        sharing = replace(config, layer_types=kinds * 2, num_kv_shared_layers=len(kinds))
+        self.layers = nn.ModuleList(
+            DecoderLayer(sharing, len(kinds) + i, device, dtype) for i in range(len(kinds))
+        )
+        self.embed_tokens = Embedding(config.vocab_size, size, device, dtype)
+        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype)
+        self.pre_projection = Linear(2 * target_size, size, device, dtype)
+        self.post_projection = Linear(size, target_size, device, dtype)
+        self.masked_embedding = None
+        if keys.use_ordered_embeddings:
+            self.masked_embedding = MaskedEmbedding(keys, config, device, dtype)
+        self._frequencies = {
+            kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
+            for kind in set(kinds)
+            for shape in [config.attention(kinds.index(kind))]
+        }
+
+    def rotary(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Cosines and sines of each kind of layer at positions [num_rows] int64."""
+        amplitude = self.config.full.rope.amplitude
+        return {
+            kind: rotary_angles(positions, frequencies, amplitude)
+            for kind, frequencies in self._frequencies.items()
+        }
+
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, rotary: dict[str, tuple[Tensor, Tensor]],
+        attend: TargetAttend,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Logits of the next token, and the hidden state that the draft behind it reads.
+
+        Args:
+            embeds, hidden: [num_rows, backbone_hidden_size].
+
+        Returns:
+            ([num_rows, vocab_size] fp32, [num_rows, backbone_hidden_size]).
+        """
+        residual = self.pre_projection(torch.cat([embeds, hidden], dim=-1))
+        branch = self.layers[0].input_layernorm.after(residual, impl=attend.impl)
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, norm in zip(self.layers, norms, strict=True):
+            branch = layer(branch, residual, rotary[layer.kind], attend, norm)
+        logits = self.embed_tokens.logits(branch)
+        if self.masked_embedding is not None:
+            logits = self.masked_embedding(branch, logits)
+        return logits, self.post_projection(branch)
+
+
+class TargetAttend:
+    """Attention of one query a sequence over the target's pages; an `Attend`.
+
+    Args:
+        config: of the target.
+        kinds: of the drafter's layers.
+        block_tables: per group [num_seqs, width] int32.
+        seq_lens: [num_seqs] int32, tokens with keys and values.
+        max_seq_len: host int, upper bound of seq_lens.
+    """
+
+    rows: Tensor | None = None
+
+    def __init__(
+        self, config: ModelConfig, kinds: tuple[str, ...], pool: PageTensors,
+        block_tables: tuple[Tensor, ...], seq_lens: Tensor, *, max_seq_len: int, impl: str | None,
+    ) -> None:  # fmt: skip
+        self._kinds, self._pool, self._block_tables = kinds, pool, block_tables
+        self._seq_lens, self._max_seq_len, self.impl = seq_lens, max_seq_len, impl
+        steps = torch.arange(len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
+        self._cu_seqlens_q = steps
+        owners = config.layer_types[: config.num_kv_owners]
+        self._layer_of = {kind: layer for layer, kind in enumerate(owners)}  # the last of its kind
+        sliding = config.sliding
+        self._window = {kind: None for kind in owners}
+        if sliding is not None:
+            self._window[SLIDING] = sliding.sliding_window + 1
+
+    def __call__(self, layer: int, q: Tensor) -> Tensor:
+        """Attention of q [num_seqs, num_heads, head_dim] in the drafter's layer, in that shape."""
+        kind = self._kinds[layer - len(self._kinds)]
+        cache = self._pool.layers[self._layer_of[kind]]
+        return attention_for(self._window[kind])(
+            q,
+            cache.k_pages,
+            cache.v_pages,
+            self._block_tables[cache.group],
+            self._seq_lens,
+            self._cu_seqlens_q,
+            max_seqlen_q=1,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            max_seq_len=self._max_seq_len,
+            softmax_scale=1.0,
+            impl=self.impl,
+        )
+
+
+class Gemma4Drafter(DeviceDrafter):
+    """Drafts of a Gemma-4's assistant, greedy or drawn: a `DeviceDrafter`.
+
+    Args:
+        model: the engine's model, a Gemma-4.
+        assistant: as of `load_assistant`.
+        max_draft_tokens: drafts of a request in a step.
+
+    Raises:
+        ValueError: an assistant of another target, naming what differs; max_draft_tokens below 1.
+        NotImplementedError: a model on several ranks.
+    """
+
+    def __init__(self, model: Any, assistant: Assistant, max_draft_tokens: int = 4) -> None:
+        super().__init__(model, max_draft_tokens)
+        if model.group is not None:
+            raise NotImplementedError(
+                "drafter: a Gemma-4 assistant is supported with tensor_parallel_size 1, got "
+                f"{model.group.size}"
+            )
+        self.assistant = assistant
+        expect_target(model.config, assistant)
+
+    def attach(
+        self, pool: PageTensors, builder: BatchBuilder, *, max_requests: int, impl: str | None
+    ) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        super().attach(pool, builder, max_requests=max_requests, impl=impl)
+        model = self.model
+        # By slot, of the last row that stays: its hidden state, and the token behind it.
+        shape = (max_requests, model.config.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self._newest = torch.zeros(max_requests, dtype=torch.int64, device=model.device)
+
+    @torch.inference_mode()
+    def observe(
+        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:  # fmt: skip
+        """As `quire.models.engine.speculative.ModelDrafter.observe`."""
+        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
+        self._hidden[request_slots] = hidden[rows]
+        self._newest[request_slots] = ids[rows]
+
+    def _drafts(
+        self, request_slots: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...], *,
+        num_drafts: int, max_seq_len: int, choose: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        model, assistant = self.model, self.assistant
+        attend = TargetAttend(
+            model.config, assistant.config.layer_types, self._pool, block_tables, seq_lens,
+            max_seq_len=max_seq_len, impl=self._impl,
+        )  # fmt: skip
+        rotary = assistant.rotary(seq_lens.long())
+        hidden, ids = self._hidden[request_slots], [self._newest[request_slots]]
+        for _ in range(num_drafts):
+            embeds = model.embed_tokens(ids[-1])
+            logits, hidden = assistant(embeds, hidden, rotary, attend)
+            ids.append(choose(logits))
+        return torch.stack(ids[1:], dim=1)
+
+
+def expect_target(target: Any, assistant: Assistant) -> None:
+    """Refuse an assistant of another target, naming what differs."""
+    own = assistant.config
+    size = assistant.post_projection.weight.shape[0]
+    pairs: list[tuple[str, Any, Any]] = [
+        ("family", "gemma4", getattr(target, "family", None)),
+        ("hidden_size", size, getattr(target, "hidden_size", None)),
+        ("vocab_size", own.vocab_size, target.vocab_size),
+    ]
+    if pairs[0][1] == pairs[0][2]:
+        for kind in sorted(set(own.layer_types)):
+            if kind not in target.layer_types:
+                pairs.append(("layer_types", kind, list(target.layer_types)))
+                continue
+            wanted = own.attention(own.layer_types.index(kind))
+            given = target.attention(target.layer_types.index(kind))
+            for name in ("num_kv_heads", "head_dim", "sliding_window"):
+                pairs.append((f"{name} of {kind}", getattr(wanted, name), getattr(given, name)))
+    for name, wanted, given in pairs:
+        if wanted != given:
+            raise ValueError(
+                f"drafter: expected a target with {name} {shown(wanted)}, got {shown(given)}"
+            )
+
+
+def load_assistant(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> Assistant:
+    """Load the drafter of a Hugging Face directory (``gemma4_assistant``).
+
+    Args:
+        path: directory with config.json and its safetensors files, not quantized.
+        device, dtype: of the weights; the target's.
+
+    Raises:
+        ValueError: keys or tensors that are missing, unexpected, or of another shape or range.
+        NotImplementedError: another ``model_type``; layers with experts or per-layer embeddings.
+    """
+    from safetensors import safe_open
+
+    path, device = Path(path), torch.device(device)
+    keys, config = read_config(path)
+    assistant = Assistant(keys, config, device=device, dtype=dtype)
+    parameters = dict(assistant.named_parameters())
+    stored = {
+        one.name.removeprefix("model."): one
+        for one in read_headers(path)
+        if one.name != "lm_head.weight"  # tied
+    }
+    both = parameters.keys() & stored.keys()
+    refuse_misfits(
+        path,
+        missing=[name for name in parameters if name not in stored],
+        unexpected=[name for name in stored if name not in parameters],
+        shapes=[name for name in both if stored[name].shape != tuple(parameters[name].shape)],
+    )
+    for name, weight in parameters.items():
+        with safe_open(stored[name].file, framework="pt") as tensors:
+            weight.copy_(tensors.get_tensor(stored[name].name))
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise ValueError(f"{name}: expected finite values in {str(path)!r}")
+    return assistant
+
+
+def read_config(path: Path) -> tuple[AssistantKeys, ModelConfig]:
+    """The keys of an assistant's config.json, and the configuration of its layers."""
+    data = read_json(path / "config.json")
+    with naming(path / "config.json"):
+        if data.get("model_type") != MODEL_TYPE:
+            raise NotImplementedError(
+                f"model_type: supported as a drafter is {MODEL_TYPE!r}, got "
+                f"{shown(data.get('model_type'))}"
+            )
+        text: Mapping[str, Any] = read_object(data, "text_config")
+        # That all layers share keys and values is what `Assistant` says.
+        config = config_from_hf({**text, "num_kv_shared_layers": 0}, path.name)
+        if config.moe is not None or config.per_layer_input_size:
+            raise NotImplementedError(
+                "text_config: supported are layers without experts and per-layer embeddings"
+            )
+        return read_fields(AssistantKeys, data), config
