@@ -71,7 +71,8 @@ def files():
         "v4, released": older(
             v4, ("rope_parameters", "layer_types", "mlp_layer_types", "compress_rates", "n_routed_experts"),
             compress_ratios=[0, 0, 4, 128, 4, 128, 0], num_hash_layers=2, qk_rope_head_dim=8, num_local_experts=8,
-            compress_rate_csa=4, compress_rate_hca=8, dspark_block_size=5,
+            compress_rate_csa=4, compress_rate_hca=8, dspark_block_size=5, dspark_noise_token_id=250, dspark_markov_rank=8,
+            dspark_target_layer_ids=[3, 4, 5],
             rope_scaling={key: value for key, value in YARN.items() if key not in ("mscale", "mscale_all_dim", "rope_theta")},
             hidden_act="silu", scoring_func="sqrtsoftplus", norm_topk_prob=True, attention_bias=False, mlp_bias=False,
             n_group=1, topk_group=1,
