@@ -7,8 +7,7 @@ sees any more are 0. A request of 44 tokens, a dense group and a window of 20, b
     dense        [ 3    7    8   11   15   20 ]
     window       [ 0    0   12   13   16   21 ]     `num_gone` 2
 
-Plain ints answer an engine that asks for one request at a time in a tenth of the time that arrays
-of one element take.
+Plain ints serve one request at a time in a tenth of the time of arrays of one element.
 """
 
 from __future__ import annotations
@@ -93,10 +92,9 @@ class LinearTables:
         return given
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
-        """Blocks of windows that no query at token `oldest` or later sees leave the tables, but for
-        the tail of the boundary `cached`, from which the end of the request makes a resume point
-        (None: it does not).
-        """
+        """Let blocks of windows leave the tables that no query at token `oldest` or later sees, but
+        for the
+        tail of the boundary `cached`, which may become a resume point (None: none)."""
         gone: list[int] = []
         for t, size, reach, tail, _ in self._windows:
             first = (oldest - reach) // size

@@ -1,23 +1,19 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
-`plan` counts pages, `give` hands them out and `mapping` lays them out: all of these only read.
-`commit` changes the tables, and `free_unheld` frees the pages that the step left. The tables of a
-class (kind, block size, window) start the same blocks: a step has one `NewBlocks` a class, most
-often empty.
+`plan`, `give` and `mapping` read only; `commit` changes the tables. The tables of a class (kind,
+block size, window) start the same blocks, most often none: one `NewBlocks` a class and step.
 
-*Survivors-only pages*: a window group takes pages only for the blocks that outlive the step, those
-that the next query can see and the tails of boundaries that retention keeps. All other rows get
-slot -1 and are never written. A chunk [0, 160) of a window of 33 tokens in blocks of 16; a query at
-160 sees the 32 tokens before it, and retention keeps the boundaries 64, 128 and 160:
+*Survivors-only pages*: a window group takes pages only for blocks that outlive the step: those that
+the next query sees, and tails of kept boundaries. Other rows get slot -1 and are never written. A
+chunk [0, 160), window 33, blocks of 16; retention keeps the boundaries 64, 128 and 160:
 
     tokens      0    16   32   48   64   80   96   112  128  144  160
     block       | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  |
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-After the step only resume points hold what the ring does not need (blocks 2, 3, 6, 7). When a
-request starts a block, its ring *turns*: dead blocks leave and new ones enter. Live are those that
-the next query can see, and the tail of the last boundary.
+After the step only resume points hold blocks 2, 3, 6 and 7. When a request starts a block, its ring
+*turns*: dead blocks leave and new ones enter.
 """
 
 from __future__ import annotations
@@ -40,11 +36,12 @@ class NewBlocks:
     """Blocks of one class that a step starts and that outlive it: each takes a page a table.
 
     Attributes:
-        requests: [r] requests (numbers in the step) that start a block. newest: [r] their newest
-            block before the step; -1 for none.
-        which: [m] index into `requests` of each block. blocks: [m], sorted by request, then block.
-        unwritten: [r] position from which tokens are written only if they are in `blocks`; None if
-            all are.
+            requests, newest: [r] requests (numbers in the step) that start a block, and their
+        newest block
+            before the step; -1 for none.
+        which, blocks: [m] index into `requests`, and block, sorted.
+            unwritten: [r] position from which tokens are written only in `blocks`; None: all are
+        written.
         pages: [num_tables, m] of the blocks; empty until `StepPlanner.give`.
     """
 
@@ -68,11 +65,10 @@ class StepChanges:
         blocks: new blocks of each dense and window class.
         num_new: pages needed, in all.
         starting: [i] requests whose states have no live pages yet.
-        needs_snapshot_page: for each state class, [j] `snapshot_requests` that take new pages.
-        snapshot_pages: for each state class, [j, num_tables] these pages.
-        copies: [c, 2] int32 pages to copy before the step (source, destination).
-        state_pages: [num_groups, n] int32 live pages (updated in place by the state kernel), 0 in
-            other groups; [0, 0] without state groups.
+            needs_snapshot_page, snapshot_pages: for each state class, [j] `snapshot_requests`
+        that take new
+            pages, and [j, num_tables] these.
+        copies, state_pages: as of `StepPlan`.
     """
 
     slots: Int64
@@ -101,7 +97,7 @@ class Effects:
 
     Attributes:
         tails: [k, pages_per_point] pages of the tails asked for.
-        gone: pages that left window rings. new: new window pages, of which rings took some.
+        gone, new: pages that left window rings, and new ones, of which rings took some.
         copies: [c, 2] int32 pages to copy after the step.
     """
 
@@ -148,11 +144,9 @@ class StepPlanner:
         kept: tuple[Int64, Int64],
         snapshot_requests: Int64,
     ) -> StepChanges:
-        """Count what a step needs; nothing changes. The arguments are as of `StepChanges`, and
-
-        Args:
-            kept: (request, boundary) of each tail that must outlive the step, sorted.
-        """
+        """Count what a step needs; nothing changes. `kept`: (request, boundary) of each tail that
+        must outlive
+        the step, sorted; others as of `StepChanges`."""
         final = end - ONE
         before = start - ONE
         first = before if written is start else written - ONE
@@ -191,9 +185,9 @@ class StepPlanner:
         longest: int,
         kept: tuple[Int64, Int64],
     ) -> NewBlocks:
-        """Blocks of one class that a step starts; `before` and `final` [n] are positions: the one
-        before the first that it writes, and its last.
-        """
+        """Blocks of one class that a step starts. `before`, `final`: [n] position before the first
+        that it
+        writes, and its last."""
         newest, last = before // table.size, final // table.size  # blocks
         requests = (last > newest).nonzero()[0]
         if not requests.size:
@@ -242,12 +236,11 @@ class StepPlanner:
     # Pages and slots.
 
     def wanted(self, step: StepChanges) -> tuple[Int64, Int64]:
-        """List the pages that a step takes, in the order in which `give` gets them.
-
-        Returns:
-            (requests of the step [num_new], block references [num_new]). A reference is ``number of
-            the table << BLOCK_BITS | block``; tables of states come last and have `LIVE` or
-            `SNAPSHOT` for a block.
+        """Pages that a step takes, in the order of `give`: (requests of the step [num_new], block
+        references
+        [num_new]). A reference is ``number of the table << BLOCK_BITS | block``; tables of
+        states come
+        last, with `LIVE` or `SNAPSHOT` for a block.
         """
         requests, block_refs, first = [], [], 0
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
@@ -265,7 +258,8 @@ class StepPlanner:
 
     def few(self, start: int, end: int) -> list[int]:
         """References (see `wanted`) of the blocks that start in [start, end): all that a request
-        takes for at most `KVCache._few` tokens, without new state pages."""
+        takes for
+        at most `KVCache._few` tokens, without new state pages."""
         return [
             t << BLOCK_BITS | block
             for t, size in enumerate(self.sizes)
@@ -324,8 +318,7 @@ class StepPlanner:
 
     def cached_rows(self, step: StepChanges, cu: Int32) -> tuple[Int64, Int64]:
         """Rows [m] of a replay that dense groups hold already, and their slots [num_groups, m], -1
-        in other groups.
-        """
+        in others."""
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
         rows = cu[which] + positions - step.start[which]
@@ -340,12 +333,9 @@ class StepPlanner:
     def commit(
         self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64], all_stay: bool
     ) -> Effects:
-        """Make a step to `end` [n] real; the caller holds what it needs of the tails of `kept`
-        (requests, boundaries), sorted by request, and calls `free_unheld`.
-
-        Args:
-            all_stay: `end` is that of the step: no token was rejected.
-        """
+        """Make a step to `end` [n] real; `all_stay`: no token was rejected. The caller holds what
+        it needs of
+        the tails of `kept` (requests, boundaries), sorted by request, and calls `free_unheld`."""
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
@@ -384,8 +374,8 @@ class StepPlanner:
     def _append(
         self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64 | None
     ) -> None:
-        """Put new blocks into the tables of a dense class; pages past `end` are
-        free (None: no token was rejected)."""
+        """Put new blocks into the tables of a dense class; pages past `end` are free (None: none
+        was rejected)."""
         requests, blocks, pages = new.requests[new.which], new.blocks, new.pages
         if end is not None:
             stays = blocks * dense.size < end[requests]
@@ -407,9 +397,8 @@ class StepPlanner:
     ) -> Int32:
         """Turn the rings of the requests that start a block; returns the pages that leave them.
 
-        Args:
-            all_stay: no token was rejected.
-            one_each: each of the requests starts one block, and ends in it.
+        `all_stay`: no token was rejected. `one_each`: each of the requests takes one block, its
+        last.
         """
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
@@ -456,8 +445,9 @@ class StepPlanner:
         requests: Int64,
         boundaries: Int64,
     ) -> Int32:
-        """Pages of the tails of `boundaries` [k] of `requests` [k], from the new blocks and the
-        rings before they turn: [k, num_tables, tail]."""
+        """Pages of the tails of `boundaries` [k], from new blocks and the rings before they turn:
+        [k,
+        num_tables, tail]."""
         c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
         before = ((step.start[requests] - 1) // window.size)[:, None]

@@ -1,8 +1,7 @@
 """Pages of steps that have not advanced: they have left the pool and are in no table yet.
 
-A block reference tells what a page is for (see `StepPlanner.wanted`). `reserve` gets pages for
-references that have none, `arrays` and `advance` look up the pages of all that the step wants, and
-`advance` returns what is left over to the pool.
+`reserve` gets pages for block references (see `StepPlanner.wanted`), `arrays` and `advance` look up
+those that the step wants, and `advance` returns what is left over to the pool.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class Reservations:
 
     Attributes:
         pages: slot -> block reference -> page.
-        until: [max_requests] int64 tokens up to which pages were reserved last; 0 for requests that
-            have none and are in no step.
+        until: [max_requests] int64 tokens up to which pages were reserved last; 0 without a step.
         in_flight: [max_requests] bool, in a step that `KVCache.arrays` made.
     """
 
@@ -39,7 +37,8 @@ class Reservations:
 
     def add(self, slot: int, end: int, refs: list[int], pages: Iterator[int]) -> list[list[int]]:
         """Reserve the next of `pages` for each of `refs` of a request, up to token `end`; returns
-        the new pages of each group (none of states)."""
+        the new
+        pages of each group (none of states)."""
         groups, num_tables = self._planner.table_groups, len(self._planner.sizes)
         given: list[list[int]] = [[] for _ in groups]
         if not refs:  # nothing is lacking
@@ -59,11 +58,7 @@ class Reservations:
         return np.maximum(self.until[slots], ends)
 
     def pages_of(self, step: StepChanges) -> Int64:
-        """The pages that a step takes.
-
-        Raises:
-            ValueError: some are not reserved.
-        """
+        """The pages that a step takes; ValueError if some are not reserved."""
         slots, pages = step.slots.tolist(), []
         for i, ref in zip(*(x.tolist() for x in self._planner.wanted(step)), strict=True):
             page = self.pages.get(slots[i], {}).get(ref)

@@ -17,8 +17,9 @@ class ClassTables:
     Attributes:
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
-        size, width, per_segment, tail, reach: those of `cls`, as arrays of no dimensions: numpy
-            computes with them in half the time that an int takes.
+            size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions: numpy
+        computes with
+            them in half the time that an int takes.
     """
 
     def __init__(self, cls: GroupClass, array: Int32) -> None:
@@ -70,11 +71,9 @@ class Tables:
         array: [max_requests, num_columns] int32, all tables side by side.
         offset: [num_groups, max_requests] int64 of each request's open block: the slot (page *
             block_size + row) of position p is ``offset + p``.
-        snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for
-            none.
-        dense, windows, states: the classes of each kind. blocks: dense and windows, in this order.
-        deltas: (flat indices, pages) of entries that changed since `KVCache.take_deltas`; None if
-            they are not tracked.
+        snapshot_at: [max_requests] int64 boundary of the newest state snapshot, 0 for none.
+        dense, windows, states: the classes of each kind. blocks: dense and windows.
+        deltas: (flat indices, pages) changed since `KVCache.take_deltas`; None: not tracked.
     """
 
     def __init__(
@@ -97,9 +96,7 @@ class Tables:
         return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
-        """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point. No
-        block is open at a boundary, so `offset` stays.
-        """
+        """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""
         self.pool.use(pages[pages != 0])
         for table in self.windows:
             c = table.cls
