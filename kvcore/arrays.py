@@ -19,20 +19,6 @@ NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
 
 
-def count_true(flags: Flags) -> int:
-    """Number of True `flags`: `np.count_nonzero`, faster for few."""
-    return flags.tobytes().count(1)
-
-
-def slice_of(rows: list[int]) -> Int64 | slice:
-    """Ascending `rows` as an index: a slice, several times quicker, where they are neighbours."""
-    if not rows:
-        return slice(0)
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return slice(rows[0], rows[-1] + 1)
-    return np.array(rows, dtype=np.int64)
-
-
 def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
     """Row ids [total] and values [total] of the ranges ``starts[i] .. starts[i] + lengths[i] - 1``,
     one after another.
@@ -66,7 +52,7 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
     """
     array = np.asarray(tokens)
     quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous
-    if quick and not count_true(array < ZERO32):
+    if quick and not np.count_nonzero(array < ZERO32):
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(

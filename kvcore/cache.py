@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from .arrays import NO_ROWS, NO_VALUES, Int32, Int64, as_ints, as_token_ids, ragged_arange
+from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids, ragged_arange
 from .debug import Checks
 from .event_writer import EventWriter
 from .events import EventLog
@@ -181,6 +181,7 @@ class KVCache:
             raise ValueError("replay_tokens: expected None with a state group, got a number")
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.max_requests, self.max_model_len, self.reads = max_requests, max_model_len, reads
+        self._longest: Int64 = np.array(max_model_len)
         self.max_draft_tokens, self.replay_tokens = max_draft_tokens, replay_tokens
         self.enable_caching, self.hash_seed = enable_caching, hash_seed
         self.append_only = append_only
@@ -854,7 +855,7 @@ class KVCache:
                 f"got {list(slots.shape)} and {list(counts.shape)}"
             )
         longest = int(counts.max())
-        if int(counts.min()) < 1 or longest > MOST_TOKENS:  # sums with these would overflow
+        if np.count_nonzero(counts < ONE) or longest > MOST_TOKENS:  # sums would overflow
             raise ValueError(
                 f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
                 f"got {counts.tolist()}"
@@ -868,7 +869,7 @@ class KVCache:
         slots = slots.copy()  # the caller may use its buffer again
         start = self.sequences.num_computed[slots]
         end = start + counts
-        if end.max() > self.max_model_len:
+        if np.count_nonzero(end > self._longest):
             i = int(end.argmax())
             raise ValueError(
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import Int32, Int64, slice_of
+from .arrays import Int32, Int64
 
 NULL_BLOCK = 0
 MOST_TOKENS = 2**31 - 1  # of a sequence, or a segment: lengths are int32
@@ -99,7 +99,7 @@ class GroupClass:
         column      2    3    0    1    2               block 6 has the column of block 2
 
     Attributes:
-        tables: [k] groups of this spec. as_index: the same as a slice, if they are neighbours.
+        tables: [k] groups of this spec.
         per_segment: blocks in one aligned segment.
         tail: blocks that a resume point holds.
         reach: rows before a position that a query there, or after a rollback, can see.
@@ -125,7 +125,6 @@ class GroupClass:
         self.spec = spec
         self.holds_all = reads_pages or spec.kind == "dense"
         self.tables: Int64 = np.array(tables, dtype=np.int64)
-        self.as_index = slice_of(tables)
         self.num_tables = len(tables)
         self.block_size = spec.block_size
         self.per_segment = alignment // spec.block_size

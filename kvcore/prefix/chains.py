@@ -248,8 +248,8 @@ class Chains:
 
     def publish(self, done: Completed) -> None:
         """Cache the segments and resume points that a step completed."""
-        if done.slots.size:
-            self._cache_segments(done.slots.tolist(), (done.end // self.alignment).tolist())
+        for slot, end in zip(done.slots.tolist(), done.end.tolist(), strict=True):
+            self._cache(slot, end // self.alignment)
         self._add_points(done.points)
 
     def wait(self, done: Completed) -> None:
@@ -263,17 +263,10 @@ class Chains:
 
     def publish_known(self, slots: list[int], upto: list[int]) -> None:
         """Cache what steps completed of these requests, whose tokens are known `upto` now."""
-        ready: list[int] = []
-        ends: list[int] = []
         for slot, known, cached in zip(slots, upto, self.cached[slots].tolist(), strict=True):
-            end = min(cached, known) // self.alignment
+            end = min(min(cached, known) // self.alignment, self.sequences.num_keys(slot))
             if end > self.runs[slot].depth:
-                end = min(end, self.sequences.num_keys(slot))
-                if end > self.runs[slot].depth:
-                    ready.append(slot)
-                    ends.append(end)
-        if ready:
-            self._cache_segments(ready, ends)
+                self._cache(slot, end)
         for slot in [slot for slot in slots if slot in self.waiting]:
             reached = self.runs[slot].depth * self.alignment
             points = self.waiting.pop(slot)
@@ -308,27 +301,11 @@ class Chains:
             self._hold([(slot, boundary, tail)])
             self._add_points([(slot, boundary, tail)])
 
-    def _cache_segments(self, slots: list[int], ends: list[int]) -> None:
-        ones: list[int] = []
-        keys: list[bytes] = []
-        for slot, end in zip(slots, ends, strict=True):
-            begin = self.runs[slot].depth
-            if end - begin > 1:
-                self._cache_several(slot, begin, end)
-            else:
-                ones.append(slot)
-                keys.append(self.sequences.keys(slot, begin, end))
-        known = set(self.index.append(self.runs, ones, keys, self._sources))
-        for i, slot in enumerate(ones):
-            end = self.runs[slot].depth
-            if i in known:
-                self._adopt(slot, end - 1, 1)
-            elif self._event_writer is not None:
-                self._event_writer.segments(slot, end - 1, end)
-
-    def _cache_several(self, slot: int, begin: int, end: int) -> None:
-        keys = self.sequences.keys(slot, begin, end)
-        self.runs[slot], known = self.index.insert(self.runs[slot], keys, self._sources[slot])
+    def _cache(self, slot: int, end: int) -> None:
+        """Cache the segments of a request up to segment `end`, whose keys are known."""
+        begin = self.runs[slot].depth
+        keys, source = self.sequences.keys(slot, begin, end), self._sources[slot]
+        self.runs[slot], known = self.index.insert(self.runs[slot], keys, source)
         if known:
             self._adopt(slot, begin, known)
         if self._event_writer is not None and begin + known < end:

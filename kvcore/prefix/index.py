@@ -247,31 +247,6 @@ class PrefixIndex:
         run.last_used = self.tick
         return run, known
 
-    def append(
-        self, runs: list[Run], slots: list[int], keys: list[bytes], sources: list[Source]
-    ) -> list[int]:
-        """`insert` of one segment for each of several requests, quick where it prolongs a leaf of
-        one request; `runs` and `sources` are by slot, and `runs` is updated. Returns the indices of
-        those that were cached already.
-        """
-        known, added = [], 0
-        for i, slot in enumerate(slots):
-            run = runs[slot]
-            # Only the request that prolongs a run is its source; `unlock` sets when it was used.
-            if run.locks == 1 and run.source is not None and not run.children and not run.pins:
-                run.keys += keys[i]
-                run.length += 1
-                added += 1
-            else:
-                runs[slot], found = self.insert(run, keys[i], sources[slot])
-                if found:
-                    known.append(i)
-        if added:
-            self.changes += 1
-            self.num_segments += added
-            self.num_locked_segments += added
-        return known
-
     # Resume points.
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:

@@ -271,7 +271,8 @@ class StepPlanner:
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             num = table.cls.num_tables * len(new.blocks)
             new.pages, pages = pages[:num].reshape(table.cls.num_tables, -1), pages[num:]
-        self._fill_states(step, pages)
+        if self._states:
+            self._fill_states(step, pages)
 
     def mapping(self, step: StepChanges, cu: Int32, positions: Int64) -> Int64:
         """The slot mapping [num_groups, total] of a step that has its pages."""
@@ -280,7 +281,7 @@ class StepPlanner:
         mapping: Int64 = self._tables.offset.take(slots, axis=1)
         mapping += positions
         for state in self._states:
-            mapping[state.cls.as_index] = -1
+            mapping[state.cls.tables] = -1
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             if not new.requests.size:
                 continue
@@ -403,7 +404,7 @@ class StepPlanner:
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
         # The newest `live` blocks stay. Other columns get new blocks, or lose old ones.
-        num = min(c.width, c.width - c.live + int((last - new.newest).max()))
+        num = min(c.width, c.width - c.live - (-step.longest // c.block_size))
         first = np.maximum(new.newest, last - window.width) + ONE
         # All columns of all requests are in one dimension, in which numpy is quickest.
         row, column = np.divmod(np.arange(len(last) * num), num)
@@ -474,7 +475,7 @@ class StepPlanner:
         for state, needing, new in zip(
             self._states, step.needs_snapshot_page, step.snapshot_pages, strict=True
         ):
-            live = step.state_pages[state.cls.as_index].T  # [n, num_tables]
+            live = step.state_pages[state.cls.tables].T  # [n, num_tables]
             if step.starting.size:
                 slots = step.slots[step.starting]
                 indices = state.entries(slots, LIVE).T
