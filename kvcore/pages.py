@@ -17,7 +17,6 @@ ONE_HOLD = 1 << 32
 NULL: Int64 = np.array(NULL_BLOCK)
 # `PagePool.counts` of a page that one request reads and no resume point holds.
 UNSHARED: Int64 = np.array(1)
-FEW, MANY = 64, 256  # below FEW a set counts fastest; above MANY a histogram may
 
 
 class PagePool:
@@ -67,23 +66,18 @@ class PagePool:
         self._stack[self.num_free : self.num_free + n] = pages
         self.num_free += n
 
-    def use(self, pages: Int32) -> None:
-        """Begin to use `pages` (distinct, already in use or held)."""
-        self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
-        self.users[pages] += 1
-
     def use_held(self, pages: Int32) -> None:
         """Begin to use `pages` of resume points (repeats and the null page allowed)."""
         if not len(pages):
             return
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
-        self.num_held_only -= self._num_different(pages[self.users[pages] == 0])
+        self.num_held_only -= len(self._once(pages[self.users[pages] == 0]))
         np.add.at(self.counts, pages, 1)
 
     def num_unused(self, pages: Int32) -> int:
         """Number of different `pages` that no request uses (repeats and the null page allowed)."""
         pages = pages[pages.nonzero()].astype(np.int64, copy=False)
-        return self._num_different(pages[self.users[pages] == 0])
+        return len(self._once(pages[self.users[pages] == 0]))
 
     def use_new(self, pages: list[int]) -> None:
         """Begin to use a few newly taken `pages`, none of them null."""
@@ -124,21 +118,10 @@ class PagePool:
         once: Int64 = pages[self._mark[pages] == order]
         return once
 
-    def _num_different(self, pages: Int64) -> int:
-        return len({*pages.tolist()} if len(pages) < FEW else self._once(pages))
-
     def hold(self, pages: Int32) -> None:
         """Hold `pages` for resume points (repeats allowed: points of one chain overlap)."""
-        if len(pages) > MANY:
-            low, high = int(pages.min()), int(pages.max()) + 1
-            if high - low <= len(pages):  # of one chain: close together, named again and again
-                times = np.bincount(pages - low)
-                idle = (self.counts[low:high] == 0) & (times > 0)
-                self.num_held_only += int(np.count_nonzero(idle))
-                self.counts[low:high] += times * ONE_HOLD
-                return
         pages = pages.astype(np.int64, copy=False)
-        self.num_held_only += self._num_different(pages[self.counts[pages] == NULL])
+        self.num_held_only += len(self._once(pages[self.counts[pages] == NULL]))
         np.add.at(self.counts, pages, ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:

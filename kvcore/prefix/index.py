@@ -42,7 +42,7 @@ from .tree import ResumePoint, Run, Source, merge, path_to, point_after, point_b
 
 if TYPE_CHECKING:
     from ..event_writer import EventWriter
-    from ..tier.ends import TransferEnd
+    from ..tier.jobs import TransferEnd
 
 
 class PrefixIndex:

@@ -97,7 +97,7 @@ class Tables:
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
         """Start a request at `boundary` with the `pages` [pages_per_point] of a resume point."""
-        self.pool.use(pages[pages != 0])
+        self.pool.use_held(pages)
         for table in self.windows:
             c = table.cls
             blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)

@@ -17,7 +17,7 @@ from ..ownership import check_policy, take_ownership
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
 from ..policies.base import LRU, Entry, EvictionPolicy
-from ..prefix.evict_pages import evict_pages
+from ..prefix.evict_pages import copies_of, evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
@@ -27,7 +27,6 @@ from ..spec import as_int
 from .jobs import Job, Transfer
 from .match import Limit, TierMatch
 from .stores import Stores, by_path, run_at
-from .wrong_rows import copies_of
 
 MOST_PAGES = 2**31 - 1  # ids are int32
 LEAST_WORTH = 1e-9  # seconds, for entries slower to load than to compute

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcore import GroupSpec, Ranked
-from quire.kvcore.tier.ends import TransferEnd
+from quire.kvcore.tier.jobs import TransferEnd
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, STATE, WINDOWS, Setup
 
 
