@@ -17,7 +17,7 @@ from ..cases.shapes import CHUNK, Case, Shape
 
 CASES_PER_ENTRY = 4
 # Tables by file and name.
-DECODE = ("attention", "DECODE")
+DECODE, E4M3_DECODE = ("attention", "DECODE"), ("attention", "E4M3_DECODE")
 PREFILL, E4M3_PREFILL = ("attention", "PREFILL"), ("attention", "E4M3_PREFILL")
 LATENT, FP8_LATENT = ("latent", "TILES"), ("latent", "FP8_TILES")
 
@@ -72,7 +72,7 @@ class Entry:
         # Copies of AMD's GPUs go through registers: one tile under way is much.
         stages = (2, 3, 4, 5) if arch.maker == "nvidia" else (1, 2, 3)
         warps, keys = (4, 8), (16, 32, 64, 128)
-        if self.table == DECODE:
+        if self.table in (DECODE, E4M3_DECODE):
             found = list(product(keys, stages, (16, 32, 64)))
             sizes = [(block_n, num_stages) for block_n, num_stages, _ in found]
         elif self.table in (PREFILL, E4M3_PREFILL):
@@ -99,7 +99,7 @@ def entry_of(case: Case, arch: Arch) -> Entry | None:
     if isinstance(shape, Shape):
         dim = max(32, shape.head_dim)
         if case.phase == "decode":
-            return Entry(DECODE, "", dim)
+            return Entry(E4M3_DECODE if shape.fp8 else DECODE, "", dim)
         kind = arch.tiles if arch.tiles in attention.PREFILL else "other"
         table = E4M3_PREFILL if shape.fp8 else PREFILL
         return Entry(table, kind, dim) if case.phase == "prefill" else None

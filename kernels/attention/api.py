@@ -1,15 +1,11 @@
-"""The public functions: choose the implementation by name, and never fall back to another.
+"""Paged and sliding-window attention: the public functions. Next: `call`, the checked arguments; then
+`launch` and `kernel`, or `torch_impl`, chosen by name: no call falls back to another.
 
-Next: `call`, the checks; then `launch`, which launches `kernel`, or `torch_impl` on a CPU.
+Triton is imported by the launches alone, so ``impl="torch"`` works without it.
 
-Torch is imported here and Triton only by the functions that launch a kernel, so that
-``impl="torch"`` works where Triton is missing.
-
-Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the
-page of block b of sequence s. A linear table has b < width, so the modulo changes nothing. A ring
-table (window layers) reuses its entries. Without a window the table is linear: where ``seq_lens``
-reach past its last entry, that entry stands for all later blocks. A sequence has fewer than 2**30
-tokens.
+A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of
+block b of sequence s: a ring table (window layers) reuses its entries. Without a window the table is
+linear, and its last entry stands for all later blocks. A sequence has fewer than 2**30 tokens.
 
 Values in device memory are not checked: a wrong page id reads what is there. On a CPU, and with
 ``impl="torch"``, wrong page ids, lengths and prefix sums are refused. Triton's interpreter
@@ -27,7 +23,8 @@ from functools import partial
 import torch
 
 from ..common import checks
-from .call import AttentionCall, check_attention, check_merge, check_values
+from ..common.checks import MODEL_DTYPES, expect_apart, expect_int, expect_tensor
+from .call import AttentionCall, check_attention, check_values
 from .tiles import plan_decode
 
 
@@ -116,27 +113,11 @@ def paged_attention(
         softmax; gpt-oss for sinks.
     """
     call = AttentionCall(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        k=k,
-        v=v,
-        context_only=context_only,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
+        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+        k=k, v=v, context_only=context_only, k_scale=k_scale, v_scale=v_scale, max_seq_len=max_seq_len,
+        num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
+        out=out, lse=lse, workspace=workspace,
+    )  # fmt: skip
     return _attention(call, impl)
 
 
@@ -185,29 +166,13 @@ def sliding_window_attention(
 
     Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
     """
-    checks.expect_int("sliding_window", sliding_window, 1)
+    expect_int("sliding_window", sliding_window, 1)
     call = AttentionCall(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        k=k,
-        v=v,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-        sliding_window=sliding_window,
-    )
+        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
+        k=k, v=v, k_scale=k_scale, v_scale=v_scale, max_seq_len=max_seq_len,
+        num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
+        out=out, lse=lse, workspace=workspace, sliding_window=sliding_window,
+    )  # fmt: skip
     return _attention(call, impl)
 
 
@@ -262,7 +227,19 @@ def merge_partials(
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
     """
     chosen = checks.implementation(impl, partial_out)
-    out = check_merge(partial_out, partial_lse, sinks, out, lse)
+    expect_tensor("partial_out", partial_out, (None,) * 4, MODEL_DTYPES)
+    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
+    device = partial_out.device
+    checks.expect_head_dim("partial_out", head_dim)
+    expect_int("partial_out: num_parts", num_parts, 1)
+    lse_shape = (num_parts, num_heads, num_tokens)
+    expect_tensor("partial_lse", partial_lse, lse_shape, torch.float32, device=device)
+    checks.check_outputs(num_heads, num_tokens, device, sinks, lse)
+    if out is None:
+        out = torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
+    else:
+        expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
+        expect_apart("out", out)
     if chosen == "triton":
         from .launch import merge_partials as merge
     else:
@@ -306,7 +283,7 @@ def workspace_numel(
         ("head_dim", head_dim),
         ("num_sms", num_sms),
     ):
-        checks.expect_int(name, value, 1)
+        expect_int(name, value, 1)
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
@@ -324,11 +301,11 @@ def workspace_numel(
 def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
     chosen = checks.implementation(impl, call.q)
     call = check_attention(call)
-    if chosen == "triton":
+    if chosen == "torch":  # reads lengths and page ids, and checks them
+        from .torch_impl import attention
+    else:
         from .launch import attention
 
         if checks.is_readable(call.q):
             check_values(call)
-    else:
-        from .torch_impl import attention
     return attention(call)

@@ -1,4 +1,4 @@
-"""The checked arguments of one call of the attention functions and of ``merge_partials``."""
+"""The arguments of one call of the attention functions, and their checks."""
 
 from __future__ import annotations
 
@@ -6,35 +6,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..common.checks import (
-    MAX_TILE,
-    MAX_TOKENS,
-    MODEL_DTYPES,
-    check_pages,
-    check_scales,
-    expect_apart,
-    expect_batch,
-    expect_decodes,
-    expect_head_dim,
-    expect_ids,
-    expect_int,
-    expect_offsets,
-    expect_positive,
-    expect_tensor,
-    expect_values,
-    scale_kind,
-    softmax_factor,
-    window_tokens,
-)
+from ..common import checks
+from ..common.checks import MODEL_DTYPES, expect_apart, expect_int, expect_tensor
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """The arguments of one attention call, as given or, by ``check_attention``, checked.
 
-    Fields are named, shaped and None as in ``quire.kernels.paged_attention``. Of a checked call
-    ``num_decodes``, ``softmax_scale`` and ``out`` are what was given or the default, and
-    ``sliding_window`` is no longer than sequences are.
+    Fields are named, shaped and None as in ``paged_attention``. In a checked call ``num_decodes``,
+    ``softmax_scale`` and ``out`` are set, and ``sliding_window`` is at most 2**30.
     """
 
     q: torch.Tensor
@@ -62,7 +43,7 @@ class AttentionCall:
     @property
     def scales(self) -> str:
         """Kind of k_scale and v_scale: "none", "number", "tensor" (of one number) or "rows"."""
-        return scale_kind(self.k_scale)
+        return checks.scale_kind(self.k_scale)
 
     @property
     def paged_context(self) -> bool:
@@ -80,58 +61,28 @@ class AttentionCall:
         return self.q.shape[1] // self.k_pages.shape[2]
 
 
-def check_merge(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check the arguments of ``quire.kernels.merge_partials``, which says what they are and what is
-    raised; ``out``, or new memory for it."""
-    expect_tensor("partial_out", partial_out, (None,) * 4, MODEL_DTYPES)
-    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
-    device = partial_out.device
-    expect_head_dim("partial_out", head_dim)
-    expect_int("partial_out: num_parts", num_parts, 1)
-    lse_shape = (num_heads, num_tokens)
-    expect_tensor("partial_lse", partial_lse, (num_parts, *lse_shape), torch.float32, device=device)
-    if sinks is not None:
-        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
-    if lse is not None:
-        expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
-        expect_apart("lse", lse)
-    if out is None:
-        return torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
-    expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
-    expect_apart("out", out)
-    return out
-
-
 def check_attention(call: AttentionCall) -> AttentionCall:
-    """Check a call and fill in its defaults; see ``quire.kernels.paged_attention``.
+    """Check all of a call but values in memory, and fill in its defaults.
 
     Raises:
-        ValueError: as there.
+        ValueError: as in ``paged_attention``.
     """
-    q, k_pages, k, v = call.q, call.k_pages, call.k, call.v
+    q, k, v = call.q, call.k, call.v
     expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
-    num_tokens, num_heads, head_dim = q.shape
-    device = q.device
-    check_pages(k_pages, call.v_pages, q.dtype, device)
-    check_scales(call.k_scale, call.v_scale, k_pages)
-    num_kv_heads = k_pages.shape[2]
-    if k_pages.shape[3] != head_dim:
-        raise ValueError(f"k_pages: expected head_dim {head_dim}, got {k_pages.shape[3]}")
+    (num_tokens, num_heads, head_dim), device = q.shape, q.device
+    checks.check_pages(call.k_pages, call.v_pages, q.dtype, device)
+    checks.check_scales(call.k_scale, call.v_scale, call.k_pages)
+    num_kv_heads = call.k_pages.shape[2]
+    if call.k_pages.shape[3] != head_dim:
+        raise ValueError(f"k_pages: expected head_dim {head_dim}, got {call.k_pages.shape[3]}")
     if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(
             f"q: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
         )
-    num_seqs = expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
-    num_decodes = expect_decodes(
+    num_seqs = checks.expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
+    num_decodes = checks.expect_decodes(
         num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes
     )
-    expect_values("seq_lens", call.seq_lens, -MAX_TOKENS, MAX_TOKENS - 1)
     expect_tensor("block_table", call.block_table, (num_seqs, None), torch.int32, device=device)
     expect_int("block_table: width", call.block_table.shape[1], 1)
     if (k is None) != (v is None):
@@ -141,54 +92,40 @@ def check_attention(call: AttentionCall) -> AttentionCall:
         raise ValueError(f"context_only: expected a bool, got {call.context_only!r}")
     if call.context_only and k is not None:
         raise ValueError("context_only: expected False with new rows k and v, got True")
-    if k is not None and v is not None:
-        rows_shape = (num_tokens, num_kv_heads, head_dim)
-        expect_tensor("k", k, rows_shape, q.dtype, device=device)
-        expect_tensor("v", v, rows_shape, q.dtype, device=device)
-        for name, rows in (("k", k), ("v", v)):
-            if num_tokens > 1 and MAX_TILE * rows.stride(0) >= 2**31:
-                raise ValueError(
-                    f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
-                )
-    if call.sinks is not None:
-        expect_tensor("sinks", call.sinks, (num_heads,), torch.float32, device=device)
-    if call.out is not None:
-        expect_tensor("out", call.out, (num_tokens, num_heads, head_dim), q.dtype, device=device)
-        expect_apart("out", call.out)
-    if call.lse is not None:
-        expect_tensor("lse", call.lse, (num_heads, num_tokens), torch.float32, device=device)
-        expect_apart("lse", call.lse)
-    if call.workspace is not None:
-        expect_tensor("workspace", call.workspace, (None,), torch.float32, device=device)
-    softcap, sliding_window, out = call.softcap, call.sliding_window, call.out
-    if softcap is not None:
-        expect_positive("softcap", softcap)
-        softcap = float(softcap)
-    if sliding_window is not None:
-        sliding_window = window_tokens(sliding_window)
+    for name, rows in (("k", k), ("v", v)):
+        if rows is None:
+            continue
+        expect_tensor(name, rows, (num_tokens, num_kv_heads, head_dim), q.dtype, device=device)
+        if num_tokens > 1 and checks.MAX_TILE * rows.stride(0) >= 2**31:
+            raise ValueError(f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}")
+    checks.check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
+    out = call.out
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_scale, v_scale = call.k_scale, call.v_scale
+    else:
+        expect_tensor("out", out, tuple(q.shape), q.dtype, device=device)
+        expect_apart("out", out)
+    softcap, window = call.softcap, call.sliding_window
+    if softcap is not None:
+        checks.expect_positive("softcap", softcap)
     return replace(
         call,
         num_decodes=num_decodes,
-        softmax_scale=softmax_factor(call.softmax_scale, head_dim),
-        softcap=softcap,
-        sliding_window=sliding_window,
+        softmax_scale=checks.softmax_factor(call.softmax_scale, head_dim),
+        softcap=None if softcap is None else float(softcap),
+        sliding_window=None if window is None else checks.window_tokens(window),
         out=out,
-        k_scale=float(k_scale) if isinstance(k_scale, int) else k_scale,
-        v_scale=float(v_scale) if isinstance(v_scale, int) else v_scale,
     )
 
 
 def check_values(call: AttentionCall) -> None:
-    """Check what the tensors of a checked call on a CPU hold: prefix sums, and the pages that
-    queries see.
+    """Check values in CPU tensors: lengths, prefix sums, and the ids of pages that queries see.
 
     Raises:
-        ValueError: as ``quire.kernels.paged_attention``.
+        ValueError: as in ``paged_attention``.
     """
-    expect_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.q.shape[0])
+    checks.expect_lengths("seq_lens", call.seq_lens.tolist())
+    checks.expect_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.q.shape[0])
     q_lens = call.cu_seqlens_q.diff()
     context = call.seq_lens - q_lens
     end = context if call.paged_context else call.seq_lens
@@ -200,7 +137,6 @@ def check_values(call: AttentionCall) -> None:
     if call.sliding_window is None:
         last = last.clamp(max=width)
     last = torch.where((q_lens > 0) & (lowest < end), last, first)
-    span = torch.arange(max([0, *(last - first).tolist()]))
-    block = first[:, None] + span
+    block = first[:, None] + torch.arange(max([0, *(last - first).tolist()]))
     pages = call.block_table.gather(1, block.long() % width)
-    expect_ids("block_table", pages[block < last[:, None]], call.k_pages.shape[0])
+    checks.expect_ids("block_table", pages[block < last[:, None]], call.k_pages.shape[0])

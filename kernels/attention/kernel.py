@@ -27,11 +27,10 @@ from ..common.strided import Pages
 
 # e4m3 K and V are multiplied in fp16, which holds e4m3 exactly. On sm_89+ one instruction converts
 # them, and weights keep 11 bits (bf16: 8). bf16 queries become fp16 for this.
-# fp16 ends at 65504 and loses digits below 2^-14. Weights times v_scale are raised to at most
-# 2^HEADROOM, a factor 4 below the end: they keep all digits down to 2^-28 of the largest.
+# Weights times v_scale are raised to at most 2^HEADROOM, a factor 4 below the end of fp16: they
+# keep all digits down to 2^-28 of the largest.
 HEADROOM = tl.constexpr(14)
-# Where maxima are taken, a smaller v_scale counts as this: the weights alone are at most
-# 2^(90 + 14), finite in fp32 (below 2^127).
+# A smaller v_scale counts as this in maxima: weights alone stay finite, at most 2^(90 + 14).
 LEAST_SCALE = tl.constexpr(2.0**-90)
 
 
@@ -75,10 +74,7 @@ class Source(NamedTuple):
 
 @triton.jit
 def _load_page(source, tile, exists, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile, or [BLOCK_N] of its rows where a page is no multiple of a tile.
-
-    exists: whether there is such a tile. Without a window, blocks past a short table are its last.
-    """
+    """Page id of a tile if it exists, or [BLOCK_N] of its rows where a page is no multiple of a tile."""
     if source.table is None:
         page = 0
     else:
@@ -110,13 +106,8 @@ def _starts(pages, page, tile, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BL
 
 @triton.jit
 def _load(cells, mask):
-    """Cells of a tile, 0 where masked: memory there may hold NaN, and 0 * NaN would reach the
-    output. mask None: load all."""
-    if mask is None:
-        loaded = tl.load(cells)
-    else:
-        loaded = tl.load(cells, mask=mask, other=0.0)
-    return loaded
+    """Cells of a tile, 0 where masked: a NaN there, times a weight of 0, would reach the output."""
+    return tl.load(cells) if mask is None else tl.load(cells, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -124,10 +115,7 @@ def _softmax_step(row_max, row_sum, scores, k_scale, v_scale, visible, scale, ou
     """Scale, cap and mask scores, and add them to the online softmax.
 
     scale: scalar or, for queries raised row by row to fp16, [BLOCK_M, 1]. FP16: keep the weights,
-    times v_scale, within fp16.
-
-    Returns:
-        (weights times v_scale, decay of earlier sums, new maxima in log2 units, new sums).
+    times v_scale, within fp16. Returns weights times v_scale, decay of earlier sums, maxima, sums.
     """
     if k_scale is not None:
         scores = scores * k_scale[None, :]
@@ -228,9 +216,7 @@ def _attend_source(
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to rows [low, high) of a source as far as queries at positions [first_position,
-    last_position] see them.
-
-    An online softmax takes tiles in any order: both edges share one masked loop.
+    last_position] see them. An online softmax takes tiles in any order: both edges are one loop.
     """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     all_low = low  # all_*: what every query of the tile sees
@@ -256,16 +242,16 @@ def _attend_source(
 
 
 @triton.jit
-def _of_head(pages, head):
+def _pages_of_head(pages, head):
     """``Pages`` that start at a KV head."""
     return Pages(pages.data + head * pages.stride_head, pages.stride_page, pages.stride_row, 0)
 
 
 @triton.jit
-def _as_pages(rows, first):
-    """``Rows`` from row ``first`` on, as one page."""
-    data = rows.data + first * rows.stride_token
-    return Pages(data, 0, rows.stride_token, rows.stride_head)
+def _rows_of_head(rows, first, head):
+    """``Rows`` of a KV head from row ``first`` on, as one page."""
+    data = rows.data + first.to(tl.int64) * rows.stride_token + head * rows.stride_head
+    return Pages(data, 0, rows.stride_token, 0)
 
 
 @triton.jit
@@ -288,18 +274,13 @@ def attention_kernel(
 ):  # fmt: skip
     """Attend for one query tile (prefill), or for one KV split of a decode sequence.
 
-    Args:
-        q, k_new, v_new, out, lse: ``strided.Rows``; k_new and v_new None: all keys are in pages.
-        k_pages, v_pages: ``strided.Pages``; bytes if e4m3.
-        k_scale, v_scale: e4m3 scales, of the kind SHAPE.SCALES; "rows": ``strided.Pages``.
-        block_table: ``strided.Table``. A ring must hold all rows that the queries see.
-        seq_lens: [num_seqs] int32, keys with those of the step. cu_seqlens_q: [num_seqs + 1] int32.
-        sinks: [num_heads] fp32 logits, or None.
+    Args as in ``paged_attention``, as `strided` tuples, and:
+        k_pages, v_pages: bytes if e4m3. k_scale, v_scale: of the kind SHAPE.SCALES.
+        k_new, v_new: rows of the step; None: all keys are in pages.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
         num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
-            belong to the decode launch. decode_tokens is BLOCK_Q of that launch; prefill reads it.
+            (BLOCK_Q of decode) belong to the decode launch, all others to prefill.
         num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
-        scoring: ``Scoring``.
     """
     BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
     BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
@@ -344,9 +325,7 @@ def attention_kernel(
     token, head, live = query_tiles.rows_of_tile(
         head_tile, q_len - q_first, SHAPE.GROUP, BLOCK_Q, SHAPE.HEADS, BLOCK_M
     )
-    q_rows = query_tiles.row_pointers(
-        q.data, first_token, first_head, token, head, q.stride_token, q.stride_head
-    )
+    q_rows = query_tiles.row_pointers(q, first_token, first_head, token, head)
     dim = tl.arange(0, HEAD_DIM)[None, :]
     queries = tl.load(q_rows[:, None] + dim, mask=live[:, None], other=0.0)
     first_position = context + q_first
@@ -361,12 +340,12 @@ def attention_kernel(
         low, high = split_kv.split_range(low, high, split, num_splits, SHAPE.BLOCK_N)
     row_k_scale, row_v_scale = None, None
     if SHAPE.SCALES == "rows":
-        row_k_scale = _of_head(k_scale, kv_head)
-        row_v_scale = _of_head(v_scale, kv_head)
+        row_k_scale = _pages_of_head(k_scale, kv_head)
+        row_v_scale = _pages_of_head(v_scale, kv_head)
     table = block_table.data + seq.to(tl.int64) * block_table.stride_seq
     pages = Source(
-        _of_head(k_pages, kv_head), _of_head(v_pages, kv_head), row_k_scale, row_v_scale,
-        table, block_table.width, 0,
+        _pages_of_head(k_pages, kv_head), _pages_of_head(v_pages, kv_head), row_k_scale,
+        row_v_scale, table, block_table.width, 0,
     )  # fmt: skip
     scale = scoring.inner_scale
     if SHAPE.SCALES == "number":
@@ -387,11 +366,9 @@ def attention_kernel(
         acc *= value_scale
         acc_2 *= value_scale
     if k_new is not None:
-        k_rows = _as_pages(k_new, seq_start.to(tl.int64))
-        v_rows = _as_pages(v_new, seq_start.to(tl.int64))
         new = Source(
-            _of_head(k_rows, kv_head), _of_head(v_rows, kv_head), k_scale=None, v_scale=None,
-            table=None, width=1, offset=context,
+            _rows_of_head(k_new, seq_start, kv_head), _rows_of_head(v_new, seq_start, kv_head),
+            k_scale=None, v_scale=None, table=None, width=1, offset=context,
         )  # fmt: skip
         # In a padding sequence (seq_len < q_len) the first new keys do not exist.
         low = tl.maximum(-context, 0)
@@ -406,22 +383,14 @@ def attention_kernel(
         if sinks is not None:
             sink = tl.load(sinks + first_head + head, mask=live, other=float("-inf")) * LOG2E
         factor = query_tiles.fold_sink(row_max, row_sum, sink)
-        if lse is not None:
-            lse_rows = query_tiles.row_pointers(
-                lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
-            )
-            tl.store(lse_rows, query_tiles.natural_lse(row_max, row_sum), mask=live)
-        out_rows = query_tiles.row_pointers(
-            out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
-        )
+        row_lse = query_tiles.natural_lse(row_max, row_sum)
+        query_tiles.store_lse(lse, row_lse, first_token, first_head, token, head, live)
+        out_rows = query_tiles.row_pointers(out, first_token, first_head, token, head)
         _store(out_rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
     # Not `else`: num_splits is no compile-time constant, and partial_out may be None.
     elif partial_out is not None:
-        # Normalised, with a natural-log lse, as `merging` takes them.
         row = (part.to(tl.int64) * BLOCK_Q + token) * (num_kv_heads * SHAPE.GROUP)
-        row += first_head + head
-        factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
-        tl.store(
-            partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
+        rows, factor = query_tiles.partial_rows(
+            partial_out, first_lse, row + first_head + head, row_max, row_sum, live, HEAD_DIM
         )
-        _store(partial_out + row * HEAD_DIM, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)
+        _store(rows, acc, acc_2, factor, live, HEAD_DIM, VALUE_DIM)

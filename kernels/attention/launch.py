@@ -91,7 +91,11 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
     # As bytes: not every architecture has the type.
     k_pages = call.k_pages.view(torch.uint8) if quantized else call.k_pages
     v_pages = call.v_pages.view(torch.uint8) if quantized else call.v_pages
-    rows = call.scales == "rows"
+    k_scale, v_scale = call.k_scale, call.v_scale
+    if call.scales == "rows":
+        k_scale, v_scale = strided.pages(k_scale), strided.pages(v_scale)
+    elif call.scales == "number":  # Triton would compile a kernel for the number 1
+        k_scale, v_scale = float(k_scale), float(v_scale)
     launching.launch(
         attention_kernel,
         (items * num_kv_heads * head_tiles,),
@@ -100,8 +104,8 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         v_pages=strided.pages(v_pages),
         k_new=strided.rows(call.k),
         v_new=strided.rows(call.v),
-        k_scale=strided.pages(call.k_scale) if rows else call.k_scale,
-        v_scale=strided.pages(call.v_scale) if rows else call.v_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         block_table=strided.table(call.block_table),
         seq_lens=call.seq_lens,
         cu_seqlens_q=call.cu_seqlens_q,

@@ -51,9 +51,9 @@ PREFILL = {
     "blackwell": _HOPPER,
     "other": _OTHER,
 }
-# The same over e4m3 pages, which take more registers.
+# The same over e4m3 pages, which take more registers (of Triton 3.9 most).
 E4M3_PREFILL = {
-    "hopper": _HOPPER | {256: Config(64, 32, 8, 2)},
+    "hopper": _HOPPER | {128: Config(128, 32, 8, 5), 256: Config(64, 16, 8, 2)},
     "blackwell": {
         32: Config(64, 64, 4, 3),
         64: Config(128, 64, 8, 2),
@@ -63,8 +63,15 @@ E4M3_PREFILL = {
     },
     "other": _OTHER | {512: Config(32, 16, 8, 2, 2)},
 }
-# Decode by head_dim: keys of a tile, stages and most rows.
+# Decode by head_dim: keys of a tile, stages, and the most rows.
 DECODE = {32: (64, 4, 64), 64: (64, 4, 64), 128: (64, 3, 64), 256: (32, 3, 64), 512: (16, 3, 32)}
+E4M3_DECODE = {
+    32: (64, 4, 64),
+    64: (32, 5, 64),
+    128: (32, 5, 64),
+    256: (32, 3, 32),
+    512: (16, 5, 16),
+}
 
 
 def select_config(
@@ -88,9 +95,9 @@ def select_config(
         # Without tensor cores: small tiles, for both phases and every GPU.
         tile = Config(16, 32 if dim <= 64 else 16, 4 if dim == 32 else 8, 1 if dim == 512 else 2)
     elif rows is not None:
-        block_n, num_stages, most_rows = DECODE[dim]
-        rows = min(rows, 16 if quantized and dim == 512 and not arch.widens_e4m3 else most_rows)
-        many = rows * dim >= 1 << 14 or (quantized and rows == 64)
+        block_n, num_stages, most_rows = (E4M3_DECODE if quantized else DECODE)[dim]
+        rows = min(rows, most_rows)
+        many = rows * dim >= (1 << 13 if quantized else 1 << 14)
         tile = Config(rows, block_n, 8 if many else 4, num_stages)
     else:
         kind = arch.tiles if arch.tiles in ("hopper", "blackwell") else "other"

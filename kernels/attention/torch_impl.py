@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ..common import e4m3
-from ..common.checks import expect_ids, expect_offsets
+from ..common.checks import expect_ids, expect_lengths, expect_offsets
 from .call import AttentionCall
 
 # Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the
@@ -26,6 +26,7 @@ MAX_GATHERED_KEYS = 1 << 17
 def attention(call: AttentionCall) -> torch.Tensor:
     """Compute one checked attention call; returns ``call.out``."""
     seq_lens, bounds = call.seq_lens.tolist(), call.cu_seqlens_q.tolist()
+    expect_lengths("seq_lens", seq_lens)
     expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
     q_lens = [last - first for first, last in pairwise(bounds)]
     reach = call.sliding_window or max(seq_lens, default=1)

@@ -160,6 +160,35 @@ def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
         )
 
 
+def expect_lengths(name: str, lengths: Sequence[int]) -> None:
+    """Require lengths of sequences, below MAX_TOKENS; negative ones are padding. ValueError otherwise."""
+    for length in lengths:
+        if not -MAX_TOKENS <= length < MAX_TOKENS:
+            raise ValueError(
+                f"{name}: expected values in [{-MAX_TOKENS}, {MAX_TOKENS - 1}], got {length}"
+            )
+
+
+def check_outputs(
+    num_heads: int,
+    num_tokens: int,
+    device: torch.device,
+    sinks: Any,
+    lse: Any,
+    workspace: Any = None,
+    sinks_name: str = "sinks",
+) -> None:
+    """Require optional ``sinks``, ``lse`` and ``workspace`` as attention takes them; ValueError
+    otherwise."""
+    if sinks is not None:
+        expect_tensor(sinks_name, sinks, (num_heads,), torch.float32, device=device)
+    if lse is not None:
+        expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+        expect_apart("lse", lse)
+    if workspace is not None:
+        expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+
+
 def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
     """Require lengths, prefix sums and the longest sequence of a ragged batch; ValueError otherwise.
 

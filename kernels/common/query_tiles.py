@@ -21,10 +21,11 @@ def rows_of_tile(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constex
 
 
 @triton.jit
-def row_pointers(base, first_token, first_head, token, head, stride_token, stride_head):
-    """Pointer to each row of a query tile; 64 bits from the scalars on."""
-    tile = base + first_token.to(tl.int64) * stride_token + first_head.to(tl.int64) * stride_head
-    return tile + token.to(tl.int64) * stride_token + head.to(tl.int64) * stride_head
+def row_pointers(rows, first_token, first_head, token, head):
+    """Pointer to each row of a query tile in ``strided.Rows``; 64 bits from the scalars on."""
+    tile = rows.data + first_token.to(tl.int64) * rows.stride_token
+    tile += first_head.to(tl.int64) * rows.stride_head
+    return tile + token.to(tl.int64) * rows.stride_token + head.to(tl.int64) * rows.stride_head
 
 
 @triton.jit
@@ -71,6 +72,22 @@ def fold_sink(row_max, row_sum, sink):
 def natural_lse(row_max, row_sum):
     """Natural-log lse of a running maximum (log2 units) and sum; -inf for an empty row."""
     return tl.where(row_sum > 0.0, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+
+
+@triton.jit
+def store_lse(lse, values, first_token, first_head, token, head, live):
+    """Store lse [BLOCK_M] of the rows of a query tile in ``strided.Rows``; None: nowhere."""
+    if lse is not None:
+        rows = row_pointers(lse, first_token, first_head, token, head)
+        tl.store(rows, values, mask=live)
+
+
+@triton.jit
+def partial_rows(partial_out, first_lse, row, row_max, row_sum, live, DIM: tl.constexpr):
+    """Store lse of partial results ``row`` [BLOCK_M], as `merging` takes them; returns pointers to
+    the rows and the factor that normalises them."""
+    tl.store(partial_out + first_lse + row, natural_lse(row_max, row_sum), mask=live)
+    return partial_out + row * DIM, fold_sink(row_max, row_sum, float("-inf"))
 
 
 @triton.jit

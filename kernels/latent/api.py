@@ -98,8 +98,9 @@ def mla_attention(
     if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
         raise ValueError(f"pages: expected pages of < 2**31 elements, got {pages.stride()}")
     max_seqlen_q, num_decodes = check_batch(
-        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv, lse, workspace
+        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv
     )
+    checks.check_outputs(num_heads, num_tokens, q.device, None, lse, workspace)
     num_seqs = seq_lens.shape[0]
     checks.expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=q.device)
     checks.expect_int("block_table: width", block_table.shape[1], 1)
@@ -110,21 +111,10 @@ def mla_attention(
     checks.expect_apart("out", out)
     checks.expect_positive("softmax_scale", softmax_scale, most=16)
     call = LatentCall(
-        q=q,
-        pages=MlaPages(pages),
-        table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        head_dim_v=head_dim_v,
-        max_seqlen_q=max_seqlen_q,
-        num_decodes=num_decodes,
-        softmax_scale=float(softmax_scale),
-        out=out,
-        kv=kv,
-        max_seq_len=max_seq_len,
-        lse=lse,
+        q, MlaPages(pages), block_table, seq_lens, cu_seqlens_q, head_dim_v, max_seqlen_q,
+        num_decodes, float(softmax_scale), out, kv=kv, max_seq_len=max_seq_len, lse=lse,
         workspace=workspace,
-    )
+    )  # fmt: skip
     return run(call, chosen)
 
 
@@ -217,11 +207,12 @@ def compressed_attention(
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
     chosen = checks.implementation(impl, q)
-    check_latent_pages(q, window_pages, compressed_pages, sinks)
+    check_latent_pages(q, window_pages, compressed_pages)
     max_seqlen_q, num_decodes = check_batch(
-        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv, lse, workspace
+        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv
     )
     num_tokens, num_seqs, device = q.shape[0], seq_lens.shape[0], q.device
+    checks.check_outputs(q.shape[1], num_tokens, device, sinks, lse, workspace)
     int32 = torch.int32
     checks.expect_tensor("window_table", window_table, (num_seqs, None), int32, device=device)
     given = tuple(x is not None for x in (compressed_pages, compressed_table, compress_ratio))
@@ -252,29 +243,13 @@ def compressed_attention(
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=device)
     checks.expect_apart("out", out)
     call = LatentCall(
-        q=q,
-        pages=window_pages,
-        table=window_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        head_dim_v=q.shape[2],
-        max_seqlen_q=max_seqlen_q,
-        num_decodes=num_decodes,
-        softmax_scale=checks.softmax_factor(softmax_scale, q.shape[2]),
-        out=out,
-        sliding_window=checks.window_tokens(sliding_window),
-        kv=kv,
-        entries=compressed_pages,
-        entry_table=compressed_table,
-        ratio=compress_ratio,
-        topk_indices=topk_indices,
-        topk_lens=topk_lens,
-        sinks=sinks,
-        cos_sin=cos_sin,
-        max_seq_len=max_seq_len,
-        lse=lse,
+        q, window_pages, window_table, seq_lens, cu_seqlens_q, q.shape[2], max_seqlen_q,
+        num_decodes, checks.softmax_factor(softmax_scale, q.shape[2]), out,
+        sliding_window=checks.window_tokens(sliding_window), kv=kv, entries=compressed_pages,
+        entry_table=compressed_table, ratio=compress_ratio, topk_indices=topk_indices,
+        topk_lens=topk_lens, sinks=sinks, cos_sin=cos_sin, max_seq_len=max_seq_len, lse=lse,
         workspace=workspace,
-    )
+    )  # fmt: skip
     return run(call, chosen)
 
 

@@ -155,26 +155,16 @@ def check_batch(
     max_seq_len: int | None,
     num_decodes: int | None,
     kv: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
 ) -> tuple[int, int]:
-    """Check what ``mla_attention`` and ``compressed_attention`` have in common.
-
-    Returns:
-        (max_seqlen_q, num_decodes): grids are sized by the former, so it is cut to what there is.
-    """
-    (num_tokens, num_heads, head_dim), device = q.shape, q.device
-    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    """Check a ragged batch; returns max_seqlen_q, by which grids are sized, cut to what there is,
+    and num_decodes."""
+    num_tokens, _, head_dim = q.shape
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, q.device)
     num_decodes = checks.expect_decodes(
         num_tokens, num_seqs, max_seqlen_q, max_seq_len, num_decodes
     )
     if kv is not None:
-        checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=device)
-    if lse is not None:
-        checks.expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
-        checks.expect_apart("lse", lse)
-    if workspace is not None:
-        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+        checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=q.device)
     # A tile never holds more tokens than rows, so its shape stays.
     return min(max_seqlen_q, max(num_tokens, MAX_ROWS)), num_decodes
 
@@ -183,17 +173,14 @@ def check_latent_pages(
     q: torch.Tensor,
     window_pages: LatentPages,
     compressed_pages: LatentPages | None,
-    sinks: torch.Tensor | None,
-    names: tuple[str, str, str] = ("window_pages", "compressed_pages", "sinks"),
+    names: tuple[str, str] = ("window_pages", "compressed_pages"),
 ) -> None:
-    """Require queries and pages that go together, as ``compressed_attention`` says.
-
-    names: what the caller calls window_pages, compressed_pages and sinks.
-    """
+    """Require queries and pages that go together, as ``compressed_attention`` says; the caller's
+    ``names`` of both kinds of pages."""
     checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
-    num_heads, head_dim = q.shape[1:]
-    checks.expect_int("q: num_heads", num_heads, 1)
-    for name, pages in ((names[0], window_pages), (names[1], compressed_pages)):
+    head_dim = q.shape[2]
+    checks.expect_int("q: num_heads", q.shape[1], 1)
+    for name, pages in zip(names, (window_pages, compressed_pages), strict=True):
         if pages is None and name != names[0]:
             continue
         if not isinstance(pages, LatentPages):
@@ -216,17 +203,12 @@ def check_latent_pages(
         if pages.data.device != q.device:
             raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
         checks.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
-        if pages.data.shape[0] * pages.storage_block_size >= 2**31:
-            # Lists of physical rows are int32 (``flash_mla_with_kvcache``).
-            raise NotImplementedError(
-                f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; "
-                "supported are < 2**31"
-            )
+        num_rows = pages.data.shape[0] * pages.storage_block_size
+        if num_rows >= 2**31:  # lists of physical rows are int32 (``flash_mla_with_kvcache``)
+            raise NotImplementedError(f"{name}: {num_rows} rows in one pool; supported are < 2**31")
     rope_dim = window_pages.rope_dim
     if rope_dim < 2 or rope_dim & (rope_dim - 1):
         raise NotImplementedError(f"{names[0]}: rope_dim {rope_dim} is not a power of two >= 2")
-    if sinks is not None:
-        checks.expect_tensor(names[2], sinks, (num_heads,), torch.float32, device=q.device)
 
 
 def check_values(call: LatentCall) -> None:

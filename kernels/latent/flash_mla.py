@@ -110,9 +110,7 @@ def flash_mla_with_kvcache(
         extra_pages = _pages("extra_k_cache", extra_k_cache, is_fp8_kvcache)
         extra_lists = extra_indices_in_kvcache.flatten(0, 1)
     flat = q.flatten(0, 1)
-    check_latent_pages(
-        flat, pages, extra_pages, attn_sink, ("k_cache", "extra_k_cache", "attn_sink")
-    )
+    check_latent_pages(flat, pages, extra_pages, ("k_cache", "extra_k_cache"))
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
@@ -121,31 +119,14 @@ def flash_mla_with_kvcache(
     lse_shape = (num_heads, batch * seq_len_q)
     if lse is None:
         lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    checks.expect_tensor("lse", lse, lse_shape, torch.float32, device=q.device)
-    checks.expect_apart("lse", lse)
-    if workspace is not None:
-        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=q.device)
+    checks.check_outputs(*lse_shape, q.device, attn_sink, lse, workspace, sinks_name="attn_sink")
     call = LatentCall(
-        q=flat,
-        pages=pages,
-        table=indices.flatten(0, 1),
-        seq_lens=None,
-        cu_seqlens_q=None,
-        head_dim_v=HEAD_DIM,
-        max_seqlen_q=1,
-        num_decodes=batch * seq_len_q,
-        softmax_scale=checks.softmax_factor(softmax_scale, HEAD_DIM),
-        out=out.flatten(0, 1),
-        entries=extra_pages,
-        topk_indices=extra_lists,
-        topk_lens=extra_topk_length,
-        sinks=attn_sink,
-        lse=lse,
-        workspace=workspace,
-        slots=True,
-        window_lens=topk_length,
-        tokens_per_len=seq_len_q,
-    )
+        flat, pages, indices.flatten(0, 1), None, None, HEAD_DIM, max_seqlen_q=1,
+        num_decodes=batch * seq_len_q, softmax_scale=checks.softmax_factor(softmax_scale, HEAD_DIM),
+        out=out.flatten(0, 1), entries=extra_pages, topk_indices=extra_lists,
+        topk_lens=extra_topk_length, sinks=attn_sink, lse=lse, workspace=workspace, slots=True,
+        window_lens=topk_length, tokens_per_len=seq_len_q,
+    )  # fmt: skip
     run(call, chosen)
     return out, lse.unflatten(1, (batch, seq_len_q)).transpose(0, 1)
 

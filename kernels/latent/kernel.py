@@ -2,20 +2,17 @@
 
     out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:VALUE_DIM]
 
-A program walks the keys of one query tile, whose rows are tokens x heads (row = token * HEADS +
-head), source by source in one online softmax (exp2 domain, fp32 sums). A loop copies one tile of
-rows, and uses it as K and as V:
+A program walks the keys of one query tile (row = token * HEADS + head), source by source in one
+online softmax (exp2 domain, fp32 sums). A loop copies one tile of rows, and uses it as K and as V:
 
     MLA               [ pages ............... | new rows ]    the key of a row has SCORE_DIM channels more
     DeepSeek-V4       [ window pages | entries | new rows ]   all entries, or a list of them
 
-Page ids are loaded one tile ahead, and indices of a list two tiles ahead, and carried around the
-loop: copies that wait for a load of the same iteration are not pipelined. Rows of DeepSeek-V4 are
-rotated by their own positions. R(-p_i) rotates the trailing ROPE_DIM channels of the output back by
-the query's position. MLA has no R.
+Page ids are loaded one tile ahead, indices of a list two tiles ahead: copies that wait for a load of
+the same iteration are not pipelined. Rows of DeepSeek-V4 are rotated by their own positions; R(-p_i)
+rotates the trailing ROPE_DIM channels of the output back by the query's. MLA has no R.
 
-Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv
-    2307.08691); FlashDecoding.
+Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; DeepSeek-V4 report 2.3; FlashAttention-2, FlashDecoding.
 """
 
 from typing import Any, NamedTuple
@@ -34,8 +31,7 @@ SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
 NOPE_DIM = tl.constexpr(latent_pages.NOPE_DIM)
 QUANT_ROPE_DIM = tl.constexpr(latent_pages.ROPE_DIM)
 QUANT_GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
-# For lists of flat indices: every index is in a page.
-NO_LIMIT = tl.constexpr(2**31 - 1)
+NO_LIMIT = tl.constexpr(2**31 - 1)  # for lists of flat indices: every index is in a page
 
 
 class Shape(NamedTuple):
@@ -52,9 +48,8 @@ class Shape(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     PAGE_ROWS: Any  # rows of a page
     ENTRY_ROWS: Any  # rows of a page of entries
-    # Whether tables are lists of flat indices, page * rows of a page + row, of each token. Then
-    # every token is a sequence, BLOCK_Q is 1, and there are no lengths, new rows or window.
-    SLOTS: Any
+    # Whether tables are lists of flat indices (page * rows of a page + row) of each token, which
+    SLOTS: Any  # then is a sequence without lengths, new rows or window; BLOCK_Q is 1
     WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
     NEW_KV: Any  # whether the pages hold only the keys before the step
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
@@ -74,34 +69,24 @@ class Source(NamedTuple):
 @triton.jit
 def _load_indices(source, x, high):
     """Rows that a list names; -1 behind its end."""
-    index = x
-    if source.indices is not None:
-        index = tl.load(source.indices + x, mask=x < high, other=-1)
-    return index
+    LISTED: tl.constexpr = source.indices is not None
+    return tl.load(source.indices + x, mask=x < high, other=-1) if LISTED else x
 
 
 @triton.jit
 def _load_page(source, start, high, index, live, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile, or [BLOCK_N] of its rows where these lie in several pages.
-
-    index, live: rows of the tile, and which to look up. start, high: the tile's first row and the
-    end of all rows, for a tile in one page.
-    """
+    """Page id of a tile that starts at row ``start`` and lies in one page, or [BLOCK_N] of its rows
+    ``index``; 0 for those that are not live."""
     if source.table is None:
-        if source.indices is None:
-            page = 0
-        else:
-            page = tl.maximum(index, 0) // ROWS
+        page = 0 if source.indices is None else tl.maximum(index, 0) // ROWS
     else:
         if source.indices is None and ROWS % BLOCK_N == 0:
             block = start // ROWS
             live = start < high
         else:
             block = tl.maximum(index, 0) // ROWS
-        if window is not None and source.ratio is None:  # a ring, or a linear table
-            block = block % source.width
-        else:
-            block = tl.minimum(block, source.width - 1)
+        RING: tl.constexpr = window is not None and source.ratio is None  # or a linear table
+        block = block % source.width if RING else tl.minimum(block, source.width - 1)
         page = tl.load(source.table + block, mask=live, other=0)
     return page
 
@@ -112,9 +97,8 @@ def _load_quantized(rows, scales, live, dtype: tl.constexpr, SHAPE: tl.constexpr
     bytes of their values and scales."""
     GROUPS: tl.constexpr = SHAPE.VALUE_DIM // QUANT_GROUP
     dim = tl.arange(0, SHAPE.VALUE_DIM)
-    quantized = tl.load(
-        rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
-    )
+    mask = live[:, None] & (dim < NOPE_DIM)[None, :]
+    quantized = tl.load(rows[:, None] + dim[None, :], mask=mask, other=0)
     rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
     offs_rope = tl.arange(0, QUANT_ROPE_DIM)[None, :]
     rope = tl.load(rope[:, None] + offs_rope, mask=live[:, None], other=0.0)
@@ -135,11 +119,8 @@ def _attend(
     state, queries, position, source, low, high, limit, window, scale,
     ROWS: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to rows [low, high) of a source, or to those below ``limit`` that elements [low, high)
-    of its list name.
-
-    low of a list is a multiple of BLOCK_N: its elements before low are not masked. ROWS: of a page.
-    """
+    """Attend to rows [low, high) of a source (ROWS a page), or to those below ``limit`` that elements
+    [low, high) of its list name; low of a list is a multiple of BLOCK_N."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     QUANTIZED: tl.constexpr = source.rows.data.dtype.element_ty == tl.uint8
     LISTED: tl.constexpr = source.indices is not None
@@ -170,11 +151,8 @@ def _attend(
             rows = pages + row * (ROW_BYTES if QUANTIZED else source.rows.stride_row)
         # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
         if QUANTIZED:  # always in pages
-            if ROWS == 1:  # Triton 3.7 does not compile pointers of rows plus a constant
-                scales = source.rows.data + ROW_BYTES
-                scales += page.to(tl.int64) * source.rows.stride_page
-            else:
-                scales = pages + (ROWS * ROW_BYTES + row * SCALE_BYTES)
+            scales = source.rows.data + ROWS * ROW_BYTES
+            scales += page.to(tl.int64) * source.rows.stride_page + row * SCALE_BYTES
             tile = _load_quantized(rows, scales, live, q.dtype, SHAPE)
         else:
             tile = tl.load(rows[:, None] + dim, mask=live[:, None], other=0.0)
@@ -254,12 +232,10 @@ def _store(rows, values, live, position, cos_sin, SHAPE: tl.constexpr):
 
 # Triton compiles anew for an integer that becomes 1 or a multiple of 16. Sizes that change from
 # step to step must not do that.
-@triton.jit(
-    do_not_specialize=[
-        "num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits", "page_room",
-        "entry_room", "most_entries", "ratio", "tokens_per_len",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[
+    "num_seqs", "num_decodes", "decode_tokens", "num_tiles", "target_splits", "page_room",
+    "entry_room", "most_entries", "ratio", "tokens_per_len",
+])  # fmt: skip
 def latent_kernel(
     q, pages, kv, entries, table, entry_table, topk_indices, window_lens, topk_lens, seq_lens,
     cu_seqlens_q, sinks, cos_sin, out, lse, partial_out, first_lse,
@@ -268,23 +244,16 @@ def latent_kernel(
 ):  # fmt: skip
     """Attend for one query tile (prefill), or for one KV split of one (decode).
 
-    Args:
-        q, out, lse: ``strided.Rows``.
-        pages, entries: ``strided.PagedRows``; entries None: all rows are raw.
-        kv: new rows of the step, ``strided.Matrix``; None: they are in pages.
-        table, entry_table, topk_indices: ``strided.Table``; topk_indices None: all entries.
+    Args as in ``compressed_attention``, as `strided` tuples, and:
+        pages, entries: quantized: bytes. entries None: all rows are raw.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
-        seq_lens: [num_seqs] int32, raw rows with those of the step.
-        cu_seqlens_q: [num_seqs + 1] int32.
-        sinks: [num_heads] fp32 logits, or None.
-        cos_sin: ``strided.Matrix``, a row for each position; None: no rotation.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
         num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
-            belong to the decode launch.
+            belong to the decode launch, all others to prefill.
         num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
         page_room, entry_room: rows, and entries, that the pages of a sequence hold.
         most_entries: bound of the entries that a query sees.
-        ratio: raw tokens of an entry. window: raw rows that a query sees; None: all before it.
+        ratio, window: raw tokens of an entry; raw rows that a query sees, None: all before it.
         scale: factor of q . k, to log2 units.
     """
     BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
@@ -301,9 +270,8 @@ def latent_kernel(
                 sliding_window=window, ratio=ratio, most_entries=most_entries,
                 round_up=False,  # an SM holds one program
             )  # fmt: skip
-            seq, tile, split, num_splits, part = split_kv.find_split(
-                item, batch, SHAPE.NEW_KV, BLOCK_Q
-            )
+            found = split_kv.find_split(item, batch, SHAPE.NEW_KV, BLOCK_Q)
+            seq, tile, split, num_splits, part = found
         else:
             seq_tiles = tl.cdiv(decode_tokens, BLOCK_Q)
             seq, tile = item // seq_tiles, item % seq_tiles
@@ -333,9 +301,7 @@ def latent_kernel(
     token, head, live = query_tiles.rows_of_tile(
         head_tile, q_len - q_first, SHAPE.NUM_HEADS, BLOCK_Q, SHAPE.HEADS, BLOCK_M
     )
-    q_rows = query_tiles.row_pointers(
-        q.data, first_token, first_head, token, head, q.stride_token, q.stride_head
-    )[:, None]
+    q_rows = query_tiles.row_pointers(q, first_token, first_head, token, head)[:, None]
     dim = tl.arange(0, VALUE_DIM)[None, :]
     queries = (tl.load(q_rows + dim, mask=live[:, None], other=0.0), None)
     if SHAPE.SCORE_DIM > 0:
@@ -344,11 +310,9 @@ def latent_kernel(
         queries = (queries[0], tl.load(q_rows + score_dim, mask=live[:, None], other=0.0))
     position = context + q_first + token
     last_position = context + tl.minimum(q_first + BLOCK_Q, q_len) - 1
-    state = (
-        tl.zeros([BLOCK_M, VALUE_DIM], tl.float32),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-    )
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    state = (tl.zeros([BLOCK_M, VALUE_DIM], tl.float32), row_max, row_sum)
 
     # Rows and entries of the pages that the query tile sees, then the share of this split: tiles of
     # raw rows come before tiles of entries.
@@ -420,24 +384,17 @@ def latent_kernel(
         if sinks is not None:
             sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
         factor = query_tiles.fold_sink(row_max, row_sum, sink)
-        if lse is not None:
-            row_lse = query_tiles.natural_lse(row_max, row_sum)
-            if SHAPE.SLOTS:  # FlashMLA's convention
-                row_lse = tl.where(row_sum > 0.0, row_lse, float("inf"))
-            lse_rows = query_tiles.row_pointers(
-                lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
-            )
-            tl.store(lse_rows, row_lse, mask=live)
-        out_rows = query_tiles.row_pointers(
-            out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
-        )
+        row_lse = query_tiles.natural_lse(row_max, row_sum)
+        if SHAPE.SLOTS:  # FlashMLA's convention
+            row_lse = tl.where(row_sum > 0.0, row_lse, float("inf"))
+        query_tiles.store_lse(lse, row_lse, first_token, first_head, token, head, live)
+        out_rows = query_tiles.row_pointers(out, first_token, first_head, token, head)
         _store(out_rows, acc * factor[:, None], live, position, cos_sin, SHAPE)
     # Not `else`: num_splits is no compile-time constant, and partial_out may be None.
     elif partial_out is not None:
-        # Normalised, with a natural-log lse. Not rotated: the merge does that.
         row = (part.to(tl.int64) * BLOCK_Q + token) * SHAPE.NUM_HEADS + head
-        factor = query_tiles.fold_sink(row_max, row_sum, float("-inf"))
-        tl.store(
-            partial_out + first_lse + row, query_tiles.natural_lse(row_max, row_sum), mask=live
+        rows, factor = query_tiles.partial_rows(
+            partial_out, first_lse, row, row_max, row_sum, live, VALUE_DIM
         )
-        _store(partial_out + row * VALUE_DIM, acc * factor[:, None], live, position, None, SHAPE)
+        # The merge rotates the sum back.
+        _store(rows, acc * factor[:, None], live, position, None, SHAPE)

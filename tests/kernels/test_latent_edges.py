@@ -98,6 +98,7 @@ MLA = [
     *refused("pages", lambda a: a["pages"][:, :0], blamed="pages: block_size"),
     *no_tensors("block_table", I64, optional=False),
     *refused("block_table", lambda a: a["block_table"][:, :0], blamed="block_table: width"),
+    Row("block_table", lambda a: a["block_table"] * 0 + 99, impls=CHECKED),
     *right("block_table", lambda a: a["block_table"][:, :2]),
     *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: ints(0, -5)),

@@ -41,6 +41,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
     assert len({entry.name for entry in work}) == len(work)
     assert {entry.table for entry in work} == {
         entries.DECODE,
+        entries.E4M3_DECODE,
         entries.PREFILL,
         entries.E4M3_PREFILL,
         entries.LATENT,
@@ -106,7 +107,7 @@ def test_a_value_is_what_is_launched_and_compiled():
     """For every tiny case, in a process where Triton compiles."""
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     found, reasons = json.loads(printed(LAUNCHED, cwd=ROOT, env=environment).splitlines()[-1])
-    assert len({name for name, _ in found}) == len(table_entries(tiny_cases(), HOPPER)) == 7
+    assert len({name for name, _ in found}) == len(table_entries(tiny_cases(), HOPPER)) == 8
     for name, shapes in found:
         assert len(set(shapes)) == 2, name
     assert reasons[0] is None
@@ -125,10 +126,10 @@ def test_a_dry_run_measures_every_table_and_takes_the_fastest(tmp_path, capsys, 
     assert tune.main(["--dry-run", "--json", str(out)]) == 0
     assert PREFILL.current == before
     rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 2 * 7 and all(row["wrong"] is None for row in rows)
-    assert [row["ratio"] for row in rows] == [1.0, pytest.approx(0.5)] * 7
+    assert len(rows) == 2 * 8 and all(row["wrong"] is None for row in rows)
+    assert [row["ratio"] for row in rows] == [1.0, pytest.approx(0.5)] * 8
     changes = [line for line in capsys.readouterr().out.splitlines() if " = " in line]
-    assert len(changes) == 7 and changes[0].startswith("attention.DECODE[32] = (16, 2, 16)")
+    assert len(changes) == 8 and changes[0].startswith("attention.DECODE[32] = (16, 2, 16)")
 
 
 def test_a_value_that_cannot_be_launched_is_not_timed(monkeypatch):

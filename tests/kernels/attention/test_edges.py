@@ -168,7 +168,7 @@ SCALED = [
     *factors("v_scale", -30, 30),
     *refused("k_scale", None, zeros(2), zeros(1, dtype=torch.float64), zeros(1).to("meta")),
     *refused("v_scale", None, zeros(2), zeros(1, dtype=torch.float64), zeros(1).to("meta")),
-    *refused("v_scale", lambda a: zeros(1) + 1.0),
+    *refused("v_scale", lambda a: zeros(1) + 1.0, lambda a: zeros(a["v_pages"].shape[0], 16, 1) + 1.0, lambda a: zeros(1, 16, 1)),
     *right("k_scale", lambda a: {n: zeros(1) + 0.5 for n in ("k_scale", "v_scale")}),
     *right("k_scale", lambda a: {n: zeros(1, 1, 1).expand(a["k_pages"].shape[:3]) + 0.5 for n in ("k_scale", "v_scale")}),
 ]  # fmt: skip

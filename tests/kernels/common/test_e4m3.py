@@ -1,9 +1,5 @@
-"""e4m3 read and written by the helpers that kernels share, value by value, and what they compile to on AMD GPUs."""
+"""e4m3 read and written by the helpers that kernels share, value by value."""
 
-import json
-import os
-import subprocess
-import sys
 from bisect import bisect_left
 
 import pytest
@@ -13,7 +9,6 @@ import triton.language as tl
 
 from quire.kernels.common.bits import rounded_to_e4m3, widen
 from tests.support.helpers import DEVICE
-from tests.support.shared import once_a_run
 
 CODES = torch.arange(256, dtype=torch.uint8)
 NAN = CODES & 0x7F == 0x7F
@@ -84,35 +79,3 @@ def test_every_number_of_two_bytes_is_rounded_to_the_nearest(dtype):
     want |= x[~nan].signbit().to(torch.uint8) << 7
     assert codes[~nan].equal(want)
     assert values[~nan].equal(VALUES[want.long()])
-
-
-COMPILE = """
-import json, re
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import triton
-from quire.kernels.common.arch import named
-from tests.kernels.common import test_e4m3
-found = []
-for name in ("gfx942", "gfx950"):
-    arch = named(name)
-    signature = {"codes": "*u8", "out": "*bf16", "SIZE": "constexpr", "HARDWARE": "constexpr"}
-    source = ASTSource(test_e4m3._widen_kernel, signature, {(2,): 256, (3,): arch.widens_e4m3})
-    compiled = triton.compile(source, target=GPUTarget(*arch.target))
-    found.append([name, bool(re.search(r"\\basm\\b", compiled.asm["llir"]))])
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.nightly
-def test_amd_targets_need_no_assembly(tmp_path_factory):
-    """They compile, by Triton's own operations alone."""
-
-    def make(folder):
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        (folder / "found.json").write_text(done.stdout)
-
-    found = json.loads((once_a_run(tmp_path_factory, "e4m3_amd", make) / "found.json").read_text())
-    assert found == [["gfx942", False], ["gfx950", False]]

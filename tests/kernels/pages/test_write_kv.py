@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from quire.kernels import paged_attention, write_kv
+from quire.kernels import write_kv
 from tests.kernels.oracles import write_kv as reference
 from tests.support.helpers import (
     DEVICE,
-    NAN,
     AttentionCase,
-    assert_within_budget,
-    attention_reference,
-    make_batch,
     make_pages,
 )
 
@@ -43,21 +39,3 @@ def test_write_kv(impl, name):
     reference.write_kv(k, v, *expected, slots)
     for got, want in zip(pages, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-@IMPLS
-def test_written_keys_are_what_attention_reads(impl):
-    """The runner's order: attention over the context and new K/V, then the write; the next step reads them from the pages."""
-    batch = make_batch(AttentionCase("", [37], [12], in_step=False))
-    exact, _ = attention_reference(batch)
-    paged = paged_attention(**batch, impl=impl)
-    assert_within_budget("paged", paged, exact)
-    positions = torch.arange(25, 37, device=DEVICE)
-    page, row = batch["block_table"][0, positions // 16].long(), positions % 16
-    k, v = batch["k_pages"][page, row], batch["v_pages"][page, row]
-    batch["k_pages"][page, row] = NAN
-    batch["v_pages"][page, row] = NAN
-    in_step = paged_attention(**batch | {"k": k, "v": v}, impl=impl)
-    assert_within_budget("in-step", in_step, exact)
-    write_kv(k, v, batch["k_pages"], batch["v_pages"], page * 16 + row, impl=impl)
-    assert paged_attention(**batch, impl=impl).equal(paged)
