@@ -13,8 +13,8 @@ from . import launching, split_kv, strided
 from .arch import Arch
 from .query_tiles import LOG2E
 
-# Registers of a thread of a merge of splits: few enough for six programs an SM.
-MERGE_REGISTERS = 80
+# Registers of a thread of a merge of splits: few enough for five programs an SM.
+MERGE_REGISTERS = 96
 
 
 @triton.jit
