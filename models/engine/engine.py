@@ -26,6 +26,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,6 @@ from .report import (
     WAIT,
     EngineTotals,
     StepReport,
-    make_report,
 )
 from .request import Request, SamplingParams, checked_prompt
 from .runner import ModelRunner
@@ -351,7 +351,7 @@ class Engine:
         clock, runner, ranks = self.clock, self.runner, self._ranks
         clock.switch(TENSORS)
         clock.begin_device()
-        plan, rows = step.plan, step.logits_rows()
+        plan, rows = step.plan, step.rows
         shape = runner.shape_of(plan, len(rows))
         if ranks is not None:
             plan = ranks.run(plan, step.input_ids, rows, shape)
@@ -379,10 +379,7 @@ class Engine:
         self.clock.switch(DELIVER)
         if step.has_drafts:
             step.learn(step.sampled.drafts)
-            new = verify(step)
-        else:
-            requests = [step.requests[i] for i in step.ready]
-            new = step.sampled.one_each(requests)
+        new = verify(step)
         if isinstance(self.drafter, ModelDrafter):
             self.clock.switch(MODEL)
             show_step(self.drafter, step)
@@ -425,8 +422,25 @@ class Engine:
 
     def _report(self, step: Step | None) -> StepReport:
         """Report the step whose tokens were delivered, and outputs since the last report."""
-        self.clock.switch(DELIVER)
+        clock = self.clock
+        clock.switch(DELIVER)
         finished, deltas = self.outputs.take()
-        report = make_report(self.clock, step, finished, deltas)
+        report = StepReport(
+            clock.take_idle(), np.array(clock.wall), np.array(clock.cpu), finished, deltas
+        )
+        if step is not None:
+            num_decodes = step.num_new_tokens.count(1)
+            report = replace(
+                report,
+                q_lens=step.plan.num_new_tokens,
+                seq_lens=step.plan.seq_lens,
+                num_tokens=len(step.input_ids),
+                num_decodes=num_decodes,
+                num_prefills=len(step.requests) - num_decodes,
+                num_preempted=step.num_preempted,
+                num_generated=step.num_generated,
+                num_drafts=sum(step.num_drafts),
+                num_accepted=step.num_accepted,
+            )
         self.totals.add(report)
         return report

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from .outputs import OutputDelta, RequestOutput
-
-if TYPE_CHECKING:
-    from .scheduler import Step
 
 PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver")
 """Parts of a step:
@@ -45,6 +43,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
+        self._now: Callable[[], Any] = _recorded_event if self._on_gpu else perf_counter
         self._device_end: Any = None
         self._gaps: deque[tuple[Any, Any]] = deque()
         self.start()
@@ -85,12 +84,11 @@ class StepClock:
             seconds += end.elapsed_time(begin) / 1e3 if self._on_gpu else begin - end
         return seconds
 
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def outside_model(seconds: np.ndarray) -> np.ndarray:
@@ -125,9 +123,13 @@ class _Split:
         return self.total - self.allocator - self.model
 
 
+def _no_sequences() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class StepReport(_Split):
-    """Numbers of the step whose tokens came to the host.
+    """Numbers of the step whose tokens came to the host; zeros of a call that delivered none.
 
     With `EngineConfig.async_scheduling` it was launched by the call before. The times are those of
     this call, which launches the next one, and waits.
@@ -144,45 +146,20 @@ class StepReport(_Split):
         deltas: its additions to streamed requests.
     """
 
-    q_lens: np.ndarray
-    seq_lens: np.ndarray
-    num_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_preempted: int
-    num_generated: int
-    num_drafts: int
-    num_accepted: int
     idle: float
     wall: np.ndarray
     cpu: np.ndarray
     finished: list[RequestOutput]
     deltas: list[OutputDelta]
-
-
-def make_report(
-    clock: StepClock, step: Step | None, finished: list[RequestOutput], deltas: list[OutputDelta]
-) -> StepReport:
-    """The report of a step, or, for None, of a call that delivered no tokens."""
-    nothing = np.zeros(0, dtype=np.int64)
-    counts = [] if step is None else step.num_new_tokens
-    num_decodes = counts.count(1)
-    return StepReport(
-        q_lens=nothing if step is None else step.plan.num_new_tokens,
-        seq_lens=nothing if step is None else step.plan.seq_lens,
-        num_tokens=sum(counts),
-        num_decodes=num_decodes,
-        num_prefills=len(counts) - num_decodes,
-        num_preempted=0 if step is None else step.num_preempted,
-        num_generated=0 if step is None else step.num_generated,
-        num_drafts=0 if step is None else sum(step.num_drafts),
-        num_accepted=0 if step is None else step.num_accepted,
-        idle=clock.take_idle(),
-        wall=np.array(clock.wall),
-        cpu=np.array(clock.cpu),
-        finished=finished,
-        deltas=deltas,
-    )
+    q_lens: np.ndarray = field(default_factory=_no_sequences)
+    seq_lens: np.ndarray = field(default_factory=_no_sequences)
+    num_tokens: int = 0
+    num_decodes: int = 0
+    num_prefills: int = 0
+    num_preempted: int = 0
+    num_generated: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 @dataclass

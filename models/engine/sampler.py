@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.kernels import sample_tokens
 from quire.kvcore.device import HostCopy, Staging, known_ids
 
-from .outputs import NewTokens, TokenLogprobs
+from .outputs import TokenLogprobs
 from .request import Request, SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -68,19 +68,6 @@ class Sampled:
             row = packed[start : start + width]
             top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
             self.logprobs.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
-
-    def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
-        """The tokens of requests with one row each."""
-        if self.logprobs is None:
-            return [NewTokens(r, [token]) for r, token in zip(requests, self.ids, strict=True)]
-        return [self.new_tokens(r, slice(i, i + 1)) for i, r in enumerate(requests)]
-
-    def new_tokens(self, request: Request, rows: slice) -> NewTokens:
-        """The tokens of one request."""
-        logprobs = None
-        if self.logprobs is not None and request.params.logprobs is not None:
-            logprobs = self.logprobs[rows]
-        return NewTokens(request, self.ids[rows], logprobs)
 
 
 class Sampler:

@@ -42,7 +42,7 @@ class Step:
         input_ids: [num_tokens] int32. -1 - i stands for ``BatchBuilder.sampled[i]``, an id that the
             host does not know yet (`learn`).
         ready: indices of the requests that get their next token; the others are in prefill.
-        has_drafts: True if it verifies drafts.
+        rows: [num_rows] int64, of each of ``ready`` the rows of its last known token and drafts.
         num_preempted: requests preempted for it.
         admitted: requests admitted for it.
         sampled: tokens of ``ready``, on the device and later on the host.
@@ -57,7 +57,7 @@ class Step:
     plan: StepPlan
     input_ids: np.ndarray
     ready: list[int]
-    has_drafts: bool
+    rows: np.ndarray
     num_preempted: int
     admitted: frozenset[Request]
     sampled: Sampled | None = None
@@ -68,16 +68,8 @@ class Step:
     num_generated: int = 0
     num_accepted: int = 0
 
-    def logits_rows(self) -> np.ndarray:
-        """[num_rows] int64: of each of ``ready`` the rows of its last known token and drafts."""
-        last = self.plan.cu_seqlens_q[1:][self.ready].astype(np.int64) - 1
-        if not self.has_drafts:
-            return last
-        rows = [
-            np.arange(row - self.num_drafts[i], row + 1)
-            for i, row in zip(self.ready, last, strict=True)
-        ]
-        return np.concatenate(rows)
+    def __post_init__(self) -> None:
+        self.has_drafts = len(self.rows) > len(self.ready)
 
     def learn(self, ids: Sequence[int]) -> None:
         """Replace placeholders of its input and drafts by ids [num_placeholders]."""
@@ -253,18 +245,26 @@ class Scheduler:
         self._clock.switch(before)
         if not isinstance(plan, StepPlan):
             return plan
-        ids, ready, drafts = [], [], []
-        for i, end in enumerate(plan.seq_lens.tolist()):
-            request = requests[i]
+        ids, ready, drafts, rows = [], [], [], []
+        ends, row_ends = plan.seq_lens.tolist(), plan.cu_seqlens_q[1:].tolist()
+        for i, (request, end, row_end) in enumerate(zip(requests, ends, row_ends, strict=True)):
             ids.append(request.buffer[end - counts[i] : end])
             num_sampled = request.num_tokens + request.num_output_placeholders
             drafts.append(max(0, end - num_sampled))
             if end >= request.num_tokens:
                 ready.append(i)
+                rows += range(row_end - 1 - drafts[i], row_end)
         return Step(
-            requests, counts, drafts, plan, np.concatenate(ids), ready, any(drafts), num_preempted,
-            frozenset(admitted.intersection(requests)),
-        )  # fmt: skip
+            requests=requests,
+            num_new_tokens=counts,
+            num_drafts=drafts,
+            plan=plan,
+            input_ids=np.concatenate(ids),
+            ready=ready,
+            rows=np.array(rows, dtype=np.int64),
+            num_preempted=num_preempted,
+            admitted=frozenset(admitted.intersection(requests)),
+        )
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request a slot; False if that failed."""

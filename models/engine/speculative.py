@@ -203,18 +203,25 @@ def _set_drafts(
 
 
 def verify(step: Step) -> list[NewTokens]:
-    """Accept drafts of a sampled step; set ``step.accepted`` and return the new tokens."""
-    step.accepted = np.array(step.num_new_tokens)
+    """The new tokens of a sampled step: accepted drafts, and the token after them.
+
+    Sets ``step.accepted`` where the step has drafts.
+    """
+    ids, logprobs = step.sampled.ids, step.sampled.logprobs
+    if step.has_drafts:
+        step.accepted = np.array(step.num_new_tokens)
     new, row = [], 0
     for i in step.ready:
-        request, num_drafts = step.requests[i], step.num_drafts[i]
-        ids, stay = step.sampled.ids, 0
-        while stay < num_drafts and request.drafts[stay] == ids[row + stay]:
-            stay += 1
-        step.accepted[i] -= num_drafts - stay
-        request.num_drafts += num_drafts
-        request.num_accepted += stay
-        new.append(step.sampled.new_tokens(request, slice(row, row + stay + 1)))
+        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
+        if num_drafts:
+            while stay < num_drafts and request.drafts[stay] == ids[row + stay]:
+                stay += 1
+            step.accepted[i] -= num_drafts - stay
+            request.num_drafts += num_drafts
+            request.num_accepted += stay
+        end = row + stay + 1
+        wants = logprobs is not None and request.params.logprobs is not None
+        new.append(NewTokens(request, ids[row:end], logprobs[row:end] if wants else None))
         row += num_drafts + 1
     return new
 
@@ -229,7 +236,7 @@ def show_step(drafter: ModelDrafter, step: Step) -> None:
         if end < request.num_tokens:
             next_ids[row - 1] = request.tokens[end]
     # A request whose row gives no token ends.
-    next_ids[step.logits_rows()] = np.maximum(step.sampled.ids, 0)
+    next_ids[step.rows] = np.maximum(step.sampled.ids, 0)
     stay = plan.num_new_tokens if step.accepted is None else step.accepted
     last_rows = plan.cu_seqlens_q[:-1] + stay - 1
     drafter.observe(step.batch, step.hidden, next_ids, last_rows, plan.slots)
