@@ -37,7 +37,8 @@ class EngineConfig:
         impl: "triton" or "torch" for the kernels; None = by device.
         rejection_sample_method: verification of drafts of sampled requests
             (`quire.models.engine.speculative`). "strict" = the same output as without drafts, by
-            seed, up to near ties (and the rounding of e4m3 pages). "standard" = the same distribution, other tokens, more accepted drafts.
+            seed, up to near ties and the rounding of e4m3 pages. "standard" = the same
+            distribution, other tokens, more accepted drafts.
         decode_graphs: decode through CUDA graphs of a few batch sizes, captured at start; on a CPU
             through the same buffers. None = on a GPU, unless impl is "torch".
         async_scheduling: prepare the next step while the device runs one; a step's tokens are in

@@ -5,7 +5,7 @@ One step, `Engine._step`::
     drafts -> Scheduler.schedule    requests, their new tokens, and `KVCache.plan` of their pages
            -> ModelRunner.run       reads pages as they were, writes the rows that have a slot
            -> Sampler               the largest logit or a draw, in one copy to the host
-           -> speculative.verify    where there are drafts: accept or reject them
+           -> Step.verify           accepted drafts, if any, and the next tokens
            -> KVCache.commit        the plan becomes real
            -> OutputQueue.deliver   appends each token to its request, whose next step computes it;
                                     after the last one `KVCache.release`
@@ -26,7 +26,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,7 +52,7 @@ from .request import Request, SamplingParams, checked_prompt
 from .runner import ModelRunner
 from .sampler import Sampler, derived_seed
 from .scheduler import Scheduler, Step
-from .speculative import Drafter, ModelDrafter, SamplingDrafter, set_drafts, show_step, verify
+from .speculative import Drafter, ModelDrafter, SamplingDrafter, set_drafts, show_step
 
 if TYPE_CHECKING:
     from ..parallel.steps import StepSender
@@ -379,7 +378,7 @@ class Engine:
         self.clock.switch(DELIVER)
         if step.has_drafts:
             step.learn(step.sampled.drafts)
-        new = verify(step)
+        new = step.verify()
         if isinstance(self.drafter, ModelDrafter):
             self.clock.switch(MODEL)
             show_step(self.drafter, step)
@@ -425,13 +424,15 @@ class Engine:
         clock = self.clock
         clock.switch(DELIVER)
         finished, deltas = self.outputs.take()
-        report = StepReport(
-            clock.take_idle(), np.array(clock.wall), np.array(clock.cpu), finished, deltas
-        )
-        if step is not None:
+        times = clock.take_idle(), np.array(clock.wall), np.array(clock.cpu)
+        if step is None:
+            report = StepReport(*times, finished, deltas)
+        else:
             num_decodes = step.num_new_tokens.count(1)
-            report = replace(
-                report,
+            report = StepReport(
+                *times,
+                finished,
+                deltas,
                 q_lens=step.plan.num_new_tokens,
                 seq_lens=step.plan.seq_lens,
                 num_tokens=len(step.input_ids),

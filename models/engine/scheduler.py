@@ -19,6 +19,7 @@ import numpy as np
 
 from quire.kvcore import KVCache, OutOfPages, StepPlan
 
+from .outputs import NewTokens
 from .report import ALLOCATOR, StepClock
 from .request import Request
 
@@ -43,6 +44,7 @@ class Step:
             host does not know yet (`learn`).
         ready: indices of the requests that get their next token; the others are in prefill.
         rows: [num_rows] int64, of each of ``ready`` the rows of its last known token and drafts.
+        has_drafts: True if it verifies drafts.
         num_preempted: requests preempted for it.
         admitted: requests admitted for it.
         sampled: tokens of ``ready``, on the device and later on the host.
@@ -58,6 +60,7 @@ class Step:
     input_ids: np.ndarray
     ready: list[int]
     rows: np.ndarray
+    has_drafts: bool
     num_preempted: int
     admitted: frozenset[Request]
     sampled: Sampled | None = None
@@ -68,9 +71,6 @@ class Step:
     num_generated: int = 0
     num_accepted: int = 0
 
-    def __post_init__(self) -> None:
-        self.has_drafts = len(self.rows) > len(self.ready)
-
     def learn(self, ids: Sequence[int]) -> None:
         """Replace placeholders of its input and drafts by ids [num_placeholders]."""
         # The row after a NO_TOKEN is dropped.
@@ -80,6 +80,29 @@ class Step:
         for unknown in (self.input_ids, *drafts):
             where = unknown < 0
             unknown[where] = known[-1 - unknown[where]]
+
+    def verify(self) -> list[NewTokens]:
+        """New tokens of ``ready``: accepted drafts and the token after them; sets ``accepted``.
+
+        Drafts are accepted up to the first that differs from the token of its row.
+        """
+        ids, logprobs = self.sampled.ids, self.sampled.logprobs
+        if self.has_drafts:
+            self.accepted = np.array(self.num_new_tokens)
+        new, row = [], 0
+        for i in self.ready:
+            request, num_drafts, stay = self.requests[i], self.num_drafts[i], 0
+            if num_drafts:
+                while stay < num_drafts and request.drafts[stay] == ids[row + stay]:
+                    stay += 1
+                self.accepted[i] -= num_drafts - stay
+                request.num_drafts += num_drafts
+                request.num_accepted += stay
+            end = row + stay + 1
+            wants = logprobs is not None and request.params.logprobs is not None
+            new.append(NewTokens(request, ids[row:end], logprobs[row:end] if wants else None))
+            row += num_drafts + 1
+        return new
 
     def set_placeholders(self) -> None:
         """Let the next step of its requests begin with its tokens."""
@@ -262,6 +285,7 @@ class Scheduler:
             input_ids=np.concatenate(ids),
             ready=ready,
             rows=np.array(rows, dtype=np.int64),
+            has_drafts=len(rows) > len(ready),
             num_preempted=num_preempted,
             admitted=frozenset(admitted.intersection(requests)),
         )

@@ -25,7 +25,6 @@ import numpy as np
 from torch import Tensor
 
 from ..config.fields import shown
-from .outputs import NewTokens
 from .request import Request
 
 if TYPE_CHECKING:
@@ -200,30 +199,6 @@ def _set_drafts(
         if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise ValueError(f"drafts: expected ids in 0..{vocab_size - 1}, got {shown(ids)}")
         request.set_drafts(ids, probs)
-
-
-def verify(step: Step) -> list[NewTokens]:
-    """The new tokens of a sampled step: accepted drafts, and the token after them.
-
-    Sets ``step.accepted`` where the step has drafts.
-    """
-    ids, logprobs = step.sampled.ids, step.sampled.logprobs
-    if step.has_drafts:
-        step.accepted = np.array(step.num_new_tokens)
-    new, row = [], 0
-    for i in step.ready:
-        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
-        if num_drafts:
-            while stay < num_drafts and request.drafts[stay] == ids[row + stay]:
-                stay += 1
-            step.accepted[i] -= num_drafts - stay
-            request.num_drafts += num_drafts
-            request.num_accepted += stay
-        end = row + stay + 1
-        wants = logprobs is not None and request.params.logprobs is not None
-        new.append(NewTokens(request, ids[row:end], logprobs[row:end] if wants else None))
-        row += num_drafts + 1
-    return new
 
 
 def show_step(drafter: ModelDrafter, step: Step) -> None:

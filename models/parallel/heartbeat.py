@@ -68,7 +68,7 @@ class Heartbeat(threading.Thread):
         now = time.monotonic()
         while not self._has_left and not self.verdict:
             last, now = now, time.monotonic()
-            passed = min(now - last, 2 * BEAT)  # not while this process was stopped itself
+            passed = min(now - last, self.timeout / 2)  # more: this process was stopped itself
             self._stalled += passed
             for state in self._states.values():
                 state["silent"] += passed

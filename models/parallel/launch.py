@@ -42,7 +42,7 @@ WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
 # compiling included. A rank that dies is noticed at once.
 RANK_TIMEOUT = 300.0
 ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
-SECONDS_TO_END = 5.0
+SECONDS_TO_END = 5.0  # of all processes together, until they are killed
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
 
@@ -94,10 +94,13 @@ class Ranks:
         """On an error end all ranks; raise RankError if another rank is its reason."""
         try:
             yield
+        except RankError as error:
+            self.close(str(error))
+            raise
         except BaseException as error:
-            broken = isinstance(error, ConnectionError | RankError | dist.DistError)
-            until = time.monotonic() + SECONDS_TO_KNOW
-            if broken or type(error) is RuntimeError:  # gloo's
+            if isinstance(error, ConnectionError | dist.DistError) or type(error) is RuntimeError:
+                # gloo raises RuntimeError. The heartbeat may notice the reason later.
+                until = time.monotonic() + SECONDS_TO_KNOW
                 while not self.heartbeat.verdict and time.monotonic() < until:
                     time.sleep(0.01)
                 if self.heartbeat.verdict:
@@ -123,11 +126,10 @@ class Ranks:
         self.ended = self.ended or error or "the engine is closed"
         self.heartbeat.leave(error)
         self.channel.close()
+        until = time.monotonic() + (0.0 if error else SECONDS_TO_END)
         for process in self.processes.values():
-            if error:
-                process.kill()
             with suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS_TO_END)
+                process.wait(max(0.0, until - time.monotonic()))
             process.kill()
             process.wait()
         if self._owns_group and dist.is_initialized():

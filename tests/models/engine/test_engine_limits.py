@@ -1,4 +1,4 @@
-"""What an engine refuses when it is made instead of at each step, and shapes that it takes."""
+"""Settings and shapes that an engine refuses when it is made, and shapes that it takes."""
 
 from dataclasses import fields, replace
 
@@ -163,7 +163,7 @@ def test_memory_of_many_samples_is_that_of_the_running_ones():
     assert not engine.has_work and not engine.scheduler.waiting and not engine.outputs.siblings
 
 
-WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fraction": ("0.5", True, [0.5])}  # fmt: skip
+WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fraction": ("0.5", True, [0.5], 0, 1.5, -1)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
@@ -189,6 +189,11 @@ def test_settings_of_another_type_are_named(name):
             continue
         with pytest.raises(ValueError, match=rf"^{name}: "):
             Engine(ToyModel(), EngineConfig(**{"num_pages": 100, name: value}))
+
+
+def test_pages_are_given_by_number_or_by_memory():
+    with pytest.raises(ValueError, match=r"expected one of them at most, got 50, 0\.5"):
+        EngineConfig(num_pages=50, memory_fraction=0.5)
 
 
 def test_numbers_of_numpy_are_settings_too():

@@ -22,6 +22,7 @@ SAMPLING = (
     {"temperature": 0.7, "seed": 1},
     {"temperature": 1.0, "top_k": 8, "seed": 2},
     {"temperature": 1.2, "top_p": 0.8, "seed": 3},
+    {"temperature": 1.5, "min_p": 0.1, "seed": 4, "repetition_penalty": 1.3},
     {"repetition_penalty": 1.2},
 )
 
@@ -70,7 +71,7 @@ def run_all(engine, work, rng, after_step, in_flight=24):
 
 
 def alone(model, tokens, params):
-    """What one request of the toy gives, token by token from the definitions."""
+    """Output of one request of the toy, token by token from the definitions."""
     out, stop = [], () if params.ignore_eos else model.config.eos_token_ids
     staging = Staging("cpu")
     while len(out) < params.max_tokens and not (out and out[-1] in stop):

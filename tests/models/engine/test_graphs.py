@@ -240,7 +240,7 @@ def test_an_engine_that_is_dropped_frees_its_pool(name, on):
     ids=["gemma4", "gemma4-fp8"],
 )
 def test_launches_of_triton(config, dtype):
-    """What wrappers do before and between their launches is captured too, workspaces included."""
+    """Work of wrappers before and between their launches is captured too, workspaces included."""
     captures = Captures(LAUNCHES)
     settings = {
         "max_num_seqs": 1,
@@ -256,7 +256,7 @@ def test_launches_of_triton(config, dtype):
 
 
 class Step(TorchDispatchMode):
-    """What a step asks of the device, but for what a graph's replay does."""
+    """Record operations of a step that wait for the device, outside of replays."""
 
     def __init__(self):
         super().__init__()

@@ -19,7 +19,7 @@ PARAMS = SamplingParams(4, ignore_eos=True, n=2)
 
 @pytest.fixture(autouse=True)
 def ctrl_c():
-    """Where tests run in the background, SIGINT is ignored."""
+    """Handle SIGINT, which is ignored in tests that run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""What fails in one request ends that request alone: logits that give no token, and an exception at any call that is made for it."""
+"""A failure in one request ends that request alone: logits that give no token, and an exception at any call that is made for it."""
 
 import math
 import threading

@@ -1,8 +1,7 @@
-"""What models and engines ask of a GPU, where there is none: the right device and stream, and captured steps without the host."""
+"""Calls of models and engines to a GPU, where there is none: the right device and stream, and captured steps without the host."""
 
 import ctypes
 import gc
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine import graphs, runner
 from quire.models.engine.engine import EngineConfig
-from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
+from quire.models.engine.graphs import DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -154,50 +153,6 @@ def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch):
     assert free_memory(torch.device("cuda", 0)) == 90
 
 
-class FakeStream:
-    """A stream that writes down what it waits for."""
-
-    def __init__(self, device, log):
-        self.device, self.log = device, log
-
-    def wait_stream(self, other):
-        self.log.append(("wait", self, other))
-
-
-def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
-    """The same one for all sizes, as is the pool; what was queued before ends first, and a replay comes behind the warm-up."""
-    log, made, main = [], [], FakeStream(None, [])
-    main.log, streams = log, [main]
-
-    def stream(device):
-        made.append(FakeStream(device, log))
-        return made[-1]
-
-    @contextmanager
-    def on(stream):
-        streams.append(stream)
-        yield
-        streams.pop()
-
-    @contextmanager
-    def graph(graph, *, pool, stream):
-        log.append(("begin", pool, stream))
-        with on(stream):
-            yield
-
-    fakes = {"Stream": stream, "stream": on, "graph": graph, "current_stream": lambda: streams[-1]}
-    fakes |= {"graph_pool_handle": object, "CUDAGraph": lambda: SimpleNamespace(replay=object())}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    device = torch.device("cuda", 1)
-    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device)._capture
-    replays = [captures(lambda: log.append(("work", streams[-1]))) for _ in range(2)]
-    [side], [pool] = made, {event[1] for event in log if event[0] == "begin"}
-    assert side.device == device and replays[0] is not replays[1]
-    warm_up = [("wait", side, main), *[("work", side)] * WARM_UP_RUNS, ("wait", main, side)]
-    assert log == 2 * [*warm_up, ("begin", pool, side), ("work", side)]
-
-
 @pytest.mark.parametrize(
     ("device", "wanted", "impl", "made"),
     [
@@ -287,7 +242,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
 
 
 def compiled_for(launch):
-    """What Triton compiles a kernel for, and its grid: all but where tensors are."""
+    """The values that Triton compiles a kernel for, and its grid."""
     kernel, grid, arguments = launch
     seen = {
         (argument, name): (of.dtype, of.shape, of.stride()) if isinstance(of, torch.Tensor) else of

@@ -151,30 +151,20 @@ def test_outputs_have_the_targets_distribution(kind, name, budget):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1500])
-@pytest.mark.parametrize("kind", ["guess, good"])
-def test_acceptance_rates(kind, budget):
-    """One draft a request: "strict" keeps p(x) of it, "standard" the sum of min(p, q), and both as often where nothing is drawn."""
+def test_acceptance_rate_of_drafts_that_are_not_drawn(budget):
+    """One draft x a request: both methods keep it with probability p(x)."""
     model, params = Chain(), PARAMS["temperature"]
     p = torch.stack(
         [torch.tensor(plain_probabilities(row.tolist(), params)) for row in model.table]
     )
     first = p[PROMPT[-1]]
-    guess = drafter(kind, model, params, 1)
-    q = torch.eye(V)[model.table.argmax(dim=1)].double()
-    strict_rate = float((first[:, None] * p * torch.eye(V)[guess.table.argmax(dim=1)]).sum())
-    if kind != "guess, good":
-        q = guess.table.double()
-    rates = {"strict": strict_rate, "standard": float((first[:, None] * torch.minimum(p, q)).sum())}
-    for method, rate in rates.items():
-        guess = drafter(kind, model, params, 1)
+    rate = float((first[:, None] * p * torch.eye(V)[model.table.argmax(dim=1)]).sum())
+    for method in ("strict", "standard"):
+        guess = drafter("guess, good", model, params, 1)
         more = {"num_tokens": 3, "num_outputs": budget, "method": method}
         _, drafts, accepted = run(model, guess, params, **more)
         assert drafts == budget
         assert abs(accepted / drafts - rate) < Z * math.sqrt(rate * (1 - rate) / drafts), method
-    if kind == "guess, good":
-        assert rates["strict"] == pytest.approx(rates["standard"])
-    else:
-        assert rates["standard"] > rates["strict"]
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -247,11 +237,3 @@ def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distributi
     _, again, strict = outputs("strict")
     assert again == greedy
     assert standard >= strict
-
-
-def test_bad_method():
-    with pytest.raises(
-        ValueError,
-        match=r"rejection_sample_method: expected one of \['strict', 'standard'\], got 'none'",
-    ):
-        Engine(Chain(), EngineConfig(num_pages=100, rejection_sample_method="none"))

@@ -1,4 +1,4 @@
-"""What the scheduler decides, seen with a model of integers (`tests.support.models.toy`)."""
+"""Decisions of the scheduler, seen with a model of integers (`tests.support.models.toy`)."""
 
 import random
 
@@ -83,12 +83,6 @@ def test_samples_follow_the_first_one_before_requests_that_came_later():
     while run.has_work:
         ended += [(o.request_id, o.sample) for o in run.step().finished]
     assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
-
-
-def test_a_request_that_never_ran_tells_of_no_hit():
-    run = engine()
-    output = run.abort(run.add_request([5] * 20))
-    assert (output.num_cached_tokens, output.limited_by, output.token_ids) == (0, "", ())
 
 
 def test_every_step_computes_something_while_there_is_work():

@@ -18,7 +18,8 @@ from quire.models.engine.sampler import (
     rejection_sample,
     uniform,
 )
-from quire.models.engine.speculative import NGramDrafter, verify
+from quire.models.engine.scheduler import Step
+from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.models.engine.test_engine_many import alone, workload
 from tests.support.models.toy import VOCAB, ToyModel
@@ -63,7 +64,7 @@ def test_drafts_are_accepted_up_to_the_first_that_differs(drafts, ids, count):
     sampled.wait()
     step = SimpleNamespace(requests=[request], ready=[0], num_new_tokens=[1 + len(drafts)],
                            num_drafts=[len(drafts)], has_drafts=bool(drafts), sampled=sampled, accepted=None)  # fmt: skip
-    [new] = verify(step)
+    [new] = Step.verify(step)
     assert new.ids == ids[: count + 1]
     assert step.accepted is None if not drafts else step.accepted.tolist() == [count + 1]
 

@@ -147,7 +147,7 @@ def cached(engine, tokens):
 
 
 def leave(engine):
-    """What the device holds goes to the host, and is there no more."""
+    """Move all cached pages from the device to the host."""
     stores = engine.tiers.tiers._stores
     watermark, stores._watermark = stores._watermark, engine.kv.num_pages
     stores._seen.clear()
@@ -284,7 +284,7 @@ def test_an_aborted_request_needs_no_load(monkeypatch):
 
 @BOTH
 def test_a_load_that_fails_is_computed(is_async, monkeypatch):
-    """What cannot be loaded leaves the host, and its request goes on."""
+    """Pages that cannot be loaded leave the host, and their request goes on."""
     engine = toy_engine(async_scheduling=is_async)
     behind(engine, LONG)
     other = engine.add_request(SHORT, PARAMS)
@@ -389,14 +389,8 @@ def test_pages_that_copies_hold_are_waited_for(monkeypatch):
 
 
 def test_settings():
-    for settings, message in [
-        ({"host_cache_gib": 0}, "host_cache_gib: expected a number > 0, got 0"),
-        ({"host_cache_gib": "1"}, "host_cache_gib: expected a number > 0, got '1'"),
-        ({"host_cache_gib": float("nan")}, "host_cache_gib: expected a number > 0, got nan"),
-        ({"host_cache_gib": 1, "enable_caching": False}, "enable_caching: expected True with host"),
-    ]:
-        with pytest.raises(ValueError, match=f"^{message}"):
-            EngineConfig(**settings)
+    with pytest.raises(ValueError, match=r"^enable_caching: expected True with host"):
+        EngineConfig(host_cache_gib=1, enable_caching=False)
     with pytest.raises(ValueError, match=r"host_cache_gib=1000000.*: MemoryError|fit the memory"):
         toy_engine(host_cache_gib=1e6)
     with pytest.raises(ValueError, match=r"^host_cache_gib: expected at least .*\(one page of"):

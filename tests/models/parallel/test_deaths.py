@@ -44,7 +44,7 @@ class Program:
 
 
 def hit(number, rank, is_stepping, said):
-    """What the ranks print about ``rank`` after it got the signal; an AssertionError if they do not end."""
+    """Output of the ranks after ``rank`` got the signal; an AssertionError if they do not end."""
     with Program() as ranks:
         if is_stepping:
             assert ranks.first.stdout.readline() == "ready\n"

@@ -50,7 +50,7 @@ SHAPES_FROM_VALUES = ("nonzero", "unique", "masked_select", "local_scalar", "equ
 
 
 class NotCapturable(Exception):
-    """What a CUDA graph cannot hold: a wait for the device, a shape that depends on values, or a copy from memory that is not pinned."""
+    """An operation that a CUDA graph cannot hold: a wait for the device, a shape that depends on values, or a copy from memory that is not pinned."""
 
 
 def forbidden(op, args, kwargs) -> str | None:

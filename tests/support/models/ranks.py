@@ -61,7 +61,7 @@ def groups(size):
 
 
 def on_ranks(size, work):
-    """What ``work(group)`` gives on each of ``size`` ranks."""
+    """Results of ``work(group)`` on each of ``size`` ranks."""
     out, failed = [None] * size, []
 
     def run(group):
@@ -106,7 +106,7 @@ class ThreadRanks:
 
 
 def run_on_ranks(size, config, work, *, drafter=None, seed=5, **settings):
-    """What ``work(engine)`` gives on rank 0, whose steps the other ranks follow."""
+    """Result of ``work(engine)`` on rank 0, whose steps the other ranks follow."""
     settings = EngineConfig(tensor_parallel_size=size, **settings)
 
     def rank(group):

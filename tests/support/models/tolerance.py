@@ -1,4 +1,4 @@
-"""How far the logits of two right fp32 programs of one model may be apart, whatever the order of their sums."""
+"""Largest distance between the logits of two right fp32 programs of one model, whatever the order of their sums."""
 
 from weakref import WeakKeyDictionary
 

@@ -1,4 +1,4 @@
-"""Which kernels a session of the engine would compile on a GPU, and when: ``python -m tests.support.models.variants NAME STEPS [EXPERTS]``, without a GPU.
+"""Kernels that a session of the engine would compile on a GPU, and when: ``python -m tests.support.models.variants NAME STEPS [EXPERTS]``, without a GPU.
 
 Triton's own launcher specialises each launch, for a driver that says it is sm_90; a hook refuses the compilation, so nothing runs. Prints
 one JSON object: {"start": kernels that a start compiles, "later": [[step, kernel, what it was compiled for]]}.
