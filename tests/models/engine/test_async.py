@@ -1,7 +1,6 @@
 """Asynchronous scheduling, forced on a CPU: a step is launched before the tokens of the one before are known, and the output is the same."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,59 +15,11 @@ from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
 from tests.models.engine import test_failures, test_isolation
 from tests.models.engine.test_engine import prompt
-from tests.models.engine.test_engine_many import alone, run_all, workload
+from tests.models.engine.test_engine_many import alone, counting, workload
 from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
-from tests.support.models.captured import ON_HOST, Captures, captured_engine
+from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
-
-
-def counting(engine):
-    """Counts the steps that ran ahead, and those that could not."""
-    ahead, schedule = Counter(), engine.scheduler.schedule_ahead
-
-    def count():
-        step = schedule()
-        ahead[step is not None] += 1
-        return step
-
-    engine.scheduler.schedule_ahead = count
-    return ahead
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"retention": "dense"},
-    ],
-)
-def test_many_requests_equal_each_alone(settings):
-    """Aborted, preempted, stopped by an id one step late, sampled, with penalties and prefixes in common."""
-    model, rng = ToyModel(), random.Random(5)
-    model.config.eos_token_ids = (7, 20, 33)
-    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_pages": 26} | settings
-    engine = Engine(model, EngineConfig(async_scheduling=True, **settings))
-    work, ahead = list(workload(rng, 130, VOCAB, engine.max_model_len)), counting(engine)
-
-    def distrust(step):
-        engine.pool.poison(engine.kv.pool.free_pages())
-        if step % 8 == 0:
-            engine.kv.check_invariants()
-
-    outputs = run_all(engine, work, rng, distrust)
-    reasons = Counter(output.finish_reason for output in outputs)
-    for (tokens, params, _), output in zip(work, outputs, strict=True):
-        expected = alone(model, tokens, params)[: engine.max_model_len - len(tokens)]
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.token_ids)]
-        assert output.token_ids == expected
-    assert min(reasons[name] for name in ("abort", "stop", "length")) > 8
-    assert ahead[True] > 80 and (ahead[False] > 10 or settings["num_pages"] > 26)
-    assert engine.totals.num_preempted > 2 or settings["num_pages"] > 26
-    engine.kv.check_invariants()
-    assert engine.kv.stats()["pages_in_use"] == 0
-    engine.kv.clear()
-    assert engine.kv.num_free_pages == engine.kv.num_pages - 1
 
 
 @pytest.mark.parametrize("where", ["tensors", "written", "wait"])
@@ -305,17 +256,7 @@ def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
     engine.step(), engine.step()  # prompts; a replay
     wait = HostCopy.wait
     monkeypatch.setattr(HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
-
-    def seen(name, original):
-        def call(*args, **kwargs):
-            step.see(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
-        for method in names:
-            monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))
+    step.watch_host(monkeypatch)
     for _ in range(7):  # past the end of a block
         step.found.clear(), calls.clear()
         before = engine._in_flight.sampled._copy

@@ -281,6 +281,20 @@ class Step(TorchDispatchMode):
 
         return call
 
+    def watch_host(self, monkeypatch):
+        """See copies from and to the host too. Arrays go through `quire.kvcore.device.Staging`."""
+
+        def seen(name, original):
+            def call(*args, **kwargs):
+                self.see(name)
+                return original(*args, **kwargs)
+
+            return call
+
+        for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
+            for name in names:
+                monkeypatch.setattr(owner, name, seen(name, getattr(owner, name)))
+
 
 @pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
 @pytest.mark.parametrize("sampling", [SAMPLING | {"logprobs": 3, "min_p": 0.01, "top_k": 50}])
@@ -296,18 +310,7 @@ def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
     # What samples on a CPU is not what does on a device: `sample_tokens` is one operation.
     monkeypatch.setattr(sampler, "sample_tokens", step.unseen(sampler.sample_tokens))
     engine.step(), engine.step()  # prompts; a replay
-
-    def seen(name, original):
-        def call(*args, **kwargs):
-            step.see(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    # Arrays of the host go through `quire.kvcore.device.Staging`, which pins them where there is a GPU; nothing else may.
-    for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
-        for method in names:
-            monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))
+    step.watch_host(monkeypatch)
     for _ in range(7):  # past the end of a block
         step.found.clear()
         with step:
