@@ -40,36 +40,7 @@ _HOME = {
     "register_family": "families.registry",
 }
 
-__all__ = [
-    "CONFIGS",
-    "LLM",
-    "ChatTemplate",
-    "DSparkDrafter",
-    "Decoder",
-    "Engine",
-    "EngineConfig",
-    "Family",
-    "Gemma",
-    "Gemma4Drafter",
-    "GptOss",
-    "Llama",
-    "MTPDrafter",
-    "MemoryPlan",
-    "ModelConfig",
-    "NGramDrafter",
-    "OutputDelta",
-    "RankError",
-    "RequestOutput",
-    "SamplingParams",
-    "TokenLogprobs",
-    "cache_groups",
-    "from_hf",
-    "get_config",
-    "load_assistant",
-    "load_model",
-    "random_model",
-    "register_family",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ class HeldInterrupts:
         self._held: list[tuple[Any, ...]] = []
 
     def __call__(self, *arguments: Any) -> None:
-        """Hold back a signal."""
+        """Handle SIGINT."""
         self._held.append(arguments)
         if len(self._held) > 1:
             self.handler(*arguments)

@@ -70,10 +70,8 @@ class ModelSource:
     """Arguments of an `LLM`, from which each rank builds its part of the model.
 
     Attributes:
-        config: configuration of the whole model.
         directory: a Hugging Face directory; None = random weights.
-        family: of the configuration; where processes are started, they register it too.
-        engine, drafter, device, dtype, seed: as of `LLM`.
+        family: of the configuration; started processes register it too.
     """
 
     config: Any
@@ -86,11 +84,7 @@ class ModelSource:
     seed: int
 
     def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
-        """The model, or one rank's part of it.
-
-        Raises:
-            ValueError: as `load_model`, or random weights that do not fit the memory.
-        """
+        """The model, or one rank's part of it."""
         register_family(self.family)
         if self.directory is not None:
             return load_model(self.directory, device=device, dtype=self.dtype, group=group)
@@ -356,7 +350,6 @@ class LLM:
             self._abort(queued)
 
     def _abort(self, request_ids: Collection[str]) -> None:
-        """End requests that have not ended, and their streams."""
         with interrupts_wait():
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
@@ -364,7 +357,6 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _step(self) -> StepReport:
-        """Run one step of the engine; keep what it adds to open streams."""
         with interrupts_wait():
             report = self.engine.step()
             for delta in report.deltas:

@@ -110,7 +110,6 @@ class TextStream:
         return new
 
     def _num_held(self) -> int:
-        """Length of the longest end of the text that is a beginning of a stop string."""
         return next(
             (n for n in range(min(self._longest - 1, len(self.text)), 0, -1)
              if any(stop.startswith(self.text[-n:]) for stop in self._stop)),

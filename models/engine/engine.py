@@ -155,10 +155,7 @@ class Engine:
         salt: bytes = b"",
         stream: bool = False,
     ) -> str:
-        """Queue a request.
-
-        With ``params.n`` samples, the others start when the prompt of the first is computed, and
-        share its pages.
+        """Queue a request. Its ``params.n`` samples share the pages of the prompt.
 
         Args:
             prompt_token_ids: at least one id, all below vocab_size, and fewer than max_model_len.
@@ -235,10 +232,7 @@ class Engine:
         return prompt
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End a request, all of its samples, with the output so far.
-
-        Returns:
-            The output of its first unfinished sample.
+        """End a request with all its samples; return the output of the first unfinished one.
 
         Raises:
             ValueError: an unknown id.
@@ -248,10 +242,7 @@ class Engine:
         return self.outputs.abort(request_id)
 
     def close(self) -> None:
-        """End the other ranks, and wait for the copies of the host tier.
-
-        A later step raises RuntimeError. Without ranks and host tier this does nothing.
-        """
+        """End the other ranks and wait for copies of the host tier; later steps raise RuntimeError."""
         self._expect_between_steps("close")
         if self.tiers is not None:
             with torch.cuda.device_of(self.tiers.copier.addresses):
@@ -330,7 +321,6 @@ class Engine:
         return self._report(delivered)
 
     def _draft(self) -> None:
-        """Ask the drafter for the requests that decode next."""
         before = self.clock.switch(MODEL if self.runner.has_hidden else DRAFT)
         if self.runner.has_hidden:
             self.clock.begin_device()
@@ -356,7 +346,6 @@ class Engine:
             plan = ranks.run(plan, step.input_ids, rows, shape)
         logits, step.hidden, step.batch = runner.run(plan, step.input_ids, rows, shape)
         clock.switch(SAMPLE)
-        # Drafts that only the device knows come along with the tokens.
         num_unknown = max(0, -int(step.input_ids.min())) if step.has_drafts else 0
         step.sampled = self._sampler(
             logits,
@@ -372,7 +361,6 @@ class Engine:
         clock.end_device()
 
     def _tokens(self, step: Step) -> list[NewTokens]:
-        """Wait for the tokens of a step, and verify its drafts."""
         self.clock.switch(WAIT)
         step.sampled.wait()
         self.clock.switch(DELIVER)
@@ -420,7 +408,6 @@ class Engine:
         self.outputs.end_failed()
 
     def _report(self, step: Step | None) -> StepReport:
-        """Report the step whose tokens were delivered, and outputs since the last report."""
         clock = self.clock
         clock.switch(DELIVER)
         finished, deltas = self.outputs.take()

@@ -51,16 +51,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured decode step of one shape.
+    """A captured decode step of one shape."""
 
-    Attributes:
-        data: [n] int64, the integers of a step; `_split` has its parts.
-        work: the captured function. It keeps the tensors alive that a replay knows by address.
-    """
-
-    data: Tensor
+    data: Tensor  # [n] int64, the integers of a step, in the parts of `_split`
     out: list[Tensor | tuple[Tensor, Tensor]]
-    work: Callable[[], None]
+    work: Callable[[], None]  # keeps tensors alive that a replay knows by address
     replay: Callable[[], None]
 
 
@@ -138,14 +133,9 @@ class DecodeGraphs:
     def __call__(
         self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run one step of decodes, between the plan and its commit.
+        """Output of one decode step, valid until the next call; run between plan and commit.
 
-        Args:
-            shape: of `shape_of`.
-            input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
-
-        Returns:
-            The model's output for these tokens, valid until the next call.
+        input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
         """
         n, total, counts = len(plan.slots), len(plan.positions), plan.num_new_tokens
         graph = self._graphs[shape]
@@ -247,11 +237,11 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run ``work``, so that kernels are compiled and workspaces made, then capture it."""
+        """Run ``work``, then capture it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(WARM_UP_RUNS):
+            for _ in range(WARM_UP_RUNS):  # compile kernels, allocate workspaces
                 work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()

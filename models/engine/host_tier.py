@@ -95,7 +95,6 @@ class HostTier:
         return failed
 
     def _look_up(self, request: Request) -> None:
-        """Look a request up in both places, and begin its load if any."""
         match = request.host_match = self.tiers.match(request.match.prompt)
         if match.pending is not None:  # another request's, of the same prefix
             self._loading[request] = match.pending
@@ -174,17 +173,11 @@ def make_host_tier(
 
 @dataclass(eq=False)
 class Copying:
-    """A job under way.
-
-    Attributes:
-        event: recorded after the copies; None on a CPU, or if they did not begin.
-        keep: tensors that the copies need.
-        error: exception of the copies; None = all pages were copied.
-    """
+    """A job under way."""
 
     job: Job
-    event: Any = None
-    keep: Any = None
+    event: Any = None  # recorded after the copies; None on a CPU, or if they did not begin
+    keep: Any = None  # tensors that the copies need
     error: Exception | None = None
 
 
@@ -239,7 +232,6 @@ class PageCopier:
         self._running.append(copying)
 
     def _copy(self, direction: str, pages: np.ndarray, rows: np.ndarray) -> list[Tensor]:
-        """Copy pool pages to or from host rows; return the tensors that the copies need."""
         ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
         if self._streams:  # from pinned memory: otherwise the host waits for the stream
             ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]

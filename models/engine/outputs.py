@@ -123,30 +123,20 @@ class OutputDelta:
 
 
 class NewTokens(NamedTuple):
-    """New tokens of one request.
-
-    Attributes:
-        ids: accepted drafts, then the next token, `NO_TOKEN` where there is none.
-        logprobs: one for each id; None where the request wants none.
-    """
+    """New tokens of one request, and their log-probabilities if it wants them."""
 
     request: Request
-    ids: list[int]
+    ids: list[int]  # accepted drafts, then the next token or `NO_TOKEN`
     logprobs: list[TokenLogprobs] | None = None
 
 
 class OutputQueue:
-    """The unfinished requests of an engine, and the outputs since the last report.
-
-    Attributes:
-        unfinished: unfinished samples of each request, by id.
-        siblings: by first sample, the others, which wait until its prompt is computed.
-        finished, deltas: outputs since they were last taken (`take`).
-    """
+    """The unfinished requests of an engine, and the outputs since the last report."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.unfinished: dict[str, list[Request]] = {}
+        self.unfinished: dict[str, list[Request]] = {}  # samples by request id
+        # Samples that wait until the prompt of the first one, the key, is computed.
         self.siblings: dict[Request, list[Request]] = {}
         self.finished: list[RequestOutput] = []
         self.deltas: list[OutputDelta] = []
@@ -159,7 +149,7 @@ class OutputQueue:
         return taken
 
     def add(self, samples: list[Request]) -> None:
-        """Queue the first sample of a request; the others wait until its prompt is computed."""
+        """Queue the samples of a request."""
         first = samples[0]
         self.unfinished[first.request_id] = samples
         self._scheduler.waiting.append(first)
@@ -167,7 +157,7 @@ class OutputQueue:
             self.siblings[first] = samples[1:]
 
     def abort(self, request_id: str) -> RequestOutput:
-        """End all samples of a request; return the output of the first unfinished one."""
+        """As `Engine.abort`."""
         if not isinstance(request_id, str) or request_id not in self.unfinished:
             raise ValueError(f"request_id: expected an unfinished request, got {shown(request_id)}")
         outputs = []
@@ -180,15 +170,13 @@ class OutputQueue:
     def deliver(self, new: Sequence[NewTokens], now: float) -> tuple[int, bool]:
         """Append new tokens to their requests; an error ends its request alone.
 
-        Tokens of a request that has ended since its step was launched are dropped.
-
         Returns:
             (number of tokens, True if the logits of a request gave no token).
         """
         num_generated, has_nan = 0, False
         for tokens in new:
             request = tokens.request
-            if request.slot < 0:
+            if request.slot < 0:  # it has ended since its step was launched
                 has_nan = has_nan or NO_TOKEN in tokens.ids
                 continue
             request.num_output_placeholders = 0
@@ -220,7 +208,6 @@ class OutputQueue:
         self._scheduler.failed.clear()
 
     def _end(self, request: Request, reason: str, error: RequestError | None, before: int) -> None:
-        """Report a request that has left the scheduler, and samples that waited for its prompt."""
         for one in (request, *self.siblings.pop(request, ())):
             output = self._take_out(one, reason, error)
             if one.stream:
@@ -249,7 +236,6 @@ def failure(request: Request, cause: Exception) -> RequestError:
 
 
 def _delta(request: Request, before: int, output: RequestOutput | None = None) -> OutputDelta:
-    """Tokens and text since the request had ``before`` tokens; ``output``: it has ended."""
     try:
         text = request.text.take() if request.text is not None else ""
     except Exception:

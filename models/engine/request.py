@@ -123,13 +123,8 @@ class Request:
     Attributes:
         prompt_token_ids: [prompt_len] int32, never changed.
         capacity: most tokens of prompt and output together.
-        stop_ids: ids that end the output.
-        salt: separates its cached prefixes from those of other salts.
-        match: the hashed tokens, for admission.
         host_match: look-up in the host tier before its last load.
-        seed: of this sample's draws.
         text: its growing text; None where it is not needed before the end.
-        stream: report new tokens after each step.
         slot: kvcore slot while running, else -1.
         num_output_placeholders: 1 while its next token is known to the device alone, else 0.
         buffer: [capacity] int32, known tokens, then drafts; until `reserve` the prompt's own.
@@ -176,7 +171,7 @@ class Request:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Id of this sample in the allocator."""
+        """Key of this sample in the allocator."""
         return self.request_id, self.sample
 
     @property

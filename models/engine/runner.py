@@ -215,7 +215,6 @@ def warm_up(
 def _run_padding(
     forward: Forward, builder: BatchBuilder, num_decodes: int, num_tokens: int, max_seq_len: int
 ) -> None:
-    """Run a step of padding rows: decodes of one token, and one sequence of ``num_tokens``."""
     num_seqs, total, device = num_decodes + 1, num_decodes + num_tokens, builder.tables.device
     slots = torch.zeros(num_seqs, dtype=torch.int64, device=device)
     tokens = torch.zeros(total, dtype=torch.int64, device=device)

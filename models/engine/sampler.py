@@ -76,7 +76,6 @@ class Sampler:
     Args:
         max_requests: slots of the allocator.
         sampled: [n] int64, ids that placeholders stand for (`BatchBuilder.sampled`).
-        rejection_sample_method: "standard" = rejection sampling of drafts; "strict" = comparison.
     """
 
     def __init__(
@@ -148,14 +147,13 @@ class Sampler:
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
     ) -> Tensor:
-        """Penalize rows; to a row, the drafts before it are output too."""
         if self._seen is None:
             self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=logits.device)
         slots, penalty, rows, row = [], [], [], 0
         later_rows, later = [], []  # tokens of a row that are not in _seen yet
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
-                self._note(request)
+                self._mark_seen(request)
                 for i in range(count):
                     ids = request.drafts[:i].tolist()
                     if request.num_output_placeholders:
@@ -207,8 +205,7 @@ class Sampler:
             drawn = drawn.index_copy(0, index, stay)
         return drawn
 
-    def _note(self, request: Request) -> None:
-        """Mark the tokens of a request that are new since the last time."""
+    def _mark_seen(self, request: Request) -> None:
         assert self._seen is not None
         owner = self._owners[request.slot]
         known = owner[1] if owner is not None and owner[0] is request else 0

@@ -43,12 +43,7 @@ class Drafter(Protocol):
     max_draft_tokens: int
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
-        """Drafts for each of ``requests``, which all wait for their next token.
-
-        Returns:
-            For each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`;
-            those past its capacity are ignored.
-        """
+        """For each request [0..max_draft_tokens] int32 ids that may follow `Request.tokens`."""
 
 
 @runtime_checkable
@@ -56,12 +51,12 @@ class SamplingDrafter(Drafter, Protocol):
     """A drafter that can draw, for "standard" rejection sampling."""
 
     def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
-        """As `propose`, but drafts of sampled requests (temperature above 0) are drawn.
+        """As `propose`, but draw the drafts of sampled requests (temperature above 0).
 
         Returns:
-            For each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's
-            device, the distribution of each draft, drawn with numbers of purpose
-            `quire.models.engine.sampler.DRAFT`; None where they were not drawn.
+            For each request token ids, and the distribution of each draft: [num_drafts, vocab_size]
+            fp32 on the model's device; None where they were not drawn. The draws use numbers of
+            purpose `quire.models.engine.sampler.DRAFT`.
         """
 
 
@@ -126,7 +121,6 @@ class NGramDrafter:
         return [self._continuation(request.tokens) for request in requests]
 
     def _continuation(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens after the newest earlier match of the longest end of ``tokens``."""
         length = len(tokens)
         ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # behind equals of the last token
         found = ends[:0]

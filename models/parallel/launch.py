@@ -228,7 +228,7 @@ def _join(store: Any, rank: int, size: int, timeout: float) -> Ranks:
     except dist.DistStoreError as error:
         raise RankError(f"rank 0 died: it did not come within {timeout:g} s") from error
     beats, messages = map(int, store.get(PORTS).split())
-    host = _host(store)
+    host = _host_of_first(store)
     heartbeat = Heartbeat(rank, size, timeout, (host, beats))
     channel = Channel(rank, size, (host, messages))
     return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=rank))
@@ -260,8 +260,7 @@ def _device_of(device: torch.device | str | None, local_rank: int) -> torch.devi
     return torch.device("cuda", local_rank)
 
 
-def _host(store: Any) -> str:
-    """Host of rank 0."""
+def _host_of_first(store: Any) -> str:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", LOCAL)
