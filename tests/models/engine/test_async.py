@@ -1,6 +1,5 @@
 """Asynchronous scheduling, forced on a CPU: a step is launched before the tokens of the one before are known, and the output is the same."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -13,46 +12,13 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
-from tests.models.engine import test_failures, test_isolation
+from tests.models.engine import test_isolation
 from tests.models.engine.test_engine import prompt
-from tests.models.engine.test_engine_many import alone, counting, workload
+from tests.models.engine.test_engine_many import alone, counting
 from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
 from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.few import few
-from tests.support.models.toy import VOCAB, ToyModel
-
-
-@pytest.mark.parametrize("where", ["tensors", "written", "wait"])
-def test_steps_that_fail_are_done_again(where, monkeypatch):
-    """At any place, with tokens of the step before on their way: both steps' requests wait again, and nothing is lost."""
-    model, rng, fails = ToyModel(), random.Random(7), test_failures.fails_at_times
-    config = EngineConfig(
-        max_num_seqs=8, max_num_batched_tokens=24, num_pages=40, async_scheduling=True
-    )
-    engine = Engine(model, config)
-    if where == "tensors":
-        staging = engine.runner.builder._staging
-        staging.send = fails(rng, staging.send)
-    elif where == "wait":
-        monkeypatch.setattr(HostCopy, "wait", fails(rng, HostCopy.wait))
-    else:
-        model.forward = fails(rng, model.forward, after=True)
-    work = [(tokens, params) for tokens, params, _ in workload(rng, 10, VOCAB, 150)]
-    ids = [engine.add_request(tokens, params) for tokens, params in work]
-    ahead = counting(engine)
-    outputs, failed = test_failures.run(engine)
-    assert failed > 5 and ahead[True] > 5
-    for request_id, (tokens, params) in zip(ids, work, strict=True):
-        assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
-
-
-@pytest.mark.parametrize("way", test_isolation.PARAMS)
-@pytest.mark.parametrize("kind", test_isolation.KINDS)
-def test_logits_that_give_no_token_end_their_request_alone(kind, way, monkeypatch):
-    """The row behind the one without a token is dropped, and nothing that may be bad is found."""
-    config = test_isolation.config
-    monkeypatch.setattr(test_isolation, "config", lambda **m: config(async_scheduling=True, **m))
-    test_isolation.test_logits_that_give_no_token_end_their_request_alone(kind, way, None, "strict")
+from tests.support.models.toy import ToyModel
 
 
 def test_a_dropped_row_of_nan_is_not_found():

@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 
+from quire.kvcore.device import HostCopy
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
-from tests.models.engine.test_engine_many import alone, workload
+from tests.models.engine.test_engine_many import alone, counting, workload
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -42,36 +43,41 @@ def run(engine):
     return outputs, failed
 
 
-@pytest.mark.parametrize("budget", [30])
+GUESS = NGramDrafter(3, min_ngram=1)
+
+
 @pytest.mark.parametrize(
-    ("where", "drafter"),
+    ("where", "drafter", "is_async"),
     [
-        ("tensors", NGramDrafter(3, min_ngram=1)),
-        ("written", None),
-        ("sample", NGramDrafter(3, min_ngram=1)),
+        ("tensors", GUESS, False),
+        ("written", None, False),
+        ("sample", GUESS, False),
+        ("tensors", None, True),
+        ("written", None, True),
+        ("wait", None, True),
     ],
-    ids=["tensors-drafts", "written-plain", "sample-drafts"],
 )
-def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, budget):
-    model, rng = ToyModel(), random.Random(7)
+def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, is_async, monkeypatch):
+    """A step ahead, the requests of both steps wait again."""
+    model, rng, budget = ToyModel(), random.Random(7), 10 if is_async else 30
     # Requests that are not in the step that fails, and a pool that is too small for all.
     config = EngineConfig(
-        max_num_seqs=8,
-        max_num_batched_tokens=24,
-        num_pages=34,
+        max_num_seqs=8, max_num_batched_tokens=24, num_pages=34, async_scheduling=is_async
     )
     engine = Engine(model, config, drafter=drafter)
-    if where == "tensors":
-        staging = engine.runner.builder._staging
-        staging.send = fails_at_times(rng, staging.send)
-    elif where == "sample":
-        engine._sampler = fails_at_times(rng, engine._sampler)
-    else:
-        model.forward = fails_at_times(rng, model.forward, after=where == "written")
+    owner, name = {
+        "tensors": (engine.runner.builder._staging, "send"),
+        "written": (model, "forward"),
+        "sample": (engine, "_sampler"),
+        "wait": (HostCopy, "wait"),
+    }[where]
+    flaky = fails_at_times(rng, getattr(owner, name), after=where == "written")
+    monkeypatch.setattr(owner, name, flaky)
     work = [(tokens, params) for tokens, params, _ in workload(rng, budget, VOCAB, 150)]
-    ids = [engine.add_request(tokens, params) for tokens, params in work]
+    ids, ahead = [engine.add_request(*one) for one in work], counting(engine)
     outputs, failed = run(engine)
-    assert failed > budget // 3 and engine.totals.num_preempted > budget // 20
+    assert failed > budget // 3
+    assert ahead[True] > 5 if is_async else engine.totals.num_preempted > budget // 20
     for request_id, (tokens, params) in zip(ids, work, strict=True):
         assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
 

@@ -80,15 +80,21 @@ def config(**more):
     return EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_pages": 60} | more)
 
 
-@pytest.mark.parametrize("drafter", [None, NGramDrafter(3, min_ngram=1)], ids=["plain", "drafts"])
+MODES = {
+    "plain": (None, {}),
+    "drafts": (NGramDrafter(3, min_ngram=1), {}),
+    "drafts, standard": (NGramDrafter(3, min_ngram=1), {"rejection_sample_method": "standard"}),
+    "a step ahead": (None, {"async_scheduling": True}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", PARAMS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["strict", "standard"])
-def test_logits_that_give_no_token_end_their_request_alone(kind, way, drafter, method):
-    if drafter is None and method == "standard":
-        return
+def test_logits_that_give_no_token_end_their_request_alone(kind, way, mode):
     spoil, after = KINDS[kind], 26
-    settings = config(rejection_sample_method=method)
+    drafter, settings = MODES[mode]
+    settings = config(**settings)
     spoiled = run(
         Engine(SpoiledModel(spoil, after), settings, drafter=drafter), PROMPTS, PARAMS[way]
     )
