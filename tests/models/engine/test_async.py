@@ -51,7 +51,7 @@ def test_a_dropped_row_of_nan_is_not_found():
 
 
 def test_requests_are_admitted_while_a_step_runs():
-    """One after another, some of whose prompts are found: only the last step is waited for before the next one."""
+    """One after another, some with a hit: all steps but the last are launched ahead."""
     model = ToyModel()
     engine = Engine(model, EngineConfig(num_pages=300, async_scheduling=True))
     ahead, outputs, work = counting(engine), {}, {}
@@ -118,7 +118,7 @@ def test_who_was_admitted_ahead_and_found_bad_rows_begins_anew(n):
 
 
 def test_what_is_admitted_ahead_is_not_kept_where_pages_are_short():
-    """The step waits, and whoever was admitted for it waits at the head of the queue."""
+    """The step waits, and the requests admitted for it return to the head of the queue."""
     model, params = ToyModel(), SamplingParams(30, ignore_eos=True)
     config = test_isolation.config(async_scheduling=True, num_pages=14, max_num_batched_tokens=64)
     engine = Engine(model, config)
@@ -233,7 +233,7 @@ def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
 
 
 def test_where_it_is_on():
-    """By default on a GPU, never with a drafter, whose drafts begin with tokens that the host knows."""
+    """By default on a GPU, and never with a drafter: drafts follow tokens that the host knows."""
     small = {"num_pages": 50, "max_num_seqs": 2}
     for wanted, drafter, on in (
         (None, None, False),

@@ -27,7 +27,7 @@ OTHERS = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
 class Recorder:
     """Runs an engine, keeps the logits of every sampled token, and distrusts the pool: after each step the allocator
-    recounts its pages, and pages that nobody owns become NaN."""
+    recounts its pages, and free pages become NaN."""
 
     def __init__(self, model, *, drafter=None, tokenizer=None, **settings):
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 600} | settings

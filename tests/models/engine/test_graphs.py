@@ -99,7 +99,7 @@ def test_replays_decode_as_eager_steps_do(model):
         and len(captures.graphs) == 4
     )
     assert captures.num_replays > 20
-    # Padding writes nothing, not even to the page that is nobody's (DeepSeek-V4 has a use for it).
+    # Padding writes nothing, not even to the null page (which DeepSeek-V4 uses).
     if not isinstance(model, DeepseekV4):
         assert not any(tensor[0].any() for tensor in engine.pool.tensors)
 

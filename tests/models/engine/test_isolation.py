@@ -130,7 +130,7 @@ def test_samples_of_a_prompt_without_a_token_all_end():
 
 
 def poisoned(name, **changes):
-    """A model whose token `BAD` has an embedding of NaN, and no logit of its own that is."""
+    """A model with an embedding of NaN for token `BAD`; its logits are numbers."""
     base = replace(few(name), **changes)
     if hasattr(base, "tie_word_embeddings"):
         base = replace(base, tie_word_embeddings=False)

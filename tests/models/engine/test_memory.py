@@ -124,7 +124,7 @@ def test_pool_from_free_memory(monkeypatch):
 
 
 class NoAttention:
-    """Stands in for `PagedAttend`, whose kernels need next to nothing."""
+    """Replace `PagedAttend`: its kernels need next to no memory."""
 
     rows, impl = None, "triton"
 

@@ -146,7 +146,7 @@ def test_a_table_that_cannot_be_page_locked(runtime):
 
 
 def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch):
-    """Of an engine that is gone, say, whose pages the driver still counts as taken."""
+    """The driver still counts the pages of a deleted engine as taken."""
     driver = {"free": 10, "total": 100}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: driver.update(free=90))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(driver.values()))

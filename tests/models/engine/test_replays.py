@@ -1,4 +1,4 @@
-"""Prompts whose full attention is cached and whose windows are not: tokens computed once more, against runs without a cache."""
+"""Replays: full attention is cached and windows are not, so tokens are computed again. Compared with runs without a cache."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def without_points(model, **settings):
     run = Recorder(model, replay=True, **settings)
     for slot in run.engine.pool.tensors:
         slot[0] = (
-            0  # the null page, which nobody writes: what the first rows see in place of tokens before them
+            0  # the null page, never written: the first rows read it in place of tokens before them
         )
     run.add(prompt(LENGTH), max_tokens=1)
     run.run()
@@ -47,7 +47,7 @@ def expected_start(run):
     indirect=["model"],
 )
 def test_logits_after_a_replay_equal_a_cold_run(model, budget):
-    """In chunks that end inside of what is computed once more, at its end, and behind the prompt."""
+    """Chunks end inside the replayed tokens, at their end, and at the end of the prompt."""
     run = without_points(model, max_num_batched_tokens=budget)
     again = run.add(prompt(LENGTH))
     longer = run.add(prompt(LENGTH) + prompt(40, seed=1))  # while the first decodes

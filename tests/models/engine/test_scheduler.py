@@ -52,7 +52,7 @@ def test_a_preempted_request_keeps_its_salt_and_what_is_told_of_its_first_admiss
 
 
 def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go_on():
-    """Somebody else holds pages of the allocator: what the pool was accepted for does not fit beside them."""
+    """Another user of the allocator holds pages, so that the longest request does not fit."""
     run = engine(num_pages=10, max_num_seqs=3)
     foreign = [9] * 40
     slot = run.kv.admit("foreign", run.kv.match(foreign))

@@ -170,7 +170,7 @@ def test_outputs_do_not_depend_on_drafts(name):
 
 
 class DeviceOracle(Oracle):
-    """A part of the model, whose drafts stay on the device: of all requests as many."""
+    """A drafter of the model: drafts stay on the device, equally many for each request."""
 
     def attach(self, pool, builder, **_):
         pass

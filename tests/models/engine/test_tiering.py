@@ -37,7 +37,7 @@ class TieredPool(ToyPool):
 
 
 def tiered(model):
-    """The same toy with a pool whose pages can be copied."""
+    """The same toy with page tensors that can be copied."""
     make_cache = model.make_cache
     model.make_cache = lambda **more: replace(
         make_cache(**more), page_bytes=PAGE_BYTES, allocate=TieredPool
@@ -252,7 +252,7 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
         and len(engine.tiers.tiers.jobs) == 1
         and not later.ended
     )
-    outputs = finish(engine)  # with nobody else to run, copies are waited for
+    outputs = finish(engine)  # with no other request to run, the engine waits for copies
     assert later.ended
     assert outputs[slow].num_cached_tokens == outputs[same].num_cached_tokens == 96
     assert outputs[slow].token_ids == alone(engine.model, LONG, PARAMS)
@@ -268,7 +268,7 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
 
 
 def test_an_aborted_request_needs_no_load(monkeypatch):
-    """Its pages come nevertheless, as their copies have begun; nobody waits for them."""
+    """Copies that have begun end; no request waits for them."""
     engine = toy_engine()
     behind(engine, LONG)
     later = Later(engine, monkeypatch)

@@ -49,7 +49,7 @@ def test_plain(tmp_path, name, size, monkeypatch):
     whole, models = assert_together_the_whole(tmp_path, size)
     shapes = [[(n, w.shape) for n, w in m.named_parameters()] for m in models]
     assert all(one == shapes[0] for one in shapes)
-    # What is on one rank alone is most of it, and nobody reads more than it keeps.
+    # Most weights are divided, and no rank reads more than it keeps.
     assert num_bytes(models[0]) < 0.75 * num_bytes(whole)
     assert sum(counts) <= num_bytes(whole) + sum(map(num_bytes, models))
 

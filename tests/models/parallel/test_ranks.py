@@ -131,7 +131,7 @@ def test_one_model_on_several_ranks(name):
     assert_same_tokens(one, outputs, run(alone), allowed)
     assert max(o.num_cached_tokens for o in outputs) >= 16
     assert totals.num_preempted > 0 and totals.num_drafts > 0
-    # A pool of so many bytes has room for so much more, as far as there are KV heads.
+    # A rank holds its share of the KV heads, at least one.
     heads = 1 if drafter is not ngram else config.full.num_kv_heads
     assert memory.bytes_per_token == alone.memory.bytes_per_token * max(1, heads // size) / heads
 

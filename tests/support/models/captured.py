@@ -2,11 +2,11 @@
 
 Between the beginning and the end of a capture every torch operation is written down with its tensors and its numbers. A replay runs these
 operations again on the same memory, without any of the Python around them. So a number, a decision or an address that Python takes
-anew in each step is, in a replay, that of the capture, and shows in the output. Kernels are operations as a whole: their torch code on a CPU is not
+in each step is, in a replay, that of the capture, and shows in the output. Kernels are operations as a whole: their torch code on a CPU is not
 what runs on a GPU; with ``impl="triton"`` each launch is one.
 
 What a capture makes lives in a pool that graphs share, so it is lost at the next replay of any graph: all of it is poison before a replay.
-What it reads from outside is read by address, which keeps nobody's memory: a replay is refused once a tensor of these is gone.
+Other tensors are read by address, which does not keep them alive: a replay is refused once one of them is gone.
 """
 
 from __future__ import annotations

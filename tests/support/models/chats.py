@@ -1,4 +1,4 @@
-"""Directories with a tokenizer and a chat template, and what is asked of them: by the tests of `models.chat`, and of transformers."""
+"""Directories with a tokenizer and a chat template, and chats for them: for the tests of `models.chat` and for transformers."""
 
 import json
 
