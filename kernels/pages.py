@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import checks, e4m3, launching, strided
+from .common.autograd import without_grad
 from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import (
     MODEL_DTYPES,
@@ -137,12 +138,13 @@ def write_kv(
     return None
 
 
-@torch.no_grad()
+@without_grad
 def _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
-    rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
-    slots, block_size = slot_mapping[rows], k_pages.shape[1]
-    page, row = slots // block_size, slots % block_size
-    for new, pages, scale in ((k[rows], k_pages, k_scale), (v[rows], v_pages, v_scale)):
+    written = slot_mapping >= 0
+    if not written.all():
+        k, v, slot_mapping = k[written], v[written], slot_mapping[written]
+    page, row = slot_mapping // k_pages.shape[1], slot_mapping % k_pages.shape[1]
+    for new, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
         if scale is None:
             pages[page, row] = new
             continue

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common import launching, strided
+from ..common.autograd import without_grad
 from ..common.checks import (
     MODEL_DTYPES,
     expect_apart,
@@ -27,6 +28,8 @@ from ..common.tile_shapes import next_power_of_2
 MAX_SIZE = 16384
 # Channels of a row that one warp holds: 16 for each thread.
 CHANNELS_PER_WARP = 512
+# Elements of a block of rows that torch computes at once, so that its fp32 copies stay in the cache.
+CACHED_ELEMENTS = 1 << 16
 MAX_WARPS = 16
 
 
@@ -137,26 +140,31 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out):
         raise ValueError("out: expected None without a weight, got a tensor")
 
 
-@torch.no_grad()
+@without_grad
 def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
-
     def norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
-        weight = weight.float() + offset if offset else weight.float()
         return F.rms_norm(rows, rows.shape[-1:], weight, eps)
 
-    rows = x.float()
-    if residual is not None:
-        if post_weight is not None:
-            rows = norm(rows, post_weight)
-        new = residual.float().add_(rows)  # of fp32, the residual itself
-        if scalar is not None:
-            new.mul_(scalar)
-        rows = residual.copy_(new).float()
-    if weight is None:
-        return None
-    rows = norm(rows, weight)
-    return rows.to(x.dtype) if out is None else out.copy_(rows)
+    # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
+    weight, post_weight = (w if w is None else w.float() + offset for w in (weight, post_weight))
+    if weight is not None and out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows = max(1, CACHED_ELEMENTS // x.shape[1])
+    for start in range(0, x.shape[0], num_rows):
+        block = slice(start, start + num_rows)
+        rows = x[block]
+        if residual is not None:
+            total = residual[block]
+            if post_weight is None and scalar is None:
+                total.add_(rows)
+            else:
+                rows = rows.float() if post_weight is None else norm(rows.float(), post_weight)
+                rows = total.float().add_(rows)  # of fp32, the residual itself
+                total.copy_(rows if scalar is None else rows.mul_(scalar))
+            rows = total
+        if weight is not None:
+            out[block] = norm(rows.float(), weight)
+    return out
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common import launching, strided
+from ..common.autograd import without_grad
 from ..common.checks import (
     MODEL_DTYPES,
     expect_apart,
@@ -148,7 +149,7 @@ def _check(
     return made
 
 
-@torch.no_grad()
+@without_grad
 def _torch(
     qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, norm_v, eps, offset, out
 ) -> None:

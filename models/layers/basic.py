@@ -173,27 +173,27 @@ class Stacked:
             if self._bias is not None:
                 layer.bias = nn.Parameter(self._bias[part], requires_grad=False)
             start += count
-        self._addresses = self.addresses
+        names = ("weight", "bias")[: 1 + (self._bias is not None)]
+        owners = [(layer._parameters, name) for layer in self.layers for name in names]
+        self._places = [(own, name, own[name].data_ptr()) for own, name in owners]
 
     @property
-    def addresses(self) -> list[int]:
-        """Addresses of weights and biases."""
-        return [
-            weight.data_ptr()
-            for layer in self.layers
-            for weight in (layer.weight, layer.bias)
-            if weight is not None
-        ]
+    def is_whole(self) -> bool:
+        """False once a layer was given another weight, such as an fp8 one."""
+        return all(
+            own[name] is not None and own[name].data_ptr() == address
+            for own, name, address in self._places
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The products side by side: [num_tokens, sum of the out_sizes]."""
-        if self.addresses != self._addresses:  # a layer was given another weight, say fp8
-            return torch.cat([layer(x) for layer in self.layers], dim=-1)
-        return F.linear(x, self._weight, self._bias)
+        if self.is_whole:
+            return F.linear(x, self._weight, self._bias)
+        return torch.cat([layer(x) for layer in self.layers], dim=-1)
 
     def fp32(self, x: Tensor) -> list[Tensor]:
         """The product of each layer as of `linear_fp32`, without biases."""
-        if self.addresses != self._addresses:
+        if not self.is_whole:
             return [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
         return list(linear_fp32(x, self._weight).split(self._rows, dim=-1))
 
