@@ -194,18 +194,6 @@ def test_pages_of_many_points_are_counted_like_those_of_few():
     assert together.num_held_only == alone.num_held_only == len(held)
 
 
-def test_rejected_tokens_are_not_findable():
-    e = engine(max_draft_tokens=4)
-    e.admit("a", tokens(60))
-    e.finish_prompt("a")
-    e.tokens["a"] += [1, 2, 3, 4, 5]
-    e.step({"a": 5}, {"a": 2})  # 62 computed: the segment [32, 64) stays open
-    assert e.kv.match([*tokens(60), 1, 2, 3, 4, 5]).dense_tokens == 32
-    e.decode("a", [7, 8])
-    assert e.kv.match([*tokens(60), 1, 2, 7, 8, 9]).dense_tokens == 64
-    assert e.kv.match([*tokens(60), 1, 2, 3, 4, 9]).dense_tokens == 32
-
-
 def test_describe_tells_what_can_hit():
     text = engine(retention=64).kv.describe()
     for part in ("multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):

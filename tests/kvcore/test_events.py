@@ -244,14 +244,6 @@ def test_the_extra_keys_of_a_block_are_those_over_its_tokens():
         assert over == expected
 
 
-def test_of_a_tail_too_the_blocks_under_an_image_name_it():
-    log = EventLog(identities=True)
-    kv = cache(log, (8, None), (4, 10))
-    run(kv, "a", [1, 2, 3, *[IMAGE] * 7, *range(7)], extra_keys=EXTRA[1:])
-    (window,) = stored(log, "window")
-    assert (window.start, window.extra_keys) == (4, (((3, 8, b"cat"),), ((3, 10, b"cat"),), ()))
-
-
 def test_only_a_log_with_identities_names_them():
     log = EventLog()
     kv = cache(log, (4, None), (4, 6))

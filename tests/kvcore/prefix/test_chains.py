@@ -12,7 +12,6 @@ import pytest
 import quire.kvcore
 from quire.kvcore import LRU, Adaptive, EventLog, KVCache, StepPlan
 from tests.kvcore.engine import groups
-from tests.kvcore.fake_entries import Fake, key
 
 HOME = os.path.dirname(quire.kvcore.__file__)
 BLOCK, FIRST, TIMES = 4, 48, 4
@@ -106,19 +105,6 @@ def test_no_call_is_quadratic_in_a_chain(policy, specs, branches):
     short, long = (life(specs, policy, TIMES**k * FIRST, branches) for k in range(2))
     worse = {name: (short[name], n) for name, n in long.items() if n > MOST * short[name] + ONCE}
     assert not worse
-
-
-@pytest.mark.parametrize("policy", [Adaptive, LRU])
-def test_a_policy_remembers_no_more_than_what_is_filed(policy):
-    """Every request that shares a chain takes its entry out and files it again."""
-    p, entries = policy(), [Fake(key(depth), depth=depth) for depth in range(1, 4)]
-    for _ in range(5000):
-        for entry in entries:
-            p.discard(entry)
-            p.add(entry)
-    containers = [c for c in vars(p).values() if hasattr(c, "__len__")]
-    containers += [heap for c in containers if isinstance(c, dict) for heap in c.values() if isinstance(heap, list)]  # fmt: skip
-    assert max(map(len, containers)) <= 4 * len(entries) + 1024
 
 
 def test_a_run_is_two_as_long_as_a_branch_or_a_pin_needs_it():

@@ -35,20 +35,6 @@ def admitted(cache: KVCache, name: str, keys: bytes, num_tokens: int, end: int) 
     return slot
 
 
-def test_pages_of_rejected_tokens_stay_with_their_request():
-    cache = full()
-    a = admitted(cache, "a", b"", 10, 10)
-    assert [len(pages) for pages in cache.reserve(a, 30)] == [2, 2, 2]
-    cache.advance(a, 30)
-    # Ten tokens of the step were rejected: lengths fall without a call, or with one.
-    assert cache.reserve(a, 20) == [[], [], []]
-    cache.advance(a, 20)
-    assert cache.num_computed[a] == 20 and cache.reserve(a, 32) == [[], [], []]
-    assert cache.room(a) == 7  # the key of the first segment
-    cache.publish(a, 20, keys=keys_of(list(range(20)), 8))
-    assert cache.room(a) == 23
-
-
 def test_several_requests_get_all_that_they_ask_for_or_nothing():
     cache = full(40)
     a, b = admitted(cache, "a", b"", 10, 1), admitted(cache, "b", b"", 10, 1)
@@ -87,25 +73,6 @@ def test_what_lacks_is_said_and_nothing_changes():
     assert isinstance(cache.admit("b", cache.match(keys=b"", num_tokens=9), least=5), OutOfPages)
     assert cache.num_free_pages == 4 and len(cache.pages_of(a)[0]) == 5
     cache.check_invariants()
-
-
-def test_hits_end_where_a_resume_point_is():
-    cache, tokens = full(100, retention="latest"), list(range(50))
-    keys = keys_of(tokens, cache.alignment)
-    a = admitted(cache, "a", keys, 50, 50)
-    cache.publish(a, 50, keys=keys)
-
-    def found(most):
-        match = cache.match(keys=keys, num_tokens=50, max_tokens=most)
-        return match.num_tokens, match.dense_tokens
-
-    assert found(49) == (48, 48) and found(47) == (0, 48)
-    cache.advance(a, 50)
-    assert cache.pages_of(a)[1][:2] == [0, 0] and all(cache.pages_of(a)[0])
-    cache.release("a")
-    b = admitted(cache, "b", keys, 50, 50)
-    assert cache.num_computed[b] == 48
-    assert cache.pages_of(b)[1][:3] == [0, 0, 0] and all(cache.pages_of(b)[1][3:])
 
 
 def test_groups_and_modes_that_need_tables_are_refused():
