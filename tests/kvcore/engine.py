@@ -1,9 +1,9 @@
-"""Fake device memory with an identity in every row, and a stand-in engine that checks each row a query reads.
+"""Fake device memory with an identity in every row, and an engine that compares each row it reads.
 
-All groups share one memory, as they share one pool. The identity of a row is a hash of its table, its position and
-all tokens that it depends on, computed here from token lists: rows of another prefix or group, stale rows and rows
-never written differ. A state page has the rows of its last tokens by position, and each row depends on the one before
-it, back to the initial state in page 0.
+All groups share one memory, as they share one pool. The identity of a row is a hash of its table,
+its position and all tokens that it depends on, computed here from token lists: rows of another
+prefix or group, stale rows and rows never written differ. A state page has the rows of its last
+tokens by position, and each row depends on the one before it, back to the initial state in page 0.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Device:
     def visible(self, t: int, request: Request) -> tuple[np.ndarray, np.ndarray]:
         """Positions that the next token sees in table `t`, and the identities of their rows."""
         spec, n, text = self.specs[t], request.computed, request.text
-        # A row that depends on later tokens is written once these were inputs, or are in the prompt.
+        # A row that depends on later tokens is written once these are known.
         last = min(n, max(n, text.num_given) - spec.lookahead)
         first = 0
         if spec.kind == "state":
@@ -271,7 +271,7 @@ class Device:
         self._equal(self.memory[where], expected, "a replayed row", again)
 
     def write_waiting(self, request: Request, end: int, tables=None) -> None:
-        """Write lookahead rows before the step that the tokens up to `end` complete; call before the commit."""
+        """Write the lookahead rows that the tokens up to `end` complete; call before the commit."""
         start, known = request.computed, max(end, request.text.num_given)
         for t, spec in enumerate(self.specs):
             if spec.lookahead and spec.kind != "state":
@@ -286,7 +286,7 @@ class Device:
                 self._put(where, positions, rows, tables is None)
 
     def check_deltas(self, requests: list[Request]) -> None:
-        """A copy of the tables made from `take_deltas` alone equals them wherever a query may read."""
+        """Compare a copy of the tables made from `take_deltas` wherever a query may read."""
         places, pages = self.kv.take_deltas()
         for place, page in zip(places.tolist(), pages.tolist(), strict=True):  # later ones last
             self.mirror.reshape(-1)[place] = page

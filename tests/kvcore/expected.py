@@ -1,4 +1,4 @@
-"""What a cache owes its caller: hits that the documents promise, hits that its events tell, no trace of a refusal."""
+"""Expected hits, from the documents and from events, and digests of everything a cache holds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SCRATCH = {"_mark", "_checked", "_found", "_found_at"}  # attributes that rememb
 class Promises:
     """Prefixes that must be findable while nothing was evicted, as hashes of token prefixes.
 
-    These are all computed segments, and resume points at the boundaries that `policies.retention` names: the replay
-    boundaries of a prompt, the junction, the interval, and the last boundary of a request. With a state group, only
-    where a step ended there and no later step wrote over it.
+    These are all computed segments, and resume points at the boundaries that `policies.retention`
+    names: the replay boundaries of a prompt, the junction, the interval, and the last boundary of a
+    request. With a state group, only where a step ended there and no later step wrote over it.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -95,7 +95,7 @@ class Promises:
 
 
 class Reader:
-    """A router: it learns from events alone which keys are stored, and makes the keys of a prompt itself.
+    """A router: it learns stored keys from events alone, and makes the keys of prompts itself.
 
     Attributes:
         stored, host: [groups] key of each block -> the event that stored it, by medium.
@@ -177,7 +177,7 @@ class Reader:
         return depth * self.a
 
     def _held(self) -> set[bytes]:
-        """Keys of resume points, and of boundaries between two whose longer tail holds all in between."""
+        """Keys of resume points, and of the boundaries between two that the later tail covers."""
         held = points = set.intersection(*(set(self.stored[g]) for g in self.others))
         for key in points if self.dense and self.span else ():
             above, node = [], self._parent(key)
@@ -243,7 +243,7 @@ class _Pickler(pickle.Pickler):
 
 
 def digest(root: object) -> bytes:
-    """Hash of all objects reachable from `root`: equal before and after a call that changed nothing."""
+    """Hash of all objects reachable from `root`: equal after a call that changed nothing."""
     out = io.BytesIO()
     _Pickler(out).dump(root)
     return blake2b(out.getbuffer()).digest()

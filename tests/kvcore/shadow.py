@@ -2,11 +2,11 @@
 
     python -m tests.kvcore.shadow --calls 300000 --seed 0
 
-A *life* is one cache with random groups, retention, policy and sizes, and the calls that one seed draws. A stand-in
-engine keeps its own token lists, writes rows into fake memory (`engine.Device`), and overwrites the arrays that it
-passed as soon as a call returns. Hits are at least what the documents promise and what events tell (`expected`); every
-row behind a hit is compared. A failure names its seed and step; ``--shrink`` finds a shorter list of steps that fails
-in the same place.
+A *life* is one cache with random groups, retention, policy and sizes, and the calls that one seed
+draws. A stand-in engine keeps its own token lists, writes rows into fake memory (`engine.Device`),
+and overwrites the arrays that it passed as soon as a call returns. Hits are what events tell, and
+at least what the documents promise (`expected`); every row behind a hit is compared. A failure
+names its seed and step; ``--shrink`` finds a shorter list of steps that fails in the same place.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class MoodyLog(EventLog):
 
 @dataclass
 class Launch:
-    """A step planned ahead: its plan, and tables and row contents as of then ([requests][tables])."""
+    """A step planned ahead, with [requests][tables] tables and row contents as of then."""
 
     plan: StepPlan
     requests: list[Request]
@@ -227,7 +227,7 @@ class Life:
         return self.rng.choices((0, 1), k=self.rng.randint(low, high))
 
     def number(self, low: int, high: int, start: int) -> int:
-        """A number of tokens after position `start`, often one that ends at a boundary or beside it."""
+        """A number of tokens after position `start`, often up to a boundary or beside it."""
         a = self.kv.alignment
         near = (start + high) // a * a - start + self.rng.choice((-1, 0, 0, 0, 1))
         if low <= near <= high and self.rng.random() < 0.4:
@@ -405,7 +405,7 @@ class Life:
         return None
 
     def reserve(self, counts: dict[Request, int]):
-        """Arrays of a step whose requests reserve one by one, some of them twice, or all at once."""
+        """Reserve one by one, some requests twice, or all at once; returns the step's arrays."""
         rng, order, most = self.rng, list(counts), self.kv.max_model_len
         twice = [r for r in order if rng.random() < 0.1]
         for r in twice:  # for one token, or too many: the end falls then
@@ -483,7 +483,7 @@ class Life:
         return [a.tobytes() for a in arrays if isinstance(a, np.ndarray)]
 
     def ahead(self) -> None:
-        """Steps are reserved, laid out and advanced before the first one runs; tokens are known last."""
+        """Steps are reserved and advanced before the first one runs; tokens are known last."""
         queue: list[Launch] = []
         for _ in range(self.rng.randint(2, 4)):
             counts, accepted = self.choose()
@@ -659,7 +659,7 @@ class Life:
                 self.calls["stores"] += 1
 
     def load(self) -> None:
-        """Load a prompt of which the host may have more than the device; the look-up changes nothing."""
+        """Load a prompt that the host may have; the look-up changes nothing."""
         if self.tiers is None:
             return
         text, kv = self.new_text(), self.kv
@@ -683,7 +683,7 @@ class Life:
             self.begin_job(job)
 
     def bounce(self) -> None:
-        """What is due is stored, everything leaves the device, and prompts come back."""
+        """All that is due is stored, everything leaves the device, and prompts come back."""
         if self.tiers is None:
             return
         while self.requests and self.rng.random() < 0.8:
@@ -827,7 +827,7 @@ class Life:
 
 
 class ListLife(Life):
-    """A life of an append-only cache: workers append the pages that they are told, and write before they read."""
+    """A life of an append-only cache: workers append new pages, and write before they read."""
 
     weights: ClassVar = {
         "admit": 3, "look": 2, "step": 14, "release": 2, "preempt": 1, "abort": 0.7, "pin": 1, "pin_request": 0.5,
@@ -859,7 +859,7 @@ class ListLife(Life):
         super().begin(request)
 
     def step(self) -> None:
-        """All writes of a step, then all reads; requests that come in it may hit what others of it write."""
+        """All writes of a step, then all reads; new requests may hit rows that it writes."""
         rng, kv, batch = self.rng, self.kv, []
         for r in self.shuffled(self.requests):
             if rng.random() < 0.3 or r not in self.requests:
@@ -891,7 +891,7 @@ class ListLife(Life):
             r.text.cut(r.computed if drafts else len(r.text))
 
     def schedule(self, r: Request, n: int, drafts: int) -> bool:
-        """Reserve for `n` tokens and `drafts`, publish the tokens, and write all; False: no pages."""
+        """Reserve `n` tokens and `drafts`, publish the tokens, write all; False: no pages."""
         start, end = r.computed, r.computed + n + drafts
         quiet = end <= self.call("room", r.slot)
         given = self.fits("reserve", r.slot, end)
@@ -951,7 +951,7 @@ def run(seed: int, steps: list[tuple[int, str]], calls: Counter) -> Life:
 
 
 def place(error: BaseException) -> str:
-    """Where an exception was raised."""
+    """Function and line that raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"in {frame.name}: {frame.line}"
 

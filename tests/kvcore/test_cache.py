@@ -153,7 +153,7 @@ def test_out_of_pages_is_a_value_and_changes_nothing():
     before = digest(e.kv)
     out = e.step({"b": 2000})
     assert isinstance(out, OutOfPages)
-    # Dense blocks; and of each window what the next query sees, and the tail of the boundary at 1536.
+    # Dense blocks; of each window the next query's rows and the tail of boundary 1536.
     assert out.needed == 63 + 2 * (5 + 4) and out.free == e.kv.num_free_pages and out.evictable == 0
     assert out.group == "g0" and out.per_group == {"g0": 63, "g1": 9, "g2": 9}
     assert "81" in str(out) and "g0" in str(out)
@@ -162,7 +162,7 @@ def test_out_of_pages_is_a_value_and_changes_nothing():
 
 
 def test_eviction_takes_whole_resume_points_least_recently_used_first():
-    # A run of 320 tokens leaves 10 dense pages and points at 288 and 320: blocks 14..19 of two groups.
+    # 320 tokens leave 10 dense pages and points at 288 and 320: blocks 14..19 of two groups.
     e = engine(num_pages=1 + 3 * (10 + 2 * 6) + 10)
     prompts = [tokens(320, seed) for seed in range(4)]
     for i in range(3):

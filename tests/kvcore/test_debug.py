@@ -1,4 +1,4 @@
-"""`KVCache(debug=True)` names a second thread, tokens that are not the prompt's, and writes to page 0."""
+"""`KVCache(debug=True)` names second threads, tokens not of the prompt, and writes to page 0."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_threads_that_take_turns_nested_calls_and_reads_are_allowed():
     assert elsewhere(lambda: kv.admit("a", match)) == raised == []
     assert elsewhere(lambda: kv.commit(kv.plan([0], [9]), [1] * 9)) == []
     with pytest.raises(ValueError, match="request_id: expected an admitted request"):
-        kv.release("nobody")
+        kv.release("unknown")
     assert elsewhere(lambda: kv.release("a")) == []
 
 

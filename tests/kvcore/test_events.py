@@ -54,7 +54,7 @@ def test_the_records_of_a_request_name_exactly_its_blocks():
     assert {(r.groups, r.names, r.block_size, r.sliding_window) for r in dense} == {
         ((0,), ("g0",), 8, None)
     }
-    # One resume point, at 24: three window blocks from 12 on, in both window groups, and one state block.
+    # One resume point, at 24: window blocks from 12 on in both window groups, and a state.
     window, state = [r for r in events if r.kind != "dense"]
     assert (window.kind, window.groups, window.names) == ("window", (1, 2), ("g1", "g2"))
     assert (window.start, window.block_size, window.sliding_window) == (12, 4, 10)
@@ -162,7 +162,7 @@ def test_without_a_log_no_tokens_are_kept():
 
 
 def ledger(events) -> dict:
-    """What is stored after `events`: of each entry its blocks, parent and tokens."""
+    """Replay `events`: entry -> its blocks, parent and tokens."""
     stored: dict = {}
     for event in events:
         if isinstance(event, AllBlocksCleared):

@@ -12,7 +12,7 @@ FULL, SLIDING = LayerShape(4096), LayerShape(4096, 1024)
 
 
 def test_layers_are_dealt_in_turn():
-    """Five sliding layers (0, 1, 3, 4, 6) over three groups of at most two; full layers (2, 5) in group 0."""
+    """Five sliding layers go to three groups of at most two; full layers (2, 5) to group 0."""
     layers = [SLIDING, SLIDING, FULL, SLIDING, SLIDING, FULL, SLIDING]
     groups, placement = cache_groups(layers)
     dealt = [(1, 0), (2, 0), (0, 0), (3, 0), (1, 1), (0, 1), (2, 1)]

@@ -25,7 +25,7 @@ def queued(policy) -> int:
 @pytest.mark.parametrize("specs", [DENSE, STATEFUL], ids=["dense", "state"])
 @pytest.mark.parametrize("pages", [60, 3000], ids=["full", "roomy"])
 def test_long_traffic_keeps_memory_bounded(specs, pages, budget=200):
-    """Requests come, hit, decode and go on a small set of prompts, with a pool that is always full or never."""
+    """Requests of a few prompts come, hit, decode and go, in a pool that is always full or never."""
     kv = engine(specs, num_pages=pages, policy=LRU()).kv
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 50, rng.integers(10, 100)).tolist() for _ in range(12)]

@@ -57,7 +57,7 @@ NO_CHANGES = {
     "describe": lambda e: (e.kv.describe(), e.kv.stats(), e.kv.check_invariants()),
     "out-of-pages": lambda e: e.kv.plan([e.slots["a"]], [180]),
     "bad-plan": lambda e: fails(e.kv.plan, [e.slots["a"]], [0]),
-    "bad-release": lambda e: fails(e.kv.release, "nobody"),
+    "bad-release": lambda e: fails(e.kv.release, "unknown"),
     "bad-rollback": lambda e: fails(e.kv.rollback, e.slots["b"], 99),
     "bad-admit": lambda e: fails(e.kv.admit, "a", e.kv.match([1])),
     # Pins change the order of eviction alone.

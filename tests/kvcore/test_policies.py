@@ -53,7 +53,7 @@ def key(*names: object) -> bytes:
 
 
 def chance(policy: Adaptive, entry: Fake) -> float:
-    """How likely `policy` takes a hit on `entry` to be at the next prompt."""
+    """Chance of a hit on `entry` at the next prompt, as `policy` estimates it."""
     policy.coming(0)  # which looks at all that was added
     return policy._returns.chance(policy._filed[entry][1])
 
@@ -82,7 +82,7 @@ def test_a_policy_gives_back_each_entry_once(make):
 
 @pytest.mark.parametrize("make", [LRU, Adaptive])
 def test_what_was_discarded_costs_no_later_look(make, monkeypatch):
-    """What would go next is looked at in each step where tiers are: what left before its turn is not passed over again."""
+    """`coming` is called in each step where tiers are: it skips a discarded entry at most once."""
     looked, in_order = [], base.in_order
 
     def counted(heap):
@@ -126,8 +126,10 @@ def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
 
 
 def edited_chats(policy, turns, first=0):
-    """Prompts of ten segments that leave entries at their end, one segment before, and after the answer; each is followed by a
-    prompt that resumes where the earlier one was edited. Returns the entries of the last prompt that none resumed."""
+    """Ask prompts of ten segments, each resumed one segment before its end by the next.
+
+    Each leaves entries at that segment, at its end and after the answer. Returns those of the last prompt.
+    """
     for turn in range(first, first + turns):
         said = [f"{turn}.{i}" for i in range(10)]
         policy.asked(key(*said), 0, (10, 10, 9, 0))
@@ -181,7 +183,7 @@ def test_adaptive_is_lru_while_nothing_comes_back():
 
 @pytest.mark.parametrize("chats", [True, False])
 def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
-    """Each turn leaves an entry at the end of its prompt and one after the answer; only one kind is returned to."""
+    """Each turn leaves an entry at its prompt's end and one after the answer; one kind is returned to."""
     policy = Adaptive()
     policy.add(Fake(key("dense"), gain=10, num_pages=10))  # so that the others are costly
     history, live, tick = {}, {}, 0
@@ -221,7 +223,7 @@ def test_adaptive_keeps_what_stands_in_for_an_evicted_entry_that_is_likely_to_be
 
 
 def test_adaptive_weighs_savings_against_age():
-    """An entry of four times the savings is kept, although it is a third as likely to be returned to."""
+    """Four times the savings outweigh a third of the chance of a return."""
     policy = Adaptive()
     for i in range(200):
         policy.asked(key(f"a{i}"), 0)
@@ -242,7 +244,7 @@ def test_adaptive_weighs_savings_against_age():
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
 def test_hazard_is_that_of_the_distribution(share):
-    """Minus the slope of log(survivors): those of the share that none returned to so far, and all others."""
+    """It is minus the slope of log(entries that none returned to so far)."""
 
     def survivors(age):
         return 1 - share + share * 50 / (50 + age)
@@ -268,7 +270,7 @@ def test_adaptive_looks_again_at_what_an_eviction_left_last_of_its_chain():
 
 @pytest.mark.parametrize("make", [LRU, Adaptive])
 def test_a_chain_that_is_added_deepest_first_is_evicted(make):
-    """As one whose pins end is."""
+    """Pins that end add entries in this order."""
     policy, chain = make(), [Fake(key(0))]
     for depth in range(1, 1000):
         chain.append(Fake(key(depth), depth=depth + 1, shorter=chain[-1]))
@@ -385,7 +387,7 @@ def test_coming(make, specs):
 
 
 def test_a_tier_of_adaptive_learns_with_the_cache():
-    """What prompts return to is known in both places, though only one of them is told."""
+    """Both estimate the same chances, though prompts are told to one only."""
     device = Adaptive()
     host = device.behind(lambda entry: 1.0)
     for turn in range(60):
@@ -402,7 +404,7 @@ def test_a_tier_of_adaptive_learns_with_the_cache():
 
 
 def test_an_entry_that_another_place_keeps_has_no_stand_in():
-    """Who returns to it is served by the copy, not by the next shorter one."""
+    """A return to it is served by the copy, not by the next shorter entry."""
     found = []
     for is_there in (False, True):
         device = Adaptive()

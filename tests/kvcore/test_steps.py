@@ -191,12 +191,12 @@ REFUSED = {
     "keys of tokens": (lambda kv, a, b: after(kv, a, lambda: kv.publish(a, 9, keys=b"k" * 64)), "keys: expected None, as slot 0 was admitted with tokens"),
     "too many tokens": (lambda kv, a, b: kv.reserve(b, 101), "ends: slot 1 would reach 101 tokens"),
     "one of several too long": (lambda kv, a, b: kv.reserve([b], [101]), "ends: slot 1 would reach 101 tokens"),
-    "nobody": (lambda kv, a, b: kv.reserve(2, 1), "slot: expected the slot of an admitted request"),
+    "unknown slot": (lambda kv, a, b: kv.reserve(2, 1), "slot: expected the slot of an admitted request"),
     "no slot": (lambda kv, a, b: kv.reserve(-1, 1), "slot: expected an int >= 0, got -1"),
     "no int": (lambda kv, a, b: kv.reserve(b, 1.0), "ends: expected an int"),
     "twice": (lambda kv, a, b: kv.reserve([b, b], [1, 1]), "slots: expected distinct slots"),
     "uneven": (lambda kv, a, b: kv.reserve([b], [1, 1]), "slots, ends: expected two vectors of one length"),
-    "room of nobody": (lambda kv, a, b: kv.room(2), "slot: expected the slot of an admitted request"),
+    "room of an unknown slot": (lambda kv, a, b: kv.room(2), "slot: expected the slot of an admitted request"),
     "pages of rings": (lambda kv, a, b: kv.pages_of(a), "pages_of: expected a cache with append_only=True"),
 }  # fmt: skip
 

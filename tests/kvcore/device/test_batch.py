@@ -1,4 +1,4 @@
-"""A worker that gets plans as arrays makes the same tensors as the process that has the allocator."""
+"""A worker that gets plans as arrays makes the same tensors as the allocator's process."""
 
 from __future__ import annotations
 

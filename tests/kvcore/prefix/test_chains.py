@@ -1,4 +1,4 @@
-"""Chains of segments: work grows no faster than a chain, and a chain is as few runs as it can be."""
+"""Chains of segments: work grows no faster than a chain, which is as few runs as possible."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def whole(kv: KVCache, rid: str, prompt: np.ndarray) -> None:
 
 
 def life(specs, policy, segments: int, branches: bool) -> dict[str, int]:
-    """Count lines by call about a chain of `segments`, which others left at every third boundary if it has `branches`."""
+    """Count lines by call about a chain of `segments`; `branches` leave it at every third boundary."""
     kv, counts = cache(specs, policy, segments), {}
 
     def count(name, call, *args, **options):

@@ -39,7 +39,7 @@ def run(kv: KVCache, rid: object, prompt: np.ndarray) -> int:
 
 @pytest.mark.parametrize("retention", ["dense", 32, 96])
 def test_intervals_within_a_tail_keep_no_more_points_than_the_longest_of_them(retention):
-    """All boundaries are resumable, and an eviction has a thirty-second of the entries to look at."""
+    """All boundaries are resumable with a thirty-second of the resume points."""
     specs = groups((32, None), (16, 1024))
     kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=8192, retention=retention)
     assert kv.interval == (1024 if retention != 96 else 960)

@@ -36,7 +36,7 @@ def keys(tokens, salt: bytes = b"", **options) -> list[bytes]:
 
 
 def test_no_two_of_many_crafted_prompts_share_a_key():
-    """Salts that imitate lengths, seeds, tokens and earlier digests; seeds and salts that move bytes between them."""
+    """Salts imitate lengths, seeds, tokens and digests; bytes move between seeds and salts."""
     base = [1, 2, 3, 4, 5, 6, 7, 8]
     (first, _) = keys(base)
     salts = [

@@ -85,7 +85,7 @@ def test_copies_name_what_to_move_and_when():
 
 @pytest.mark.parametrize("others", [(), ((16, 64),), ((16, 64), (8, 40))], ids=["2", "3", "4"])
 def test_a_drafter_costs_no_hits(others):
-    """vLLM PR 44082: hits went to 0 with a drafter in one of three groups; the key's lookahead loses none."""
+    """vLLM PR 44082: hits went to 0 with a drafter in one of three groups."""
     plain = engine((DENSE, (16, 64), *others))
     drafted = engine((DENSE, DRAFT, *others))
     prompt, answer = tokens(320), tokens(100, 1)

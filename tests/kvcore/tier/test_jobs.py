@@ -21,7 +21,7 @@ def test_a_prefix_comes_back_as_it_left(specs):
 
 
 def test_segments_without_pages_come_back_too():
-    """Where all groups are windows a segment is its key alone; it counts as any other."""
+    """A segment of window groups alone is a key without pages; it counts as any other."""
     s = Setup(WINDOWS)
     s.behind(PROMPT, PROMPT[::-1])  # of the last one only its point is evicted
     assert s.load(LONGER).num_saved_tokens == 100

@@ -15,7 +15,7 @@ def test_nothing_is_stored_while_there_is_room():
 
 @pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
 def test_stores_under_way_count(specs):
-    """What will be had without a loss once they are done needs no other store meanwhile."""
+    """Pages that open stores will free need no other store."""
     s = Setup(specs, pages=200)
     for i in range(4):
         s.serve([i, *PROMPT])
@@ -53,7 +53,7 @@ def test_what_the_host_lost_is_stored_again_after_its_next_use():
 
 
 def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again():
-    """Of two copies the one goes first whose entry was used last on the device a longer time ago."""
+    """Use on the device counts: of two copies the host evicts that of the entry used earlier."""
     s = Setup(pages=200, host=32)
     for i in (1, 2):
         s.serve([i, *PROMPT])
@@ -90,7 +90,7 @@ def test_a_budget_ends_within_a_chain():
 
 
 def test_a_segment_is_in_one_open_job():
-    """Points at 4, 8 and 12 segments: each segment is copied once, and each point with its chain."""
+    """Points at 4, 8 and 12 segments: each segment is copied once."""
     s = Setup(pages=200, retention=32)
     s.serve(PROMPT)
     [first] = s.tiers.stores(1 << 30)
