@@ -1,17 +1,39 @@
-"""Files of results."""
+"""Tables, files and pictures of results, and the machine that they are of."""
 
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def one_line(error: Exception) -> str:
+    """Kind and message of an error, cut to a line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 def write_json(path: Path | None, result: Any, *, final: bool = True, indent: int = 1) -> None:
-    """Writes a result, or nothing without a path.
+    """Write a result, or nothing without a path.
 
-    The file is whole at any moment, for a program may be ended while it writes: with what was known
-    before, or with this. A pipe or a terminal gets the final result alone.
+    The file is whole at any moment, with the result before or this one. A pipe or a terminal gets
+    the final result only.
     """
     if path is None:
         return
@@ -22,3 +44,65 @@ def write_json(path: Path | None, result: Any, *, final: bool = True, indent: in
         partial.replace(path)
     elif final:
         path.write_text(text, encoding="utf-8")
+
+
+def require_matplotlib(path: str | Path) -> None:
+    """Raise before the work starts if a picture cannot be drawn.
+
+    Raises:
+        ImportError: matplotlib is missing; names the extra.
+        ValueError: a file of a format that it cannot write.
+    """
+    try:
+        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib (pip install 'quire[plot]')") from error
+    formats, suffix = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix
+    if suffix and suffix[1:].lower() not in formats:
+        raise ValueError(f"plot: expected one of {sorted(formats)}, got {suffix!r}")
+
+
+def describe_machine(device: torch.device) -> dict[str, str | int | None]:
+    """Keys: device, threads, driver (None on a CPU), python, torch, triton, commit."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "not installed"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "driver": _first_line(*query) if on_gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "commit": commit(),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit of this checkout, with -dirty if files differ; "unknown" outside a repository."""
+    here = Path(__file__).resolve().parent
+    command = ("git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10")
+    return _first_line(*command) or "unknown"
+
+
+def _first_line(*command: str) -> str | None:
+    """First line that a command prints; None when it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None

@@ -31,8 +31,7 @@ from quire.models.command import Parser, output_file, program
 from quire.models.device import find_device
 
 from ..common.floors import device_rates
-from ..common.machine import describe_machine
-from ..common.results import write_json
+from ..common.results import describe_machine, write_json
 
 
 def describe(device: torch.device) -> dict[str, Any]:

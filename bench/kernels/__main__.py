@@ -44,9 +44,7 @@ from ..cases.problem import Problem
 from ..cases.shapes import Case
 from ..cases.work import case_bytes, case_flops
 from ..common.floors import device_rates
-from ..common.machine import describe_machine
-from ..common.results import write_json
-from ..common.table import aligned
+from ..common.results import aligned, describe_machine, one_line, write_json
 from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..peers.find import find_peers
@@ -165,7 +163,7 @@ def compile_case(case: Case, device: str, impl: str | None, folder: Path | None)
         except OSError:  # a full disk
             raise
         except Exception as error:
-            failures.append(f"{case.name} {peer.name}: {_line(error)}")
+            failures.append(f"{case.name} {peer.name}: {one_line(error)}")
     return failures
 
 
@@ -198,7 +196,7 @@ def run_case(
         except OSError:  # a full disk says nothing of results
             raise
         except Exception as error:
-            row["wrong" if peer.ours else "skipped"] = _line(error)
+            row["wrong" if peer.ours else "skipped"] = one_line(error)
             _require_device(device, error)
         rows.append(row)
     moved, computed = case_bytes(case), case_flops(case)
@@ -233,10 +231,6 @@ def _measure(
         "replays": timing.replays,
         "copies": problem.copies,
     }
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 def _require_device(device: torch.device, cause: Exception) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..common.machine import commit
+from ..common.results import commit
 from . import fa3, flashinfer, flashmla, vllm_triton
 from .peer import BOTH_SHAPES, Peer
 from .quire_calls import in_step_calls, quire_calls

@@ -78,9 +78,7 @@ from quire.models.llm import DRAFTERS
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import measure_rates
-from ..common.machine import describe_machine
-from ..common.plot import require_matplotlib
-from ..common.results import write_json
+from ..common.results import describe_machine, require_matplotlib, write_json
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
 from .build import BenchModel, build_model

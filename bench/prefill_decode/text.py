@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..common.table import aligned
+from ..common.results import aligned
 
 
 def header(result: dict[str, Any]) -> str:

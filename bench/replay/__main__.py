@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from quire.kvcore.policies.retention import parse_retention
 from quire.models.command import Parser, integer, number, output_file, program
 
-from ..common.plot import require_matplotlib
+from ..common.results import require_matplotlib
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
 from .loaders import LOADERS

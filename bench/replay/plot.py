@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..common.plot import require_matplotlib
+from ..common.results import require_matplotlib
 from .experiment import Row
 
 

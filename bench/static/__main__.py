@@ -40,7 +40,7 @@ from typing import Any
 
 from quire.models.command import Parser, integer, output_file, program
 
-from ..common.table import aligned
+from ..common.results import aligned
 from ..common.workers import Workers
 from .cases import DEFAULT_ARCH, SAMPLE_ARCHS
 from .compiling import attempt, distinct, problems

@@ -4,13 +4,10 @@
     python -m bench.tune --only "DECODE[512]" --seconds 300 --json tune.json
     python -m bench.tune --dry-run    # on a CPU: two values of some entries, small cases
 
-The tables are ``kernels/attention/tiles.py`` and ``kernels/latent/tiles.py``; new values are copied
-there by hand. Values of an entry are compiled first, in several threads: what spills, or breaks
-another rule of ``bench.static``, is not run. The others are timed on cases that use the entry, each
-checked against the float64 result before. They are ranked by the geometric mean of their times over
-those of the table's own value in the same run. A value is taken if it is at least 2 % faster.
-
-After ``--seconds`` no entry is begun, and of the entry in hand no further case is timed.
+The tables are ``kernels/attention/tiles.py`` and ``kernels/latent/tiles.py``. Values that break a
+rule of ``bench.static`` are not run. The others are checked against the float64 result, timed on
+cases that use the entry, and ranked by the geometric mean of their times over those of the table's
+value; one at least 2 % faster is taken. After ``--seconds`` no entry and no further case begins.
 
 An entry may serve several architectures: run ``python -m bench.static --arch`` with all of them
 afterwards.
@@ -41,9 +38,7 @@ from quire.models.command import Parser, integer, number, output_file, program
 
 from ..cases.make import expect, make_problem
 from ..cases.shapes import Case, all_cases, tiny_cases
-from ..common.machine import describe_machine
-from ..common.results import write_json
-from ..common.table import aligned
+from ..common.results import aligned, describe_machine, one_line, write_json
 from ..common.timing import time_calls
 from ..peers.quire_calls import quire_calls
 from ..static.compiling import problems, usage
@@ -51,12 +46,13 @@ from ..static.launches import record
 from .entries import Entry, table_entries
 
 GAIN = 0.02  # share of its time that a new value has to save
+Row = dict[str, Any]
 
 
 def refusals(
     entry: Entry, values: Sequence[Any], call: Callable[[], Any], arch: Arch, jobs: int
 ) -> list[str | None]:
-    """Compile the first kernel of a call with each value; why a value may not be used, or None."""
+    """Compile the first kernel of a call with each value; rules that each breaks, or None."""
     launches = []
     for value in values:
         with entry.using(value):
@@ -68,7 +64,7 @@ def refusals(
         except OSError:  # a full disk says nothing of the kernel
             raise
         except Exception as error:
-            return f"does not compile: {_line(error)}"
+            return f"does not compile: {one_line(error)}"
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(refusal, launches))
@@ -81,18 +77,18 @@ def measure(
     args: argparse.Namespace,
     arch: Arch,
     deadline: float = math.inf,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """One row for each value: milliseconds on each case, or what is wrong with it.
 
     Args:
         entry: entry of a table.
         values: values of the entry, the table's own first.
         cases: cases that use it; the first is timed even after the deadline.
-        args: of the command line.
-        arch: of the device.
-        deadline: on the clock of ``perf_counter``.
+        args: options of the command.
+        arch: architecture of the device.
+        deadline: time on the clock of ``perf_counter``.
     """
-    rows: list[dict[str, Any]] = [
+    rows: list[Row] = [
         {"entry": entry.name, "config": value, "ms": {}, "wrong": None, "refused": None}
         for value in values
     ]
@@ -110,11 +106,7 @@ def measure(
 
 
 def time_case(
-    rows: list[dict[str, Any]],
-    entry: Entry,
-    case: Case,
-    args: argparse.Namespace,
-    arch: Arch | None,
+    rows: list[Row], entry: Entry, case: Case, args: argparse.Namespace, arch: Arch | None
 ) -> None:
     """Put the times of one case into the rows; arch: compile for it first, None: do not."""
     device = torch.device("cpu" if args.dry_run else "cuda")
@@ -140,25 +132,44 @@ def time_case(
             except OSError:  # a full disk says nothing of the value
                 raise
             except Exception as error:  # a launch that the device refuses
-                row["wrong"] = _line(error)
+                row["wrong"] = one_line(error)
 
 
-def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def best(rows: list[Row]) -> Row:
     """The row to take: the table's own, unless another is faster by ``GAIN``."""
     timed = [row for row in rows if row["ratio"] is not None]
     fastest = min(timed, key=lambda row: row["ratio"], default=rows[0])
     return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
 
 
-def run(args: argparse.Namespace) -> int:
+def table(entry: Entry, rows: list[Row], taken: Row) -> str:
+    """Values that were timed, fastest first."""
+    cases = list(rows[0]["ms"])
+    lines = [(entry.name, *cases, "of the table's", "")]
+    for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
+        if row["refused"]:
+            continue
+        times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
+        ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
+        mark = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
+        lines.append((str(row["config"]), *times, ratio, mark))
+    refused = sum(bool(row["refused"]) for row in rows)
+    return "\n".join([*aligned(lines), f"{refused} values refused by the rules of bench.static"])
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Tune entry by entry; returns the exit status."""
+    args = _parser().parse_args(argv)
+    if not args.dry_run and not torch.cuda.is_available():
+        raise ValueError("device: expected a GPU, got none; --dry-run needs none")
     device = torch.device("cpu" if args.dry_run else "cuda")
     arch = launching.INTERPRETER_ARCH if args.dry_run else launching.arch_of(device)
     work = table_entries(tiny_cases() if args.dry_run else all_cases(), arch)
     work = {entry: cases for entry, cases in work.items() if args.only in entry.name}
     if not work:
         raise ValueError(f"only: expected part of an entry's name, got {args.only!r}")
-    result: dict[str, Any] = {"machine": describe_machine(device), "rows": [], "not_run": []}
+    result: Row = {"machine": describe_machine(device), "rows": [], "not_run": []}
     changes, start = [], perf_counter()
     deadline = math.inf if args.seconds is None else start + args.seconds
     for entry, cases in work.items():
@@ -180,34 +191,6 @@ def run(args: argparse.Namespace) -> int:
     if result["not_run"]:
         print(f"out of time: {', '.join(result['not_run'])}")
     return 1 if any(row["wrong"] for row in result["rows"]) else 0
-
-
-def table(entry: Entry, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
-    """Values that were timed, fastest first."""
-    cases = list(rows[0]["ms"])
-    lines = [(entry.name, *cases, "of the table's", "")]
-    for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
-        if row["refused"]:
-            continue
-        times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
-        ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-        mark = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
-        lines.append((str(row["config"]), *times, ratio, mark))
-    refused = sum(bool(row["refused"]) for row in rows)
-    return "\n".join([*aligned(lines), f"{refused} values refused by the rules of bench.static"])
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0][:200]
-
-
-@program
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = _parser().parse_args(argv)
-    if not args.dry_run and not torch.cuda.is_available():
-        raise ValueError("device: expected a GPU, got none; --dry-run needs none")
-    return run(args)
 
 
 def _parser() -> Parser:

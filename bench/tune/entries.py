@@ -39,9 +39,8 @@ class Entry:
     @property
     def name(self) -> str:
         """The entry as Python writes it."""
-        file, table = self.table
         kind = f"[{self.kind!r}]" if self.kind else ""
-        return f"{file}.{table}{kind}[{self.key}]"
+        return f"{'.'.join(self.table)}{kind}[{self.key}]"
 
     @property
     def _values(self) -> dict[int, Any]:
@@ -56,7 +55,7 @@ class Entry:
 
     @contextmanager
     def using(self, value: Any) -> Iterator[None]:
-        """Kernels are launched with this value."""
+        """Launch kernels with this value."""
         values, before = self._values, self.current
         values[self.key] = value
         try:
@@ -69,27 +68,26 @@ class Entry:
 
         The tiles of keys in all stages but one have to fit the shared memory.
         """
-        # Copies of AMD's GPUs go through registers: one tile under way is much.
+        # AMD's GPUs copy through registers.
         stages = (2, 3, 4, 5) if arch.maker == "nvidia" else (1, 2, 3)
         warps, keys = (4, 8), (16, 32, 64, 128)
+        found: list[Any]
         if self.table in (DECODE, E4M3_DECODE):
             found = list(product(keys, stages, (16, 32, 64)))
-            sizes = [(block_n, num_stages) for block_n, num_stages, _ in found]
         elif self.table in (PREFILL, E4M3_PREFILL):
             parts = (1, 2) if self.key >= 256 else (1,)
             choices = product((32, 64, 128), keys, warps, stages, parts)
             found = [attention.Config(*choice) for choice in choices]
-            sizes = [(config.block_n, config.num_stages) for config in found]
         else:
             found = [latent.Config(*c) for c in product((16, 32, 64), keys[:3], warps, stages)]
-            sizes = [(config.block_n, config.num_stages) for config in found]
         # Rows of 16 bits, also of quantized pages: tiles of the step's own rows are as wide.
         row_bytes = 2 * 576 if self.table[0] == "latent" else 2 * 2 * self.key
-        fit = [
-            value
-            for value, (block_n, num_stages) in zip(found, sizes, strict=True)
-            if block_n * row_bytes * (num_stages - 1) <= arch.shared_memory
-        ]
+        fit = []
+        for value in found:
+            is_tuple = isinstance(value, tuple)
+            block_n, depth = value[:2] if is_tuple else (value.block_n, value.num_stages)
+            if block_n * row_bytes * (depth - 1) <= arch.shared_memory:
+                fit.append(value)
         return list(dict.fromkeys([self.current, *fit]))
 
 
@@ -106,9 +104,9 @@ def entry_of(case: Case, arch: Arch) -> Entry | None:
     if shape.op == "index":
         return None
     tokens = 1 if case.phase == "decode" or shape.op == "csa" else CHUNK
-    rows = tile_rows(shape.num_heads, tokens)
     kind = "amd" if arch.maker == "amd" else arch.tiles
-    return Entry(FP8_LATENT if shape.fp8 else LATENT, kind, rows)
+    table = FP8_LATENT if shape.fp8 else LATENT
+    return Entry(table, kind, tile_rows(shape.num_heads, tokens))
 
 
 def table_entries(cases: Sequence[Case], arch: Arch) -> dict[Entry, list[Case]]:
