@@ -3,9 +3,8 @@ blocks.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-Equal ids stand for equal tokens after equal prefixes, and nothing else of the prompt is known. So
-an id is expanded to pseudo-random tokens that depend on it alone: prompts then share exactly the
-prefixes that they shared where the trace was taken.
+Equal ids stand for equal tokens after equal prefixes. An id is expanded to pseudo-random tokens that
+depend on it alone, so prompts share the prefixes that they shared where the trace was taken.
 
 Source: Mooncake (kvcache-ai), ``FAST25-release/traces``.
 """
@@ -27,7 +26,6 @@ from .workload import Turn, Workload, check_size, scaled
 
 BLOCK_TOKENS = 512
 MAX_LENGTH = 1 << 26  # tokens of a request
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 NUM_GROUPS = 5  # parts of the trace that results are grouped by
 
 
@@ -54,20 +52,85 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceReque
         path: JSONL, compressed when the name ends in ``.xz``.
 
     Raises:
-        ValueError naming file, line number and what is wrong with it; also for a file without
-            requests, or that cannot be read.
+        ValueError: a bad line, a file without requests, or one that cannot be read; names file,
+            line and fault.
     """
     check_size(limit, 1.0)
+    requests: list[TraceRequest] = []
+    for where, row in read_objects(path):
+        if len(requests) == limit:
+            break
+        requests.append(_request(row, where))
+    return expect_some(requests, path)
+
+
+def _request(row: dict[str, Any], where: str) -> TraceRequest:
+    timestamp = value_of(row, "timestamp", int, where, least=0)
+    lengths = [value_of(row, f"{part}_length", int, where, least=1) for part in ("input", "output")]
+    if max(lengths) > MAX_LENGTH:
+        raise ValueError(
+            f"trace: {where}: expected at most {MAX_LENGTH} tokens, got {max(lengths)}"
+        )
+    ids, needed = value_of(row, "hash_ids", list, where), -(-lengths[0] // BLOCK_TOKENS)
+    if len(ids) != needed or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(
+            f"trace: {where}: hash_ids: expected {needed} ints >= 0 for {lengths[0]} tokens, "
+            f"got {ids!r:.60}"
+        )
+    return TraceRequest(timestamp, *lengths, tuple(ids))
+
+
+def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, JSON object) of a file that holds one object in all (.json) or one a line."""
     path = Path(path)
-    requests = []
-    with open_trace(path) as lines:
-        for number, line in _numbered(lines):
-            if len(requests) == limit:
-                break
-            requests.append(_parse(line, f"{path.name}, line {number}"))
+    with _open(path) as lines:
+        if path.name.removesuffix(".xz").endswith(".json"):
+            yield path.name, _parse_object(lines.read(), path.name)
+            return
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                yield where, _parse_object(line, where)
+
+
+def value_of(row: dict[str, Any], field: str, kind: Any, where: str, least: Any = None) -> Any:
+    """A field of an object; raises ValueError, naming ``where``, for another type or less."""
+    value = row.get(field)
+    good = isinstance(value, kind) and not isinstance(value, bool)
+    if not good or (least is not None and value < least):
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        bound = "" if least is None else f" >= {least}"
+        raise ValueError(f"trace: {where}: {field}: expected {names}{bound}, got {value!r:.60}")
+    return value
+
+
+def expect_some(requests: list[Any], path: str | Path) -> list[Any]:
+    """The requests of a file; raises ValueError if there are none."""
     if not requests:
-        raise ValueError(f"trace: expected at least one request in {path.name}, got an empty file")
+        name = Path(path).name
+        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
     return requests
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read, decompressed when its name ends in ``.xz``."""
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
+            yield lines
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"trace: cannot read {str(path)!r}: {reason}") from error
+
+
+def _parse_object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
+    return value
 
 
 def expand(hash_id: int, num_tokens: int, *, low: int, high: int, seed: int = 0) -> np.ndarray:
@@ -99,9 +162,8 @@ def trace_workload(
     Args:
         vocab_size, low: token ids are in low .. vocab_size - 1.
         limit: requests at most.
-        scale: factor of all lengths. Blocks shrink to 512 * scale tokens, so prompts share what
-            they shared, only less of it.
-        seed: of the expansion of ids to tokens.
+        scale: factor of all lengths; blocks shrink to 512 * scale tokens.
+        seed: seed of the expansion of ids to tokens.
 
     Raises:
         ValueError as `read_trace`, or unless 0 < scale <= 1.
@@ -127,64 +189,3 @@ def trace_workload(
         f"lengths x {scale:g} (blocks of {block} tokens)"
     )
     return Workload(title, "fifth of the trace", tuple(sessions))
-
-
-@contextmanager
-def open_trace(path: Path) -> Iterator[IO[bytes]]:
-    """A file to read, decompressed when its name ends in ``.xz``.
-
-    Raises:
-        ValueError naming a file that is missing, damaged or cut off, when it is opened or while it
-            is read.
-    """
-    try:
-        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
-            yield lines
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"trace: cannot read {str(path)!r}: {reason}") from error
-
-
-def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that ``text`` is. Raises ValueError, naming ``where``, if it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
-    return value
-
-
-def _numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, with their numbers from 1."""
-    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-
-
-def _parse(line: bytes, where: str) -> TraceRequest:
-    record = parse_object(line, where)
-    if missing := [field for field in FIELDS if field not in record]:
-        raise ValueError(f"trace: {where}: missing fields {missing}, got {sorted(record)}")
-    for field, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
-        if not _is_int(record[field], least):
-            raise ValueError(
-                f"trace: {where}: {field}: expected an int >= {least}, got {record[field]!r:.60}"
-            )
-        if field != "timestamp" and record[field] > MAX_LENGTH:
-            raise ValueError(
-                f"trace: {where}: {field}: expected at most {MAX_LENGTH}, got {record[field]}"
-            )
-    ids = record["hash_ids"]
-    if not isinstance(ids, list) or not all(_is_int(i, 0) for i in ids):
-        raise ValueError(f"trace: {where}: hash_ids: expected a list of ints >= 0, got {ids!r:.60}")
-    needed = -(-record["input_length"] // BLOCK_TOKENS)
-    if len(ids) != needed:
-        raise ValueError(
-            f"trace: {where}: hash_ids: expected {needed} ids for {record['input_length']} tokens, "
-            f"got {len(ids)}"
-        )
-    return TraceRequest(*(record[field] for field in FIELDS[:3]), tuple(ids))
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..common.traces import BLOCK_TOKENS, open_trace, parse_object, read_trace
+from ..common.traces import BLOCK_TOKENS, expect_some, read_objects, read_trace, value_of
 from ..common.workload import check_size
 from .requests import Numbering, Request
 
@@ -39,14 +39,17 @@ def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
     check_size(limit, 1.0)
     number, sessions = Numbering(BAILIAN_BLOCK), dict[int, int]()
     requests: list[Request] = []
-    for where, row in _objects(path):
+    for where, row in read_objects(path):
         if len(requests) == limit:
             break
-        chat, parent = _get(row, "chat_id", int, where), _get(row, "parent_chat_id", int, where)
+        chat, parent = (
+            value_of(row, "chat_id", int, where),
+            value_of(row, "parent_chat_id", int, where),
+        )
         session = sessions[chat] = sessions.get(parent, len(requests))
         fields = ("timestamp", "input_length", "output_length", "hash_ids")
         requests.append(_request(row, fields, where, session, BAILIAN_BLOCK, number))
-    return _some(requests, path)
+    return expect_some(requests, path)
 
 
 def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
@@ -60,8 +63,8 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
     numbers: dict[int, Numbering] = {}
     path = Path(path)
     files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
-    for session, (where, trace) in enumerate(pair for file in files for pair in _objects(file)):
-        size = _get(trace, "block_size", int, where)
+    for session, (where, trace) in enumerate(pair for file in files for pair in read_objects(file)):
+        size = value_of(trace, "block_size", int, where)
         if not 1 <= size <= MAX_BLOCK:
             raise ValueError(f"trace: {where}: block_size: expected 1..{MAX_BLOCK}, got {size}")
         number = numbers.setdefault(size, Numbering(size))
@@ -76,7 +79,7 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
             fields = ("t", "in", "out", "hash_ids")
             requests.append(_request(row, fields, where, session, size, number, name, tail))
     requests.sort(key=lambda r: r.arrival)
-    return _some(requests[:limit], path)
+    return expect_some(requests[:limit], path)
 
 
 LOADERS: dict[str, Callable[[str | Path, int | None], list[Request]]] = {
@@ -88,7 +91,7 @@ LOADERS: dict[str, Callable[[str | Path, int | None], list[Request]]] = {
 
 def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
     """Model calls of a session and of its subagents."""
-    for row in _get(trace, "requests", list, where):
+    for row in value_of(trace, "requests", list, where):
         if not isinstance(row, dict):
             raise ValueError(f"trace: {where}: requests: expected objects, got {row!r:.60}")
         if row.get("type") == "subagent":
@@ -103,9 +106,9 @@ def _request(
 ) -> Request:  # fmt: skip
     """The request of a row; `fields` name its time, lengths and ids; `tail`: id of a last block."""
     time, length, answer, blocks = fields
-    arrival = _get(row, time, (int, float), where)
-    input, output = _get(row, length, int, where), _get(row, answer, int, where)
-    ids = list(_get(row, blocks, list, where))
+    arrival = value_of(row, time, (int, float), where)
+    input, output = value_of(row, length, int, where), value_of(row, answer, int, where)
+    ids = list(value_of(row, blocks, list, where))
     if tail is not None and input % size and len(ids) == input // size:
         ids.append(tail)
     needed = -(-input // size)
@@ -118,31 +121,3 @@ def _request(
         return Request(float(arrival), session, input, output, number(ids[:needed]), size, scope)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"trace: {where}: {error}") from error
-
-
-def _objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, JSON object) of a file that holds one object in all or one a line."""
-    path = Path(path)
-    with open_trace(path) as lines:
-        if path.name.removesuffix(".xz").endswith(".json"):
-            yield path.name, parse_object(lines.read(), path.name)
-            return
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path.name}, line {number}"
-                yield where, parse_object(line, where)
-
-
-def _get(row: dict[str, Any], field: str, kind: Any, where: str) -> Any:
-    value = row.get(field)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        raise ValueError(f"trace: {where}: {field}: expected {names}, got {value!r:.60}")
-    return value
-
-
-def _some(requests: list[Request], path: str | Path) -> list[Request]:
-    if not requests:
-        name = Path(path).name
-        raise ValueError(f"trace: expected at least one request in {name}, got an empty file")
-    return requests
