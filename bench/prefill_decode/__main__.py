@@ -13,31 +13,27 @@ right, then says how fast it was.
     python -m bench.prefill_decode --limit 4 --no-baseline --tensor-parallel-size 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
-format. At most --max-num-seqs requests are in the engine at once; the next is added when one is
-finished, so the time to the first token has no queue in front. Every answer has its full length:
-stop tokens do not end it.
+format. At most --max-num-seqs requests are in the engine at once, so the time to the first token
+has no queue in front. Stop tokens do not end an answer.
 
-Exit status 1, and no numbers, when a checked token is not what a full forward pass without any
-cache says (`bench.prefill_decode.verify`). Then the same prompts run again with caching off, and
-each request whose output differs is checked in both runs. Engines are warmed up with the first
-requests, apart from the runs that are measured. Keys of --json: `bench.prefill_decode.report`.
+Exit status 1, and no numbers, when a checked token is not that of a full forward pass without any
+cache (`bench.prefill_decode.verify`). Then the same prompts run again with caching off, and each
+request whose output differs is checked in both runs. Engines are warmed up before. Keys of --json:
+`bench.prefill_decode.report`.
 
 These run the prompts once more, and print both runs side by side or how they differ:
 
     --compare               with the other implementation, whose output is checked as well
     --host-cache            without the host memory that keeps what leaves the pool
     --speculate             without a drafter: "ngram" repeats earlier text, "mtp" is the model's
-                            own drafter layer. How often a random model's is right depends on how
-                            its weights were drawn (`bench.prefill_decode.build`)
-    --tensor-parallel-size  on N ranks of this machine, each with a part of the model, checked by
-                            passes of one rank; with the bytes that a rank sends, against the least
-                            possible, and the context that a pool of the same bytes holds
+                            own drafter layer (random weights: `bench.prefill_decode.build`)
+    --tensor-parallel-size  on N ranks of this machine, each with a part of the model, with the
+                            bytes that a rank sends, against the least possible, and the context
+                            that a pool of the same bytes holds
 
-With --kv-cache-dtype fp8 pages hold keys and values in e4m3, and which of them a query sees rounded
-depends on where its prompt was cut into steps: at a hit elsewhere than in a cold run. So outputs
-need not be identical with caching off, and of those that differ only the requests that are checked
-anyway are checked there. A token may be as far below the largest logit of the full pass, whose keys
-and values are not rounded, as rounding all of them moves two logits.
+With --kv-cache-dtype fp8, the keys and values that a query sees rounded depend on how its prompt was
+cut into steps, so outputs may differ with caching off: only the requests that are checked anyway
+are compared. A token may be as far below the largest logit as rounding all of them moves two.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ if __name__ == "__main__":
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -99,7 +95,7 @@ class WrongOutput(Exception):
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status."""
+    """Run the benchmark; returns the exit status."""
     args = _parser().parse_args(argv)
     _expect_together(args)
     threads_before = torch.get_num_threads()
@@ -121,19 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Says what does not fit.
             built.model.config.shard(args.tensor_parallel_size)
         workload = _workload(args, built)
-        result = measure(
-            built,
-            workload,
-            _settings(args, device, workload),
-            num_checks=args.check,
-            baseline=not args.no_baseline,
-            speculate=args.speculate,
-            draft_tokens=args.draft_tokens or 1,
-            split_runs=args.split or 1,
-            compare=args.compare,
-            num_ranks=args.tensor_parallel_size,
-            keep=lambda result: write_json(args.json, result, final=False, indent=2),
-        )
+        result = measure(args, built, workload, _settings(args, device, workload))
         write_json(args.json, result, indent=2)
         print(header(result), table(result), sep="\n\n")
         if args.split:
@@ -151,31 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    built: BenchModel,
-    workload: Workload,
-    settings: EngineConfig,
-    *,
-    num_checks: int,
-    baseline: bool = True,
-    speculate: str | None = None,
-    draft_tokens: int = 1,
-    split_runs: int = 1,
-    compare: str | None = None,
-    num_ranks: int | None = None,
-    keep: Callable[[dict[str, Any]], None] = lambda result: None,
+    args: argparse.Namespace, built: BenchModel, workload: Workload, settings: EngineConfig
 ) -> dict[str, Any]:
-    """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
+    """Run, check and measure; returns the dictionary of `bench.prefill_decode.report`.
 
-    Args:
-        num_checks: requests to check at least.
-        baseline: run once more with caching off.
-        speculate: None, or what drafts (`DRAFTERS`), ``draft_tokens`` a step; then once more
-            without.
-        split_runs: runs with caching on, for the split of CPU time; all other numbers are those of
-            the first.
-        compare: None, or the implementation to run once more with.
-        num_ranks: None, or how many ranks to run once more on.
-        keep: gets the dictionary as far as it is known, whenever a run is checked.
+    --json is written whenever a run has been checked. With --split N all numbers but the split of
+    CPU time are those of the first run.
 
     Raises:
         WrongOutput; what the engine raises.
@@ -183,20 +148,23 @@ def measure(
     model, dtype = built.model, settings.kv_cache_dtype
 
     def drafter() -> Drafter | None:
-        return DRAFTERS[speculate](model, draft_tokens) if speculate else None
+        return DRAFTERS[args.speculate](model, args.draft_tokens or 1) if args.speculate else None
+
+    def keep(result: dict[str, Any]) -> None:
+        write_json(args.json, result, final=False, indent=2)
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     without = replace(settings, host_cache_gib=None)
     warmed = _run(built, warm, without, "warm-up", drafter=drafter())
     # One size for all engines: what is free is not quite the same for each.
     settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
-    if compare:
-        others = replace(settings, impl=compare)
-        _run(built, warm, others, f"warm-up, {compare}", drafter=drafter())
+    if args.compare:
+        others = replace(settings, impl=args.compare)
+        _run(built, warm, others, f"warm-up, {args.compare}", drafter=drafter())
 
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
     prompts = cached.prompts
-    sampled = sample(cached.outputs, num_checks)
+    sampled = sample(cached.outputs, args.check)
     check = _check(built, cached, sampled, dtype)
     # Over pages of e4m3 outputs may differ, and only those that are checked anyway are checked.
     among = cached.outputs if dtype == "auto" else sampled
@@ -248,32 +216,32 @@ def measure(
         other = _run(built, workload, without, "without tiers", prompts)
         _check_differing(built, cached, other, among, dtype)
         result["tiers"] = tiers(settings, cached, other, numbers(other))
-    if baseline:
+    if not args.no_baseline:
         keep(result)
         off = replace(without, enable_caching=False)
         other = _run(built, workload, off, "caching off", prompts, drafter=drafter())
         _check_differing(built, cached, other, among, dtype)
         result |= {"uncached": numbers(other), "comparison": comparison(cached, other)}
-    if speculate:
+    if args.speculate:
         keep(result)
         other = _run(built, workload, settings, "no drafts", prompts)
         _check_differing(built, cached, other, among, dtype)
-        result["speculation"] = speculation(speculate, draft_tokens, cached, other)
-    if compare:
+        result["speculation"] = speculation(args.speculate, args.draft_tokens or 1, cached, other)
+    if args.compare:
         keep(result)
-        other = _run(built, workload, others, compare, prompts, drafter=drafter())
+        other = _run(built, workload, others, args.compare, prompts, drafter=drafter())
         _check(built, other, sampled, dtype)
         same = comparison(other, cached)
-        result["other_impl"] = {"impl": compare, "run": numbers(other), "comparison": same}
-    if num_ranks:
+        result["other_impl"] = {"impl": args.compare, "run": numbers(other), "comparison": same}
+    if args.tensor_parallel_size:
         keep(result)
-        parallel = replace(settings, tensor_parallel_size=num_ranks)
+        parallel = replace(settings, tensor_parallel_size=args.tensor_parallel_size)
         other, sent = run_on_ranks(built, workload, parallel, cached)
         _check(built, other, sampled, dtype)
         same = comparison(other, cached)
         result["ranks"] = {**sent, "run": numbers(other), "comparison": same}
     steps = [cached.steps]
-    for _ in range(split_runs - 1):
+    for _ in range((args.split or 1) - 1):
         keep(result)
         steps.append(_run(built, workload, settings, "again", prompts, drafter=drafter()).steps)
     result["cached"]["split"] = split(steps)
@@ -315,14 +283,14 @@ def _check(built: BenchModel, run: Run, keys: Iterable[Key], kv_cache_dtype: str
 def _check_differing(
     built: BenchModel, one: Run, other: Run, among: Iterable[Key], kv_cache_dtype: str
 ) -> None:
-    """Checks, in both runs, the requests whose outputs differ."""
+    """Check, in both runs, the requests whose outputs differ."""
     keys = [k for k in among if one.outputs[k].token_ids != other.outputs[k].token_ids]
     for run in (one, other):
         _check(built, run, keys, kv_cache_dtype)
 
 
 def _expect_together(args: argparse.Namespace) -> None:
-    """Raises ValueError for options that exclude each other."""
+    """Raise ValueError for options that exclude each other."""
     has_host, has_ranks = args.host_cache is not None, args.tensor_parallel_size is not None
     if args.draft_tokens is not None and not args.speculate:
         raise ValueError("draft_tokens: expected --speculate with it, got none")
@@ -361,12 +329,11 @@ def _retention(text: str) -> str | int:
 def _parser() -> Parser:
     parser = Parser("bench.prefill_decode", __doc__)
     add, count = parser.add_argument, integer()
-    add(
-        "--model",
-        metavar="NAME|DIR",
-        help="configuration (random weights) or Hugging Face directory; "
-        "default: gemma4-small, on a GPU gemma-3-4b",
+    model = (
+        "configuration (random weights) or Hugging Face directory; "
+        "default: gemma4-small, on a GPU gemma-3-4b"
     )
+    add("--model", metavar="NAME|DIR", help=model)
     add("--trace", type=input_file, metavar="FILE", help="Mooncake JSONL, also .xz; not chats")
     add("--limit", type=count, metavar="N", help="requests of the trace, or sessions, at most")
     add("--scale", type=number(above=True), default=1.0, metavar="F", help="factor of all lengths")
@@ -392,8 +359,7 @@ def _parser() -> Parser:
         metavar="R",
         help="boundaries that stay resumable: auto (default), latest, dense, or a number of tokens",
     )
-    # One: the products of a small model gain little from more, and threads that wait for a busy
-    # core cost much more than that.
+    # One: small products gain little from more, and waiting for a busy core costs much.
     add("--threads", type=threads, default=1, metavar="N", help="CPU threads of torch; default: 1")
     pages, tokens = integer(most=MAX_PAGES), integer(most=MAX_TOKENS)
     add("--num-pages", type=pages, metavar="N", help="pool size; default: what memory allows")
