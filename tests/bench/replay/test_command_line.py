@@ -36,6 +36,8 @@ def test_hosts(tmp_path, capsys):
     assert main([*arguments, "--json", str(out)]) == 0
     rows = [r for r in json.loads(out.read_text()) if "host" in r]
     assert {r["host"] for r in rows} == {"30%", "0.5GiB"} and all(r["link"] == 40e9 for r in rows)
+    for row in rows:
+        assert 0 <= row["waste"] < 1 and 0 < row["device_tokens"] <= row["hit_tokens"]
     assert "to host" in capsys.readouterr().out
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench.replay.__main__ import make_workload
 from quire.bench.replay.bounds import clairvoyant_hits
 from quire.bench.replay.engine import Timing
-from quire.bench.replay.experiment import empty_cache, run_grid
+from quire.bench.replay.experiment import empty_cache
 from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Workload, replay
@@ -128,20 +127,3 @@ def test_pages_that_serve_hits():
             serving.update(index.pages_between(chain, 0, depth).ravel().tolist())
             points.update(point.pages[point.pages != 0].tolist())
     assert serving_pages(index) == len(serving) + len(points) > 0
-
-
-def test_rows():
-    """Beside each pool alone one over each host, which hits more; the same bytes go once."""
-    workload = make_workload("agent-pauses:agents=10,steps=6,root=4096,rate=0.1", None, 0)
-    rows = run_grid(
-        workload, "v4-flash", ["60%"], ["auto"], ["lru", "adaptive"], Timing(), hosts=["60%"],
-        link=5e10, progress=False,
-    )  # fmt: skip
-    [infinite] = [r for r in rows if r["eviction"] == "infinite" and r["retention"] == "auto"]
-    for eviction in ("lru", "adaptive"):
-        alone, over = (r for r in rows if r["eviction"] == eviction)
-        assert "host" not in alone and over["host"] == "60%" and over["link"] == 5e10
-        assert alone["hit_rate"] < over["hit_rate"] <= infinite["hit_rate"]
-        assert 0 <= over["waste"] < 1 and over["bytes host>device"] > 0
-        assert 0 < over["device_tokens"] < over["hit_tokens"]
-        assert over["recomputed_tokens"] == infinite["hit_tokens"] - over["hit_tokens"]
