@@ -154,6 +154,7 @@ def test_folders_of_bench_know_few_others():
         ("kernels", "cases"),
         ("kernels", "peers"),
         ("peers", "cases"),
+        ("static", "cases"),
         ("tune", "cases"),
         ("tune", "peers"),
         ("tune", "static"),

@@ -24,6 +24,7 @@ from .problem import (
     lengths,
     num_copies,
     num_sms,
+    random_generator,
 )
 from .shapes import Case, Shape
 
@@ -37,7 +38,7 @@ def make_attention(
     shape = case.shape
     assert isinstance(shape, Shape)
     copies = num_copies(device, case.cache_bytes, copies)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = random_generator(device, seed)
 
     def normal(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
@@ -157,7 +158,7 @@ def _workspace(case: Case, shape: Shape, device: torch.device) -> Tensor | None:
         return None
     numel = workspace_numel(
         num_decodes=case.num_decodes,
-        max_seqlen_q=1,
+        max_seqlen_q=max(case.q_lens[: case.num_decodes]),
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

@@ -15,18 +15,22 @@ from quire.kernels import index_topk, index_topk_workspace_numel
 
 from ..common.bounds import Bounded, bounding
 from .latent import make_pages, shuffled_table, slots
-from .problem import Problem, checked_rows, lengths, num_copies
+from .problem import Problem, checked_rows, lengths, num_copies, random_generator
 from .shapes import Case, LatentShape
 from .work import case_bytes
 
 
-def make_index(case: Case, device: torch.device, copies: int | None, seed: int) -> Problem:
+def make_index(
+    case: Case, device: torch.device, dtype: torch.dtype, copies: int | None, seed: int
+) -> Problem:
     """Random tensors for "index"; arguments as in `bench.cases.make.make_problem`."""
     shape = case.shape
     assert isinstance(shape, LatentShape)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = random_generator(device, seed)
     seq_lens, cu_seqlens_q = lengths(case, device)
-    table = shuffled_table(case.batch, -(-shape.entries(case.context) // shape.rows), generator)
+    table = shuffled_table(
+        case.batch, -(-shape.entries(case.context) // shape.rows), generator, device
+    )
     weights = torch.randn(case.num_tokens, shape.num_heads, generator=generator, device=device)
     sizes = {"topk": shape.topk, "compress_ratio": shape.ratio, "max_seq_len": case.context}
     numel = index_topk_workspace_numel(num_tokens=case.num_tokens, **sizes)
@@ -42,8 +46,8 @@ def make_index(case: Case, device: torch.device, copies: int | None, seed: int) 
     size = (case.num_tokens, shape.num_heads, shape.head_dim)
     each = []
     for _ in range(num_copies(device, case_bytes(case), copies)):
-        q = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-        each.append({"q": q, "pages": make_pages(table, shape, shape.rows, generator)})
+        q = torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
+        each.append({"q": q, "pages": make_pages(table, shape, shape.rows, dtype, generator)})
     results = {
         "out": torch.empty(case.num_tokens, shape.topk, dtype=torch.int32, device=device),
         "lens": torch.empty(case.num_tokens, dtype=torch.int32, device=device),

@@ -32,6 +32,7 @@ from .problem import (
     lengths,
     num_copies,
     num_sms,
+    random_generator,
 )
 from .shapes import Case, LatentShape
 from .work import case_bytes
@@ -40,12 +41,12 @@ QUANTIZED_ROWS = 1 << 16  # rows that are quantized at a time
 
 
 def make_latent_attention(
-    case: Case, device: torch.device, copies: int | None, seed: int
+    case: Case, device: torch.device, dtype: torch.dtype, copies: int | None, seed: int
 ) -> Problem:
     """Random tensors for a case; arguments as in `bench.cases.make.make_problem`."""
     shape = case.shape
     assert isinstance(shape, LatentShape)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = random_generator(device, seed)
     pools = num_copies(device, case.cache_bytes, copies) if case.cache_bytes else 0
     copies = num_copies(device, case_bytes(case), copies)
     seq_lens, cu_seqlens_q = lengths(case, device)
@@ -62,14 +63,16 @@ def make_latent_attention(
     std = LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5)
     each: list[dict[str, Any]] = []
     for _ in range(copies):
-        q = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+        q = torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
         each.append({"q": q.mul_(std)})
     results = {
-        "out": torch.empty(*size[:2], shape.head_dim_v, dtype=torch.bfloat16, device=device),
+        "out": torch.empty(*size[:2], shape.head_dim_v, dtype=dtype, device=device),
         "lse": torch.empty(shape.num_heads, case.num_tokens, device=device),
     }
-    table = shuffled_table(case.batch, -(-shape.entries(case.context) // shape.rows), generator)
-    entries = [make_pages(table, shape, shape.rows, generator) for _ in range(pools)]
+    table = shuffled_table(
+        case.batch, -(-shape.entries(case.context) // shape.rows), generator, device
+    )
+    entries = [make_pages(table, shape, shape.rows, dtype, generator) for _ in range(pools)]
     if shape.op == "mla":
         shared |= {"block_table": table, "head_dim_v": shape.head_dim_v}
         for copy, tensors in enumerate(each):
@@ -79,7 +82,7 @@ def make_latent_attention(
         # Room for the rows that the first new token sees, the new ones, and a page at both ends.
         width = -(-(shape.sliding_window - 1 + case.q_lens[0]) // shape.window_rows) + 1
         shared |= {
-            "window_table": shuffled_table(case.batch, width, generator),
+            "window_table": shuffled_table(case.batch, width, generator, device),
             "sliding_window": shape.sliding_window,
             "sinks": torch.randn(shape.num_heads, generator=generator, device=device),
         }
@@ -90,7 +93,7 @@ def make_latent_attention(
             shared["topk_lens"] = visible.clamp(max=shape.topk).int()
         for copy, tensors in enumerate(each):
             tensors["window_pages"] = make_pages(
-                shared["window_table"], shape, shape.window_rows, generator
+                shared["window_table"], shape, shape.window_rows, dtype, generator
             )
             if pools:
                 tensors["compressed_pages"] = entries[copy % pools]
@@ -109,7 +112,7 @@ def _in_step(problem: Problem, copy: int) -> dict[str, Tensor]:
         case.context - case.q_lens[0], case.context, device=problem.each[0]["q"].device
     )
     rows = [raw_rows(problem, copy, seq, new) for seq in range(case.batch)]
-    found = {"kv": torch.cat(rows).bfloat16()}
+    found = {"kv": torch.cat(rows).to(problem.results["out"].dtype)}
     if shape.op != "mla":
         zero = torch.zeros(case.context, shape.rope_dim // 2, device=new.device)
         found["cos_sin"] = torch.cat([zero.cos(), zero], 1)
@@ -117,27 +120,31 @@ def _in_step(problem: Problem, copy: int) -> dict[str, Tensor]:
 
 
 def make_pages(
-    table: Tensor, shape: LatentShape, rows: int, generator: torch.Generator
+    table: Tensor, shape: LatentShape, rows: int, dtype: torch.dtype, generator: torch.Generator
 ) -> LatentPages | IndexPages | Tensor:
     """Pages for a table's entries, of random normal rows; for "mla" a tensor."""
-    num_pages, dim, device = table.numel() + 1, shape.head_dim, generator.device
+    num_pages, dim, device = table.numel() + 1, shape.head_dim, table.device
     index = shape.op == "index"
     kind = {"index_dim": dim} if index else {"head_dim": dim, "rope_dim": shape.rope_dim}
     make = IndexPages if index else LatentPages
     if not shape.fp8:
-        data = torch.empty(num_pages, rows, dim, dtype=torch.bfloat16, device=device)
+        data = torch.empty(num_pages, rows, dim, dtype=dtype, device=device)
         data.normal_(generator=generator)
         return data if shape.op == "mla" else make(data, rows, **kind)
     width = page_bytes(rows, dim + 4) if index else page_bytes(rows)
     pages = make(torch.zeros(num_pages, width, dtype=torch.uint8, device=device), rows, **kind)
+    if device.type == "meta":
+        return pages
     for slots in torch.arange(num_pages * rows, device=device).split(QUANTIZED_ROWS):
         pages.write(slots, torch.randn(len(slots), dim, generator=generator, device=device))
     return pages
 
 
-def shuffled_table(batch: int, width: int, generator: torch.Generator) -> Tensor:
+def shuffled_table(
+    batch: int, width: int, generator: torch.Generator, device: torch.device
+) -> Tensor:
     """[batch, width] int32: every page from 1 on once."""
-    order = torch.randperm(batch * width, generator=generator, device=generator.device)
+    order = torch.randperm(batch * width, generator=generator, device=device)
     return (order + 1).int().view(batch, width)
 
 
@@ -224,7 +231,7 @@ def _workspace(case: Case, shape: LatentShape, device: torch.device) -> Tensor |
     if shape.op == "mla":
         numel = workspace_numel(
             num_decodes=case.num_decodes,
-            max_seqlen_q=1,
+            max_seqlen_q=max(case.q_lens[: case.num_decodes]),
             num_heads=shape.num_heads,
             num_kv_heads=1,
             head_dim=shape.head_dim_v,

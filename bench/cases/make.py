@@ -25,15 +25,15 @@ def make_problem(
 
     Args:
         case: shape and batch.
-        device: device of the tensors.
-        dtype: dtype of queries and plain K/V pages; latent cases are bf16.
+        device: device of the tensors; on "meta" they have no values.
+        dtype: dtype of queries and plain pages.
         copies: calls that read different tensors; default: enough to exceed the L2 cache.
         seed: seed of the random numbers.
     """
     if isinstance(case.shape, Shape):
         return make_attention(case, device, dtype, copies, seed)
     make = make_index if case.shape.op == "index" else make_latent_attention
-    return make(case, device, copies, seed)
+    return make(case, device, dtype, copies, seed)
 
 
 def expect(problem: Problem) -> Any:

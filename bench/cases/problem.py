@@ -98,6 +98,11 @@ def budgeted(rows: Tensor, results: list[tuple[Bounded, Bounded]], dtype: torch.
     return Expected(rows, exact.value, lse.value, *budgets)
 
 
+def random_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Random numbers of a device; "meta" has none."""
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
+
+
 def num_copies(device: torch.device, size: float, asked: int | None = None) -> int:
     """Copies of ``size`` bytes that exceed the L2 cache ``L2_MULTIPLE`` times; 1 on a CPU.
 

@@ -2,8 +2,8 @@
 
 A case is one call: a shape, a phase, and ``batch`` sequences of ``context`` keys with the new ones:
 
-    decode   every sequence adds one token
-    prefill  every sequence adds its last ``CHUNK`` tokens, or all of them if there are fewer
+    decode   every sequence adds one token, or ``q_len``
+    prefill  every sequence adds its last ``CHUNK`` or ``q_len`` tokens, or all if there are fewer
     mixed    decodes, then one sequence with a chunk of ``MIXED_CHUNK`` tokens (`Shape` only)
 """
 
@@ -156,6 +156,7 @@ class Case:
     phase: str
     batch: int
     context: int
+    q_len: int | None = None
 
     @property
     def name(self) -> str:
@@ -170,9 +171,9 @@ class Case:
     def q_lens(self) -> list[int]:
         """New tokens of each sequence; decodes come first."""
         if self.phase == "decode":
-            return [1] * self.batch
+            return [self.q_len or 1] * self.batch
         if self.phase == "prefill":
-            return [min(self.context, CHUNK)] * self.batch
+            return [min(self.context, self.q_len or CHUNK)] * self.batch
         return [1] * (self.batch - 1) + [min(self.context, MIXED_CHUNK)]
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.kernels.common.arch import Arch
 
+from ...cases.shapes import Case
 from ..launches import Launch, record
 
 # Compiled by default: each tile shape for the first, the samples for the others.
@@ -43,8 +44,7 @@ class StaticCase:
         name: unique among all cases.
         call: makes the call over tensors on the device "meta", with ``impl="triton"``.
         dtype: torch dtype by name, of the keys and values if there are any.
-        key_bytes: bytes of a key and its value in the pages; 0: no kernel has tiles of keys. Their
-            number of keys is the kernel's constant BLOCK_N.
+        key_bytes: bytes of a key and its value in the pages; 0: no kernel has tiles of keys.
     """
 
     name: str
@@ -69,6 +69,32 @@ def case(
     """The case of ``operator(*arguments, **options)``; other arguments as in `StaticCase`."""
     call = functools.partial(operator, *arguments, impl="triton", **options)
     return StaticCase(name, call, dtype, key_bytes)
+
+
+def problem_case(
+    name: str, case: Case, dtype: str, label: str, key_bytes: int, in_step: bool, **changes: Any
+) -> StaticCase:
+    """The case of the problem that ``bench.kernels`` makes of ``case``.
+
+    Args:
+        name, label, key_bytes: name, dtype and key_bytes of the `StaticCase`.
+        case: shape and batch.
+        dtype: dtype of queries and plain pages.
+        in_step: True to hand over the step's own rows.
+        changes: arguments in place of the problem's.
+    """
+
+    def call() -> object:
+        import torch
+
+        from ...cases.make import make_problem
+
+        made = make_problem(case, torch.device("meta"), getattr(torch, dtype), copies=1)
+        rows = made.in_step[0] if in_step and made.in_step is not None else {}
+        arguments = made.shared | made.each[0] | made.results | rows | changes
+        return made.operator(**arguments, impl="triton")
+
+    return StaticCase(name, call, label, key_bytes)
 
 
 @functools.cache

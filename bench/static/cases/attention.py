@@ -6,9 +6,10 @@ from typing import Any
 
 from quire import kernels
 
-from . import StaticCase, case, floats, ints, longs, meta
+from ...cases.shapes import Case, Shape
+from . import StaticCase, case, floats, ints, longs, meta, problem_case
 
-NUM_SEQS, NUM_PAGES, NUM_KV_HEADS, PREFILL = 16, 512, 4, 1024
+NUM_SEQS, NUM_PAGES, NUM_KV_HEADS, PREFILL, CONTEXT = 16, 512, 4, 1024, 4096
 E4M3 = "float8_e4m3fn"
 CAPPED = {"softcap": 50.0, "sinks": True, "sliding_window": 128}
 # Each once, in decode and prefill: head_dim, block_size, options.
@@ -79,50 +80,39 @@ def attention(
     scales: str | None = None,
     apart: bool = False,
     sinks: bool = False,
-    **options: Any,
+    sliding_window: int | None = None,
+    **changes: Any,
 ) -> StaticCase:
     """One call of attention.
 
     Args:
         name: name of the case.
-        head_dim, block_size: of the pages.
+        head_dim, block_size: sizes of the pages.
         q_len: new tokens of a sequence in decode; None: prefill.
-        dtype: of queries, and of plain pages.
+        dtype: dtype of queries, and of plain pages.
         group: query heads of a KV head.
-        in_step: whether the step's own K/V are handed over.
+        in_step: True to hand over the step's own K/V.
         scales: scales of e4m3 pages: "rows", "tensor" or "number"; None: plain pages.
-        apart: whether rows of the values' pool are further apart than those of the keys'.
-        sinks: whether there are sinks.
-        options: more arguments of the operator.
+        apart: True for a pool of values with another distance between rows.
+        sinks, sliding_window: fields of `Shape`.
+        changes: arguments in place of the problem's.
     """
-    num_heads, num_tokens = NUM_KV_HEADS * group, NUM_SEQS * (q_len or PREFILL)
-    page_dtype = E4M3 if scales else dtype
-    k_pages, v_pages = pool(block_size, 2, head_dim, page_dtype).unbind(2)
-    if apart:
-        v_pages = pool(block_size, 3, head_dim, page_dtype)[:, :, 1]
-    if in_step:
-        for row in ("k", "v"):
-            options[row] = meta(num_tokens, NUM_KV_HEADS, head_dim, dtype=dtype)
-    windowed = "sliding_window" in options
-    return case(
-        name,
-        kernels.sliding_window_attention if windowed else kernels.paged_attention,
-        meta(num_tokens, num_heads, head_dim, dtype=dtype),
-        k_pages,
-        v_pages,
-        ints(NUM_SEQS, 256),
-        ints(NUM_SEQS),
-        ints(NUM_SEQS + 1),
-        max_seqlen_q=q_len or PREFILL,
-        num_decodes=NUM_SEQS if q_len else 0,
-        sinks=floats(num_heads) if sinks else None,
-        lse=floats(num_heads, num_tokens),
-        **scales_of(scales, block_size),
-        **options,
-        # Tile shapes of fp32 rows are those of fp32, whatever the pages hold.
-        dtype=E4M3 if scales and dtype != "float32" else dtype,
-        key_bytes=2 * head_dim * (1 if scales else 4 if dtype == "float32" else 2),
+    fp8, heads = scales is not None, NUM_KV_HEADS * group
+    shape = Shape(
+        "", heads, NUM_KV_HEADS, head_dim, sliding_window, None, sinks, block_size, fp8=fp8
     )
+    changes["block_table"] = ints(NUM_SEQS, 256)
+    if scales != "rows":
+        changes |= scales_of(scales, block_size)
+    if apart:
+        changes["k_pages"] = pool(block_size, 2, head_dim, dtype)[:, :, 0]
+        changes["v_pages"] = pool(block_size, 3, head_dim, dtype)[:, :, 1]
+    phase = "decode" if q_len else "prefill"
+    batch = Case(shape, phase, NUM_SEQS, CONTEXT, q_len or PREFILL)
+    # Tile shapes of fp32 rows are those of fp32, whatever the pages hold.
+    label = E4M3 if fp8 and dtype != "float32" else dtype
+    key_bytes = 2 * head_dim * (1 if fp8 else 4 if dtype == "float32" else 2)
+    return problem_case(name, batch, dtype, label, key_bytes, in_step, **changes)
 
 
 def write(name: str, head_dim: int, scales: str | None = None) -> StaticCase:

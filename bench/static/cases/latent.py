@@ -9,9 +9,10 @@ from typing import Any
 
 from quire import kernels
 
-from . import StaticCase, case, floats, ints, longs, meta
+from ...cases.shapes import Case, LatentShape
+from . import StaticCase, case, floats, ints, longs, meta, problem_case
 
-NUM_SEQS, NUM_PAGES, PREFILL, NUM_ROWS = 16, 512, 1024, 8192
+NUM_SEQS, NUM_PAGES, PREFILL, CONTEXT, NUM_ROWS = 16, 512, 1024, 1 << 17, 8192
 HEAD_DIM, ROPE_DIM, WINDOW, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 128, 64
 FP8 = "uint8"  # the dtype of quantized pages
 ITEM_BYTES = {"float32": 4, FP8: 1}
@@ -58,7 +59,7 @@ def cases() -> list[StaticCase]:
         flash_mla("slots-h16-k512", 16, "bfloat16"),
         flash_mla("slots-h64-k512-fp8", 64, FP8),
     ]
-    for phase, q_len in (("decode", 1), ("prefill", PREFILL)):
+    for phase, q_len in (("decode", 1), ("prefill", None)):
         found += [
             index(f"{phase}-k512-bf16", q_len),
             index(f"{phase}-k512-fp8", q_len, FP8),
@@ -92,6 +93,12 @@ def cases() -> list[StaticCase]:
     ]
 
 
+def batch(shape: LatentShape, q_len: int | None) -> Case:
+    """Decode with ``q_len`` new tokens a sequence, or prefill (None)."""
+    phase = "decode" if q_len else "prefill"
+    return Case(shape, phase, NUM_SEQS, CONTEXT, q_len or PREFILL)
+
+
 def mla(
     name: str,
     num_heads: int,
@@ -101,21 +108,13 @@ def mla(
     in_step: bool = True,
     head_dim_v: int = 512,
 ) -> StaticCase:
-    """One ``mla_attention``; q_len: new tokens of a sequence in decode, None: prefill."""
-    num_tokens, head_dim = NUM_SEQS * (q_len or PREFILL), head_dim_v + ROPE_DIM
-    return case(
-        f"mla-{name}",
-        kernels.mla_attention,
-        meta(num_tokens, num_heads, head_dim, dtype=dtype),
-        meta(NUM_PAGES, block_size, head_dim, dtype=dtype),
-        *batch(),
-        **phase_of(q_len, num_heads),
-        softmax_scale=0.1,
-        head_dim_v=head_dim_v,
-        kv=meta(num_tokens, head_dim, dtype=dtype) if in_step else None,
-        dtype=dtype,
-        key_bytes=head_dim * (4 if dtype == "float32" else 2),
+    """One ``mla_attention``; q_len as in `batch`."""
+    head_dim = head_dim_v + ROPE_DIM
+    shape = LatentShape(
+        "", "mla", num_heads, head_dim, ROPE_DIM, head_dim_v, rows=block_size, scale=0.1, fp8=False
     )
+    key_bytes = head_dim * (4 if dtype == "float32" else 2)
+    return problem_case(f"mla-{name}", batch(shape, q_len), dtype, dtype, key_bytes, in_step)
 
 
 def compressed(
@@ -131,34 +130,22 @@ def compressed(
 
     Args:
         name: name of the case, with "csa" (top-k entries) or "hca" (all).
-        num_heads: of the queries.
-        q_len: new tokens of a sequence in decode; None: prefill.
+        num_heads: query heads.
+        q_len: as in `batch`.
         pages: dtype of the pages.
         topk: entries of a token.
-        in_step: whether the step's own rows are handed over.
-        entry_rows: of a page of entries; None: 64 of csa, 2 of hca.
+        in_step: True to hand over the step's own rows.
+        entry_rows: rows of a page of entries; None: 64 of csa, 2 of hca.
     """
-    num_tokens, csa = NUM_SEQS * (q_len or PREFILL), "csa" in name
+    op = "csa" if "csa" in name else "hca"
+    shape = LatentShape(
+        "", op, num_heads, ratio=4 if op == "csa" else 128, topk=topk if op == "csa" else 0,
+        rows=entry_rows or (64 if op == "csa" else 2), fp8=pages == FP8,
+    )  # fmt: skip
     dtype = "float32" if pages == "float32" else "bfloat16"
-    return case(
-        f"compressed-{name}",
-        kernels.compressed_attention,
-        meta(num_tokens, num_heads, HEAD_DIM, dtype=dtype),
-        latent_pages(pages, 64),
-        *batch(4),
-        **phase_of(q_len, num_heads),
-        sliding_window=WINDOW,
-        kv=meta(num_tokens, HEAD_DIM, dtype=dtype) if in_step else None,
-        compressed_pages=latent_pages(pages, entry_rows or (64 if csa else 2)),
-        compressed_table=ints(NUM_SEQS, 4096),
-        compress_ratio=4 if csa else 128,
-        topk_indices=ints(num_tokens, topk) if csa else None,
-        topk_lens=ints(num_tokens) if csa else None,
-        sinks=floats(num_heads),
-        cos_sin=angles(),
-        dtype=pages,
-        key_bytes=ROW_BYTES[pages],
-    )
+    changes = {} if in_step else {"cos_sin": angles()}
+    name, key_bytes = f"compressed-{name}", ROW_BYTES[pages]
+    return problem_case(name, batch(shape, q_len), dtype, pages, key_bytes, in_step, **changes)
 
 
 def flash_mla(name: str, num_heads: int, pages: str) -> StaticCase:
@@ -186,7 +173,7 @@ def flash_mla(name: str, num_heads: int, pages: str) -> StaticCase:
 
 def index(
     name: str,
-    q_len: int,
+    q_len: int | None,
     pages: str = "bfloat16",
     topk: int = 512,
     max_seq_len: int = 1 << 17,
@@ -194,20 +181,12 @@ def index(
     block_size: int = 64,
 ) -> StaticCase:
     """One ``index_topk``, which scores the keys and selects in one or two launches."""
-    num_tokens = NUM_SEQS * q_len
-    return case(
-        f"index-{name}",
-        kernels.index_topk,
-        meta(num_tokens, INDEX_HEADS, INDEX_DIM, dtype=dtype),
-        floats(num_tokens, INDEX_HEADS),
-        index_pages(pages, block_size),
-        *batch(max_seq_len // 4 // block_size),
-        topk=topk,
-        max_seqlen_q=q_len,
-        max_seq_len=max_seq_len,
-        dtype=dtype,
-        key_bytes=INDEX_DIM * ITEM_BYTES.get(pages, 2),
+    shape = LatentShape(
+        "", "index", INDEX_HEADS, INDEX_DIM, ratio=4, topk=topk, rows=block_size, fp8=pages == FP8
     )
+    key_bytes, name = INDEX_DIM * ITEM_BYTES.get(pages, 2), f"index-{name}"
+    case = batch(shape, q_len)
+    return problem_case(name, case, dtype, dtype, key_bytes, False, max_seq_len=max_seq_len)
 
 
 def write(
@@ -254,7 +233,8 @@ def compress(
         floats(ratio, channels),
         floats(NUM_SEQS, ring, 2, channels),
         ints(NUM_SEQS),
-        *batch()[1:],
+        ints(NUM_SEQS),
+        ints(NUM_SEQS + 1),
         ratio=ratio,
         overlap=overlapping,
         norm_weight=floats(dim),
@@ -284,20 +264,6 @@ def overlap(name: str, width: int) -> StaticCase:
         to_pages=longs(count * 4),
         dtype="float32",
     )
-
-
-def phase_of(q_len: int | None, num_heads: int) -> dict[str, Any]:
-    """Lengths and lse of decode with ``q_len`` new tokens a sequence, or of prefill (None)."""
-    return {
-        "max_seqlen_q": q_len or PREFILL,
-        "num_decodes": NUM_SEQS if q_len else 0,
-        "lse": floats(num_heads, NUM_SEQS * (q_len or PREFILL)),
-    }
-
-
-def batch(table_width: int = 256) -> tuple[Any, Any, Any]:
-    """block_table, seq_lens and cu_seqlens_q."""
-    return ints(NUM_SEQS, table_width), ints(NUM_SEQS), ints(NUM_SEQS + 1)
 
 
 def angles() -> Any:

@@ -61,7 +61,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
 
 
 LAUNCHED = """
-import dataclasses, json
+import json
 import torch
 from quire.bench.cases.make import make_problem
 from quire.bench.cases.shapes import SHAPES, Case, tiny_cases
@@ -73,18 +73,8 @@ from quire.bench.tune.entries import entry_of
 from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
 arch = named("sm_90")
-def meta(x):
-    if isinstance(x, dict):
-        return {name: meta(y) for name, y in x.items()}
-    if isinstance(x, list):
-        return [meta(y) for y in x]
-    if dataclasses.is_dataclass(x):
-        return dataclasses.replace(x, data=meta(x.data))
-    return x.to("meta") if isinstance(x, torch.Tensor) else x
 def call_of(case):
-    problem = make_problem(case, torch.device("cpu"), copies=1)
-    names = ("shared", "each", "results", "in_step")
-    problem = dataclasses.replace(problem, **{name: meta(getattr(problem, name)) for name in names})
+    problem = make_problem(case, torch.device("meta"), copies=1)
     return quire_calls(problem, in_step=case.phase == "prefill", impl="triton")[0]
 found = []
 for case in tiny_cases():
