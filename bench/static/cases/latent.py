@@ -185,8 +185,9 @@ def index(
         "", "index", INDEX_HEADS, INDEX_DIM, ratio=4, topk=topk, rows=block_size, fp8=pages == FP8
     )
     key_bytes, name = INDEX_DIM * ITEM_BYTES.get(pages, 2), f"index-{name}"
-    case = batch(shape, q_len)
-    return problem_case(name, case, dtype, dtype, key_bytes, False, max_seq_len=max_seq_len)
+    return problem_case(
+        name, batch(shape, q_len), dtype, dtype, key_bytes, False, max_seq_len=max_seq_len
+    )
 
 
 def write(
