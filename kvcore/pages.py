@@ -1,8 +1,8 @@
 """The page pool: free pages, and reference counts of window and state pages.
 
-Dense pages have exactly one owner (a request, or the prefix index) and need no counters. Window
-and state pages can be held by several requests (`users`) and resume points (`holds`) at once; such
-a page becomes free when both counts are zero, and counts as evictable when only points hold it.
+Dense pages have one owner (a request, or the index) and no count. Window and state pages have
+`users` (requests) and `holds` (resume points): without both a page is free, with holds alone it is
+evictable.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ UNSHARED: Int64 = np.array(1)
 
 
 class PagePool:
-    """`num_pages` equal pages; page 0 is the null page and is never handed out.
-
-    The free pages form a stack, so that taking and freeing n pages are each one slice.
+    """`num_pages` equal pages; page 0 is the null page and is never handed out. Free pages form a
+    stack.
 
     Attributes:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.

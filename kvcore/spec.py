@@ -9,9 +9,8 @@ at position B:
 
 A *boundary* is a multiple of the alignment (the LCM of all block sizes): hits end there.
 
-A new kind also needs code in `cache`, `plan`, `tables` (rows, planner, linear, formats), `prefix`
-(chains, lookup), `device.batch`, `layers`, `events`, `event_writer`, `stats`, `invariants` and
-`debug`; the runner has it in `models.engine.memory`.
+A new kind also needs code in `cache`, `plan`, `tables`, `prefix` (chains, lookup), `device.batch`,
+`layers`, `events`, `event_writer`, `stats`, `invariants`, `debug` and `models.engine.memory`.
 """
 
 from __future__ import annotations
@@ -100,16 +99,15 @@ class GroupClass:
 
     Attributes:
         tables: [k] groups of this spec.
-        per_segment: blocks in one aligned segment.
-        tail: blocks that a resume point holds.
+        per_segment, tail: blocks in one aligned segment, and in a resume point.
         reach: rows before a position that a query there, or after a rollback, can see.
         live: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
         holds_all: a step gives pages to all of its rows, not only to those that outlive it.
-        width: columns of one table; a state table has the live page (updated in place)
-            and the newest snapshot.
-        offset, tail_offset, segment_offset: first column in the fused table (all tables side by
-            side), in a resume point's pages, and in a segment's pages.
+        width: columns of one table; of a state the live page and the newest snapshot.
+            offset, tail_offset, segment_offset: first column in the fused table, in a resume
+        point's pages,
+            and in a segment's pages.
     """
 
     def __init__(
@@ -232,13 +230,10 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """Largest distance in segments of two resume points that hold all tails in between; 0:
-        none do.
-
-        Args:
-            exact: count only rows that a point's own boundary sees (after a replay, others in the
-                first block of its tail may be wrong).
-        """
+        """Largest distance in segments of two resume points that hold all tails in between; 0: none
+        do.
+        `exact`: count only rows that a point's own boundary sees (after a replay others may be
+        wrong)."""
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
             return 0
@@ -259,11 +254,10 @@ class Layout:
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:
         """Pages of the tail at `depth` between two resume points no further apart than `span`.
-
-        Args:
-            first, before: depth of the point before it, and its pages [pages_per_point]; 0 and None
-                for the start.
-            last, after: the same of the point after it.
+        `first`,
+        `before`: depth of the point before it and its pages, 0 and None for the start; `last`,
+        `after`: of
+        the point after it.
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:
@@ -277,8 +271,7 @@ class Layout:
 
     def columns(self, group: int) -> tuple[int, int]:
         """First column and width, in the fused table, of the table of `group`; ValueError if there
-        is none.
-        """
+        is none."""
         try:
             if 0 <= index(group) < len(self.groups):
                 return self._columns[group]

@@ -77,8 +77,8 @@ class Adaptive:
 
     def behind(self, worth: Callable[[Entry], float]) -> Adaptive:
         """A policy for a tier behind the cache of this one, which shares what this one learns;
-        `worth` is as of `Adaptive`, of the tier's entries.
-        """
+        `worth` is as
+        of `Adaptive`, of the tier's entries."""
         policy = Adaptive(worth=worth)
         policy._returns, policy._is_behind = self._returns, True
         self._returns.policies.append(policy)
@@ -153,8 +153,7 @@ class Adaptive:
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
         """`shorter` now serves those who return to the evicted `record`, and may be the last of its
-        chain.
-        """
+        chain."""
         if shorter in self._new and shorter not in self._filed:
             del self._new[shorter]
             self._file(shorter, self._record(shorter))

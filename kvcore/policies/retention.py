@@ -1,9 +1,8 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
-Whatever the setting, a prompt of P tokens keeps its two resend boundaries (a resend is capped one
-token before its end, a longer sibling can use all whole segments), and a request keeps the last
-boundary that it reached when it ended, and the *junction*, where it left a chain whose dense blocks
-are cached but which has no resume point there. Alignment 32, ``retention="latest"``:
+Whatever the setting, a prompt keeps its two resend boundaries (one token before its end, and its
+end), a request the last boundary that it reached, and the *junction*, where it left a chain whose
+dense blocks are cached but which has no resume point there. Alignment 32, ``retention="latest"``:
 
     tokens     0    32   64   96   128  160  192
     prompt 1   |=============================|---   200 tokens; resume point at 192
@@ -11,8 +10,7 @@ are cached but which has no resume point there. Alignment 32, ``retention="lates
                                    |                cached up to 128, but the hit is 0
     prompt 3   |===================|.............   as both up to token 130: hits 128
 
-Prompt 2 computes all its tokens and keeps a resume point at 128: where two prompts part, others
-will.
+Prompt 2 computes all its tokens and keeps a point at 128: where two prompts part, others will.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ Retention = str | int | Mapping[str, str | int]
 def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
-    Resume points at most `span` segments apart hold all boundaries between them, so that shorter
-    intervals than that keep no more than the longest multiple of them within it does.
+    Resume points at most `span` segments (`Layout.span`) apart hold all boundaries between them,
+    so a
+    shorter interval becomes the longest multiple of it within the span.
 
     Args:
-        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
-            ``"latest"`` (none besides), or an interval in tokens; or one of these for each of some
-            groups: a boundary is resumable only where all groups keep it, so several intervals give
-            their least common multiple.
-        span: see `Layout.span`.
+            retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
+        ``"latest"``
+            (none besides), or an interval in tokens; or one of these for each of some groups: a
+            boundary is resumable only where all keep it, so the least common multiple counts.
 
     Raises:
         ValueError: unknown word or group, or an interval that is not a positive multiple of
@@ -85,8 +83,8 @@ def _interval(retention: Retention, layout: Layout) -> int:
 
 def affordable_interval(layout: Layout) -> int:
     """Tokens between resume points that take at most a quarter of the pages of the dense blocks
-    between them: a power of two times the alignment; 0 where hits need no resume points, or nothing
-    else is kept.
+    between
+    them: a power of two times the alignment; 0 where hits need no points, or nothing else is kept.
     """
     if not (layout.pages_per_segment and layout.pages_per_point):
         return 0

@@ -30,8 +30,8 @@ class Ranking(Protocol):
 
 class ReturnCounts:
     """Entries of one kind of `Adaptive`, and returns to them; recent ones count more. `waited`:
-    prompts until these returns, in all.
-    """
+    prompts
+    until these returns, in all."""
 
     __slots__ = ("made", "returned", "waited")
 
@@ -119,8 +119,8 @@ class Returns:
         self._visit: Visit | None = None
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """Find what the prompt returns to: the deepest entry that it could have hit had all been
-        kept, and the one that it hit."""
+        """Find what the prompt returns to: the deepest entry that it could have hit, and the one
+        that it hit."""
         self._now += 1
         self._rates.clear()
         self._chances.clear()
@@ -145,9 +145,9 @@ class Returns:
             self._left.popitem(last=False)
 
     def _return_to(self, record: Record, most: bool) -> bool:
-        """Count a prompt that starts with the prefix of `record`, `most` of it that prefix; True if
-        it continues an earlier prompt.
-        """
+        """Count a prompt that starts with the prefix of `record`, which is `most` of it or not;
+        True if it
+        continues an earlier prompt."""
         self._credit(record)
         visit = record.visit if most else None
         if visit is not None and not visit.moved_on:
@@ -229,9 +229,7 @@ class Returns:
             records.popitem(last=False)
 
     def renew(self, record: Record, entry: Entry, *, is_used: bool) -> None:
-        """Bring the record of `entry` up to date; `is_used`: its last use may be a later one than
-        is known.
-        """
+        """Bring the record of `entry` up to date; `is_used`: it may have been used since."""
         key = entry.key
         if key in self._records:
             self._records.move_to_end(key)

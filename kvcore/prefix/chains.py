@@ -58,11 +58,9 @@ class Chains:
     Attributes:
         cached: [max_requests] int64 tokens of each request that are in the index, or will be once
             the tokens of all its steps are known.
-        runs: end of each request's cached prefix.
-        replays: tokens that requests compute again.
+        runs, replays: end of each request's cached prefix; tokens that requests compute again.
         duplicates: slot -> own pages of segments cached before by another request, without `adopt`.
-        waiting: slot -> resume points whose tokens are not known yet; their pages are held and in
-            use.
+        waiting: slot -> resume points whose tokens are not known yet; pages are held and in use.
     """
 
     def __init__(
@@ -98,9 +96,8 @@ class Chains:
 
     def ask(self, match: Match) -> tuple[int, ...]:
         """Tell the policy of a prompt before anything changes, as it may raise; return the
-        boundaries that its request keeps: `resend_boundaries`, and the junction (see
-        `policies.retention`).
-        """
+        boundaries that
+        its request keeps: `resend_boundaries` and the junction (see `policies.retention`)."""
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
@@ -130,8 +127,8 @@ class Chains:
 
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
         """End a request after `computed` tokens: its last boundary becomes a resume point, if it is
-        to `keep` one. Returns a run on whose path its prefix ends, and the segments of the prefix.
-        """
+        to `keep`
+        one. Returns a run on whose path its prefix ends, and the segments of the prefix."""
         run = self.runs[slot]
         cached = run.depth * self.alignment
         for *_, pages in self.waiting.pop(slot, ()):
@@ -154,8 +151,7 @@ class Chains:
 
     def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
         """Where chunks from `start` to at most `end` [n] should end so that the states there can be
-        kept.
-        """
+        kept."""
         stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
         if self.interval:
             stops.append(((start // self.interval + 1) * self.interval)[:, None])
@@ -167,12 +163,9 @@ class Chains:
     def boundaries(
         self, slots: Int64, start: Int64, end: Int64, longest: int
     ) -> tuple[tuple[Int64, Int64], Int64]:
-        """Boundaries that a step of `slots` [n] must not lose.
-
-        Returns:
-            ((request, boundary) of tails that must survive the step, requests that may need a
-            snapshot of their state).
-        """
+        """Boundaries that a step of `slots` [n] must not lose: ((request, boundary) of tails that
+        must
+        survive it, requests that may need a snapshot of their state)."""
         snapshots = NO_ROWS
         a, drafts = self.alignment, self._drafts
         if not self.layout.hybrid:
@@ -250,12 +243,11 @@ class Chains:
         """Cache the segments and resume points that a step completed."""
         for slot, end in zip(done.slots.tolist(), done.end.tolist(), strict=True):
             self._cache(slot, end // self.alignment)
-        self._add_points(done.points)
+        if done.points:
+            self._add_points(done.points)
 
     def wait(self, done: Completed) -> None:
-        """Keep the resume points of a step whose tokens are not known until `publish_known`; nobody
-        evicts their pages.
-        """
+        """Keep the resume points of a step whose tokens are not known until `publish_known`."""
         for point in done.points:
             self.waiting.setdefault(point[0], []).append(point)
         if done.points:

@@ -1,8 +1,7 @@
 """Extra keys: content of prompt tokens besides their ids, such as an image or an adapter.
 
-An extra key of the tokens [start, stop) parts prompts from token `start` on, and from `stop` on it
-parts those that go on with it from those that do not; all before stays shared. So what enters the
-key chain are *marks*, where an extra key begins and where it ends:
+An extra key of the tokens [start, stop) enters the key chain as *marks*, where it begins and where
+it ends: prompts share all before `start`, and what is after `stop` only with the same one.
 
     alignment 4, an image of the tokens [6, 14)
 
@@ -12,8 +11,7 @@ key chain are *marks*, where an extra key begins and where it ends:
     keys          k0           k1 = H(H(k0, begins), 4..7)
                                k2 = H(k1, 8..11)     k3 = H(H(k2, ends), 12..15)
 
-With a lookahead of k the rows at token t depend on the token t + k, so a mark at token p belongs to
-the segment of token p - k. Events name extra keys as ranges again (`Identity`).
+With a lookahead of k a mark at token p belongs to the segment of token p - k.
 """
 
 from __future__ import annotations
@@ -44,12 +42,9 @@ class Mark(NamedTuple):
 
 
 def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
-    """Marks of a prompt's extra keys (see `KVCache.match`), sorted.
-
-    Raises:
-        ValueError: one is not (start, stop, key), not within the prompt, or two of one key have
-            one start.
-    """
+    """Marks of a prompt's extra keys (see `KVCache.match`), sorted. ValueError if one is not
+    (start, stop,
+    key), not within the prompt, or two of one key have one start."""
     marks: set[Mark] = set()
     try:
         parts = [(start, stop, key) for start, stop, key in extra_keys]
@@ -83,20 +78,16 @@ def by_segment(marks: tuple[Mark, ...], alignment: int, lookahead: int) -> dict[
 
 
 def marked_key(previous: bytes, marks: bytes) -> bytes:
-    """Key that replaces `previous` in a segment with `marks`.
-
-    No tokens make the same key: what is hashed has an odd number of bytes after `previous`.
-    """
+    """Key that replaces `previous` in a segment with `marks`. No tokens make the same key: what is
+    hashed
+    has an odd number of bytes after `previous`."""
     return sha256(previous + sha256(marks).digest() + b"\0").digest()
 
 
 class Identity(NamedTuple):
-    """Salt and extra keys of a prompt, or of some of its tokens.
-
-    Attributes:
-        salt: of the prompt.
-        ranges: (start, stop, key) of the extra keys, sorted; a stop of None is the end.
-    """
+    """Salt and extra keys of a prompt, or of some of its tokens: `ranges` are (start, stop, key),
+    sorted;
+    a stop of None is the end."""
 
     salt: bytes = b""
     ranges: Ranges = ()

@@ -1,24 +1,22 @@
 """The prefix index: cached segments and resume points, how prompts find them, and their eviction.
 
-Keys are chained, so a prompt that matches segment i matches all before it: a look-up is a binary
-search in each run (see `tree`) on the prompt's path. A hit needs every dense segment before it and,
-in models with window or state groups, the pages of a *resume point* at its end:
+A look-up is a binary search in each run (see `tree`) on the prompt's path, as keys are chained. A
+hit needs every dense segment before it and, with window or state groups, a *resume point*:
 
     alignment 64, window 129 in blocks of 64      tokens 0    64   128  192  256  320
     dense segments 0..4 are cached                       | s0 | s1 | s2 | s3 | s4 |
     a resume point at 192 holds window blocks 1, 2            [ b1 | b2 ]192
 
-A prompt that starts with these 320 tokens hits 192 of them: segments 3 and 4 are there, but the
-window blocks that a query at 256 or 320 reads are not. A second point at 320 holds blocks 3 and 4.
-The two are no further apart than a tail is long (2 segments), so they also hold blocks 2 and 3 of
-the boundary 256: a hit there makes its own resume point of these.
+A prompt that starts with these 320 tokens hits 192 of them. A second point at 320 holds blocks 3
+and 4. The two are no further apart than a tail is long (2 segments), so they also hold blocks 2 and
+3 of the boundary 256: a hit there makes its own resume point of these.
 
-Order of eviction: first dense segments past the last resume point of their chain, which can serve
-no hit; then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a
-resume point or, in models without window and state groups, the end of a chain. A parent is never
-evicted before its children, and segments on the path of a running request are locked:
+Order of eviction: dense segments past the last resume point of their chain, which serve no hit;
+then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a resume
+point or, without window and state groups, the end of a chain. A parent is evicted after its
+children, and segments on the path of a running request are locked:
 
-    segments        0   1   2   3   4   5   6        goes first: segments 5 and 6 (after the last
+    segments        0   1   2   3   4   5   6        first: segments 5 and 6 (after the last
     resume points           2           5            point, no request there); then the point at 5
                     +---+---+---+---+---+---+---     or at 2, as the policy says; without the point
                     locked by a  |  in no request    at 5 segments 2, 3 and 4 can serve no hit
@@ -57,14 +55,12 @@ class PrefixIndex:
 
     Attributes:
         root: the run without segments at the start of every chain.
-        tick: time of uses, counted up by `KVCache._changed`, pins and tiers.
+        tick: time of uses, counted up by calls.
         changes: changes of the tree; what a look-up found holds as long as this stays.
-        num_segments, num_locked_segments, num_points: cached content, and the part that running
-            requests lock.
+        num_segments, num_locked_segments, num_points: cached content, and the locked part.
         num_evicted_points, num_evicted_segments, num_useless_evicted: evictions so far, and those
             of segments that could serve no hit.
-        pins: entries that are evicted last.
-        event_writer: writes events; None without.
+        pins, event_writer: entries that are evicted last; writer of events or None.
         transfers: ends of open copies from or to another index.
     """
 
@@ -123,11 +119,9 @@ class PrefixIndex:
         return run, depth
 
     def resumable(self, run: Run, depth: int, limit: int, last: int = 0) -> int:
-        """Largest depth <= min(depth, limit) on the path to `run` that a request can resume at.
-
-        Args:
-            last: there is a resume point at this depth of the chain, in another index perhaps.
-        """
+        """Largest depth <= min(depth, limit) on the path to `run` that a request can resume at;
+        `last`: there
+        is a resume point at this depth of the chain, in another index perhaps."""
         limit = min(depth, limit)
         if not self.hybrid or not limit:
             return limit
@@ -180,11 +174,8 @@ class PrefixIndex:
 
     def unlock(self, run: Run, *, used: bool = True) -> Run:
         """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run
-        below it if the two were merged.
-
-        Args:
-            used: the path counts as used now.
-        """
+        below it if
+        the two were merged. `used`: the path counts as used now."""
         path = path_to(run)
         for node in path:
             node.drop_source()
@@ -207,10 +198,9 @@ class PrefixIndex:
 
     def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
         """Cache segments with `keys` after the end of `run`, which the caller has locked once.
-        Where a segment is cached already, the cached pages stay and the caller's are not taken.
-
-        Args:
-            source: of their pages, good until the caller's `unlock`.
+        Where one is
+        cached already, the cached pages stay. `source`: of their pages, good until the caller's
+        `unlock`.
 
         Returns:
             (run that ends at the last segment, locked instead of `run`; number of leading segments
@@ -369,10 +359,8 @@ class PrefixIndex:
 
     def evict(self, num_pages: int) -> None:
         """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
-
-        Raises:
-            RuntimeError: the policy chose what it may not. What was evicted before stays so.
-        """
+        RuntimeError if
+        the policy chose what it may not; what was evicted before stays so."""
         target = self.pool.num_free + num_pages
         dropped: list[Int32] = []  # pages of points, returned to the pool together
         try:
@@ -418,10 +406,8 @@ class PrefixIndex:
 
     def clear(self, *, tell_each: bool = False) -> None:
         """Drop all resume points, and all segments but those on the path of a running request.
-
-        Args:
-            tell_each: events name each, and not that nothing is cached any more.
-        """
+        `tell_each`:
+        events name each, and not that nothing is cached any more."""
         event_writer, evicted = (
             self.event_writer,
             (self.num_evicted_points, self.num_evicted_segments),

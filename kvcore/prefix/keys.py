@@ -1,10 +1,8 @@
 """Segment keys: one chained SHA-256 key for each aligned segment of a prompt.
 
-``key_i = H(key_{i-1} || token ids of segment i)``, so equal keys mean equal prefixes. ``key_{-1}``
-comes from an explicit seed and the caller's salt (tenant, adapter, image hashes), each with its
-length in front, so that no choice of salt can imitate another.
-
-A *segment* is `alignment` tokens from a multiple of it on. Eleven tokens, alignment 4:
+``key_i = H(key_{i-1} || token ids of segment i)``: equal keys mean equal prefixes. ``key_{-1}`` is
+made of a seed and the caller's salt, each after its length, so that none can imitate another.
+Eleven tokens, alignment 4:
 
     tokens        0  1  2  3 | 4  5  6  7 | 8  9 10
     segments           0     |      1     |  open: no key before token 11
@@ -12,7 +10,6 @@ A *segment* is `alignment` tokens from a multiple of it on. Eleven tokens, align
     lookahead 1:  k0 = H(root, 0..4)       k1 = H(k0, 5..8)
 
 With a lookahead of 1 the rows at token 3 depend on token 4 (a drafter's do), so the key covers it.
-What parts prompts from some token on only, and not from the first, are `extra_keys`.
 """
 
 from __future__ import annotations
@@ -36,15 +33,13 @@ def root_key(seed: bytes, salt: bytes) -> bytes:
 
 
 class Prompt:
-    """A tokenised prompt with its segment keys, hashed once and looked up any number of times. It
-    never changes.
+    """A tokenised prompt with its segment keys, hashed once. It never changes.
 
     Attributes:
         alignment, lookahead, seed: of the cache that made it. num_tokens: prompt length.
         root: key before the first segment, of the seed and the salt.
-        num_segments: segments whose key is known. keys: num_segments * 32 bytes.
-        last_key: what the next key is made of: the last of them (or the root key), with the marks
-            of the next segment.
+        num_segments, keys: segments whose key is known, and 32 bytes for each.
+        last_key: what the next key is made of: the last key (or root), with the marks after it.
         marks: of its extra keys.
         is_keyed: its keys are the caller's own (`of_keys`).
         tokens, salt: [num_tokens] int32, and bytes; None unless the cache has events or debug.
@@ -113,11 +108,9 @@ class Prompt:
     def of_keys(
         cls, keys: bytes, num_tokens: int, alignment: int, lookahead: int, seed: bytes
     ) -> Prompt:
-        """A prompt of `num_tokens` tokens whose keys somebody else made: 32 bytes a segment.
-
-        Raises:
-            ValueError: no bytes, or more keys than the prompt has segments.
-        """
+        """A prompt of `num_tokens` tokens with the caller's keys, 32 bytes a segment. ValueError if
+        they are
+        no bytes, or more than the prompt has segments."""
         if not isinstance(keys, bytes) or len(keys) % KEY_BYTES:
             raise ValueError(f"keys: expected {KEY_BYTES} bytes a segment, got {keys!r:.80}")
         prompt = cls.__new__(cls)

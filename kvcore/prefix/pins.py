@@ -19,8 +19,8 @@ class Pins:
 
     Attributes:
         at_release: slot -> expiry of the pin that its request gets when it is released.
-        num_segments: segments on the paths to pinned entries.
-        num_point_pages: window and state pages of pinned resume points.
+            num_segments, num_point_pages: segments on the paths to pinned entries; pages of
+        their points.
         num_demoted: pins that ended early, for room.
     """
 
@@ -46,12 +46,9 @@ class Pins:
         return self.num_segments * self._index.pages_per_segment + self.num_point_pages
 
     def pin(self, run: Run, depth: int, expiry: float) -> int:
-        """Pin the entry at `depth` on the path to `run`, or renew its pin as the newest.
-
-        Returns:
-            Segments pinned; 0 if there is no entry at this depth, or if it alone exceeds the
-            budget.
-        """
+        """Pin the entry at `depth` on the path to `run`, or renew its pin as the newest. Returns
+        the segments
+        pinned; 0 if there is no entry at this depth, or if it alone exceeds the budget."""
         index = self._index
         if not depth:
             return 0
@@ -127,8 +124,8 @@ class Pins:
 
 def expiry_of(now: float, ttl: float) -> float:
     """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not
-    positive, or `now` not finite.
-    """
+    positive, or
+    `now` not finite."""
     now = as_seconds("now", now)
     if ttl == math.inf:
         return ttl

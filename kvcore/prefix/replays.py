@@ -1,8 +1,7 @@
 """Replays: computing cached tokens once more, to restore the windows that no resume point kept.
 
-Attention over all keys needs the dense blocks of every token before; window layers need the last
-rows only. Where the dense blocks reach much further than any resume point, a request computes the
-last `replay_tokens` tokens of them again and writes only the rows of its windows:
+Where dense blocks reach much further than any resume point, a request computes the last
+`replay_tokens` tokens of them again and writes only the rows of its windows:
 
     alignment 32, replay_tokens 48, prompt of 200 tokens
 
@@ -12,10 +11,10 @@ last `replay_tokens` tokens of them again and writes only the rows of its window
     replay                          |.........|              [96, 160): `replay_from`, `replay_to`
     new tokens                                |--------|     [160, 200)
 
-The first rows of window groups saw windows with nothing before 96, so they are wrong, but no query
-from 160 on depends on them. Dense groups write nothing (slot -1), as their rows are cached:
-attention over all keys must read those (`StepPlan.replay_rows`, `replay_slots`), as the step's own
-rows come from the inexact windows. No resume point is made before 160, and one is made there.
+The first rows of windows saw nothing before 96 and are wrong, but no query from 160 on depends on
+them. Attention over all keys must read the cached dense rows (`StepPlan.replay_rows`,
+`replay_slots`), as the step's own come from the inexact windows. No resume point is made before
+160, and one is made there.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ def replay_range(
     dense: int, hit: int, replay_tokens: int, alignment: int
 ) -> tuple[int, int] | None:
     """(first token, token after the last) to compute again; None where that saves nothing over the
-    hit.
-
-    Args:
-        dense: tokens whose dense blocks are cached, a multiple of `alignment`.
-        hit: tokens before the last resume point.
-        replay_tokens: tokens after which windows are exact.
-    """
+    `hit`,
+    the tokens before the last resume point. `dense`: tokens with cached dense blocks."""
     start = max(0, dense - replay_tokens) // alignment * alignment
     return (start, dense) if start > hit else None
 
@@ -66,8 +60,8 @@ class Replays:
         self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
     ) -> tuple[Int64, Int64]:
         """Add to (rows, kept) of a step's resume points, both sorted, the boundaries at which a
-        step to `end` [n] finished replays.
-        """
+        step to `end`
+        [n] finished replays."""
         stop = self.stop[step.slots]
         done = ((step.start < stop) & (stop <= end)).nonzero()[0]
         rows, kept = np.concatenate([rows, done]), np.concatenate([kept, stop[done]])

@@ -1,9 +1,7 @@
 """Running requests: which slot each has, how far it is, and its chain of segment keys.
 
-Tokens reach the chain when their rows are computed. With a drafter (lookahead k > 0) the key of a
-segment that ends at boundary B covers the tokens up to B + k, because the drafter's last rows
-depend on them: then equal keys mean equal rows in every group, and nothing need be dropped at a
-hit.
+With a drafter (lookahead k > 0) the key of a segment that ends at boundary B covers the tokens up
+to B + k, because the drafter's last rows depend on them: equal keys mean equal rows in every group.
 """
 
 from __future__ import annotations
@@ -23,8 +21,8 @@ class Sequences:
 
     Attributes:
         active: [max_requests] bool.
-        num_computed: [max_requests] int64 tokens whose rows are valid. lengths: the same,
-            read-only.
+            num_computed, lengths: [max_requests] int64 tokens whose rows are valid; the latter
+        read-only.
         prompt_len: [max_requests] int64.
         keyed: slots of requests whose keys are the caller's own.
     """
@@ -77,8 +75,8 @@ class Sequences:
         return self._slots[request_id]
 
     def add(self, request_id: Hashable, prompt: Prompt, computed: int, hit: int) -> int:
-        """Give a request a free slot; `computed` of its tokens are valid already, and the segments
-        of the first `hit` tokens are cached."""
+        """Give a request a free slot; `computed` of its tokens are valid, and the first `hit` are
+        cached."""
         slot = self._slots[request_id] = self._free[-1]
         del self._free[-1]
         self._checked = None
@@ -138,13 +136,12 @@ class Sequences:
 
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
         """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the
-        open segments; segments that they complete get keys.
-        """
-        counts = end - start
-        inside = self._inside(start)
-        ending = (inside + counts >= self._a).nonzero()[0]
+        open
+        segments; those that they complete get keys."""
+        counts, columns = end - start, self._columns(start)
+        ending = (columns + counts >= self._width).nonzero()[0]
         if len(tokens) == len(slots):  # one each
-            self._flat[slots * self._width + self._columns(start, inside)] = tokens
+            self._flat[slots * self._width + columns] = tokens
             for slot, stop in zip(slots[ending].tolist(), end[ending].tolist(), strict=True):
                 self._add_key(slot, stop)
             return
@@ -155,21 +152,14 @@ class Sequences:
             return
         counts[ending] = 0
         which, positions = ragged_arange(start, counts)
-        columns = self._columns(positions, self._inside(positions))
         source = positions + (first - start)[which]
-        self._flat[(slots * self._width)[which] + columns] = tokens[source]
+        self._flat[(slots * self._width)[which] + self._columns(positions)] = tokens[source]
 
-    def _inside(self, positions: Int64) -> Int64:
-        """Where `positions` are in their segments, which begin `lookahead` past a boundary."""
-        shifted = positions - self._k if self.lookahead else positions
-        inside: Int64 = shifted % self._a
-        return inside
-
-    def _columns(self, positions: Int64, inside: Int64) -> Int64:
-        """Columns of the open segment: the first segment has the tokens below `lookahead`, too."""
+    def _columns(self, positions: Int64) -> Int64:
+        """Columns of the open segment: the first one has the tokens below `lookahead`, too."""
         if not self.lookahead:
-            return inside
-        return np.where(positions < self._k, positions, inside + self._k)
+            return positions % self._a
+        return np.where(positions < self._k, positions, (positions - self._k) % self._a + self._k)
 
     def feed_one(self, slot: int, start: int, tokens: Int32) -> None:
         """`feed` of one request."""
@@ -186,8 +176,9 @@ class Sequences:
                 self._add_key(slot, start)
 
     def _add_key(self, slot: int, stop: int) -> None:
-        """Make the key of the segment whose last token, with the lookahead, is before `stop`, from
-        the open segment; unless it is known."""
+        """Make the key of the open segment, whose last token, with the lookahead, is before `stop`;
+        unless it
+        is known."""
         a, k, keys = self.alignment, self.lookahead, self._keys[slot]
         if len(keys) * a < (stop - k) * KEY_BYTES:
             segment = self._open[slot] if stop == a + k else self._open[slot, k:]

@@ -65,8 +65,7 @@ class ResumePoint:
 
     @property
     def freed(self) -> int:
-        """Pages of this point, and dense pages that serve neither a running request nor
-        anything longer."""
+        """Pages of this point, and dense pages that serve neither a request nor anything longer."""
         run = self.run
         assert run is not None
         if run.locks or run.children or run.depths[-1] > self.depth:
@@ -79,8 +78,8 @@ class Run:
 
     Attributes:
         keys: length * 32 bytes.
-        source: gives the pages of segments [first, end) from the table of the running request that
-            prolongs the run, until they are read or the request ends; None where the run has all.
+        source: gives the pages of segments [first, end) from the table of the request that prolongs
+            the run, until they are read or it ends; None where the run has all.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted depths (segments from the root) of the resume points here.
     """
@@ -195,8 +194,8 @@ class Run:
 
     @property
     def useless(self) -> int:
-        """Segments past the last resume point here: where hits need one, these serve none if this
-        is a leaf."""
+        """Segments past the last resume point here; without a child they serve no hit of hybrid
+        models."""
         return self.depth - max(self.start, self.depths[-1] if self.depths else 0)
 
 
@@ -228,8 +227,8 @@ def point_before(run: Run | None, depth: int) -> ResumePoint | None:
 
 
 def point_after(run: Run, depth: int, most: int, but: Run | None = None) -> ResumePoint | None:
-    """A resume point past `depth` of `run`, at most at depth `most`, there or below, but not on the
-    path over `but`."""
+    """A resume point past `depth` of `run`, at most at depth `most`, there or below, but not over
+    `but`."""
     i = bisect_right(run.depths, depth)
     if i < len(run.depths):
         return run.points[run.depths[i]] if run.depths[i] <= most else None
@@ -266,10 +265,10 @@ def split(run: Run, depth: int) -> Run:
 
 def merge(run: Run, hybrid: bool) -> Run:
     """Undo a split at the end of `run` that is not needed any more: its only child takes its
-    segments. Returns the child, or `run` if it stays.
-
-    No request and no pin may end there, and where the ends of runs are entries, the lower part must
-    have been used as lately.
+    segments.
+    Returns the child, or `run` if it stays: because a request or pin ends there or, where the
+    ends of
+    runs are entries, because it was used later than the child.
     """
     if len(run.children) != 1 or run.parent is None:
         return run

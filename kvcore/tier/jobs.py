@@ -75,14 +75,14 @@ class TransferEnd:
         points: Int32 = NO_VALUES,
         contents: Sequence[SegmentContent] | None = None,
     ) -> tuple[int, list[int]]:
-        """Make entries of taken pages. Segments and resume points that were cached meanwhile keep
-        their pages, and the new pages are free again.
+        """Make entries of taken pages; those that were cached meanwhile keep theirs.
 
         Args:
             keys: of segments [0, first + n), 32 bytes each; the locked path has [0, first).
             pages: [n, pages_per_segment] taken pages of segments [first, first + n).
-            depths: those of resume points, at most first + n.
-            points: [len(depths), pages_per_point] their taken pages; points may share some.
+                depths, points: of resume points, at most first + n, and [len(depths),
+            pages_per_point] their
+                taken pages; points may share some.
             contents: [n] of the segments, for events.
 
         Returns:
@@ -171,8 +171,10 @@ class Transfer:
         points: Sequence[ResumePoint],
     ) -> tuple[Transfer, Int32, Int32] | None:
         """Reserve target pages for the missing part of a chain that ends with `run`, and lock it at
-        both ends. Returns (transfer, source pages, target pages), or None without room in the
-        target: nothing has changed then. Errors of the target's policy are raised.
+        both ends.
+        Returns (transfer, source pages, target pages), or None without room in the target:
+        nothing has
+        changed then. Errors of the target's policy are raised.
         """
         depth = len(keys) // KEY_BYTES
         there, first = target.find(keys, depth)
