@@ -101,17 +101,6 @@ def test_requests_end_and_the_model_gets_its_attention_back(family):
     assert family["names"] == ("quire", "eager")
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_continuous_batching_with_our_attention(family, said):
-    """Prompts in parts, decodes, windows, softcap and sinks; transformers' own allocator."""
-    result = torch.load(said / "batched.pt")[family]
-    assert min(result["calls"].values()) >= 8 and len(result["calls"]) == 2
-    for row in result["rows"]:
-        first, second = row["eager"].topk(2, dim=-1).values.unbind(-1)
-        assert (first - second).min() > 2 * row["bound"]
-        assert torch.equal(row["ids"][:, -6:], row["eager"].argmax(-1))
-
-
 def test_the_page_prints_what_it_shows(said):
     blocks = json.loads((said / "page.json").read_text())
     assert len(blocks) == 2

@@ -3,7 +3,7 @@
 A program of its own, because transformers looks for a package named ``kernels`` and must not find this repository's: start it in another
 directory.
 
-Usage: python adopted.py OUT, a directory; writes FAMILY.pt of each family, batched.pt, refusals.json and page.json.
+Usage: python adopted.py OUT, a directory; writes FAMILY.pt of each family, refusals.json and page.json.
 """
 
 import json
@@ -12,17 +12,9 @@ from pathlib import Path
 
 import page_blocks
 import torch
-import transformers.generation.continuous_batching.cache as host
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.bench.common.bounds import gamma
-from quire.kernels.attention import api
-from quire.models.integrations import transformers_batch
 from quire.models.integrations.transformers import QuireCache, QuirePool
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "adopt-transformers.md"
@@ -137,36 +129,6 @@ def a_family(family):
     return result | {"names": names, "prompt": prompt.shape[1]}
 
 
-def batched(family):
-    """Tokens of ``generate_batch`` and eager logits of the same, for prompts of several lengths in steps of few tokens."""
-    model, calls = make(family), []
-    # Without a package that says how much memory a CPU has.
-    host.get_device_and_memory_breakdown = lambda: (torch.device("cpu"), 1 << 33, 0, 0)
-    for name in ("paged_attention", "sliding_window_attention"):
-        kernel = getattr(api, name)
-        counted = lambda *a, kernel=kernel, name=name, **b: calls.append(name) or kernel(*a, **b)  # noqa: E731
-        setattr(api, name, counted)
-    before = transformers_batch.register()
-    model.set_attn_implementation("paged|eager")
-    prompts = [torch.randint(3, 259, (n,)).tolist() for n in (40, 17, 33)]
-    out = model.generate_batch(
-        prompts,
-        generation_config=GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=40, page_size=16, max_batch_tokens=32, default_compile_level=0
-        ),
-        progress_bar=False,
-    )
-    transformers_batch.AttentionInterface.register("paged|eager", before)
-    model.set_attn_implementation("eager")
-    rows = []
-    for request in out.values():
-        ids = torch.tensor([request.prompt_ids + request.generated_tokens])
-        logits = model(ids, use_cache=False).logits[:, len(request.prompt_ids) - 1 : -1]
-        rows.append({"ids": ids, "eager": logits, "bound": tolerance(model, ids)})
-    return {"rows": rows, "calls": {name: calls.count(name) for name in calls}}
-
-
 def refusals():
     """What each misuse raises: {name: message}."""
     model, said = make("llama"), {}
@@ -215,7 +177,6 @@ def main():
     root = Path(sys.argv[1])
     for family in FAMILIES:
         torch.save(a_family(family), root / f"{family}.pt")
-    torch.save({family: batched(family) for family in ("gemma2", "gpt_oss")}, root / "batched.pt")
     blocks = page_blocks.run(PAGE, "needs transformers")
     (root / "page.json").write_text(json.dumps(blocks))
     (root / "refusals.json").write_text(json.dumps(refusals()))
