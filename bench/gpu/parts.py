@@ -14,8 +14,8 @@ JOBS, PEER_JOBS = 12, 4  # processes that compile
 # device: random cases, which each would be compiled for, and refused arguments.
 ATTENTION_TESTS = """
     tests/kernels/attention/test_attention.py tests/kernels/attention/test_fp8.py
-    tests/kernels/attention/test_merge.py tests/gpu/test_gpu_attention.py
-    tests/gpu/test_gpu_launch.py
+    tests/kernels/attention/test_merge.py tests/gpu/test_gpu_shapes.py
+    tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_bits.py
 """
 V4_TESTS = """
     tests/kernels/latent/test_compressed.py tests/kernels/latent/test_flash_mla.py
@@ -27,16 +27,16 @@ V4_TESTS = """
     tests/kernels/compressor/test_compressor.py::test_padding_rows
     tests/kernels/compressor/test_compressor.py::test_rejected_drafts_leave_no_trace
     tests/kernels/indexer/test_indexer.py tests/kernels/latent_write/test_latent_write.py
-    tests/gpu/test_gpu_compressed.py tests/gpu/test_gpu_indexer.py tests/gpu/test_gpu_latent.py
-    tests/gpu/test_gpu_v4.py
-    tests/kernels/latent/test_mla.py tests/gpu/test_gpu_mla.py
+    tests/kernels/latent/test_mla.py
     tests/models/deepseek_v4/test_engine.py::test_hits_of_every_kind
     tests/models/deepseek_v4/test_engine.py::test_outputs_do_not_depend_on_drafts
     tests/models/deepseek_v4/test_engine.py::test_preempted_requests_resume
 """
 # What models have around attention.
 OPERATOR_TESTS = """
-    tests/gpu/test_gpu_page_copy.py tests/gpu/test_gpu_sampling.py
+    tests/gpu/test_gpu_sampling.py
+    tests/kernels/layers/test_experts.py::test_a_row_depends_on_its_token_and_expert_alone
+    tests/kernels/layers/test_experts.py::test_expert_mlp tests/kernels/layers/test_experts.py::test_order
     tests/kernels/hyper_connections/test_hyper_connections.py::test_collapse
     tests/kernels/hyper_connections/test_hyper_connections.py::test_expand
     tests/kernels/hyper_connections/test_hyper_connections.py::test_no_part_of_fn_is_lost
@@ -48,10 +48,10 @@ OPERATOR_TESTS = """
     tests/kernels/layers/test_sampling.py tests/kernels/pages
 """
 ENGINE_TESTS = """
-    tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
+    tests/gpu/test_gpu_engine.py tests/models/engine/test_engine.py
     tests/models/engine/test_replays.py
     tests/models/engine/test_tiering.py::test_pages_come_back_as_they_left
-    tests/models/layers/test_fp8_cache.py tests/kernels/layers/test_experts.py::test_order
+    tests/models/layers/test_fp8_cache.py
 """
 
 

@@ -1,15 +1,19 @@
 """The engine on the device, end to end, against full forward passes without a cache."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from quire.bench.prefill_decode.__main__ import main
 from quire.models.config.named import get_config
+from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import build_model
 from tests.gpu.conftest import DRY_RUN, without_waiting
-from tests.gpu.logits import error_over_budget
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.support.helpers import DEVICE
 
@@ -17,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 17, 49) if DRY_RUN else (1, 15, 16, 17, 47, 48, 49, 140, 31)
 NAMES = ("gemma4-tiny",) if DRY_RUN else ("gemma3-tiny", "gemma4-tiny", "gemma4-small")
+V4_NAMES = ("deepseek-v4-tiny",) if DRY_RUN else ("deepseek-v4-tiny", "deepseek-v4-small")
 FAMILIES = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
 
@@ -42,7 +47,57 @@ def test_a_prefix_hit_equals_a_cold_run(name):
     assert run.check(request_id).num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+def first_layers(name, num_layers, num_experts):
+    """The first layers of a DeepSeek-V4 configuration with fewer experts and without a drafter."""
+    config = get_config(name)
+    return dataclasses.replace(
+        config,
+        layer_types=config.layer_types[:num_layers],
+        mlp_layer_types=config.mlp_layer_types[:num_layers],
+        num_experts=num_experts,
+        num_mtp_layers=0,
+    )
+
+
+def error_over_budget(model, length):
+    """The largest error of the logits of a prompt and a few tokens, over twice that of a full pass.
+
+    Args:
+        length: tokens of the prompt, which is computed in chunks.
+    """
+    # Replayed graphs do not call the hook.
+    settings = EngineConfig(
+        num_pages=400, max_num_seqs=2, max_model_len=2000, decode_graphs=False,
+        async_scheduling=False, max_num_batched_tokens=max(2, length // 3),
+    )  # fmt: skip
+    engine, found = Engine(model, settings), []
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, model.config.vocab_size, (length,), generator=generator).tolist()
+    engine.add_request(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    hook = model.register_forward_hook(lambda module, args, output: found.append(output))
+    while engine.has_work:
+        finished = engine.step().finished
+    hook.remove()
+    [output] = finished
+    assert output.error is None
+    # Chunks that do not end the prompt have no logits.
+    got = torch.cat(found).float()
+    sequence = torch.tensor([*output.prompt_token_ids, *output.token_ids][:-1], device=model.device)
+    rows = torch.arange(length - 1, len(sequence), device=model.device)
+    plain = model.full_forward(sequence, logits_rows=rows).float()
+    wide = build_model(model.config, device=model.device, dtype=torch.float32)
+    for target, source in zip(wide.parameters(), model.parameters(), strict=True):
+        target.copy_(source)
+    exact = wide.full_forward(sequence, logits_rows=rows)
+    rounding = torch.finfo(model.dtype).eps / 2 * exact.abs().max()
+    budget = 2 * ((plain - exact).abs().max() + rounding)
+    errors = (got - exact).abs().amax(1)
+    # Another expert or entry in a few tokens of DeepSeek-V4 is no mistake.
+    several = isinstance(model.config, DeepseekV4Config)
+    return ((errors.median() if several else errors.max()) / budget).item()
+
+
+@pytest.mark.parametrize("name", NAMES + V4_NAMES)
 def test_bf16_logits_are_within_the_budget(name):
     model = random_model(get_config(name), device=DEVICE, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -119,3 +174,36 @@ def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda, monkeypatc
     while engine.has_work:
         engine.step()
     assert len(seen) == 19
+
+
+# `bench.prefill_decode` gives exit status 1 where it cannot prove the output right, token by token.
+JOBS = {
+    "v4": "--model deepseek-v4-small --dtype float32",
+    "v4-bf16": "--model deepseek-v4-tiny --dtype bfloat16",
+    "v4-fp8": "--model deepseek-v4-small --dtype float32 --kv-cache-dtype fp8",
+    "v4-mtp": "--model deepseek-v4-tiny --dtype float32 --speculate mtp --draft-tokens 2",
+    "v4-ngram": "--model deepseek-v4-tiny --dtype float32 --speculate ngram --draft-tokens 3",
+    "fp8": "--model gemma4-small --dtype float32 --kv-cache-dtype fp8",
+    "fp8-per-tensor": "--model gemma4-small --dtype float32 --kv-cache-dtype fp8_per_tensor",
+    "fp8-bf16": "--model gemma4-small --dtype bfloat16 --kv-cache-dtype fp8",
+    "ngram": "--model gemma4-small --dtype float32 --speculate ngram --draft-tokens 3",
+    "few-pages": "--model gemma4-tiny --dtype float32 --max-num-seqs 4 --num-pages 90",
+}
+# In a dry run one: tests/bench/test_prefill_decode.py has the others.
+JOB_NAMES = ["v4-bf16"] if DRY_RUN else list(JOBS)
+
+
+@pytest.mark.parametrize("name", JOB_NAMES)
+def test_jobs_are_right(name, capsys):
+    size = "--limit 1 --scale 0.02 --check 1 --no-baseline" if DRY_RUN else "--limit 4 --scale 0.5"
+    status = main([*JOBS[name].split(), *size.split(), "--device", DEVICE])
+    assert status == 0, capsys.readouterr().err
+
+
+@pytest.mark.skipif(DRY_RUN, reason="16 GB of weights")
+def test_real_widths():
+    """Four layers of Flash, of each kind, with fewer experts."""
+    config = first_layers("deepseek-v4-flash", 4, 8)
+    with torch.inference_mode():
+        model = random_model(config, device=DEVICE, dtype=torch.bfloat16)
+        assert error_over_budget(model, 700) <= 1

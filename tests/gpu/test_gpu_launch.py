@@ -1,13 +1,32 @@
-"""What only a device shows: CUDA graphs, no host synchronisation, no allocation where memory is given."""
+"""CUDA graphs, no host synchronisation, and no allocation where memory is given, for batches of the case tables of tests/kernels."""
 
 import pytest
 import torch
 
-from quire.bench.cases.make import make_problem
-from quire.bench.cases.shapes import TINY_SHAPES, Case, Shape
-from quire.bench.peers.quire_calls import quire_calls
-from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
-from tests.gpu.conftest import assert_neither_waits_nor_allocates, captured
+from quire.kernels import (
+    PoolPages,
+    compress,
+    compressed_attention,
+    gather_pages,
+    index_topk,
+    merge_partials,
+    mla_attention,
+    paged_attention,
+    sample_tokens,
+    scatter_pages,
+    sliding_window_attention,
+    write_kv,
+    write_latent,
+)
+from tests.gpu.conftest import (
+    DRY_RUN,
+    assert_neither_waits_nor_allocates,
+    captured,
+    without_waiting,
+)
+from tests.kernels.compressor import test_compressor as compressor_cases
+from tests.kernels.latent_write import test_latent_write as latent_cases
+from tests.kernels.layers import test_sampling as sampling_cases
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -16,114 +35,200 @@ from tests.support.helpers import (
     attention_reference,
     make_batch,
 )
+from tests.support.kernels import compressed_cases, indexer_cases, mla_cases
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = Shape("test/full", 16, 4, 128, block_size=32)
-WINDOW = Shape("test/window", 16, 4, 128, sliding_window=1024, block_size=32)
-PHASES = ("decode", "prefill", "mixed")
+BF16 = torch.bfloat16
+LONGEST = 40 if DRY_RUN else 900
+DECODE, MIXED = (1, 1, 1, 1), (1, 1, 9, 0)
 
 
-def problem_of(shape, phase, copies=1):
-    case = Case(shape, phase, 4, 4096)
-    return make_problem(case, torch.device(DEVICE), torch.bfloat16, copies=copies)
+def seq_lens(q_lens):
+    return [max(n, q) for n, q in zip((LONGEST, 33, LONGEST // 2, 17), q_lens, strict=True)]
 
 
-@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
-@pytest.mark.parametrize("shape", [SHAPE, WINDOW], ids=["full", "window"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_calls_neither_synchronise_nor_allocate(cuda, phase, shape, in_step):
-    [call] = quire_calls(problem_of(shape, phase), in_step=in_step)
-    # Launches of the prefill part need no workspace, and decode was given one.
-    assert_neither_waits_nor_allocates(call)
+def attention(q_lens, **options):
+    case = AttentionCase("", seq_lens(q_lens), q_lens, num_heads=8, head_dim=64, dtype=BF16, in_step=False, **options)  # fmt: skip
+    return make_batch(case)
 
 
-def test_write_and_merge_do_not_synchronise(cuda):
-    k, v = torch.randn(2, 40, 4, 128, device=cuda, dtype=torch.bfloat16).unbind(0)
-    k_pages, v_pages = torch.zeros(2, 8, 16, 4, 128, device=cuda, dtype=torch.bfloat16).unbind(0)
-    slots = torch.arange(40, device=cuda)
-    parts = torch.randn(3, 40, 4, 128, device=cuda)
-    part_lse = torch.randn(3, 4, 40, device=cuda)
-    for mode in ("default", "error"):
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            write_kv(k, v, k_pages, v_pages, slots)
-            merge_partials(parts, part_lse)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+def latent(q_lens, **options):
+    case = compressed_cases.Case("", seq_lens(q_lens), q_lens, num_heads=16, head_dim=64, rope_dim=16, dtype=BF16, in_step=False, ring=False, **options)  # fmt: skip
+    return compressed_cases.make_batch(case)
+
+
+def mla(q_lens):
+    case = mla_cases.MlaCase("", seq_lens(q_lens), q_lens, num_heads=16, head_dim_v=64, in_step=False, dtype=BF16)  # fmt: skip
+    return mla_cases.make_mla_batch(case)
+
+
+def index(q_lens):
+    case = indexer_cases.IndexCase("", seq_lens(q_lens), q_lens, dtype=BF16)
+    return indexer_cases.make_index_batch(case)
+
+
+def pooling(q_lens, **options):
+    run = compressor_cases.Run(compressor_cases.Case([q_lens], start=LONGEST, slack=12, **options))
+    call = run.arguments([LONGEST] * 4, q_lens)
+    return call | {"slot_mapping": torch.arange(len(call["kv"]), device=DEVICE)}
+
+
+def latent_rows(q_lens):
+    call = latent_cases.make_call(latent_cases.FP8)
+    pages, _ = latent_cases.make_pages(latent_cases.FP8, 4)
+    return call | {"pages": pages}
+
+
+def sampling(q_lens):
+    filters = sampling_cases.FILTERS[-4:]
+    logits = sampling_cases.make_logits(4, 300 if DRY_RUN else 128_256)
+    call = sampling_cases.make_call(logits, filters, [0.37] * 4)
+    return call | {"probs": torch.zeros_like(logits)}
+
+
+# name -> (operator, arguments for the new tokens of four sequences)
+CALLS = {
+    "attention": (paged_attention, attention),
+    "window": (sliding_window_attention, lambda q: attention(q, sliding_window=24)),
+    "mla": (mla_attention, mla),
+    "sliding": (compressed_attention, latent),
+    "csa": (compressed_attention, lambda q: latent(q, ratio=4, topk=6)),
+    "hca": (compressed_attention, lambda q: latent(q, ratio=8)),
+    "index": (index_topk, index),
+    "compress-csa": (compress, lambda q: pooling(q, dtype=BF16)),
+    "compress-index": (compress, lambda q: pooling(q, **compressor_cases.INDEX_FP8)),
+    "compress-hca": (compress, lambda q: pooling(q, **compressor_cases.HCA)),
+    "write-latent": (write_latent, latent_rows),
+    "sample": (sample_tokens, sampling),
+}
+
+
+def data_of(call):
+    """Every tensor of a call."""
+    values = (getattr(value, "data", value) for value in call.values())
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def make(name, q_lens):
+    """An operator and a call of it over memory that is finite throughout, results and workspace given."""
+    function, arguments = CALLS[name]
+    call = arguments(q_lens)
+    for tensor in data_of(call):
+        if tensor.is_floating_point():
+            tensor.nan_to_num_()
+    for table, pages in (("block_table", "k_pages"), ("block_table", "pages"), ("window_table", "window_pages"), ("compressed_table", "compressed_pages")):  # fmt: skip
+        if call.get(table) is not None and pages in call:
+            pool = getattr(call[pages], "data", call[pages])
+            call[table].remainder_(len(pool))
+    if "q" in call:
+        call["workspace"] = torch.zeros(1 << (18 if DRY_RUN else 24), device=DEVICE)
+        shape = (*call["q"].shape[:2], call.get("head_dim_v") or call["q"].shape[2])
+        call["out"] = torch.zeros(shape, dtype=call["q"].dtype, device=DEVICE)
+    if name == "index":
+        call["out"] = torch.zeros(len(call["q"]), call["topk"], dtype=torch.int32, device=DEVICE)
+        call["lens"] = call["out"][:, 0].contiguous()
+    return function, call
+
+
+@pytest.mark.parametrize("q_lens", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "sample"])
+def test_calls_neither_synchronise_nor_allocate(name, q_lens):
+    function, call = make(name, q_lens)
+    assert_neither_waits_nor_allocates(lambda: function(**call, impl="triton"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_captured_decode_serves_other_values(name):
+    """Work is divided on the device: replayed for other lengths, tables and numbers, a graph gives what a call of its own gives."""
+    function, call = make(name, DECODE)
+    graph = captured(lambda: function(**call, impl="triton"))
+    for lengths in ([LONGEST] * 4, [1, 3, 4, 33], [0, LONGEST, 16, 17]):
+        if "seq_lens" in call:
+            call["seq_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        for table in ("block_table", "window_table", "compressed_table"):
+            if call.get(table) is not None:
+                call[table].copy_(call[table].flip(0))
+        if name == "sample":
+            call["logits"].neg_()
+        initial = [tensor.clone() for tensor in data_of(call)]
+        found = []
+        for step in (graph.replay, lambda: function(**call, impl="triton")):
+            for tensor, before in zip(data_of(call), initial, strict=True):
+                tensor.copy_(before)
+            step()
+            found.append([tensor.clone() for tensor in data_of(call)])
+        for replayed, expected in zip(*found, strict=True):
+            torch.testing.assert_close(replayed, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_writes_and_merges_do_not_synchronise():
+    k, v = torch.randn(2, 40, 4, 128, device=DEVICE, dtype=BF16).unbind(0)
+    k_pages, v_pages = torch.zeros(2, 8, 16, 4, 128, device=DEVICE, dtype=BF16).unbind(0)
+    slots = torch.arange(40, device=DEVICE)
+    parts, part_lse = torch.randn(3, 40, 4, 128, device=DEVICE), torch.randn(3, 4, 40, device=DEVICE)  # fmt: skip
+
+    def step():
+        write_kv(k, v, k_pages, v_pages, slots, impl="triton")
+        merge_partials(parts, part_lse, impl="triton")
+
+    step()
+    with without_waiting():
+        step()
     assert k_pages.flatten(0, 1)[:40].equal(k) and v_pages.flatten(0, 1)[:40].equal(v)
-
-
-@pytest.mark.parametrize("shape", [SHAPE, WINDOW], ids=["full", "window"])
-def test_a_captured_decode_serves_other_lengths_and_tables(cuda, shape):
-    problem = problem_of(shape, "decode")
-    table = problem.shared["block_table"].clone()
-    if shape.sliding_window is not None:
-        # Pages behind the window do not exist at full length; shorter sequences see them.
-        table = torch.randint_like(table, 1, len(problem.each[0]["k_pages"]))
-    lengths = problem.shared["seq_lens"].clone()
-    out = torch.full_like(problem.results["out"], NAN)
-    lse = torch.full((shape.num_heads, 4), NAN, device=cuda)
-
-    def call(out, lse):
-        attend = paged_attention
-        options = {"max_seqlen_q": 1, "max_seq_len": 4096, "out": out, "lse": lse}
-        if shape.sliding_window is not None:
-            attend, options["sliding_window"] = sliding_window_attention, shape.sliding_window
-        tensors = [problem.each[0][name] for name in ("q", "k_pages", "v_pages")]
-        return attend(*tensors, table, lengths, problem.shared["cu_seqlens_q"], **options)
-
-    graph = captured(lambda: call(out, lse))
-    for seq_lens in ([4096] * 4, [1, 16, 17, 33], [0, 4096, 300, 2000], [1025, 1024, 1023, 0]):
-        lengths.copy_(torch.tensor(seq_lens, dtype=torch.int32))
-        table.copy_(table.flip(0))
-        out.fill_(NAN)
-        graph.replay()
-        expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
-        call(expected, expected_lse)
-        assert out.isfinite().all()
-        assert out.equal(expected) and lse.equal(expected_lse), seq_lens
-        empty = lengths == 0
-        assert not out[empty].any() and (lse[:, empty] == -torch.inf).all()
 
 
 def test_two_streams_do_not_disturb_each_other(cuda):
     """Two calls with memory of their own at the same time, many times over."""
-    problems = [problem_of(SHAPE, "decode"), problem_of(WINDOW, "mixed")]
-    calls = [quire_calls(problem, in_step=True)[0] for problem in problems]
-    expected = [call()[0].clone() for call in calls]
+    calls = [make(name, MIXED) for name in ("attention", "window")]
+    expected = [function(**call).clone() for function, call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
     for _ in range(20):
-        results = []
-        for call, stream in zip(calls, streams, strict=True):
+        for (function, call), stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(call()[0])
+                function(**call)
         torch.cuda.synchronize()
-        for got, want in zip(results, expected, strict=True):
-            assert got.equal(want)
+        for (_, call), want in zip(calls, expected, strict=True):
+            assert call["out"].equal(want)
 
 
-@pytest.mark.parametrize(
-    "seq_lens, q_lens", [([20, 5], [1, 1]), ([40, 33], [20, 17])], ids=["decode", "prefill"]
-)
-def test_calls_compute_with_their_own_tensors(seq_lens, q_lens):
-    """Also where the workspace lies between 16 bytes."""
-    case = AttentionCase("again", seq_lens, q_lens, num_heads=4, num_kv_heads=2, dtype=torch.bfloat16)  # fmt: skip
+@pytest.mark.parametrize("q_lens", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_a_workspace_between_16_bytes(q_lens):
+    """Calls compute with their own tensors, wherever these begin."""
+    case = AttentionCase("again", [20, 5, 33, 17], q_lens, dtype=BF16)
     for seed, offset in enumerate((0, 1, 0)):
         batch = make_batch(case, seed)
-        workspace = torch.full((10**5,), NAN, device=DEVICE)[offset:][: 10**5 - 8]
+        workspace = torch.full((10**5,), NAN, device=DEVICE)[offset:]
         exact, _ = attention_reference(batch)
         out = paged_attention(**batch, impl="triton", workspace=workspace)
         assert_within_budget(f"call {seed}", out, exact)
 
 
-@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
-def test_calls_share_their_output_and_differ_by_copy(in_step):
-    """What the rotation of a benchmark relies on: each call reads its own copy, and fills one output."""
-    case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20)
-    problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
-    first, second = quire_calls(problem, in_step=in_step)
-    one = first()[0].clone()
-    two = second()[0].clone()
-    assert not one.equal(two) and first()[0].equal(one)
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_pages_come_back_from_pinned_memory(cuda, impl):
+    """By a kernel and by copy engines, without waiting."""
+    generator = torch.Generator().manual_seed(4)
+    made = torch.randint(256, (3, 64, 9 * 576), generator=generator, dtype=torch.uint8)
+    pages = PoolPages(list(made.to(cuda).unbind()))
+    host = torch.zeros(40, pages.num_bytes, dtype=torch.uint8).pin_memory()
+    page_ids, rows = (torch.randperm(n, generator=generator)[:32] for n in (64, 40))
+    ids = [i.to(cuda) if impl == "triton" else i for i in (page_ids, rows)]
+    torch.cuda.synchronize()
+    with without_waiting():
+        gather_pages(pages, ids[0], host, ids[1], impl=impl)
+    torch.cuda.synchronize()
+    assert host[rows].equal(made[:, page_ids].transpose(0, 1).flatten(1))
+    for tensor in pages.tensors:
+        tensor.zero_()
+    scatter_pages(pages, ids[0], host, ids[1], impl=impl)
+    back = torch.stack(pages.tensors).cpu()
+    assert back[:, page_ids].equal(made[:, page_ids])
+    assert back.sum(dtype=torch.int64) == made[:, page_ids].sum(dtype=torch.int64)
+
+
+def test_memory_that_the_device_cannot_reach(cuda):
+    pages = PoolPages([torch.zeros(4, 64, dtype=torch.uint8, device=cuda)])
+    ids = torch.zeros(1, dtype=torch.int64, device=cuda)
+    with pytest.raises(ValueError, match=r"^buffer: expected a tensor on cuda:0 or in pinned host"):
+        gather_pages(pages, ids, torch.zeros(2, 64, dtype=torch.uint8))

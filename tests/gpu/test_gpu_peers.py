@@ -83,12 +83,3 @@ def test_a_peer_gives_the_same(name, case, peers):
         assert expected.wrong(out, lse) is None
         # Each may be off by the budget, on either side of the truth.
         assert ((out.double() - other.double())[expected.rows].abs() <= 2 * expected.budget).all()
-
-
-@pytest.mark.parametrize("case", LATENT_CASES, ids=named)
-def test_the_latent_kernels_are_right_at_the_shapes_that_are_measured(case):
-    problem = make_problem(case, torch.device(DEVICE), copies=1)
-    expected = expect(problem)
-    for in_step in (False, True) if problem.in_step is not None else (False,):
-        [call] = quire_calls(problem, in_step=in_step, impl="triton")
-        assert expected.wrong(*call()) is None

@@ -110,7 +110,7 @@ def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
     """A decode step and a chunk of a prompt, whose tiles hold other tokens and borders of sequences: selections, and scores to the bit.
 
     Scores of integers are exact, and many are equal. Those of other numbers are rounded by NumPy here, in an order that depends on the size
-    of its product; that a device rounds both alike is in ``tests/gpu/test_gpu_indexer.py``.
+    of its product; that a device rounds both alike is in ``tests/gpu/test_gpu_bits.py``.
     """
     case = IndexCase("", [203, 120], [5, 2], dtype=dtype, values=values, rows=64)
     batch = make_index_batch(case)

@@ -1,0 +1,97 @@
+"""Results that a device must give bit for bit: quantized rows, scores in tiles of any size, products in fp32."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quire.bench.common.bounds import UNIT
+from quire.kernels import LatentPages, index_topk, page_bytes, write_kv, write_latent
+from quire.kernels.common import e4m3
+from quire.kernels.indexer.kernel import make_plan
+from quire.models.layers.basic import linear_fp32
+from tests.gpu.conftest import DRY_RUN
+from tests.kernels.attention.test_fp8 import CASES, blank, midpoints
+from tests.support.helpers import DEVICE, NAN
+from tests.support.kernels.indexer_cases import IndexCase, make_index_batch
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37])
+def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
+    """The device's division and rounding against torch's on a CPU, ties and subnormals among the values."""
+    x = midpoints().view(-1, 1, 16) * (1.0 if scale is None else scale)
+    if scale is None:
+        more = torch.randn(20 if DRY_RUN else 500, 1, 16, device=DEVICE)
+        x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], more])
+    if DRY_RUN:
+        x = x[::8]
+    codes, scales = e4m3.quantize(x.cpu(), scale)
+    case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
+    pages, row_scales = blank(case, -(-len(x) // 16))
+    given = dict(zip(("k_scale", "v_scale"), row_scales if scale is None else (scale,) * 2, strict=True))  # fmt: skip
+    write_kv(x, x, *pages, torch.arange(len(x), device=DEVICE), **given, impl="triton")
+    for page, row_scale in zip(pages, row_scales, strict=True):
+        written = page.view(torch.uint8).flatten(0, 1)[: len(x)]
+        assert written.cpu().equal(codes.view(torch.uint8))
+        if scale is None:
+            assert row_scale.flatten(0, 1)[: len(x)].cpu().equal(scales)
+
+
+@pytest.mark.parametrize("block_size", [64, 2])
+def test_quantized_latents_of_any_bits(block_size):
+    """The kernel and torch, on the device too, write the same bytes."""
+    num_rows = 4 if DRY_RUN else 4096
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**15), 2**15, (num_rows, 512), generator=generator).to(torch.int16)
+    x = bits.view(torch.bfloat16)
+    # Half of the rows are of one size, as latents are; those of any bits hold infinities and NaN.
+    x[::2] = torch.randn(num_rows, 512, generator=generator)[::2].bfloat16()
+    x = x.to(DEVICE)
+    slots = torch.randperm(num_rows, generator=generator).to(DEVICE)
+    shape = (-(-num_rows // block_size), page_bytes(block_size))
+    written, expected = (
+        LatentPages(torch.zeros(shape, dtype=torch.uint8, device=DEVICE), block_size)
+        for _ in range(2)
+    )
+    write_latent(x, written, slots, impl="triton")
+    expected.write(slots, x)
+    got, want = written.values, expected.values
+    nan = (want & 127 == 127) & (got & 127 == 127)
+    assert torch.where(nan, want, got).equal(want)
+    assert written.scales.equal(expected.scales)
+    torch.testing.assert_close(written.rope, expected.rope, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_score_has_the_same_bits_in_decode_and_in_any_prefill_tile(fp8, cuda):
+    """On a device only: the interpreter multiplies matrices with NumPy, whose sums depend on their shapes."""
+    length = 2001
+    case = IndexCase("", [length], [5], topk=64, num_heads=64, index_dim=128, rows=64, dtype=torch.bfloat16, fp8=fp8, values="normal")  # fmt: skip
+    together = make_index_batch(case)
+    divided = make_plan(5, topk=64, compress_ratio=4, max_seq_len=length)
+    workspace = torch.full((5 * divided.query_numel,), NAN, device=DEVICE)
+    selected = index_topk(**together, workspace=workspace)
+    rows = workspace[: 5 * divided.row_numel].view(torch.int32).view(5, -1).clone()
+    for token in range(5):
+        alone = together | {name: together[name][token : token + 1] for name in ("q", "weights")}
+        alone |= {"cu_seqlens_q": together["cu_seqlens_q"].clamp(max=1), "max_seqlen_q": 1}
+        alone["seq_lens"] = together["seq_lens"] - 4 + token
+        got = index_topk(**alone, workspace=workspace)
+        visible = (length - 4 + token) // 4
+        assert workspace[:visible].view(torch.int32).equal(rows[token, :visible])
+        assert all(a[0].equal(b[token]) for a, b in zip(got, selected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_two_bytes_have_results_of_four(dtype):
+    """``mm(out_dtype=)`` on a device: off by the additions in fp32 alone, as products of two such numbers are exact in fp32."""
+    rows, width = (3, 64) if DRY_RUN else (33, 4096)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, width, generator=generator).to(dtype) for n in (rows, 64))
+    got = linear_fp32(x.to(DEVICE), weight.to(DEVICE))
+    assert got.dtype == torch.float32
+    exact = x.double() @ weight.double().T
+    bound = width * UNIT * (x.double().abs() @ weight.double().abs().T)
+    assert bool(((got.cpu().double() - exact).abs() <= bound).all())
