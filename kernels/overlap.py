@@ -57,39 +57,6 @@ def copy_overlap(
     Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
     """
     chosen = implementation(impl, kv)
-    _check(kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages)
-    if chosen == "torch":
-        return _torch(
-            kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
-        )
-    _, ratio, _, width = pages.shape
-    num_loads = from_pages.shape[0] * ratio
-    with torch.cuda.device_of(kv):
-        launching.launch(
-            _copy_overlap_kernel,
-            (num_loads + tokens.shape[0], triton.cdiv(width, BLOCK)),
-            kv=strided.matrix(kv),
-            gate=strided.matrix(gate),
-            ape=strided.matrix(ape),
-            state=strided.pages(state),
-            pages=strided.pages(pages),
-            from_pages=from_pages,
-            state_index=state_index,
-            state_rows=strided.matrix(state_rows),
-            tokens=tokens,
-            to_pages=to_pages,
-            num_loads=num_loads,
-            width=width,
-            RATIO=ratio,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
-    return None
-
-
-def _check(
-    kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
-) -> None:
     fp32, int64 = torch.float32, torch.int64
     expect_tensor("pages", pages, (None, None, 2, None), fp32)
     expect_apart("pages", pages)
@@ -115,6 +82,32 @@ def _check(
         expect_values("state_rows", state_rows[loads], 0, state.shape[1] - 1)
         expect_values("to_pages", to_pages[saves], 1, num_pages - 1)
         expect_values("tokens", tokens[saves], 0, kv.shape[0] - 1)
+    if chosen == "torch":
+        return _torch(
+            kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
+        )
+    num_loads = num_seqs * ratio
+    with torch.cuda.device_of(kv):
+        launching.launch(
+            _copy_overlap_kernel,
+            (num_loads + tokens.shape[0], triton.cdiv(width, BLOCK)),
+            kv=strided.matrix(kv),
+            gate=strided.matrix(gate),
+            ape=strided.matrix(ape),
+            state=strided.pages(state),
+            pages=strided.pages(pages),
+            from_pages=from_pages,
+            state_index=state_index,
+            state_rows=strided.matrix(state_rows),
+            tokens=tokens,
+            to_pages=to_pages,
+            num_loads=num_loads,
+            width=width,
+            RATIO=ratio,
+            BLOCK=BLOCK,
+            num_warps=4,
+        )
+    return None
 
 
 @torch.no_grad()

@@ -77,8 +77,35 @@ def residual_norm(
         ``modeling_gemma4``.
     """
     chosen = implementation(impl, x)
-    _check(x, weight, eps, offset, residual, post_weight, scalar, out)
+    expect_tensor("x", x, (None, None), MODEL_DTYPES)
     num_rows, size = x.shape
+    expect_int("x: size", size, 1)
+    expect_positive("eps", eps, least=-100)
+    expect_number("offset", offset)
+    for name, vector, length in (
+        ("weight", weight, size),
+        ("post_weight", post_weight, size),
+        ("scalar", scalar, 1),
+    ):
+        if vector is not None:
+            expect_tensor(name, vector, (length,), MODEL_DTYPES, device=x.device)
+    for name, rows, dtypes in (
+        ("residual", residual, (x.dtype,)),
+        ("out", out, tuple(dict.fromkeys((x.dtype, torch.float32)))),
+    ):
+        if rows is not None:
+            expect_tensor(name, rows, tuple(x.shape), dtypes, device=x.device)
+            expect_apart(name, rows)
+    if residual is None:
+        for needs_it, why in (
+            (weight is None, "without a weight"),
+            (post_weight is not None, "with a post_weight"),
+            (scalar is not None, "with a scalar"),
+        ):
+            if needs_it:
+                raise ValueError(f"residual: expected a tensor {why}, got None")
+    if weight is None and out is not None:
+        raise ValueError("out: expected None without a weight, got a tensor")
     if chosen == "torch":
         made = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
     else:
@@ -107,37 +134,6 @@ def residual_norm(
                 num_warps=min(MAX_WARPS, max(1, block // CHANNELS_PER_WARP)),
             )
     return residual if made is None else made
-
-
-def _check(x, weight, eps, offset, residual, post_weight, scalar, out):
-    expect_tensor("x", x, (None, None), MODEL_DTYPES)
-    expect_int("x: size", x.shape[1], 1)
-    expect_positive("eps", eps, least=-100)
-    expect_number("offset", offset)
-    for name, vector, size in (
-        ("weight", weight, x.shape[1]),
-        ("post_weight", post_weight, x.shape[1]),
-        ("scalar", scalar, 1),
-    ):
-        if vector is not None:
-            expect_tensor(name, vector, (size,), MODEL_DTYPES, device=x.device)
-    for name, rows, dtypes in (
-        ("residual", residual, (x.dtype,)),
-        ("out", out, tuple(dict.fromkeys((x.dtype, torch.float32)))),
-    ):
-        if rows is not None:
-            expect_tensor(name, rows, tuple(x.shape), dtypes, device=x.device)
-            expect_apart(name, rows)
-    if residual is None:
-        for needs_it, why in (
-            (weight is None, "without a weight"),
-            (post_weight is not None, "with a post_weight"),
-            (scalar is not None, "with a scalar"),
-        ):
-            if needs_it:
-                raise ValueError(f"residual: expected a tensor {why}, got None")
-    if weight is None and out is not None:
-        raise ValueError("out: expected None without a weight, got a tensor")
 
 
 @without_grad

@@ -96,7 +96,16 @@ def route_tokens(
     expect_int("top_k", top_k, 1, num_experts)
     expect_positive("scale", scale)
     expect_positive("logits_factor", logits_factor)
-    _check_score(score, logits_factor, logits_bias, expert_scale, bias, table)
+    if score not in SCORES:
+        raise ValueError(f"score: expected one of {list(SCORES)}, got {score!r}")
+    others = {"logits_bias": logits_bias, "expert_scale": expert_scale}
+    if score == "softmax":
+        others = {"bias": bias, "table": table}
+    elif logits_factor != 1:
+        raise ValueError(f"logits_factor: expected 1 with {score!r}, got {logits_factor!r}")
+    for name, other in others.items():
+        if other is not None:
+            raise ValueError(f"{name}: expected None with {score!r}, got a tensor")
     for name, vector, dtypes in (
         ("logits_bias", logits_bias, MODEL_DTYPES),
         ("expert_scale", expert_scale, MODEL_DTYPES),
@@ -104,7 +113,17 @@ def route_tokens(
     ):
         if vector is not None:
             expect_tensor(name, vector, (num_experts,), dtypes, device=logits.device)
-    _check_table(logits, top_k, bias, table, token_ids)
+    if (table is None) != (token_ids is None):
+        missing = "table" if table is None else "token_ids"
+        raise ValueError(f"{missing}: expected table and token_ids or neither, got None")
+    if table is not None:
+        if bias is not None:
+            raise ValueError("bias: expected None with a table, got a tensor")
+        expect_tensor("table", table, (None, top_k), torch.int64, device=logits.device)
+        expect_tensor("token_ids", token_ids, (num_tokens,), torch.int64, device=logits.device)
+        expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
+        if checks.is_readable(table):
+            expect_values("table", table[token_ids], 0, num_experts - 1)
     if chosen == "torch":
         return _route_torch(
             logits, top_k, score, scale, logits_factor, logits_bias, expert_scale,
@@ -200,36 +219,6 @@ def combine_experts(
             num_warps=4,
         )
     return out
-
-
-def _check_score(score, logits_factor, logits_bias, expert_scale, bias, table) -> None:
-    """Refuse arguments that do not belong to the score."""
-    if score not in SCORES:
-        raise ValueError(f"score: expected one of {list(SCORES)}, got {score!r}")
-    others = {"logits_bias": logits_bias, "expert_scale": expert_scale}
-    if score == "softmax":
-        others = {"bias": bias, "table": table}
-    elif logits_factor != 1:
-        raise ValueError(f"logits_factor: expected 1 with {score!r}, got {logits_factor!r}")
-    for name, other in others.items():
-        if other is not None:
-            raise ValueError(f"{name}: expected None with {score!r}, got a tensor")
-
-
-def _check_table(logits, top_k, bias, table, token_ids) -> None:
-    if (table is None) != (token_ids is None):
-        missing = "table" if table is None else "token_ids"
-        raise ValueError(f"{missing}: expected table and token_ids or neither, got None")
-    if table is None:
-        return
-    if bias is not None:
-        raise ValueError("bias: expected None with a table, got a tensor")
-    num_tokens, num_experts = logits.shape
-    expect_tensor("table", table, (None, top_k), torch.int64, device=logits.device)
-    expect_tensor("token_ids", token_ids, (num_tokens,), torch.int64, device=logits.device)
-    expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
-    if checks.is_readable(table):
-        expect_values("table", table[token_ids], 0, num_experts - 1)
 
 
 @torch.no_grad()

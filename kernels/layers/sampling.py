@@ -96,7 +96,20 @@ def sample_tokens(
     expect_tensor("logits", logits, (None, None), MODEL_DTYPES)
     num_rows, vocab_size = logits.shape
     expect_int("logits: vocab_size", vocab_size, 1, 2**31 - 1)
-    _check_rows(logits, (temperature, top_k, top_p, min_p, u), probs)
+    columns = dict(zip(OF_ROWS, (temperature, top_k, top_p, min_p, u), strict=True))
+    draws = any(column is not None for column in columns.values())
+    if draws:
+        for name, (dtype, low, high) in OF_ROWS.items():
+            if columns[name] is None:
+                raise ValueError(f"{name}: expected all of {', '.join(OF_ROWS)} or none, got None")
+            expect_tensor(name, columns[name], (num_rows,), dtype, device=logits.device)
+            expect_values(name, columns[name], low, high)
+    if probs is not None:
+        if not draws:
+            raise ValueError("probs: expected None without a temperature, got a tensor")
+        shape = (num_rows, vocab_size)
+        expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
+        expect_apart("probs", probs)
     if chosen == "torch":
         return _torch(logits, temperature, top_k, top_p, min_p, u, probs)
     if vocab_size > MAX_VOCAB:
@@ -126,26 +139,6 @@ def sample_tokens(
             num_warps=max(4, block // 256),
         )
     return out
-
-
-def _check_rows(logits, columns, probs) -> None:
-    """Check the sampling parameters and ``probs``."""
-    given = dict(zip(OF_ROWS, columns, strict=True))
-    greedy = all(value is None for value in columns)
-    for name, value in given.items():
-        if greedy:
-            continue
-        if value is None:
-            raise ValueError(f"{name}: expected all of {', '.join(OF_ROWS)} or none, got None")
-        dtype, low, high = OF_ROWS[name]
-        expect_tensor(name, value, (logits.shape[0],), dtype, device=logits.device)
-        expect_values(name, value, low, high)
-    if probs is not None:
-        if greedy:
-            raise ValueError("probs: expected None without a temperature, got a tensor")
-        shape = tuple(logits.shape)
-        expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
-        expect_apart("probs", probs)
 
 
 @torch.no_grad()
