@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import KVCache, StepPlan
+from quire.kvcore.prefix.replays import replay_range
 from tests.kvcore.engine import Engine, Text, groups
 
 REPLAYS = ((16, None), (4, 9), (8, 9))  # alignment 16; two window groups of 8 rows before the query
@@ -129,6 +130,7 @@ def without_points(replay_tokens: int | None, num_tokens: int = 200, **options) 
 
 
 def test_a_replay_is_offered_where_it_saves_tokens():
+    assert replay_range(dense=5, hit=0, replay_tokens=9, alignment=1) is None
     match = without_points(32).kv.match(tokens(200))
     assert (match.num_tokens, match.replay_from, match.replay_to) == (0, 160, 192)
     assert match.num_saved_tokens == 160

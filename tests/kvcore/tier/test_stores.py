@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from quire.kvcore.tier import stores
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, Setup
 
 
@@ -107,3 +108,12 @@ def test_pinned_entries_are_not_stored():
     assert not s.tiers.stores(1 << 30)
     s.e.kv.expire_pins(2.0)
     assert s.store()
+
+
+def test_uses_are_remembered_for_a_multiple_of_what_is_cached(monkeypatch):
+    monkeypatch.setattr(stores, "REMEMBERED", 1)
+    s = Setup(pages=20, host=20)
+    for i in range(60):
+        s.serve([i, *PROMPT[:9]])
+        s.store()
+    assert len(s.tiers._stores._seen) <= 4 * (s.e.kv.index.num_segments + 1) < 60
