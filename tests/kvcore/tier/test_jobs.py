@@ -73,6 +73,15 @@ def test_an_entry_under_store_stays_readable_and_is_not_evicted():
     assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
 
 
+def test_a_segment_that_came_twice_is_kept_once():
+    s = Setup(pages=200)
+    s.behind(PROMPT)
+    jobs = [s.tiers.load(s.tiers.match(LONGER)) for _ in range(2)]
+    s.end(*jobs)
+    assert s.e.kv.index.num_segments == 12
+    assert s.tiers.stats()["tier_loaded_segments/host"] == 12
+
+
 def test_a_policy_that_raises_leaves_everything_as_it_was():
     class Moody(Ranked):
         fails = False
