@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config.fields import NUM_NAMED, naming, read_fields, shown
 from ..config.files import read_json
+from .gguf import GGUF_FILE, GGUFFile
 
 INDEX_FILE = "model.safetensors.index.json"
 # What safetensors calls dtypes.
@@ -37,14 +38,14 @@ def read_headers(path: Path) -> list[Stored]:
         ValueError: naming files that are missing, cut off or unreadable, and tensors that the index
             puts in files which lack them.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     listed = weight_files(path)
     stored = []
     for name in listed:
         file = path / name
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with open_tensors(file) as tensors:
                 for tensor in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                     view = tensors.get_slice(tensor)
                     stored.append(Stored(file, tensor, tuple(view.get_shape()), view.get_dtype()))
@@ -62,11 +63,20 @@ def read_headers(path: Path) -> list[Stored]:
     return stored
 
 
+def open_tensors(file: Path) -> Any:
+    """A file of tensors as safetensors' ``safe_open`` gives it, also a GGUF file."""
+    from safetensors import safe_open
+
+    return GGUFFile(file) if file.name == GGUF_FILE else safe_open(file, framework="pt")
+
+
 def weight_files(path: Path) -> dict[str, list[str]]:
     """The files of a directory, each with the tensors that the index, if any, puts there.
 
     A file may be a link to another place, as in Hugging Face's cache; a name may not lead out.
     """
+    if _is_file(path / GGUF_FILE):
+        return {GGUF_FILE: []}
     files: dict[str, list[str]] = {"model.safetensors": []}
     if (path / INDEX_FILE).is_file():
         index = read_json(path / INDEX_FILE)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
 
-from .checkpoint import Stored
+from .checkpoint import Stored, open_tensors
 from .names import UP, WHOLE, Source, Target, part_of
 from .shards import WHOLE as ALL
 from .shards import Piece, fill_up, read
@@ -38,21 +38,19 @@ def fill(
         kept: of `quire.models.loading.weights.kept_as_stored`.
         pieces: ranges that a rank reads; of other tensors, all.
     """
-    from safetensors import safe_open
-
     by_file: dict[Path, list[Source]] = defaultdict(list)
     for source in sources:
         by_file[source.value.file].append(source)
     parameters = dict(model.named_parameters())
     for file, members in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
+        with open_tensors(file) as tensors:
             for source in members:
                 piece = pieces.get(source.target, ALL)
                 value, scale = read(tensors, source.value.name, piece.value), None
                 if source.scale is not None and source.scale.file == file:
                     scale = read(tensors, source.scale.name, piece.scale)
                 elif source.scale is not None:
-                    with safe_open(source.scale.file, framework="pt") as others:
+                    with open_tensors(source.scale.file) as others:
                         scale = read(others, source.scale.name, piece.scale)
                 if source.target.parameter in kept:
                     place = parameters[source.target.parameter]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .checkpoint import Stored, refuse_misfits
+from .checkpoint import Stored, open_tensors, refuse_misfits
 from .names import text_name
 
 _NAME = re.compile(
@@ -51,8 +51,6 @@ def read_kv_scales(
     Raises:
         ValueError: naming a scale that is not one finite number above 0.
     """
-    from safetensors import safe_open
-
     pairs = [[1.0, 1.0] for _ in range(num_layers)]
     for (layer, part), stored in found.items():
         if math.prod(stored.shape) != 1:
@@ -60,7 +58,7 @@ def read_kv_scales(
                 f"path: expected scales of keys and values of one number, got {stored} of shape "
                 f"{list(stored.shape)}"
             )
-        with safe_open(stored.file, framework="pt") as tensors:
+        with open_tensors(stored.file) as tensors:
             scale = tensors.get_tensor(stored.name).float().item()
         if not 0 < scale < math.inf:
             raise ValueError(
