@@ -50,7 +50,7 @@ $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip setuptools wheel -c constraints.txt
 	$(PY) -m pip install -q -c constraints.txt torch triton
-	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,plot,test,events]"
+	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,gguf,plot,test,events]"
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -59,6 +59,7 @@ setup(
             "tokenizers>=0.22",
             "jinja2>=3.1",
         ],
+        "gguf": ["gguf>=0.17"],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],

@@ -32,6 +32,7 @@ from .engine.speculative import Drafter, NGramDrafter
 from .families.gemma4_assistant import Gemma4Drafter, load_assistant
 from .families.registry import Family, family_of, register_family
 from .interrupts import interrupts_wait
+from .loading.locate import locate_checkpoint
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
@@ -106,7 +107,8 @@ class LLM:
     second Ctrl-C does not wait for the step.
 
     Args:
-        model: a named configuration (random weights), a Hugging Face directory, or a built model.
+        model: a Hugging Face directory, a .gguf file, a name on the Hugging Face Hub, a named
+            configuration (random weights), or a built model.
         engine: settings; default `EngineConfig()`. With tensor_parallel_size above 1, and a name or
             a directory as model, this process is rank 0 and starts the others. Under ``torchrun``,
             and where torch.distributed is initialized, all ranks make the same `LLM`. Rank 0's is
@@ -123,8 +125,8 @@ class LLM:
         default_params: SamplingParams of prompts without (`default_params`).
 
     Raises:
-        ValueError: a model that is no name, directory or module, or does not fit the memory; errors
-            of `find_device`, `load_model` and `Engine`.
+        ValueError: a model that is not found or does not fit the memory; errors of `find_device`,
+            `locate_checkpoint`, `load_model` and `Engine`.
     """
 
     def __init__(
@@ -149,14 +151,9 @@ class LLM:
             config = model.config
         elif str(model) in configs:
             config = configs[str(model)]
-        elif Path(model).is_dir():
-            self._directory = Path(model)
-            config = load_config(self._directory)
         else:
-            raise ValueError(
-                f"model: expected one of {sorted(configs)}, a directory or a module, got "
-                f"{str(model)!r}"
-            )
+            self._directory = locate_checkpoint(model)
+            config = load_config(self._directory)
         # Errors in small files come before weights are read.
         self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)

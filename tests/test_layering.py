@@ -17,7 +17,7 @@ ALLOWED = {
     "kvcore/device": {"numpy", "torch", "quire.kvcore"},
     "kernels": {"torch", "triton", "quire.kernels"},
     "models": {
-        "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
+        "gguf", "huggingface_hub", "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {

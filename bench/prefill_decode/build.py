@@ -17,6 +17,7 @@ from quire.models.families.decoder import Decoder
 from quire.models.families.gpt_oss import Experts as GptOssExperts
 from quire.models.layers.basic import RMSNorm
 from quire.models.llm import expect_room
+from quire.models.loading.locate import locate_checkpoint
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -50,20 +51,20 @@ def build_model(
     kv_cache_dtype: str = "auto",
     seed: int = 0,
 ) -> BenchModel:
-    """Loads a Hugging Face directory, or makes random weights for a named configuration.
+    """Loads a checkpoint (`locate_checkpoint`), or makes random weights for a named configuration.
 
     A small random model is written as a checkpoint to a temporary directory and read back, so that
     a default run covers the way real weights take (not where safetensors is missing).
     Models without a tokenizer.json read bytes.
 
     Args:
-        name: a named configuration, or a directory.
+        name: a named configuration, a directory, a .gguf file, or a name on the Hub.
         dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU, else float32.
         kv_cache_dtype: of the engine that it is for.
         seed: of random weights.
 
     Raises:
-        ValueError for a name that is neither or a model that does not fit the memory, and what
+        ValueError for a name that is none of these or a model that does not fit the memory, and what
         `load_model` raises.
     """
     configs = named_configs()
@@ -72,9 +73,7 @@ def build_model(
         expect_room(configs[name], device, dtype)
         model, source = _random(configs[name], device, dtype, seed, kv_cache_dtype)
         return BenchModel(model, ByteTokenizer(), source)
-    path = Path(name)
-    if not path.is_dir():
-        raise ValueError(f"model: expected one of {sorted(configs)} or a directory, got {name!r}")
+    path = locate_checkpoint(name)
     model = load_model(path, device=device, dtype=dtype)
     tokenizer = find_tokenizer(model.config, path) or ByteTokenizer()
     return BenchModel(model, tokenizer, "weights from a directory", path)

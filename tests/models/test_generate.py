@@ -383,7 +383,7 @@ def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "gemma-9"], "error: model: expected one of"),
+        (["--model", "gemma-9"], "error: model: there is no"),
         (["--model", "gemma3-tiny", "--top-p", "0"], "error: top_p: expected a finite number > 0, got 0"),
         (["--model", "gemma3-tiny", "--num-pages", "3"], "error: num_pages: expected at least 5"),
         (["--model", "gemma3-tiny", "--max-model-len", "8"], "error: prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
