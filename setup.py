@@ -72,6 +72,7 @@ setup(
         "sglang": ["sglang==0.5.23; python_version >= '3.11'"],
     },
     entry_points={
+        "console_scripts": ["quire = quire.__main__:main"],
         "sglang.srt.plugins": ["quire = quire.models.integrations.sglang:register"],
         "vllm.general_plugins": ["quire = quire.models.integrations.vllm_attention:register"],
     },

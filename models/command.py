@@ -88,11 +88,11 @@ def program(main: Main) -> Main:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of ``python -m name``; its errors are ValueErrors, printed by `program`."""
+    """Parser of ``python -m name``, or of a ``quire`` command; its errors are ValueErrors, printed by `program`."""
 
     def __init__(self, name: str, description: str | None, **options: object) -> None:
         super().__init__(
-            prog=f"python -m {name}",
+            prog=sys.argv[0] if sys.argv[0].startswith("quire ") else f"python -m {name}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,  # type: ignore[arg-type]

@@ -1,14 +1,15 @@
 """Generate text from the command line.
 
-    python -m models.generate --model gemma4-tiny --prompt "Once upon a time"
-    python -m models.generate --model DIR --file prompt.txt --temperature 0.8 --top-p 0.95 --seed 1
-    echo "Once upon a time" | python -m models.generate --model DIR --stats
-    python -m models.generate --model DIR --chat --system "Answer in one sentence."
+    quire generate --model gemma4-tiny --prompt "Once upon a time"
+    quire generate --model MODEL --file prompt.txt --temperature 0.8 --top-p 0.95 --seed 1
+    echo "Once upon a time" | quire generate --model MODEL --stats
+    quire chat --model MODEL --system "Answer in one sentence."
 
-    python -m models.generate --model DIR --tensor-parallel-size 2 --prompt "Once upon a time"
-    torchrun --nproc-per-node 2 -m models.generate --model DIR --prompt "Once upon a time"
+    quire generate --model MODEL --tensor-parallel-size 2 --prompt "Once upon a time"
+    torchrun --nproc-per-node 2 -m models.generate --model MODEL --prompt "Once upon a time"
 
-DIR is a Hugging Face directory; a NAME has random weights. One prompt is answered as a stream;
+MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name, which has
+random weights. `python -m models.generate` is `quire generate`, and with --chat `quire chat`. One prompt is answered as a stream;
 several (--prompt again) are generated together and printed in order. Of several ranks, the first
 reads prompts and prints. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
 the running step; a second Ctrl-C does not.
@@ -31,6 +32,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -38,12 +40,14 @@ from torch import nn
 from .chat import find_chat
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
 from .config.model import MAX_RANKS
+from .config.named import named_configs
 from .engine.config import IMPLS, KV_CACHE_DTYPES
 from .engine.engine import EngineConfig
 from .engine.outputs import RequestError
 from .engine.request import MAX_SAMPLES, SamplingParams
 from .engine.speculative import Drafter
 from .llm import LLM, make_drafter
+from .loading.locate import locate_checkpoint
 from .loading.weights import DTYPES
 from .parallel.launch import launched
 
@@ -59,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         _params(args, SamplingParams())  # refuses values before weights are read
         size, rank = launched()
         prompts = [] if args.chat or rank else _prompts(args)
-        if args.chat and Path(args.model).is_dir():
-            find_chat(Path(args.model))
+        model = args.model if args.model in named_configs() else locate_checkpoint(args.model)
+        if args.chat and isinstance(model, Path):
+            find_chat(model)
         llm = LLM(
-            args.model,
+            model,
             engine=replace(
                 _settings(args),
                 tensor_parallel_size=args.tensor_parallel_size or size,
@@ -76,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.stats:
             print(llm.engine.memory.describe(), sampling(params), sep="\n", file=sys.stderr)
         try:
-            status = _chat(llm, params, args.system) if args.chat else _answer(llm, prompts, params)
+            if args.chat:
+                status = _chat(llm, params, args.system, args.model)
+            else:
+                status = _answer(llm, prompts, params)
         finally:
             if args.stats:
                 print(stats(llm), file=sys.stderr)
@@ -146,15 +154,18 @@ def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
     return text
 
 
-def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
+def _chat(llm: LLM, params: SamplingParams, system: str | None, name: str) -> int:
     messages = [{"role": "system", "content": system}] if system else []
     # Refuses a missing template, or a system message, before the first line is typed.
     llm.encode_chat([*messages, {"role": "user", "content": "?"}])
-    status = 0
+    status, at_terminal = 0, sys.stdin.isatty()
+    if at_terminal:
+        print(f"{name}: Ctrl-C ends an answer, Ctrl-D the chat", file=sys.stderr)
     while line := _line():
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
+        num_before, start = llm.engine.totals.num_generated_tokens, perf_counter()
         try:
             answer = _show(llm, llm.encode_chat(messages), params)
         except (KeyboardInterrupt, ValueError, RequestError) as error:
@@ -164,6 +175,10 @@ def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
                 status = REFUSED
             continue
         messages.append({"role": "assistant", "content": answer})
+        if at_terminal:
+            count = llm.engine.totals.num_generated_tokens - num_before
+            speed = count / (perf_counter() - start)
+            print(f"[{count} tokens, {speed:.3g} tokens/s]", file=sys.stderr)
     return status
 
 
@@ -255,12 +270,12 @@ def _settings(args: argparse.Namespace) -> EngineConfig:
 def _parser() -> Parser:
     parser = Parser("models.generate", __doc__)
     add = parser.add_argument
-    own = "default: of DIR's generation_config.json, else"
+    own = "default: of the model's generation_config.json, else"
     fp8 = "fp8 = e4m3 with a scale a row; fp8_per_tensor = with two scales a layer"
-    names = "Hugging Face directory, or a named configuration with random weights"
+    names = "directory, .gguf file, name on the Hub, or built-in name (random weights)"
     threads_default = torch.get_num_threads()
     # fmt: off
-    add("--model", required=True, metavar="DIR|NAME", help=names)
+    add("--model", required=True, metavar="MODEL", help=names)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", action="append", metavar="TEXT",
         help="may be repeated; default: stdin")

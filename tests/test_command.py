@@ -245,6 +245,7 @@ def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     required = {
         "models.generate": ["--model", "gemma3-tiny"],
         "models.integrations.hub_kernels": [f"{tmp_path}/new"],
+        "bench.released": ["smollm2"],
     }
     required = required.get(name, [])
     for action in options(name):

@@ -15,6 +15,7 @@ ALLOWED = {
     "kvcore": {"numpy", "quire.kvcore"},
     # Of plans it makes tensors; the allocator imports without it.
     "kvcore/device": {"numpy", "torch", "quire.kvcore"},
+    "kvcore/quire": {"quire.__version__", "quire.models"},  # the command
     "kernels": {"torch", "triton", "quire.kernels"},
     "models": {
         "gguf", "huggingface_hub", "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm", "transformers",
@@ -25,7 +26,7 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {
-        "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton", "vllm",
+        "huggingface_hub", "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton", "vllm",
         "quire.bench", "quire.kernels", "quire.kvcore", "quire.models",
     },
 }  # fmt: skip
