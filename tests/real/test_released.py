@@ -12,6 +12,7 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers reads GGUF weights with accelerate only")
 pytest.importorskip("gguf", reason="the package gguf is not installed")
 pytestmark = [
     pytest.mark.nightly,
