@@ -25,7 +25,7 @@ import triton.language as tl
 
 from .common import launching, strided
 from .common.checks import MODEL_DTYPES, expect_int, expect_positive, expect_tensor, implementation
-from .common.tile_shapes import next_power_of_2
+from .common.tile_shapes import MAX_REGISTERS, next_power_of_2
 
 # Limits of the Triton kernels.
 MAX_STREAMS = 8
@@ -133,6 +133,7 @@ def collapse_streams(
             PRECISION=arch.fp32_products,
             num_warps=4,
             num_stages=3,
+            **arch.register_limit(MAX_REGISTERS),
         )
         launching.launch(
             _collapse_kernel,

@@ -30,6 +30,7 @@ from .common.checks import (
     is_readable,
 )
 from .common.latent_pages import DIMS, IndexPages, LatentPages
+from .common.tile_shapes import MAX_REGISTERS
 
 ELEMENTS_PER_PROGRAM = 2048
 
@@ -121,6 +122,7 @@ def write_latent(
             ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
             BLOCK_ROWS=block_rows,
             num_warps=4,
+            **launching.arch_and_sms(x)[0].register_limit(MAX_REGISTERS),
         )
     return out
 
