@@ -47,7 +47,7 @@ setup(
     install_requires=[
         "numpy>=1.26",
         "torch>=2.11",
-        # Tests ran in the interpreters of 3.6.0, 3.7.1 and 3.9.0, not of 3.8.0 (docs/support-matrix.md).
+        # Tests ran in the interpreters of 3.6.0, 3.7.1 and 3.9.0, not of 3.8.0 (docs/results.md).
         "triton>=3.6,<3.10; platform_system == 'Linux'",
         "safetensors>=0.5",
         "tqdm>=4.60",

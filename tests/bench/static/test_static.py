@@ -137,7 +137,7 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
 
 
 def test_the_table_of_the_pinned_triton_keeps_the_rules():
-    """Tables of other versions say what spills there (docs/support-matrix.md)."""
+    """Tables of other versions say what spills there (docs/results.md)."""
     pins = (ROOT / "constraints.txt").read_text()
     version = re.search(r"^triton==(\S+)", pins, re.MULTILINE)[1]
     rows = json.loads((static.RESULTS / f"{version}.json").read_text())

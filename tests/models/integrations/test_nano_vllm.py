@@ -1,6 +1,6 @@
 """nano-vllm, not a line of it changed, with our kernels as its flash_attn: greedy tokens are those of transformers.
 
-Runs where nano-vllm's sources are at hand; see docs/nano-vllm.md, whose program it runs.
+Runs where nano-vllm's sources are at hand; `nano_vllm_cpu.py` is the program.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from tests.support.models.chats import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = Path(os.environ.get("QUIRE_NANO_VLLM") or ROOT / ".peers" / "nano-vllm")
-PAGE = (ROOT / "docs" / "nano-vllm.md").read_text(encoding="utf-8")
-PROGRAM = PAGE.split('```python title="needs nano-vllm"\n')[1].split("```\n")[0]
+PROGRAM = Path(__file__).with_name("nano_vllm_cpu.py").read_text(encoding="utf-8")
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
@@ -31,7 +30,7 @@ BLOCK = 256  # tokens of a page, the least that nano-vllm takes
 PAGE_BYTES = 2 * 2 * BLOCK * 2 * 16 * 4
 NEW_TOKENS = 10
 
-# Behind the program of the page: counts what the engine does, and answers the requests of a file.
+# Behind the program: counts what the engine does, and answers the requests of a file.
 DRIVER = """
 import functools, json
 from collections import Counter

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.bench.common.bounds import gamma
 from quire.models.integrations.transformers import QuireCache, QuirePool
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "adopt-transformers.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "adopt.md"
 SLIDING, FULL = "sliding_attention", "full_attention"
 FAMILIES = {
     "llama": {},

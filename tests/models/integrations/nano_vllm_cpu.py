@@ -1,37 +1,3 @@
-# nano-vllm in 75 lines
-
-[nano-vllm](https://github.com/GeeeekExplorer/nano-vllm) is an engine in 1,400 lines that calls two
-functions of flash-attn. `quire.models.integrations.flash_attn` has these functions over our kernels, and
-`install()` puts them where the engine imports them. No line of the engine changes.
-
-## On a GPU
-
-Add two lines before the engine's first import. flash-attn need not be installed. No kernel has run on a
-GPU yet.
-
-```python title="needs nano-vllm and a GPU"
-from quire.models.integrations import flash_attn
-
-flash_attn.install()
-
-from nanovllm import LLM, SamplingParams
-
-llm = LLM("Qwen3-0.6B", tensor_parallel_size=1)
-print(llm.generate(["introduce yourself"], SamplingParams(max_tokens=64))[0]["text"])
-```
-
-## On a CPU
-
-nano-vllm is written for CUDA, so its calls of `torch.cuda` need stand-ins. Save this program as
-`nano_vllm_cpu.py`:
-
-```sh
-git clone https://github.com/GeeeekExplorer/nano-vllm
-pip install xxhash transformers
-PYTHONPATH=nano-vllm python nano_vllm_cpu.py CHECKPOINT "a prompt" "another"
-```
-
-```python title="needs nano-vllm"
 """nano-vllm on a CPU with quire's kernels as its flash_attn."""
 
 import os
@@ -85,32 +51,16 @@ torch.Tensor.float = lambda tensor: tensor.to(torch.float32)
 
 flash_attn.install()  # before the engine is imported
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams  # noqa: E402
 
 
 def main():
     checkpoint, *prompts = sys.argv[1:]
     llm = LLM(checkpoint, enforce_eager=True, max_model_len=1024, max_num_batched_tokens=1024)
     greedy = SamplingParams(temperature=1e-9, max_tokens=16)
-    for prompt, output in zip(prompts, llm.generate(prompts, greedy)):
+    for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True):
         print(f"{prompt!r}: {output['text']!r}")
 
 
 if __name__ == "__main__":
     main()
-```
-
-## Results
-
-`tests/models/integrations/test_nano_vllm.py` runs this program on a random Qwen3 checkpoint. It needs
-nano-vllm's sources, in the folder that `QUIRE_NANO_VLLM` names or in `.peers/nano-vllm`.
-
-| nano-vllm bb823b3, transformers 5.23, torch 2.13 on a CPU | greedy tokens equal to transformers' |
-|---|---|
-| 36 requests of 1 to 519 tokens, 7 pages: a shared prefix, a prompt in chunks, 12 preemptions | 360 of 360 |
-| 3 requests, Triton kernels in Triton's interpreter | 9 of 9 |
-
-nano-vllm writes its pages before attention reads them
-([engines that write before they read](embed-allocator.md#engines-that-write-before-they-read)). It has
-full attention and Qwen3 only: no windows, sinks or MLA. On a CPU there are no CUDA graphs
-(`enforce_eager=True`) and no `torch.compile`, and transformers cannot build models in the same process.
