@@ -131,18 +131,18 @@ class Scheduler:
         self.failed: list[tuple[Request, Exception]] = []
         self._starved = False  # pages ran out and no request has ended since
 
-    def pending(self) -> list[int]:
+    def pending(self) -> dict[Request, int]:
         """Tokens of each running request to compute; 0 where the last one is not known yet."""
-        computed = self.kv.num_computed[[r.slot for r in self.running]].tolist()
-        counts = []
-        for request, count in zip(self.running, computed, strict=True):
+        computed, counts = self.kv.num_computed.tolist(), {}
+        for request in self.running:
             num_sampled = request.num_tokens + request.num_output_placeholders
-            counts.append(num_sampled - count if num_sampled < request.capacity else 0)
+            is_full = num_sampled >= request.capacity
+            counts[request] = 0 if is_full else num_sampled - computed[request.slot]
         return counts
 
     def decoding(self) -> list[Request]:
         """Running requests that wait for their next token."""
-        return [r for r, count in zip(self.running, self.pending(), strict=True) if count == 1]
+        return [request for request, count in self.pending().items() if count == 1]
 
     def schedule(self) -> Step | None:
         """Choose and plan the next step; admit and preempt as needed. None = nothing to do.
@@ -234,7 +234,7 @@ class Scheduler:
     def _choose(self) -> tuple[dict[Request, int], set[Request]]:
         """New tokens of each request of the next step, and the requests admitted just now."""
         budget = self.max_num_batched_tokens
-        pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
+        pending = self.pending()
         decodes = [r for r, count in pending.items() if count == 1]
         prefill = budget - len(decodes)
         chosen: dict[Request, int] = {}
