@@ -91,6 +91,15 @@ def alone(model, tokens, params):
     return tuple(out)
 
 
+def assert_equal_each_alone(model, work, outputs, longest):
+    """Outputs of ``run_all`` are those of `alone`, up to an abort or the longest sequence."""
+    for (tokens, params, _), output in zip(work, outputs, strict=True):
+        expected = alone(model, tokens, params)[: longest - len(tokens)]
+        if output.finish_reason == "abort":
+            expected = expected[: len(output.token_ids)]
+        assert output.token_ids == expected
+
+
 def counting(engine):
     """Counts the steps that ran ahead, and those that could not."""
     ahead, schedule = Counter(), engine.scheduler.schedule_ahead
@@ -130,11 +139,7 @@ def test_hundreds_of_requests_equal_each_alone(name):
 
     outputs = run_all(engine, work, rng, distrust)
     reasons = Counter(output.finish_reason for output in outputs)
-    for (tokens, params, _), output in zip(work, outputs, strict=True):
-        expected = alone(model, tokens, params)[: longest - len(tokens)]
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.token_ids)]
-        assert output.token_ids == expected
+    assert_equal_each_alone(model, work, outputs, longest)
     assert min(reasons[reason] for reason in ("abort", "stop", "length")) > 8
     assert engine.totals.num_preempted > 2
     assert sum(o.num_cached_tokens for o in outputs) > budget

@@ -16,7 +16,12 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.models.engine.test_engine_many import alone, run_all, workload
+from tests.models.engine.test_engine_many import (
+    alone,
+    assert_equal_each_alone,
+    run_all,
+    workload,
+)
 from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
 from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel, ToyPool
@@ -113,11 +118,7 @@ def test_outputs_are_those_without_tiers(host_pages, share, is_async, num_drafts
             recount(engine)
 
     outputs = run_all(engine, work, rng, distrust, in_flight=9)
-    for (tokens, params, _), output in zip(work, outputs, strict=True):
-        expected = alone(model, tokens, params)[: engine.max_model_len - len(tokens)]
-        if output.finish_reason == "abort":
-            expected = expected[: len(output.token_ids)]
-        assert output.token_ids == expected
+    assert_equal_each_alone(model, work, outputs, engine.max_model_len)
     stats = engine.kv.stats()
     loads = {name: count for name, count in stats.items() if name.startswith("tier_loaded_pages")}
     stores = {name: count for name, count in stats.items() if name.startswith("tier_stored_pages")}
