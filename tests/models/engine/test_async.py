@@ -18,7 +18,7 @@ from tests.models.engine.test_engine_many import alone, counting
 from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
 from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.few import few
-from tests.support.models.toy import ToyModel
+from tests.support.models.toy import ToyModel, finish
 
 
 def test_a_dropped_row_of_nan_is_not_found():
@@ -43,7 +43,7 @@ def test_a_dropped_row_of_nan_is_not_found():
     engine.add_request(tokens, params)
     outputs = []
     engine.add_request([9] * 30, SamplingParams(30, ignore_eos=True))
-    while engine.has_work:
+    while engine.has_work:  # `cleared` reads the outputs so far
         outputs += engine.step().finished
     assert [o.finish_reason for o in outputs] == ["stop", "length"]
     assert outputs[0].token_ids[-1] == last and cleared[0] == 16
@@ -59,8 +59,7 @@ def test_requests_are_admitted_while_a_step_runs():
         tokens = [*([5 + n % 3] * 40), n]
         work[engine.add_request(tokens, SamplingParams(9, ignore_eos=True))] = tokens
         outputs |= {o.request_id: o for o in engine.step().finished}
-    while engine.has_work:
-        outputs |= {o.request_id: o for o in engine.step().finished}
+    outputs |= {o.request_id: o for o in finish(engine)}
     for request_id, tokens in work.items():
         assert outputs[request_id].token_ids == alone(model, tokens, SamplingParams(9, ignore_eos=True))  # fmt: skip
     assert sum(o.num_cached_tokens > 0 for o in outputs.values()) == 27
@@ -104,10 +103,7 @@ def test_who_was_admitted_ahead_and_found_bad_rows_begins_anew(n):
     prompts = [tokens, *([*tokens, 8 + i] for i in range(n)), [7] * 9]
     for i, ids in enumerate(prompts):
         engine.add_request(ids, params, request_id=str(i))
-    outputs = {}
-    while engine.has_work:
-        outputs |= {o.request_id: o for o in engine.step().finished}
-        engine.kv.check_invariants()
+    outputs = {o.request_id: o for o in finish(engine)}
     assert sorted(found[0]) == [0] + [48] * n and len(found[1]) > 0
     assert outputs["0"].finish_reason == "nan"
     for i, ids in enumerate(prompts[1:], 1):
@@ -135,10 +131,7 @@ def test_what_is_admitted_ahead_is_not_kept_where_pages_are_short():
     engine.scheduler.schedule_ahead = note
     for n in range(4):
         work[engine.add_request([5 + n] * 40, params)] = [5 + n] * 40
-    outputs = {}
-    while engine.has_work:
-        outputs |= {o.request_id: o for o in engine.step().finished}
-        engine.kv.check_invariants()
+    outputs = {o.request_id: o for o in finish(engine)}
     assert list(outputs) == list(work) and max(waited) > 0
     for request_id, tokens in work.items():
         assert outputs[request_id].token_ids == alone(model, tokens, params)
@@ -156,9 +149,7 @@ def test_a_request_that_cannot_be_admitted_ahead_fails_alone():
     assert request_id not in seen[0], "nobody can abort it"
     assert [o.finish_reason for o in report.finished] == ["error"] and report.num_generated == 1
     engine.kv.admit = admit
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step().finished
+    outputs = finish(engine)
     assert [len(o.token_ids) for o in outputs] == [9]
 
 

@@ -17,7 +17,7 @@ from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
-from tests.support.models.toy import ToyModel
+from tests.support.models.toy import ToyModel, finish
 
 PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
 
@@ -31,10 +31,7 @@ def resized(name, head_dim, num_heads, num_kv_heads):
 
 def outputs(engine, prompts, params):
     ids = [engine.add_request(prompt, params) for prompt in prompts]
-    found = {}
-    while engine.has_work:
-        found |= {o.request_id: o for o in engine.step().finished}
-        engine.kv.check_invariants()
+    found = {o.request_id: o for o in finish(engine)}
     return [found[i] for i in ids]
 
 

@@ -13,6 +13,7 @@ from quire.models.interrupts import interrupts_wait
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from tests.support.models.few import few
+from tests.support.models.toy import finish
 
 PARAMS = SamplingParams(4, ignore_eos=True, n=2)
 
@@ -89,9 +90,7 @@ def test_an_interrupt_at_any_line_of_a_step_comes_after_it():
         ended, num_lines = interrupted_at(moment, engine.step)
         assert ended == (moment is None)
         engine.kv.check_invariants()
-        finished = []
-        while engine.has_work:
-            finished += engine.step().finished
+        finished = finish(engine)
         assert engine.kv.stats()["pages_in_use"] == 0
         return num_lines, [output.token_ids for output in finished]
 
@@ -147,9 +146,7 @@ def test_an_interrupt_that_is_raised_in_a_step_leaves_an_engine_that_goes_on(way
             list(llm.stream(prompts[0], params))
     assert engine.unfinished == {kept} and not llm._streams
     engine.kv.check_invariants()
-    finished = []
-    while engine.has_work:
-        finished += engine.step().finished
+    finished = finish(engine)
     assert [o.token_ids for o in finished] == expected[2:]
     assert [
         o.token_ids for o in llm.generate([*prompts, other], params, progress=False)

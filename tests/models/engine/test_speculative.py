@@ -22,7 +22,7 @@ from quire.models.engine.scheduler import Step
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.models.engine.test_engine_many import alone, workload
-from tests.support.models.toy import VOCAB, ToyModel
+from tests.support.models.toy import VOCAB, ToyModel, finish
 
 
 def plain_lookup(tokens, max_ngram, min_ngram, k):
@@ -211,8 +211,7 @@ def test_drafts_that_only_the_device_knows(method):
         engine.add_request(tokens, params, request_id=str(i))
     if method == "standard":
         engine.add_request([5] * 9, SamplingParams(40, temperature=0.9, seed=1), request_id="drawn")
-    while engine.has_work:
-        outputs |= {o.request_id: o for o in engine.step().finished}
+    outputs |= {o.request_id: o for o in finish(engine)}
     assert {key: outputs[key].token_ids for key in expected} == expected
     assert sum(len(t) for t in expected.values()) > 300
     assert 50 < engine.totals.num_accepted < engine.totals.num_drafts

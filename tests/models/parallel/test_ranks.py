@@ -31,6 +31,7 @@ from quire.models.parallel.heartbeat import RankError
 from tests.support.models.few import few
 from tests.support.models.ranks import on_ranks, run_on_ranks
 from tests.support.models.tolerance import tolerance
+from tests.support.models.toy import finish
 
 FAMILIES = ("llama-tiny", "gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny", "dspark")  # fmt: skip
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,8 +60,7 @@ def run(engine, params=PARAMS):
     for wave in (range(4), range(4, len(given))):
         for i in wave:
             engine.add_request(given[i], params, request_id=str(i))
-        while engine.has_work:
-            outputs |= {o.request_id: o for o in engine.step().finished}
+        outputs |= {o.request_id: o for o in finish(engine)}
         if len(outputs) == 4:
             drawn = replace(params, temperature=0.8, repetition_penalty=1.2, logprobs=2, seed=3)
             engine.add_request(given[0], drawn, request_id="drawn")
@@ -166,8 +166,7 @@ def test_rows_that_are_computed_once_more():
         outputs = []
         for prompt in (long, long[:200] + PREFIX):
             engine.add_request(prompt, PARAMS)
-            while engine.has_work:
-                outputs += engine.step().finished
+            outputs += finish(engine)
         return outputs, engine.kv.stats()["replays"]
 
     settings = {"num_pages": 600, "replay": True, "retention": "latest"}
@@ -200,11 +199,9 @@ def test_a_request_that_fails_alone():
         outputs = {}
         for request_id in ("good", "bad"):
             engine.add_request(PREFIX, PARAMS, request_id=request_id)
-        while engine.has_work:
-            outputs |= {output.request_id: output for output in engine.step().finished}
+        outputs |= {o.request_id: o for o in finish(engine)}
         engine.add_request(PREFIX, PARAMS, request_id="later")
-        while engine.has_work:
-            outputs |= {output.request_id: output for output in engine.step().finished}
+        outputs |= {o.request_id: o for o in finish(engine)}
         return outputs
 
     outputs = run_on_ranks(2, few("llama-tiny"), work, drafter=lambda m: FailsFor(2), num_pages=100)

@@ -103,3 +103,12 @@ def plain_logits(model, tokens):
     """Logits [VOCAB] after a whole sequence, from the definition."""
     tokens = np.asarray(tokens)
     return model.scores[hidden_of(tokens, tokens, -1)]
+
+
+def finish(engine):
+    """Outputs of an engine's requests, in the order in which they end."""
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step().finished
+        engine.kv.check_invariants()
+    return outputs
