@@ -44,7 +44,7 @@ __all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the module that defines a public name when the name is first asked for."""
+    """Load the module that defines a public name when the name is first used."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

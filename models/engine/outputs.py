@@ -61,7 +61,7 @@ class RequestOutput:
         num_preemptions: times that the request lost its pages and was resumed.
         num_drafts, num_accepted: speculated tokens that were computed, and accepted ones.
         arrival, token_times: seconds on `time.perf_counter`'s clock.
-        logprobs: one for each of token_ids where they were asked for.
+        logprobs: one for each of token_ids; None without `SamplingParams.logprobs`.
         error: the reason of "nan" or "error", else None. Tokens and text so far are good.
     """
 

@@ -164,7 +164,7 @@ class StepReport(_Split):
 
 @dataclass
 class EngineTotals(_Split):
-    """Sums over all steps since the start or since the object was replaced; times in seconds.
+    """Sums over all steps; times in seconds.
 
     Attributes:
         idle, wall, cpu: as in `StepReport`.
