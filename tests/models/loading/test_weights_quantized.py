@@ -154,7 +154,9 @@ def test_scales_of_the_fp8_cache(tmp_path, names):
     scales = [(0.5 + i, (0.25 if len(names) == 2 else 0.5) + i) for i in range(num_layers)]
     model = load_model(tmp_path)
     assert model.kv_scales == scales
-    cache = model.make_cache(base_block_size=None, kv_cache_dtype="fp8_per_tensor").allocate(4)
+    cache = model.make_cache(
+        base_block_size=None, kv_cache_dtype="fp8_per_tensor", drafter_layers=False
+    ).allocate(4)
     assert [(c.k_scale, c.v_scale) for c in cache.layers] == scales
 
 
