@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .common import latent_pages, launching, strided
+from .common import checks, latent_pages, launching, strided
 from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import (
     MODEL_DTYPES,
@@ -27,7 +27,6 @@ from .common.checks import (
     expect_positive,
     expect_tensor,
     implementation,
-    is_readable,
 )
 from .common.latent_pages import DIMS, IndexPages, LatentPages
 from .common.tile_shapes import MAX_REGISTERS
@@ -88,7 +87,7 @@ def write_latent(
     """
     chosen = implementation(impl, x)
     _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out)
-    if chosen == "torch" or is_readable(x):
+    if chosen == "torch" or checks.is_readable(x):
         rotated = positions
         if pages is not None:
             live = slot_mapping >= 0

@@ -207,7 +207,7 @@ MOST = {
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "retention", "host",
+    "baseline", "retention", "host", "drafter",
 }  # fmt: skip
 
 

@@ -304,7 +304,7 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--model gemma5", "model: expected one of"),
+        ("--model gemma5", "model: there is no 'gemma5'"),
         ("--trace absent.jsonl", "absent.jsonl"),
         ("--scale 30", "max_model_len: expected 2..4096"),
         ("--retention 7", "retention"),

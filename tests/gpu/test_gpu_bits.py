@@ -11,11 +11,21 @@ from quire.kernels.common import e4m3
 from quire.kernels.indexer.kernel import make_plan
 from quire.models.layers.basic import linear_fp32
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.attention.test_fp8 import CASES, blank, midpoints
+from tests.kernels.attention.test_fp8 import CASES, blank
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels.indexer_cases import IndexCase, make_index_batch
 
 pytestmark = pytest.mark.gpu
+
+
+def midpoints():
+    """Codes, what lies halfway between neighbours, and a step of fp32 to either side: [n] fp32; n is a multiple of 16."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.cat([-values.flip(0), values])
+    middle, inf = (values[1:] + values[:-1]) / 2, torch.tensor(torch.inf)
+    beyond = torch.tensor([464.0, 465.0, -1e30, torch.inf, -torch.inf])
+    x = torch.cat([middle, middle.nextafter(inf), middle.nextafter(-inf), values, beyond])
+    return torch.cat([x, x.new_zeros(-len(x) % 16)]).to(DEVICE)
 
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.37])
