@@ -1,4 +1,4 @@
-"""What MkDocs does besides: pages from notebooks, pictures of results, and public names.
+"""Hooks of MkDocs: pages from notebooks, pictures of results, and public names.
 
 A page gets the public names of a package where it says ``<!-- api: PACKAGE -->``.
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def public_names(package: str) -> dict[str, str]:
-    """Where each name of a package's ``__all__`` is defined, as its ``__init__`` says.
+    """Find the module that defines each name of a package's ``__all__``, from its ``__init__``.
 
     Args:
         package: ``"kvcore"``, ``"kvcore.device"``, ``"kvcore.tier"``, ``"kernels"`` or

@@ -156,7 +156,7 @@ class GroupClass:
 
 
 class Layout:
-    """What follows from a list of groups: alignment, classes, columns, sizes.
+    """Values that follow from a list of groups: alignment, classes, columns, sizes.
 
     Args:
         groups: in the order of their tables.

@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton kernels run in its interpreter."""
+"""Without a GPU, Triton kernels run in Triton's interpreter."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays to the end: full collections, which tests and programs ask
+    """Imported and collected objects stay to the end: full collections, which tests and programs ask
     for, need not look at its half a million objects each time.
     """
     gc.collect()

@@ -1,4 +1,4 @@
-"""What the documents show runs, and the files, commands and options that they name exist.
+"""The code of the documents runs, and the files, commands and options that they name exist.
 
 A block marked ``python`` runs; blocks of a page share their names. A block marked ``text`` right below is what it prints. A title
 ``needs a GPU``, ``needs a checkpoint`` and so on says that a block is only compiled, or what must be installed to run it.
@@ -52,7 +52,7 @@ print(json.dumps(printed))
 
 
 def printed_by(blocks: list[str], cwd: Path) -> list[str]:
-    """What each block prints, run one after another in one process outside of the checkout."""
+    """The output of each block, run one after another in one process outside of the checkout."""
     return json.loads(printed(RUN_BLOCKS, cwd=cwd, input=json.dumps(blocks)))
 
 

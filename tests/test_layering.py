@@ -127,7 +127,7 @@ def test_imports_within_a_package_are_relative(package):
 
 
 def test_operators_know_few_others():
-    """What is common in `kernels` knows no operator, and an operator only those that it is made of."""
+    """`kernels.common` knows no operator, and an operator only those that it is made of."""
     files = modules("kernels")
     found = {
         (name.split(".")[1], other.split(".")[1])
@@ -142,7 +142,7 @@ def test_operators_know_few_others():
 
 
 def test_folders_of_bench_know_few_others():
-    """What is common knows no benchmark, a benchmark only what it measures with, and none the programs of the top level."""
+    """`bench.common` knows no benchmark, a benchmark only what it measures with, and none the programs of the top level."""
     files = modules("bench")
     folders = {path.parent.name for path in files.values()} - {"bench"}
     found = {

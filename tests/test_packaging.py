@@ -1,4 +1,4 @@
-"""What is installed lies under `quire` only, works without the source tree, and is the same from a checkout and from an sdist."""
+"""The installed files lie under `quire` only, works without the source tree, and is the same from a checkout and from an sdist."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_an_sdist_gives_the_same_wheel(sdist, wheel, tmp_path):
 
 
 def metadata_of(wheel: Path) -> Message:
-    """What pip reads of a wheel."""
+    """The metadata that pip reads of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         return Parser().parsestr(archive.read(name).decode())

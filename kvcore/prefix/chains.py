@@ -150,7 +150,7 @@ class Chains:
     # Before a step.
 
     def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
-        """Where chunks from `start` to at most `end` [n] should end so that the states there can be
+        """Choose ends of chunks from `start` to at most `end` [n], so that the states there can be
         kept."""
         stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
         if self.interval:
@@ -194,7 +194,7 @@ class Chains:
     # When a step's rows count as computed.
 
     def completed(self, step: StepChanges, end: Int64) -> Completed:
-        """What a step to `end` [n] completes."""
+        """The segments and boundaries that a step to `end` [n] completes."""
         requests = (end - self.cached[step.slots] >= self._a).nonzero()[0]
         slots, to = step.slots[requests], end[requests]
         if self.layout.lookahead:

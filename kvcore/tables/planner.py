@@ -87,13 +87,13 @@ class StepChanges:
 
     @property
     def replaying(self) -> bool:
-        """Whether some tokens are computed once more."""
+        """True if some tokens are computed once more."""
         return self.written is not self.start and bool((self.written > self.start).any())
 
 
 @dataclass(slots=True, eq=False)
 class Effects:
-    """What a committed step left to settle.
+    """Changes of a committed step that are still to be settled.
 
     Attributes:
         tails: [k, pages_per_point] pages of the tails asked for.

@@ -38,7 +38,7 @@ class ClassTables:
 
     @property
     def is_window(self) -> bool:
-        """Whether these are rings of a window."""
+        """True for rings of a window."""
         return self.cls.spec.kind == "window"
 
     def indices(self, slots: Int64, blocks: Int64) -> Int64:

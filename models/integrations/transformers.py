@@ -42,7 +42,7 @@ if not transformers.__version__.startswith(f"{SUPPORTED}."):
 
 
 def layers_of(config: Any) -> Any:
-    """What `cache_groups` and `PageTensors` ask of a model, from its configuration."""
+    """The attributes of a model that `cache_groups` and `PageTensors` read, from its configuration."""
     num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
     types = getattr(config, "layer_types", None) or [kind] * num_layers

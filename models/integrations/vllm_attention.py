@@ -50,7 +50,7 @@ def register() -> None:
 
 
 class QuireBackend(AttentionBackend):
-    """What vLLM asks before it chooses a backend."""
+    """The properties that vLLM reads before it chooses a backend."""
 
     supported_dtypes: ClassVar[Any] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[Any] = ["auto", "float16", "bfloat16", *E4M3]

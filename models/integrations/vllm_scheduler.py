@@ -38,7 +38,7 @@ DENSE, WINDOWS = (FullAttentionSpec, MLAAttentionSpec), (SlidingWindowSpec, Slid
 
 
 def unsupported(config: Any) -> list[str]:
-    """What is not served of a model's cache groups."""
+    """List the cache groups of a model that are not served."""
     what = [] if config.kv_cache_groups else ["models without cache groups"]
     for i, group in enumerate(config.kv_cache_groups):
         spec, name = group.kv_cache_spec, f"cache group {i}"
@@ -64,7 +64,7 @@ def group_specs(config: Any) -> list[GroupSpec]:
 
 
 def refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """What of a configuration is not served, in words."""
+    """List the parts of a configuration that are not served, in words."""
     parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
     what = {
         "KV connectors (kv_transfer_config)": vllm_config.kv_transfer_config is not None,

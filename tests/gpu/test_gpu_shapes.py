@@ -94,7 +94,7 @@ def test_named_shapes_in_other_dtypes(dtype):
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
 def test_calls_share_their_output_and_differ_by_copy(in_step):
-    """What the rotation of a benchmark relies on: each call reads its own copy, and fills one output."""
+    """A benchmark that rotates its copies relies on this: each call reads its own copy, and fills one output."""
     case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20)
     problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
     first, second = quire_calls(problem, in_step=in_step)

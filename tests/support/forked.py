@@ -71,7 +71,7 @@ def forked(
 
 
 def printed(code: str, *arguments: str, **more) -> str:
-    """What a program printed, which ended with status 0."""
+    """The output of a program that ended with status 0."""
     done = forked(code, *arguments, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

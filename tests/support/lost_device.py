@@ -20,7 +20,7 @@ LOST = 70  # exit status
 
 
 def device_answers():
-    """Whether CUDA still works in this process, if it was used at all."""
+    """True if CUDA still works in this process, if it was used at all."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True

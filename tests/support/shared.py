@@ -1,4 +1,4 @@
-"""What is made once a run of pytest, whichever of its workers asks for it first."""
+"""Results made once a run of pytest, by the worker that needs them first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the wrappers refuse, and in which words."""
+"""Arguments that the wrappers refuse, and the wording."""
 
 import os
 import subprocess

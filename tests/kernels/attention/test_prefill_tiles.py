@@ -95,7 +95,7 @@ def test_new_rows_at_odd_addresses(odd, launched):
 
 
 def test_no_row_of_another_sequence_is_copied_into_a_result(launched):
-    """Where a sequence ends within a tile, the tensor does not."""
+    """A sequence ends within a tile, but the tensor does not."""
     batch = make_batch(AttentionCase("", [40, 40], [40, 40], **ONE))
     launched(PLAIN)
     whole = attend(batch, "triton")

@@ -15,7 +15,7 @@ NAN = CODES & 0x7F == 0x7F
 
 
 def value_of(code):
-    """What an e4m3fn code stands for, by the format's definition; the two NaN as the 480 that would come next."""
+    """The value of an e4m3fn code, by the format's definition; the two NaN as the 480 that would come next."""
     sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 15, code & 7
     if exponent == 0:
         return sign * mantissa * 2.0**-9

@@ -1,4 +1,4 @@
-"""How the device divides decode: every split is found once, and whoever merges knows whose parts are whose."""
+"""The division of decode on the device: every split is found once, and whoever merges knows whose parts are whose."""
 
 import random
 

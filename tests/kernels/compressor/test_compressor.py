@@ -99,13 +99,13 @@ class Run:
         self.pages = make_pages(case, num_seqs * blocks + 2)
 
     def row(self, s, position):
-        """What the ring holds of a token: kv, and gate + ape, in fp32."""
+        """Values of a token in the ring: kv, and gate + ape, in fp32."""
         i = position - self.first
         gate = self.gate[s, i].float() + self.ape[position % self.case.ratio]
         return torch.stack([self.kv[s, i].float(), gate])
 
     def slot(self, s, w):
-        """Where entry w of sequence s goes."""
+        """Slot of entry w of sequence s."""
         page = self.table[s, w // self.case.block_size].item()
         return page * self.case.block_size + w % self.case.block_size
 

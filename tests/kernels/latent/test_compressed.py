@@ -324,7 +324,7 @@ def plan(**changes):
 
 
 def test_enough_query_tiles_are_not_split():
-    """Where all have about as many keys; else one of them may be long."""
+    """Only if all have about as many keys; else one of them may be long."""
     assert plan() == tiles.DecodePlan(tiles.Config(16, 32, 8, 3), 1, 40, 44, 40 * 16 * 513)
     assert plan(num_decodes=40).workspace_numel == 0
     assert plan(num_decodes=40, bounded=False).workspace_numel > 0

@@ -34,7 +34,7 @@ def test_pages_of_any_number_of_rows(options, rows):
 
 @pytest.mark.slow
 def test_listed_fp8_pages_of_one_row_compile():
-    """What the interpreter does not show: Triton's passes made an address of another type than its pointer."""
+    """Not visible in the interpreter: Triton's passes made an address of another type than its pointer."""
     code = (
         "from quire.bench.static.compiling import measure\n"
         "for arch in ('sm_80', 'sm_90'):\n"

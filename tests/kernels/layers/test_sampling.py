@@ -99,7 +99,7 @@ def expect_sure(logits, mass, filters, unsure):
 @IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_sample(impl, name, monkeypatch):
-    """What rows are drawn from, and which token u stands for."""
+    """The distributions of rows, and the token that u selects."""
     small_blocks(monkeypatch)
     vocab_size, step, dtype, missing = CASES[name]
     # In another precision 0.9 and the like are other numbers.

@@ -1,1 +1,1 @@
-"""What operators compute, one query and one key at a time, in plain torch: nothing of the kernels is shared."""
+"""Oracles of the operators: one query and one key at a time, in plain torch: nothing of the kernels is shared."""

@@ -18,7 +18,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def values(
     weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """What one stored matrix [rows, columns] stands for, not rounded."""
+    """The values of one stored matrix [rows, columns], not rounded."""
     if scale is None:
         return weight.to(dtype)
     if weight.dtype != torch.uint8:

@@ -87,7 +87,7 @@ def collapsed(
 def written(
     y: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """What one token's sub-block writes [hidden_size].
+    """The result of one token's sub-block [hidden_size].
 
     Args:
         y: [hidden_size] in the dtype of the arithmetic.

@@ -25,7 +25,7 @@ def new_residual(
     scalar: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """What ``residual`` becomes, [num_rows, size] of ``dtype``, the arithmetic's too.
+    """The new ``residual``, [num_rows, size] of ``dtype``, the arithmetic's too.
 
     Arguments as in ``quire.kernels.residual_norm``.
     """

@@ -18,7 +18,7 @@ def largest(logits: list[float]) -> int:
 def probabilities(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> list[float]:
-    """What a row of temperature > 0 is drawn from, by id."""
+    """The distribution of a row of temperature > 0, by id."""
     top = max(logits)
     mass = [math.exp((x - top) / temperature) for x in logits]
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))

@@ -88,7 +88,7 @@ FILES = files()
 
 
 def paths(config, at=()):
-    """Where values stand in nested objects, inner ones included."""
+    """Paths to the values of nested objects, inner ones included."""
     for key, value in config.items():
         yield (*at, key)
         if isinstance(value, dict):
@@ -102,7 +102,7 @@ def mutated(config, path, value):
 
 @pytest.mark.parametrize("name", ["v4", "gemma4-e", "gpt-oss"])
 def test_a_wrong_value_is_named_or_means_something(tmp_path, name):
-    """What is accepted makes a model whose logits are finite, or a larger one that the checkpoint's tensors do not fit."""
+    """An accepted file makes a model whose logits are finite, or a larger one that the checkpoint's tensors do not fit."""
     base = FILES[name]
     save_checkpoint(random_model(from_hf(base)), tmp_path)
     limit = 4 * num_weights(from_hf(base))

@@ -27,7 +27,7 @@ def model(oracle):
 
 
 def rounding(rows):
-    """How far a right quantisation of rows may be from them, channel by channel: [num_rows, width].
+    """The largest distance of a right quantisation from its rows, channel by channel: [num_rows, width].
 
     A block of channels (64 of a latent's first 448, a whole index key) has the least power of two as its scale that brings its largest value
     within 448, so a scale of at most 2 max / 448. A value of 2^-6 scales or more keeps 4 bits and is off by at most 2^-4 of itself; a
@@ -120,7 +120,7 @@ def test_logits_are_those_of_the_dense_model_over_the_rounded_rows(
 
 
 def test_a_hit_and_a_resumed_request_are_bit_equal_to_cold_ones(model):
-    """Where chunks fall on the same rows."""
+    """Only if chunks fall on the same rows."""
     tokens = prompt(57, 4)
 
     def run(**settings):

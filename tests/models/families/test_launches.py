@@ -1,4 +1,4 @@
-"""How many launches a layer of a decode step takes."""
+"""The number of launches of a layer in a decode step."""
 
 import pytest
 import torch

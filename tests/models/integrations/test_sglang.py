@@ -23,7 +23,7 @@ WHEEL = Path(os.environ.get("QUIRE_SGLANG") or ROOT / ".peers" / "sglang")
 
 
 class Base:
-    """What `AttentionBackend.forward` does."""
+    """A stand-in for `AttentionBackend.forward`."""
 
     def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         one = self.forward_decode if forward_batch.forward_mode.is_decode() else self.forward_extend

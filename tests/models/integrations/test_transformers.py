@@ -33,7 +33,7 @@ def transformers_version():
 
 @pytest.fixture(scope="session")
 def said(tmp_path_factory) -> Path:
-    """What `tests.support.models.adopted` writes, once a run."""
+    """The report of `tests.support.models.adopted`, made once a run."""
     version = transformers_version()
     if version is None or not version.startswith(SUPPORTED):
         pytest.skip(f"needs transformers {SUPPORTED}*, which the adapter is for, found {version}")

@@ -157,7 +157,7 @@ def expect_all_arguments(
 
 
 def attention_bound(logit: float, keys: int, dim: int, value: float) -> float:
-    """How far fp32 attention in any order of summation may be from the exact result, of logits and values up to these sizes.
+    """The largest distance of fp32 attention in any order of summation from the exact result, of logits and values up to these sizes.
 
     A logit is off by dim + 16 roundings (products, scales, the base of the exponential), a weight by that, the exponential's own four and a
     sum of all keys, twice; the sum of weights times values once more. Twice that for terms of higher order.

@@ -1,4 +1,4 @@
-"""How far a quantised row may be from the exact one: half a step of e4m3 at its scale, and what it may be off before it is quantised."""
+"""The largest distance of a quantised row from the exact one: half a step of e4m3 at its scale, and what it may be off before it is quantised."""
 
 import torch
 

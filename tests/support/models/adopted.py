@@ -130,7 +130,7 @@ def a_family(family):
 
 
 def refusals():
-    """What each misuse raises: {name: message}."""
+    """The error of each misuse: {name: message}."""
     model, said = make("llama"), {}
     pool = QuirePool(model, num_pages=6, max_model_len=64, max_requests=2)
     ids = torch.arange(10, 50)[None]

@@ -1,4 +1,4 @@
-"""What a layer launches on a device, counted on a CPU."""
+"""Launches of a layer on a device, counted on a CPU."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Pool:
 
 
 class Host:
-    """What SGLang's runner, scheduler and allocators do for a few requests.
+    """The work of SGLang's runner, scheduler and allocators for a few requests.
 
     Slots are given out by pages, in any order. Of a hybrid pool the window's rows are freed, by whole pages, once no later query
     sees them: their slots map to 0 from then on, and the rows turn NaN.

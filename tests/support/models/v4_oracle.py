@@ -1,4 +1,4 @@
-"""What transformers says about tiny DeepSeek-V4 checkpoints."""
+"""transformers' results for tiny DeepSeek-V4 checkpoints."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def ask_transformers(root: Path) -> None:
 
 
 def answers(root: Path) -> dict[str, Oracle]:
-    """What `ask_transformers` left in a directory, by name."""
+    """Read the results of `ask_transformers` from a directory, by name."""
     return {n: Oracle(root / n, i, torch.load(root / f"{n}.pt")) for n, i in prompts().items()}

@@ -40,7 +40,7 @@ class Text:
         del self.tokens[n:], self.sums[n + 1 :]
 
     def next(self, position, groups):
-        """What follows `position`, from the rows that its query should see."""
+        """The token after `position`, from the rows that its query should see."""
         total = 0
         for g, (_, window) in enumerate(groups):
             low = 0 if window is None else max(0, position - window + 1)
@@ -62,7 +62,7 @@ class Worker:
         self.checked = self.wrong = self.accepted = self.rejected = 0
 
     def take(self, step):
-        """What a launch takes along: the scheduler changes its own lists meanwhile."""
+        """Copies that a launch takes along: the scheduler changes its own lists meanwhile."""
         return copy.deepcopy((
             [(r.req_id, r.prefill_token_ids or r.prompt_token_ids, list(r.block_ids), r.num_computed_tokens) for r in step.scheduled_new_reqs],
             step.scheduled_cached_reqs, step.num_scheduled_tokens, step.scheduled_spec_decode_tokens,
@@ -70,7 +70,7 @@ class Worker:
         ))  # fmt: skip
 
     def follow(self, new, cached, gone, is_async):
-        """What workers keep of requests: [text, tables, tokens computed, own drafts]."""
+        """State of requests in workers: [text, tables, tokens computed, own drafts]."""
         for rid in gone:
             self.states.pop(rid, None)
         for rid, tokens, tables, computed in new:

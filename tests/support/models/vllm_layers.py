@@ -224,7 +224,7 @@ class Case:
 
 
 def refusals():
-    """What vLLM hears of what is not served, {what: reasons}."""
+    """Reasons that vLLM gets for configurations that are not served, {what: reasons}."""
     backend = AttentionBackendEnum.CUSTOM.get_class()
     served = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False, "has_sink": True,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def said_by(factory: pytest.TempPathFactory, program: str, *arguments: str) -> dict:
-    """What a program beside this file writes as JSON, run once with this checkout and its entry points.
+    """The JSON of a program beside this file, run once with this checkout and its entry points.
 
     Args:
         program: its name; it is given the checkout, ``arguments`` and the file.

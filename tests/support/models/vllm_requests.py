@@ -269,7 +269,7 @@ def sampled(request, num_computed):
 
 
 def refusals(where):
-    """What each configuration that is not served is told when its scheduler is made; None if it is served."""
+    """The error of each configuration when its scheduler is made; None if it is served."""
     said = {}
 
     def told(name, groups, change=lambda config: None, **more):
