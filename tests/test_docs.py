@@ -17,9 +17,10 @@ import pytest
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent
+TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+    for path in [*(ROOT / name for name in TOP), *sorted(ROOT.glob("docs/**/*.md"))]
 }
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
