@@ -5,8 +5,8 @@ pages get the bits of ``common.e4m3``, except for the sign of a NaN. Division is
 is integer arithmetic: sm_80 has no instruction for it, and the interpreter's cast is not exact.
 
 Whole pages: a page of one tensor is divided into pieces of BLOCK words of 4 bytes, which the
-programs of one launch take in turn. Few programs saturate the link to host memory; the other
-multiprocessors stay free for the model.
+programs of one launch take in turn. Few programs should saturate the link to host memory (not
+measured yet), so that the other multiprocessors stay free for the model.
 
 Source: PagedAttention (arXiv 2309.06180) 4.3; vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel``
     transfers for copies by a kernel and by copy engines.

@@ -430,9 +430,9 @@ class KVCache:
         """Take pages for the tokens of requests up to `ends`, which are theirs until they advance
         (or, of an append-only cache, end).
 
-        When free pages run short, cached entries are evicted, and only if that is enough. What is
-        reserved already is not taken again, and an end may fall without a page given back (by more
-        than max_draft_tokens, other blocks of windows survive and take pages). It voids the newest
+        When free pages run short, cached entries are evicted, and only if that is enough. Reserved
+        pages are not taken again. An end may be lowered, and no page is given back; if it falls by
+        more than max_draft_tokens, other window blocks survive and take pages. It voids the newest
         plan.
 
         Args:

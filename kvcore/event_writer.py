@@ -31,8 +31,7 @@ SegmentContent = tuple[Int32, Identity]  # tokens of a segment, and its salt and
 
 class EventWriter:
     """Write the events of one index. They name token ids, so this keeps the tokens of running
-    requests and
-    cached segments.
+    requests and cached segments.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
@@ -91,8 +90,7 @@ class EventWriter:
         self, slots: Int64, counts: Int64, positions: Int64, ids: Int32, end: Int64
     ) -> None:
         """Keep computed tokens of requests `slots` [n], `counts` [n] each; those at `positions`
-        [total] at or
-        past `end` [n] were rejected."""
+        [total] at or past `end` [n] were rejected."""
         longest = int(counts.max()) if len(positions) > len(slots) else 1
         if len(positions) > len(slots):
             slots = np.repeat(slots, counts)
@@ -201,8 +199,7 @@ class EventWriter:
         self, runs: Iterable[Run], others: Iterable[tuple[Iterator[Event], int]] = ()
     ) -> None:
         """Replace all events by those of `runs`, parents first, and of `others` (`snapshot` of
-        other indexes).
-        The content is recorded now; its events are made when they are taken."""
+        other indexes). The content is recorded now; its events are made when they are taken."""
         parts = [self.snapshot(runs), *others]
         events = chain([AllBlocksCleared()], *(part for part, _ in parts))
         self.log.announce(events, 1 + sum(number for _, number in parts))

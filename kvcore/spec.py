@@ -9,8 +9,9 @@ at position B:
 
 A *boundary* is a multiple of the alignment (the LCM of all block sizes): hits end there.
 
-A new kind also needs code in `cache`, `plan`, `tables`, `prefix` (chains, lookup), `device.batch`,
-`layers`, `events`, `event_writer`, `stats`, `invariants`, `debug` and `models.engine.memory`.
+A new kind also needs code in `cache`, `tables`, `prefix` (chains, index, lookup), `device.batch`,
+`layers`, `events`, `event_writer`, `stats`, `invariants`, `debug`, `models.engine.memory` and
+`models.integrations`.
 """
 
 from __future__ import annotations
@@ -105,9 +106,8 @@ class GroupClass:
         lag: blocks past a boundary before the segment that ends there gets its key.
         holds_all: a step gives pages to all of its rows, not only to those that outlive it.
         width: columns of one table; of a state the live page and the newest snapshot.
-            offset, tail_offset, segment_offset: first column in the fused table, in a resume
-        point's pages,
-            and in a segment's pages.
+        offset, tail_offset, segment_offset: first column in the fused table, in a resume point's
+            pages, and in a segment's pages.
     """
 
     def __init__(
@@ -231,8 +231,7 @@ class Layout:
 
     def span(self, exact: bool) -> int:
         """Largest distance in segments of two resume points that hold all tails in between; 0: none
-        do.
-        `exact`: count only rows that a point's own boundary sees (after a replay others may be
+        do. `exact`: count only rows that a point's own boundary sees (after a replay others may be
         wrong)."""
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
@@ -254,10 +253,8 @@ class Layout:
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:
         """Pages of the tail at `depth` between two resume points no further apart than `span`.
-        `first`,
-        `before`: depth of the point before it and its pages, 0 and None for the start; `last`,
-        `after`: of
-        the point after it.
+        `first`, `before`: depth of the point before it and its pages, 0 and None for the start;
+        `last`, `after`: of the point after it.
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:

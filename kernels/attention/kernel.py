@@ -152,8 +152,8 @@ def _attend_tiles(
     state, q, position, source, low, high, first, count, gap_at, gap, scale, scoring,
     SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Walk ``count`` tiles of a source from tile ``first`` on, without the ``gap`` tiles from
-    ``gap_at`` on. MASKED: only rows [low, high) count, and of those what each query sees."""
+    """Walk ``count`` tiles of a source from tile ``first`` on, and skip the ``gap`` tiles at
+    ``gap_at``. MASKED: apply [low, high), causality and window."""
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     BLOCK_SIZE: tl.constexpr = SHAPE.BLOCK_SIZE
     VALUE_DIM: tl.constexpr = SHAPE.VALUE_DIM
@@ -216,7 +216,7 @@ def _attend_source(
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to rows [low, high) of a source as far as queries at positions [first_position,
-    last_position] see them. An online softmax takes tiles in any order: both edges are one loop.
+    last_position] see them. The interior runs without masks, then both edges in one masked loop.
     """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     all_low = low  # all_*: what every query of the tile sees
@@ -278,8 +278,8 @@ def attention_kernel(
         k_pages, v_pages: bytes if e4m3. k_scale, v_scale: of the kind SHAPE.SCALES.
         k_new, v_new: rows of the step; None: all keys are in pages.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
-        num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
-            (BLOCK_Q of decode) belong to the decode launch, all others to prefill.
+        num_decodes, decode_tokens: in prefill, leave out sequences < num_decodes with at most
+            decode_tokens new tokens; the decode launch has these, and reads BLOCK_Q instead.
         num_tiles: bound of all query tiles (prefill). target_splits: as in `split_kv` (decode).
     """
     BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
@@ -370,7 +370,8 @@ def attention_kernel(
             _rows_of_head(k_new, seq_start, kv_head), _rows_of_head(v_new, seq_start, kv_head),
             k_scale=None, v_scale=None, table=None, width=1, offset=context,
         )  # fmt: skip
-        # In a padding sequence (seq_len < q_len) the first new keys do not exist.
+        # In a padding sequence (seq_len < q_len) the first new keys do not exist. The last split of
+        # a tile takes the new rows.
         low = tl.maximum(-context, 0)
         high = tl.where(split == num_splits - 1, q_len, low)
         acc, acc_2, row_max, row_sum = _attend_source(

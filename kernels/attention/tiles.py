@@ -1,7 +1,7 @@
 """Launch choices of paged attention as pure functions of host integers: tiles, and split-KV decode.
 
-Tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on sm_80 and sm_90
-(``python -m bench.static``). Nothing is autotuned on the call path.
+With Triton 3.7.1, tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on
+sm_80 and sm_90 (``python -m bench.static``). Nothing is autotuned on the call path.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def select_config(
         dtype_bytes: of the queries, 2 (bf16, fp16) or 4 (fp32).
         arch: of the GPU.
         quantized: whether the pages are e4m3.
-        rows: query rows of a decode tile, ``DecodePlan.block_m``, or fewer where registers are
-            short; None: prefill.
+        rows: query rows of a decode, ``DecodePlan.block_m``; None: prefill. The tile may have fewer
+            where registers are short.
 
     Returns:
         The table's tile, with as many of its stages as shared memory holds.

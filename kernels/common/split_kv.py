@@ -11,7 +11,8 @@ after another, a program each. With three sequences of a token and target_splits
     splits, down      0      1      2       3            1500 keys in 0 and 1
 
 Where an SM holds several programs the number of splits is rounded up: long query tiles end sooner.
-Where it holds one, it is rounded down: what is left over would be another wave.
+Where it holds one, it is rounded down: what is left over would be another wave. A split has at
+least MIN_SPLIT_KEYS keys, half of that where the number is rounded down.
 
 Every program derives this from the lengths in device memory: the host needs none, and a captured
 graph stays right. Splits of a query tile that has several leave partial results, numbered among

@@ -48,8 +48,8 @@ class Shape(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     PAGE_ROWS: Any  # rows of a page
     ENTRY_ROWS: Any  # rows of a page of entries
-    # Whether tables are lists of flat indices (page * rows of a page + row) of each token, which
-    SLOTS: Any  # then is a sequence without lengths, new rows or window; BLOCK_Q is 1
+    # Tables are lists of flat row indices of each token: no lengths, new rows or window; BLOCK_Q = 1
+    SLOTS: Any
     WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
     NEW_KV: Any  # whether the pages hold only the keys before the step
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile

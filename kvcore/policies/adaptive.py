@@ -77,8 +77,7 @@ class Adaptive:
 
     def behind(self, worth: Callable[[Entry], float]) -> Adaptive:
         """A policy for a tier behind the cache of this one, which shares what this one learns;
-        `worth` is as
-        of `Adaptive`, of the tier's entries."""
+        `worth` is as of `Adaptive`, of the tier's entries."""
         policy = Adaptive(worth=worth)
         policy._returns, policy._is_behind = self._returns, True
         self._returns.policies.append(policy)

@@ -34,15 +34,14 @@ Retention = str | int | Mapping[str, str | int]
 def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
-    Resume points at most `span` segments (`Layout.span`) apart hold all boundaries between them,
-    so a
-    shorter interval becomes the longest multiple of it within the span.
+    Resume points at most `span` segments (`Layout.span`) apart hold all boundaries between them, so
+    a shorter interval becomes the longest multiple of it within the span.
 
     Args:
-            retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
-        ``"latest"``
-            (none besides), or an interval in tokens; or one of these for each of some groups: a
-            boundary is resumable only where all keep it, so the least common multiple counts.
+        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
+            ``"latest"`` (none besides), or an interval in tokens; or one of these for each of some
+            groups: a boundary is resumable only where all keep it, so the least common multiple
+            counts.
 
     Raises:
         ValueError: unknown word or group, or an interval that is not a positive multiple of
@@ -83,8 +82,8 @@ def _interval(retention: Retention, layout: Layout) -> int:
 
 def affordable_interval(layout: Layout) -> int:
     """Tokens between resume points that take at most a quarter of the pages of the dense blocks
-    between
-    them: a power of two times the alignment; 0 where hits need no points, or nothing else is kept.
+    between them: a power of two times the alignment; 0 where hits need no points, or nothing else
+    is kept.
     """
     if not (layout.pages_per_segment and layout.pages_per_point):
         return 0

@@ -30,8 +30,7 @@ class Ranking(Protocol):
 
 class ReturnCounts:
     """Entries of one kind of `Adaptive`, and returns to them; recent ones count more. `waited`:
-    prompts
-    until these returns, in all."""
+    prompts until these returns, in all."""
 
     __slots__ = ("made", "returned", "waited")
 
@@ -146,8 +145,7 @@ class Returns:
 
     def _return_to(self, record: Record, most: bool) -> bool:
         """Count a prompt that starts with the prefix of `record`, which is `most` of it or not;
-        True if it
-        continues an earlier prompt."""
+        True if it continues an earlier prompt."""
         self._credit(record)
         visit = record.visit if most else None
         if visit is not None and not visit.moved_on:

@@ -96,8 +96,8 @@ class Chains:
 
     def ask(self, match: Match) -> tuple[int, ...]:
         """Tell the policy of a prompt before anything changes, as it may raise; return the
-        boundaries that
-        its request keeps: `resend_boundaries` and the junction (see `policies.retention`)."""
+        boundaries that its request keeps: `resend_boundaries` and the junction (see
+        `policies.retention`)."""
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
@@ -127,14 +127,14 @@ class Chains:
 
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
         """End a request after `computed` tokens: its last boundary becomes a resume point, if it is
-        to `keep`
-        one. Returns a run on whose path its prefix ends, and the segments of the prefix."""
+        to `keep` one. Returns a run on whose path its prefix ends, and the segments of the prefix.
+        """
         run = self.runs[slot]
         cached = run.depth * self.alignment
         for *_, pages in self.waiting.pop(slot, ()):
             self.index.pool.unhold(pages)
             self.index.pool.unuse(pages)
-        # What steps whose tokens are not known have passed may have taken the place of the tail.
+        # Steps whose tokens are unknown may have replaced the pages of this tail.
         if keep and self.layout.hybrid and 0 < cached <= computed and cached == self.cached[slot]:
             has_state = not self._tables.states or self._tables.snapshot_at[slot] == cached
             if has_state and not self.index.renew(run):
@@ -164,8 +164,7 @@ class Chains:
         self, slots: Int64, start: Int64, end: Int64, longest: int
     ) -> tuple[tuple[Int64, Int64], Int64]:
         """Boundaries that a step of `slots` [n] must not lose: ((request, boundary) of tails that
-        must
-        survive it, requests that may need a snapshot of their state)."""
+        must survive it, requests that may need a snapshot of their state)."""
         snapshots = NO_ROWS
         a, drafts = self.alignment, self._drafts
         if not self.layout.hybrid:

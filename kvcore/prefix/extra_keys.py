@@ -43,8 +43,7 @@ class Mark(NamedTuple):
 
 def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
     """Marks of a prompt's extra keys (see `KVCache.match`), sorted. ValueError if one is not
-    (start, stop,
-    key), not within the prompt, or two of one key have one start."""
+    (start, stop, key), not within the prompt, or two of one key have one start."""
     marks: set[Mark] = set()
     try:
         parts = [(start, stop, key) for start, stop, key in extra_keys]
@@ -79,15 +78,13 @@ def by_segment(marks: tuple[Mark, ...], alignment: int, lookahead: int) -> dict[
 
 def marked_key(previous: bytes, marks: bytes) -> bytes:
     """Key that replaces `previous` in a segment with `marks`. No tokens make the same key: what is
-    hashed
-    has an odd number of bytes after `previous`."""
+    hashed has an odd number of bytes after `previous`."""
     return sha256(previous + sha256(marks).digest() + b"\0").digest()
 
 
 class Identity(NamedTuple):
     """Salt and extra keys of a prompt, or of some of its tokens: `ranges` are (start, stop, key),
-    sorted;
-    a stop of None is the end."""
+    sorted; a stop of None is the end."""
 
     salt: bytes = b""
     ranges: Ranges = ()

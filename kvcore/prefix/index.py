@@ -120,8 +120,7 @@ class PrefixIndex:
 
     def resumable(self, run: Run, depth: int, limit: int, last: int = 0) -> int:
         """Largest depth <= min(depth, limit) on the path to `run` that a request can resume at;
-        `last`: there
-        is a resume point at this depth of the chain, in another index perhaps."""
+        `last`: there is a resume point at this depth of the chain, in another index perhaps."""
         limit = min(depth, limit)
         if not self.hybrid or not limit:
             return limit
@@ -174,8 +173,7 @@ class PrefixIndex:
 
     def unlock(self, run: Run, *, used: bool = True) -> Run:
         """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run
-        below it if
-        the two were merged. `used`: the path counts as used now."""
+        below it if the two were merged. `used`: the path counts as used now."""
         path = path_to(run)
         for node in path:
             node.drop_source()
@@ -198,9 +196,8 @@ class PrefixIndex:
 
     def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
         """Cache segments with `keys` after the end of `run`, which the caller has locked once.
-        Where one is
-        cached already, the cached pages stay. `source`: of their pages, good until the caller's
-        `unlock`.
+        Where one is cached already, the cached pages stay. `source`: of their pages, good until the
+        caller's `unlock`.
 
         Returns:
             (run that ends at the last segment, locked instead of `run`; number of leading segments
@@ -359,8 +356,7 @@ class PrefixIndex:
 
     def evict(self, num_pages: int) -> None:
         """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
-        RuntimeError if
-        the policy chose what it may not; what was evicted before stays so."""
+        RuntimeError if the policy chose what it may not; what was evicted before stays so."""
         target = self.pool.num_free + num_pages
         dropped: list[Int32] = []  # pages of points, returned to the pool together
         try:
@@ -406,8 +402,7 @@ class PrefixIndex:
 
     def clear(self, *, tell_each: bool = False) -> None:
         """Drop all resume points, and all segments but those on the path of a running request.
-        `tell_each`:
-        events name each, and not that nothing is cached any more."""
+        `tell_each`: events name each, and not that nothing is cached any more."""
         event_writer, evicted = (
             self.event_writer,
             (self.num_evicted_points, self.num_evicted_segments),

@@ -109,8 +109,7 @@ class Prompt:
         cls, keys: bytes, num_tokens: int, alignment: int, lookahead: int, seed: bytes
     ) -> Prompt:
         """A prompt of `num_tokens` tokens with the caller's keys, 32 bytes a segment. ValueError if
-        they are
-        no bytes, or more than the prompt has segments."""
+        they are no bytes, or more than the prompt has segments."""
         if not isinstance(keys, bytes) or len(keys) % KEY_BYTES:
             raise ValueError(f"keys: expected {KEY_BYTES} bytes a segment, got {keys!r:.80}")
         prompt = cls.__new__(cls)

@@ -19,8 +19,8 @@ class Pins:
 
     Attributes:
         at_release: slot -> expiry of the pin that its request gets when it is released.
-            num_segments, num_point_pages: segments on the paths to pinned entries; pages of
-        their points.
+        num_segments, num_point_pages: segments on the paths to pinned entries; pages of their
+            points.
         num_demoted: pins that ended early, for room.
     """
 
@@ -47,8 +47,8 @@ class Pins:
 
     def pin(self, run: Run, depth: int, expiry: float) -> int:
         """Pin the entry at `depth` on the path to `run`, or renew its pin as the newest. Returns
-        the segments
-        pinned; 0 if there is no entry at this depth, or if it alone exceeds the budget."""
+        the segments pinned; 0 if there is no entry at this depth, or if it alone exceeds the
+        budget."""
         index = self._index
         if not depth:
             return 0
@@ -124,8 +124,7 @@ class Pins:
 
 def expiry_of(now: float, ttl: float) -> float:
     """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not
-    positive, or
-    `now` not finite."""
+    positive, or `now` not finite."""
     now = as_seconds("now", now)
     if ttl == math.inf:
         return ttl

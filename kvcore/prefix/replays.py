@@ -29,8 +29,7 @@ def replay_range(
     dense: int, hit: int, replay_tokens: int, alignment: int
 ) -> tuple[int, int] | None:
     """(first token, token after the last) to compute again; None where that saves nothing over the
-    `hit`,
-    the tokens before the last resume point. `dense`: tokens with cached dense blocks."""
+    `hit`, the tokens before the last resume point. `dense`: tokens with cached dense blocks."""
     start = max(0, dense - replay_tokens) // alignment * alignment
     return (start, dense) if start > hit else None
 
@@ -60,8 +59,7 @@ class Replays:
         self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
     ) -> tuple[Int64, Int64]:
         """Add to (rows, kept) of a step's resume points, both sorted, the boundaries at which a
-        step to `end`
-        [n] finished replays."""
+        step to `end` [n] finished replays."""
         stop = self.stop[step.slots]
         done = ((step.start < stop) & (stop <= end)).nonzero()[0]
         rows, kept = np.concatenate([rows, done]), np.concatenate([kept, stop[done]])

@@ -21,8 +21,8 @@ class Sequences:
 
     Attributes:
         active: [max_requests] bool.
-            num_computed, lengths: [max_requests] int64 tokens whose rows are valid; the latter
-        read-only.
+        num_computed, lengths: [max_requests] int64 tokens whose rows are valid; the latter
+            read-only.
         prompt_len: [max_requests] int64.
         keyed: slots of requests whose keys are the caller's own.
     """
@@ -136,8 +136,7 @@ class Sequences:
 
     def feed(self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32) -> None:
         """Add tokens [start, end) [n] of each request, at index `first` [n] of `tokens`, to the
-        open
-        segments; those that they complete get keys."""
+        open segments; those that they complete get keys."""
         counts, columns = end - start, self._columns(start)
         ending = (columns + counts >= self._width).nonzero()[0]
         if len(tokens) == len(slots):  # one each
@@ -177,8 +176,7 @@ class Sequences:
 
     def _add_key(self, slot: int, stop: int) -> None:
         """Make the key of the open segment, whose last token, with the lookahead, is before `stop`;
-        unless it
-        is known."""
+        unless it is known."""
         a, k, keys = self.alignment, self.lookahead, self._keys[slot]
         if len(keys) * a < (stop - k) * KEY_BYTES:
             segment = self._open[slot] if stop == a + k else self._open[slot, k:]

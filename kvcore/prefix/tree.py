@@ -265,10 +265,8 @@ def split(run: Run, depth: int) -> Run:
 
 def merge(run: Run, hybrid: bool) -> Run:
     """Undo a split at the end of `run` that is not needed any more: its only child takes its
-    segments.
-    Returns the child, or `run` if it stays: because a request or pin ends there or, where the
-    ends of
-    runs are entries, because it was used later than the child.
+    segments. Returns the child, or `run` if it stays: because a request or pin ends there or, where
+    the ends of runs are entries, because it was used later than the child.
     """
     if len(run.children) != 1 or run.parent is None:
         return run

@@ -93,8 +93,7 @@ class LinearTables:
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
         """Let blocks of windows leave the tables that no query at token `oldest` or later sees, but
-        for the
-        tail of the boundary `cached`, which may become a resume point (None: none)."""
+        for the tail of the boundary `cached`, which may become a resume point (None: none)."""
         gone: list[int] = []
         for t, size, reach, tail, _ in self._windows:
             first = (oldest - reach) // size

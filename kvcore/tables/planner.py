@@ -36,12 +36,10 @@ class NewBlocks:
     """Blocks of one class that a step starts and that outlive it: each takes a page a table.
 
     Attributes:
-            requests, newest: [r] requests (numbers in the step) that start a block, and their
-        newest block
-            before the step; -1 for none.
+        requests, newest: [r] requests (numbers in the step) that start a block, and their newest
+            block before the step; -1 for none.
         which, blocks: [m] index into `requests`, and block, sorted.
-            unwritten: [r] position from which tokens are written only in `blocks`; None: all are
-        written.
+        unwritten: [r] position from which tokens are written only in `blocks`; None: all are.
         pages: [num_tables, m] of the blocks; empty until `StepPlanner.give`.
     """
 
@@ -65,9 +63,8 @@ class StepChanges:
         blocks: new blocks of each dense and window class.
         num_new: pages needed, in all.
         starting: [i] requests whose states have no live pages yet.
-            needs_snapshot_page, snapshot_pages: for each state class, [j] `snapshot_requests`
-        that take new
-            pages, and [j, num_tables] these.
+        needs_snapshot_page, snapshot_pages: for each state class, [j] `snapshot_requests` that
+            take new pages, and [j, num_tables] these.
         copies, state_pages: as of `StepPlan`.
     """
 
@@ -145,8 +142,7 @@ class StepPlanner:
         snapshot_requests: Int64,
     ) -> StepChanges:
         """Count what a step needs; nothing changes. `kept`: (request, boundary) of each tail that
-        must outlive
-        the step, sorted; others as of `StepChanges`."""
+        must outlive the step, sorted; others as of `StepChanges`."""
         final = end - ONE
         before = start - ONE
         first = before if written is start else written - ONE
@@ -186,8 +182,7 @@ class StepPlanner:
         kept: tuple[Int64, Int64],
     ) -> NewBlocks:
         """Blocks of one class that a step starts. `before`, `final`: [n] position before the first
-        that it
-        writes, and its last."""
+        that it writes, and its last."""
         newest, last = before // table.size, final // table.size  # blocks
         requests = (last > newest).nonzero()[0]
         if not requests.size:
@@ -237,10 +232,8 @@ class StepPlanner:
 
     def wanted(self, step: StepChanges) -> tuple[Int64, Int64]:
         """Pages that a step takes, in the order of `give`: (requests of the step [num_new], block
-        references
-        [num_new]). A reference is ``number of the table << BLOCK_BITS | block``; tables of
-        states come
-        last, with `LIVE` or `SNAPSHOT` for a block.
+        references [num_new]). A reference is ``number of the table << BLOCK_BITS | block``; tables
+        of states come last, with `LIVE` or `SNAPSHOT` for a block.
         """
         requests, block_refs, first = [], [], 0
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
@@ -258,8 +251,7 @@ class StepPlanner:
 
     def few(self, start: int, end: int) -> list[int]:
         """References (see `wanted`) of the blocks that start in [start, end): all that a request
-        takes for
-        at most `KVCache._few` tokens, without new state pages."""
+        takes for at most `KVCache._few` tokens, without new state pages."""
         return [
             t << BLOCK_BITS | block
             for t, size in enumerate(self.sizes)
@@ -335,8 +327,8 @@ class StepPlanner:
         self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64], all_stay: bool
     ) -> Effects:
         """Make a step to `end` [n] real; `all_stay`: no token was rejected. The caller holds what
-        it needs of
-        the tails of `kept` (requests, boundaries), sorted by request, and calls `free_unheld`."""
+        it needs of the tails of `kept` (requests, boundaries), sorted by request, and calls
+        `free_unheld`."""
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
@@ -447,8 +439,7 @@ class StepPlanner:
         boundaries: Int64,
     ) -> Int32:
         """Pages of the tails of `boundaries` [k], from new blocks and the rings before they turn:
-        [k,
-        num_tables, tail]."""
+        [k, num_tables, tail]."""
         c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
         before = ((step.start[requests] - 1) // window.size)[:, None]

@@ -37,8 +37,7 @@ class Reservations:
 
     def add(self, slot: int, end: int, refs: list[int], pages: Iterator[int]) -> list[list[int]]:
         """Reserve the next of `pages` for each of `refs` of a request, up to token `end`; returns
-        the new
-        pages of each group (none of states)."""
+        the new pages of each group (none of states)."""
         groups, num_tables = self._planner.table_groups, len(self._planner.sizes)
         given: list[list[int]] = [[] for _ in groups]
         if not refs:  # nothing is lacking

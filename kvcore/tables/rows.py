@@ -17,9 +17,8 @@ class ClassTables:
     Attributes:
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
-            size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions: numpy
-        computes with
-            them in half the time that an int takes.
+        size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions: numpy computes
+            with them in half the time that an int takes.
     """
 
     def __init__(self, cls: GroupClass, array: Int32) -> None:

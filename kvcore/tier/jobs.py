@@ -171,10 +171,8 @@ class Transfer:
         points: Sequence[ResumePoint],
     ) -> tuple[Transfer, Int32, Int32] | None:
         """Reserve target pages for the missing part of a chain that ends with `run`, and lock it at
-        both ends.
-        Returns (transfer, source pages, target pages), or None without room in the target:
-        nothing has
-        changed then. Errors of the target's policy are raised.
+        both ends. Returns (transfer, source pages, target pages), or None without room in the
+        target: nothing has changed then. Errors of the target's policy are raised.
         """
         depth = len(keys) // KEY_BYTES
         there, first = target.find(keys, depth)

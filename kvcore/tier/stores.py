@@ -18,10 +18,8 @@ DEPTH, FIRST = attrgetter("depth"), itemgetter(0)
 
 class Stores:
     """Find the entries next in line for eviction that have no copy in the host, until `watermark`
-    pages
-    are free or have a copy. Each is inspected once after each use, so that a host too small to
-    keep a
-    copy is not written over and over.
+    pages are free or have a copy. Each is inspected once after each use, so that a host too small
+    to keep a copy is not written over and over.
     """
 
     def __init__(self, watermark: int) -> None:
@@ -32,8 +30,7 @@ class Stores:
         self, device: PrefixIndex, host: PrefixIndex, under_way: int
     ) -> dict[Run | ResumePoint, tuple[bytes, int]]:
         """Entries to copy now, in order of eviction, while `under_way` device pages are being
-        copied:
-        {entry: (keys of its chain, leading segments of it in the host)}."""
+        copied: {entry: (keys of its chain, leading segments of it in the host)}."""
         due: dict[Run | ResumePoint, tuple[bytes, int]] = {}
         if len(self._seen) > 4 * (device.num_segments + REMEMBERED):
             self._seen = {e: used for e, used in self._seen.items() if _is_cached(e)}

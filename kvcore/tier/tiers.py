@@ -140,9 +140,9 @@ class Tiers:
         """Find a prompt in both places, and decide whether to load more of it. Changes nothing. The
         arguments and errors are those of `KVCache.match`.
 
-        The host has every segment before each of its resume points. So one load is possible: what
-        the device lacks of the host's longest hit. It is worth its time if the prefill of
-        the tokens saved would take longer.
+        The host has every segment before each of its resume points. So at most one load can help:
+        the part of the host's longest hit that the device lacks. It is worth its time if the
+        prefill of these tokens would take longer.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
         prompt = kv._lookup.prompt(token_ids, salt, extra_keys)

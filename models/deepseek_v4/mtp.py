@@ -4,7 +4,7 @@ Draft i comes from layer i; drafts past the last layer come from the last layer.
 uses the rows of the step itself, which are written to the layers' pages. Later drafts use guesses
 and write nothing: each computes all guessed rows of its sequence as new rows of one layer.
 
-Layer i keeps its row of the streams at position t and the token at t + 1 + i at position t + i. So
+Layer i stores, at position t + i, a row made from the streams at t and the token at t + 1 + i. So
 a step computes the rows of all layers at its positions, and their pages look ahead by one token.
 RoPE depends on relative positions only. Rows of layer i > 0 without streams of the layer before
 (positions below i, and the first row after a prefix hit) are made from zeros. That changes drafts

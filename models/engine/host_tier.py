@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 SYSTEM_PAGE = 4096  # bytes; the driver pins whole pages
 STORE_BYTES = 256 * 2**20  # approximate limit of the stores under way
-# Estimated bytes per second from host memory and tokens per second of prefill. Most loads are far
-# quicker than the prefill they save; the exception is a large window that saves few tokens.
+# Bytes per second from host memory and tokens per second of prefill: estimates, not measured.
 RATES = {"cuda": (20e9, 20e3), "cpu": (4e9, 1e3)}
 DIRECTIONS = {"store": "to_host", "load": "to_device"}
 

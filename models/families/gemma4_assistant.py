@@ -14,8 +14,8 @@ written, and a hit, a preemption or a rejected draft leaves nothing to repair.
 A checkpoint with ordered embeddings scores clusters of tokens first: only tokens of the best
 clusters have logits, the others -inf.
 
-Source: transformers ``modeling_gemma4_assistant``, for a first round of drafts: later ones see keys
-    of rejected drafts there.
+Source: transformers ``modeling_gemma4_assistant``. Only a first round of drafts agrees with it:
+    later rounds there also see keys of rejected drafts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The attention operator of all layers of one step, over pages.
 
 A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. Keys of earlier tokens
-come from pages, those of the step from k and v, in one softmax; then the rows are written. So
-attention never reads a row that its own step writes: the block table is that of the last commit,
-and a new row may take the place of one that the step's first queries still see.
+come from pages, those of the step from k and v, in one softmax; then the rows are written. The
+block table is that of the last commit, and new rows lie in free pages or behind the context. So
+attention never reads a row that its own step writes.
 
 To restore the windows of sliding layers, a step may compute rows again that full attention has in
 its pages (`quire.kvcore.Match.replay_from`). Keys and values of the first of them are wrong after
