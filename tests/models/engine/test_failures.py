@@ -78,6 +78,8 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, is_async, m
     outputs, failed = run(engine)
     assert failed > budget // 3
     assert ahead[True] > 5 if is_async else engine.totals.num_preempted > budget // 20
+    preempted = sum(output.num_preemptions for output in outputs.values())
+    assert preempted > engine.totals.num_preempted  # and those of steps that failed
     for request_id, (tokens, params) in zip(ids, work, strict=True):
         assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
 
