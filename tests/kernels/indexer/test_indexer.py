@@ -207,6 +207,9 @@ def test_rows_behind_the_last_sequence_pick_nothing(impl):
     batch["q"] = torch.cat([batch["q"], torch.full_like(batch["q"], NAN)])
     batch["weights"] = torch.cat([batch["weights"], torch.full_like(batch["weights"], NAN)])
     batch["max_seqlen_q"] = 2
+    # Behind their ends, a sequence whose keys would be seen.
+    batch["seq_lens"] = torch.cat([batch["seq_lens"], batch["seq_lens"]])[:2]
+    batch["cu_seqlens_q"] = torch.cat([batch["cu_seqlens_q"], batch["cu_seqlens_q"]])[:3]
     out, lens = select(batch, impl)
     assert out[:2].equal(want[0]) and lens[:2].equal(want[1])
     assert (out[2:] == -1).all() and not lens[2:].any()
