@@ -24,7 +24,7 @@ from quire.models import generate
 from quire.models import llm as llm_module
 from quire.models.config.named import get_config
 from quire.models.engine.engine import EngineConfig
-from quire.models.engine.outputs import OutputDelta
+from quire.models.engine.outputs import OutputDelta, RequestError
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
@@ -404,6 +404,19 @@ def test_errors_name_the_argument(arguments, message, capsys):
     has_prompt = {"--file", "--chat"} & {*arguments}
     assert generate.main([*arguments, *([] if has_prompt else ["--prompt", "a long prompt"])]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_error_of_one_of_several_prompts(monkeypatch, capsys):
+    answer = LLM.generate
+
+    def fail_one(self, *args, **options):
+        first, second = answer(self, *args, **options)
+        return [replace(first, error=RequestError("spoiled")), second]
+
+    monkeypatch.setattr(LLM, "generate", fail_one)
+    command = ["--model", "gemma3-tiny", "--num-pages", "99", "--max-tokens", "2"]
+    assert generate.main([*command, "--prompt", "a", "--prompt", "b"]) == 2
+    assert capsys.readouterr().err == "error: spoiled\n"
 
 
 def test_a_closed_stdin(monkeypatch, capsys):
