@@ -82,7 +82,8 @@ def make_call(case, num_pages=4, max_position=50):
     n, dim = case.num_rows, case.head_dim
     fused = normal(n, dim + 16).to(case.dtype)  # rows of a wider projection, as a model has them
     angle = normal(max_position, case.rope_dim // 2) * 100
-    slots = torch.randperm(num_pages * case.block_size, generator=generator)[:n]
+    slots = torch.randperm(num_pages * case.block_size, generator=generator)
+    slots = slots.roll(-int(slots.argmin()))[:n]  # slot 0 for the first row
     slots[1::3] = -1
     optional = {
         "slot_mapping": (case.pages is not None, slots.to(DEVICE)),
