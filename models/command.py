@@ -88,7 +88,10 @@ def program(main: Main) -> Main:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of ``python -m name``, or of a ``quire`` command; its errors are ValueErrors, printed by `program`."""
+    """Parser of ``python -m name``, or of a ``quire`` command.
+
+    Its errors are ValueErrors, which `program` prints.
+    """
 
     def __init__(self, name: str, description: str | None, **options: object) -> None:
         super().__init__(

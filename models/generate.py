@@ -9,8 +9,8 @@
     torchrun --nproc-per-node 2 -m models.generate --model MODEL --prompt "Once upon a time"
 
 MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name, which has
-random weights. `python -m models.generate` is `quire generate`, and with --chat `quire chat`. One prompt is answered as a stream;
-several (--prompt again) are generated together and printed in order. Of several ranks, the first
+random weights. `python -m models.generate` is `quire generate`, and with --chat `quire chat`. One
+prompt is answered as a stream; several (--prompt again) are generated together and printed in order. Of several ranks, the first
 reads prompts and prints. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
 the running step; a second Ctrl-C does not.
 
@@ -35,7 +35,6 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import nn
 
 from .chat import find_chat
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
@@ -45,7 +44,6 @@ from .engine.config import IMPLS, KV_CACHE_DTYPES
 from .engine.engine import EngineConfig
 from .engine.outputs import RequestError
 from .engine.request import MAX_SAMPLES, SamplingParams
-from .engine.speculative import Drafter
 from .llm import LLM, make_drafter
 from .loading.locate import locate_checkpoint
 from .loading.weights import DTYPES
@@ -72,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _settings(args),
                 tensor_parallel_size=args.tensor_parallel_size or size,
             ),
-            drafter=partial(_drafter, args.drafter, args.speculate) if args.speculate else None,
+            drafter=partial(make_drafter, args.drafter or "ngram", args.speculate)
+            if args.speculate
+            else None,
             device=args.device,
             dtype=args.dtype,
             seed=args.model_seed,
@@ -249,10 +249,6 @@ def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams
         n=args.n,
         **given,
     )
-
-
-def _drafter(name: str | None, draft_tokens: int, model: nn.Module) -> Drafter:
-    return make_drafter(name or "ngram", draft_tokens, model)
 
 
 def _settings(args: argparse.Namespace) -> EngineConfig:

@@ -31,7 +31,7 @@ from quire.kernels import write_latent
 from quire.kvcore.device import Batch, BatchBuilder
 
 from ..engine.device_drafter import DeviceDrafter
-from ..layers.unpaged_attention import apply_rope
+from ..layers.rotary import apply_rope
 from .attention import Attention, AttentionInputs
 from .cache import V4PagePool
 from .config import SLIDING

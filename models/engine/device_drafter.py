@@ -1,4 +1,4 @@
-"""Base of drafters that read the model's hidden states: drafts greedy or drawn, one rank or several.
+"""Base of drafters that read the model's hidden states: drafts greedy or drawn, on any ranks.
 
 A drafter gives `observe`, which writes the rows of its layers, and `_drafts`.
 """

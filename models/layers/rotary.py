@@ -78,3 +78,17 @@ def rotary_angles(
     if amplitude == 1.0:
         return angles.cos(), angles.sin()
     return angles.cos() * amplitude, angles.sin() * amplitude
+
+
+def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Rotate the trailing channels of every row of x, in adjacent pairs, by its angles, in fp32.
+
+    cos_sin: [num_tokens, rope_dim] fp32, cosines, then sines. inverse: by the negative angles.
+    """
+    num_tokens, rope_dim = cos_sin.shape
+    cos, sin = cos_sin.view(num_tokens, *[1] * (x.ndim - 2), rope_dim).chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+    even, odd = x[..., -rope_dim::2].float(), x[..., 1 - rope_dim :: 2].float()
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), dim=-1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..config.model import ModelConfig
 from .basic import rms_norm
+from .rotary import apply_rope
 
 if TYPE_CHECKING:
     from ..deepseek_v4.attention import Attention, AttentionInputs, GatedPooling
@@ -182,17 +183,3 @@ def _with_window_before(rows: Tensor, absent: float) -> Tensor:
     """
     a, b = rows.chunk(2, dim=-1)
     return torch.cat([F.pad(a, (0, 0, 0, 0, 1, 0), value=absent)[:-1], b], dim=1)
-
-
-def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate the trailing channels of every row of x, in adjacent pairs, by its angles, in fp32.
-
-    cos_sin: [num_tokens, rope_dim] fp32, cosines, then sines. inverse: by the negative angles.
-    """
-    num_tokens, rope_dim = cos_sin.shape
-    cos, sin = cos_sin.view(num_tokens, *[1] * (x.ndim - 2), rope_dim).chunk(2, dim=-1)
-    if inverse:
-        sin = -sin
-    even, odd = x[..., -rope_dim::2].float(), x[..., 1 - rope_dim :: 2].float()
-    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), dim=-1)

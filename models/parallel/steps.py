@@ -49,8 +49,8 @@ class StepSender:
         if isinstance(drafter, ModelDrafter):
             if not hasattr(drafter, "follow"):
                 raise NotImplementedError(
-                    "drafter: supported with tensor_parallel_size > 1 are the model's own drafter and those "
-                    f"that read tokens alone, such as NGramDrafter; got {type(drafter).__name__}"
+                    "drafter: supported with tensor_parallel_size > 1 are the model's own drafter "
+                    f"and those that read tokens alone, such as NGramDrafter; got {type(drafter).__name__}"
                 )
             drafter.sender = self
 
