@@ -57,7 +57,7 @@ gpu: $(STAMP)  ## the tests of kernels and engine on a GPU
 docs: $(DOCS_STAMP)  ## build the pages of docs/ into site/; fails on warnings
 	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
-$(STAMP): setup.py constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip setuptools wheel -c constraints.txt
 	$(PY) -m pip install -q -c constraints.txt torch triton

@@ -46,7 +46,7 @@ def pip_install(python: Path, *what: object) -> None:
 
 def build_wheel(source: Path, out: Path) -> Path:
     run(sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", out, source)
-    return next(out.glob("quire-*.whl"))
+    return next(out.glob("quire_attention-*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def sdist(source, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
     run(sys.executable, "-c", code, cwd=source)
-    return next(out.glob("quire-*.tar.gz"))
+    return next(out.glob("quire_attention-*.tar.gz"))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_the_metadata(wheel):
 WORKS = """
 import quire, quire.bench, quire.kernels, quire.models, quire.kvcore, quire.kvcore.device
 from importlib.metadata import version
-assert quire.__version__ == version("quire"), (quire.__version__, version("quire"))
+assert quire.__version__ == version("quire-attention"), quire.__version__
 from quire.kvcore import GroupSpec, KVCache
 kv = KVCache([GroupSpec('g', 'dense', 16, 1)], num_pages=9, max_requests=1, max_model_len=99)
 print(kv.match([1] * 40).num_tokens, quire.kvcore.__file__)
@@ -200,7 +200,7 @@ def test_this_checkout_has_its_version():
     assert Path(kvcore.__file__).is_relative_to(ROOT)
     code = (ROOT / "kvcore/quire/__init__.py").read_text()
     assert len(re.findall("__version__ =", code)) == 1
-    assert "0.1.0" not in (ROOT / "setup.py").read_text()
+    assert "0.3.0" not in (ROOT / "pyproject.toml").read_text()
 
 
 def test_the_pinned_triton_is_allowed_and_has_a_table_of_its_kernels(wheel):

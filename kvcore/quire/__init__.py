@@ -7,4 +7,4 @@ top level. It imports nothing.
 
 __all__ = ["__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"

@@ -151,7 +151,7 @@ def test_other_versions_of_the_host_are_refused(monkeypatch):
 
 def test_the_entry_point_is_the_one_that_sglang_asks_for():
     point = "quire.models.integrations.sglang:register"
-    assert f'"sglang.srt.plugins": ["quire = {point}"]' in (ROOT / "setup.py").read_text()
+    assert f'plugins"]\nquire = "{point}"' in (ROOT / "pyproject.toml").read_text()
     for found in importlib.metadata.entry_points(group="sglang.srt.plugins", name="quire"):
         assert found.value == point and found.load() is sglang.register
 
