@@ -1,9 +1,15 @@
-"""Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
+"""Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else.
+
+Read it in this order, each file from top to bottom: `spec` (groups and arithmetic), `pages` (the
+pool), `prefix.keys`, `prefix.tree`, `prefix.index` (cached entries and their eviction),
+`tables.rows`, `tables.planner` (a step), `prefix.chains` (running requests become cached entries),
+`cache` (the one class). Policies, pins, replays, events and the host tier stand beside this path.
+"""
 
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .layers import LayerPlacement, LayerShape, cache_groups
-from .plan import OutOfPages, PagesNeeded, StepPlan
+from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import LRU, Entry, EvictionPolicy, Ranked
 from .prefix.keys import Prompt
@@ -29,7 +35,6 @@ __all__ = [
     "Match",
     "OutOfPages",
     "PagedRows",
-    "PagesNeeded",
     "Prompt",
     "Ranked",
     "StepArrays",

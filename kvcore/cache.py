@@ -1,67 +1,74 @@
 """`KVCache`: requests, their block tables, and the cached prefixes that they share.
 
-A *segment* is the smallest part of a prompt that is cached: `alignment` tokens, with one key.
-A *boundary* is a multiple of the alignment, in tokens; its *depth* is the same in segments.
-A *resume point* is what window and state groups keep so that a request can start at a boundary.
+A *segment* is the smallest cached part of a prompt: `alignment` tokens, with one key. A *boundary*
+is a multiple of the alignment, in tokens; its *depth* is the same in segments. A *resume point* is
+what window and state groups keep so that a request can start at a boundary.
 
-The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. A step
-treats the whole batch:
+A request lives through ``match -> admit -> (plan -> run the model -> commit)* -> release``:
 
-    plan     the planner counts pages, cached ones that no running request needs are evicted where
-             too few are free, and the slot mapping is laid out. No table changes
-    commit   tokens make the keys of whole segments (`Sequences`), the tables take the step's pages
-             (`StepPlanner.commit`), and whole segments and resume points can be found (`Chains`)
+    plan     pages are counted, evicted where too few are free, and laid out in a slot mapping
+    commit   tokens make segment keys (`Sequences`), pages enter tables (`StepPlanner.commit`), and
+             whole segments and resume points become findable (`Chains`)
 
-So a step's attention reads the tables as the last step left them; a page that the step starts is in
-its slot mapping only. A request with 31 tokens, blocks of 16, whose first pages are 2 and 1:
+Tables change in `commit` only: a step's attention reads them as the last step left them, and a page
+that the step starts is in its slot mapping alone. 31 tokens in blocks of 16 in pages 2 and 1:
 
     token         seq_lens   table       keys in pages   slot of the new row
     31            32         [2, 1]      0 .. 30         31 = 1 * 16 + 15
     32            33         [2, 1]      0 .. 31         48 = 3 * 16
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
-`plan` and `commit` are the quick way through four calls, for an engine that schedules a step before
-it knows the tokens of the one before, or asks for one request at a time:
+An engine that schedules a step before it knows the tokens of the last one, or asks for one request
+at a time, makes the four calls behind `plan` and `commit`:
 
     reserve    pages leave the pool and wait beside the tables (`Reservations`)
-    arrays     what the kernels need; it reads only
+    arrays     what the kernels need; reads only
     advance    pages enter the tables: rows count as computed, whatever the tokens are
-    publish    the tokens are known: whole segments and their resume points can be found
+    publish    the tokens are known: whole segments and their resume points become findable
 
-No page of a step in flight is handed out again: pages that it writes have left the pool; pages that
-it reads belong to its requests or to what these lock, and until it advances none of its requests
-can be in another step, rolled back or released. What `advance`, `publish` or `release` free goes to
-later steps: work must be queued in the order of the reservations.
+Pages that a step in flight writes have left the pool; those that it reads belong to its requests,
+which are in no other step and cannot end before they advance. What a call frees goes to later
+steps: queue work in the order of the reservations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, as_ints, as_token_ids, ragged_arange
+from .arguments import (
+    as_bytes,
+    as_flag,
+    as_int,
+    as_ints,
+    as_seconds,
+    as_token_ids,
+    as_unused,
+    refusal,
+    take_ownership,
+)
+from .arrays import NO_ROWS, NO_VALUES, ONE, Int32, Int64, ragged_arange
 from .debug import Checks
 from .event_writer import EventWriter
 from .events import EventLog
 from .invariants import check_invariants
-from .ownership import check_log, check_policy, take_ownership
 from .pages import PagePool
-from .plan import OutOfPages, PagesNeeded, StepPlan, without_last
+from .plan import OutOfPages, StepPlan, without_last
 from .policies.adaptive import Adaptive
-from .policies.base import EvictionPolicy
+from .policies.base import EvictionPolicy, is_policy
 from .policies.retention import Retention, parse_retention
 from .prefix.chains import NONE_KEPT, NOTHING_COMPLETED, Chains, Completed
 from .prefix.evict_pages import evict_pages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.index import PrefixIndex
-from .prefix.keys import KEY_BYTES, Prompt, root_key
+from .prefix.keys import KEY_BYTES, Prompt
 from .prefix.lookup import Lookup, Match
 from .prefix.pins import expiry_of
 from .prefix.requests import Sequences
-from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
+from .spec import MOST_TOKENS, GroupSpec, Layout
 from .stats import count_admission, describe, new_counters, stats
 from .tables.linear import LinearTables
 from .tables.planner import NO_COPIES, StepChanges, StepPlanner
@@ -78,24 +85,23 @@ class KVCache:
     """Retention-aware allocator of one page pool for all cache groups of a model.
 
     Args:
-        groups: the cache groups; tables are numbered in this order.
+        groups: cache groups; tables are numbered in this order.
         num_pages: pages of the pool, page 0 (never owned) included.
         max_requests: requests admitted at once.
         max_model_len: longest sequence, tokens.
-        retention: which boundaries inside a prompt stay resumable: ``"auto"``, ``"latest"``,
-            ``"dense"``, an interval in tokens, or one of these for each of some groups (see
-            `policies.retention`).
+        retention: boundaries inside a prompt that stay resumable: ``"auto"``, ``"latest"``,
+            ``"dense"`` or an interval in tokens (see `policies.retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
-        max_draft_tokens: tokens of a step that may be rejected, or taken back by `rollback`. Rows
+        max_draft_tokens: tokens of a step that may be rejected, or taken back by `rollback`; rows
             of state groups must tolerate tokens that are taken back.
         replay_tokens: tokens before a boundary after which all window layers are exact there: the
-            sum of (sliding_window - 1) over them. With it, a request whose dense blocks are cached
-            much further than any resume point computes these again (see `prefix.replays`).
+            sum of (sliding_window - 1) over them. Requests whose dense blocks reach much further
+            than any resume point then compute these tokens again (see `prefix.replays`).
         policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
-        reads: where queries find the rows of their own step. ``"step"``: in its tensors, and window
-            groups have pages only for rows that outlive it. ``"pages"``: in pages, written before
+        reads: place of a step's own rows for its queries. ``"step"``: its tensors, so window groups
+            need pages only for rows that outlive the step. ``"pages"``: pages, written before
             attention reads them.
         adopt: a request that computes a segment cached meanwhile by another takes the cached pages
             and gives its own back. False: it keeps its own until it is released.
@@ -104,21 +110,20 @@ class KVCache:
             hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
             dense and window groups alone; no tables, plans, events, drafts or replays.
         track_deltas: collect table changes for `take_deltas`.
-        events: where to write what is stored and removed, of this cache alone.
-        debug: check each call: two threads at once raise RuntimeError, tokens that differ from the
-            prompt's ValueError, and writes to page 0 AssertionError. Costs time, and the tokens of
-            prompts.
+        events: log of what is stored and removed, of this cache alone.
+        debug: check each call: RuntimeError for two threads at once, ValueError for tokens that
+            differ from the prompt's, AssertionError for writes to page 0. Costs time and memory.
 
     Attributes:
-        layout: the groups, and what follows from them.
+        layout: the groups, and sizes that follow from them.
         alignment: tokens of a segment: hits are multiples of it.
-        pool, index, sequences: the pages, what is cached, and the running requests.
+        pool, index, sequences: pages, cached content, and running requests.
         counters: since the start, see `stats`.
         tiers: memory behind the pool (`tier.Tiers` puts itself here); None without.
 
     A cache has no lock: one call at a time, `match` included, from any thread. `stats`, `describe`,
     `num_*` and `counters` may be read during a call. A `Match`, its prompt and an `OutOfPages`
-    never change.
+    never change. A call that raises ValueError has changed nothing.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or
@@ -146,55 +151,51 @@ class KVCache:
         events: EventLog | None = None,
         debug: bool = False,
     ) -> None:
-        num_pages = as_int("num_pages", num_pages, 2, 2**31 - 1)  # page 0 is null; ids are int32
-        max_requests = as_int("max_requests", max_requests, 1, 2**31 - 1)
-        max_model_len = as_int("max_model_len", max_model_len, 1, MOST_TOKENS)
-        max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0, max_model_len)
+        self.pool = PagePool(as_int("num_pages", num_pages, 2, 2**31 - 1))  # ids are int32
+        self.max_requests = as_int("max_requests", max_requests, 1, 2**31 - 1)
+        self.max_model_len = as_int("max_model_len", max_model_len, 1, MOST_TOKENS)
+        self.max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0, self.max_model_len)
+        self.replay_tokens = replay_tokens
         if replay_tokens is not None:
-            replay_tokens = as_int("replay_tokens", replay_tokens, 1)
-        pinned = num_pages if max_pinned_pages is None else max_pinned_pages
+            self.replay_tokens = as_int("replay_tokens", replay_tokens, 1)
+        pinned = self.num_pages if max_pinned_pages is None else max_pinned_pages
         self.max_pinned_pages = as_int("max_pinned_pages", pinned, 0)
-        flags = {"enable_caching": enable_caching, "adopt": adopt, "append_only": append_only}
-        flags |= {"track_deltas": track_deltas, "debug": debug}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool):
-                raise ValueError(f"{name}: expected True or False, got {flag!r}")
+        self.enable_caching = as_flag("enable_caching", enable_caching)
+        self.append_only = as_flag("append_only", append_only)
+        as_flag("adopt", adopt), as_flag("track_deltas", track_deltas), as_flag("debug", debug)
         if reads not in ("step", "pages"):
-            raise ValueError(f"reads: expected 'step' or 'pages', got {reads!r}")
-        if append_only and (
-            (reads, adopt) != ("pages", False)
-            or track_deltas or events is not None or max_draft_tokens or replay_tokens is not None
-        ):  # fmt: skip
-            raise ValueError(
-                "append_only: expected False but with reads='pages' and adopt=False, without "
-                "track_deltas, events, max_draft_tokens and replay_tokens"
+            raise refusal("reads", "'step' or 'pages'", repr(reads))
+        others = track_deltas, events is not None, max_draft_tokens, replay_tokens is not None
+        if append_only and (reads != "pages" or adopt or any(others)):
+            raise refusal(
+                "append_only",
+                "False but with reads='pages' and adopt=False, without track_deltas, events, "
+                "max_draft_tokens and replay_tokens",
+                True,
             )
         policy = Adaptive() if policy is None else policy
-        check_log(events)
-        check_policy(policy)
-        self.layout = layout = Layout(groups, max_model_len, max_draft_tokens, reads == "pages")
+        as_unused("policy", policy, "an eviction policy, such as LRU()", is_policy(policy))
+        if events is not None:
+            as_unused("events", events, "an EventLog or None", isinstance(events, EventLog))
+        self.reads, self.hash_seed = reads, as_bytes("hash_seed", hash_seed)
+        self.layout = layout = Layout(
+            groups, self.max_model_len, self.max_draft_tokens, reads == "pages"
+        )
         self.alignment, self.hybrid = layout.alignment, layout.hybrid
         span = layout.span(exact=replay_tokens is not None)
-        self.interval = parse_retention(retention, layout, span)
-        self.retention = dict(retention) if isinstance(retention, Mapping) else retention
+        self.retention, self.interval = retention, parse_retention(retention, layout, span)
         if replay_tokens is not None and any(g.kind == "state" for g in layout.groups):
-            raise ValueError("replay_tokens: expected None with a state group, got a number")
-        root_key(hash_seed, b"")  # refuses a seed that is not bytes
-        self.max_requests, self.max_model_len, self.reads = max_requests, max_model_len, reads
-        self._longest: Int64 = np.array(max_model_len)
-        self.max_draft_tokens, self.replay_tokens = max_draft_tokens, replay_tokens
-        self.enable_caching, self.hash_seed = enable_caching, hash_seed
-        self.append_only = append_only
-        self.pool = PagePool(num_pages)
+            raise refusal("replay_tokens", "None with a state group", replay_tokens)
         self.index = PrefixIndex(
             self.pool, layout.pages_per_segment, self.hybrid, policy, span, layout.tail_between,
             self.max_pinned_pages,
         )  # fmt: skip
-        self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
+        self.sequences = Sequences(self.max_requests, self.alignment, layout.lookahead)
         self._linear = LinearTables(layout, max_requests, self.pool) if append_only else None
         rows = 1 if append_only else max_requests  # of which an append-only cache uses none
         self._tables = Tables(layout, rows, self.pool, track_deltas)
         self._planner = StepPlanner(self._tables)
+        self._reserved = Reservations(self._planner, self.pool, max_requests)
         self._event_writer = None if events is None else EventWriter(events, layout, self.sequences)
         self.index.event_writer = self._event_writer
         self.counters = new_counters(layout)
@@ -203,15 +204,15 @@ class KVCache:
             self._event_writer, self.counters, adopt,
         )  # fmt: skip
         self._lookup = Lookup(
-            self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
+            self.index, layout, hash_seed, enable_caching, self.replay_tokens, self.max_model_len,
             debug or events is not None,
         )  # fmt: skip
         self.tiers: Tiers | None = None
+        self._longest: Int64 = np.array(self.max_model_len)
         self._no_replays = NO_ROWS, np.empty((len(layout.groups), 0), dtype=np.int64)
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._reserved = Reservations(self._planner, self.pool, max_requests)
         # Tokens of each slot's request that are published, if not all computed ones are.
         self._known: Int64 = np.full(max_requests, SETTLED, dtype=np.int64)
         # No request was ever in a step of the four calls, or admitted with keys: `plan` need not
@@ -220,7 +221,7 @@ class KVCache:
         # The most tokens that start at most one block a table, none dead after the step: `reserve`
         # of so few needs no arrays.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
-        self._few = min([max_draft_tokens + 1, layout.alignment, *sizes])
+        self._few = min([self.max_draft_tokens + 1, layout.alignment, *sizes])
         take_ownership(policy, events)
         self._checks = Checks(layout, self) if debug else None
 
@@ -260,26 +261,20 @@ class KVCache:
     def table(self, group: int) -> Int32:
         """Block table of `group`: [max_requests, width] int32 view, not to be written to.
 
-        Block b is in column ``b % width``. A state group has its live page, which its kernel
-        updates in place, in column 0. Entries at or past a request's length, and behind its window,
-        are not to be read.
+        Block b is in column ``b % width``; the live page of a state group, which its kernel updates
+        in place, in column 0. Entries past a request's length or behind its window are undefined.
         """
         self._expect_tables("table")
         offset, width = self.layout.columns(group)
         return self.tables[:, offset : offset + width]
 
     def take_deltas(self) -> tuple[Int64, Int32]:
-        """Table entries that changed since the last call, for a copy of `tables` on a device: flat
-        indices [m] int64 and values [m] int32, later changes of an entry last.
-
-        Raises:
-            ValueError: the cache was made without track_deltas.
+        """Take the changes of `tables` since the last call: flat indices [m] int64 and values [m]
+        int32, later changes of an entry last. ValueError without ``track_deltas=True``.
         """
         deltas = self._tables.deltas
         if deltas is None:
-            raise ValueError(
-                "track_deltas: expected True at construction to take deltas, got False"
-            )
+            raise refusal("track_deltas", "True at construction to take deltas", False)
         if not deltas:
             return NO_ROWS, NO_VALUES
         indices, pages = zip(*deltas, strict=True)
@@ -288,9 +283,8 @@ class KVCache:
 
     def _expect_tables(self, call: str) -> None:
         if self._linear is not None:
-            raise ValueError(
-                f"{call}: expected a cache with tables, got one with append_only=True: see "
-                "`reserve`, `advance` and `publish`"
+            raise refusal(
+                call, "a cache with tables", "append_only=True: see `reserve`, `advance`, `publish`"
             )
 
     # A request starts.
@@ -305,50 +299,47 @@ class KVCache:
         keys: bytes | None = None,
         num_tokens: int | None = None,
     ) -> Match:
-        """Longest cached prefix of a prompt, with at least one token left to compute. Changes no
-        cached content.
+        """Find the longest cached prefix of a prompt, with at least one token left to compute.
+        Changes no cached content.
 
         Args:
             token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
                 hashed again).
             salt: tenant or other identity of the whole prompt; requests with different salts never
                 share. None: that of the prompt, and b"" of token ids.
-            extra_keys: (start, stop, key) of tokens [start, stop) that stand for more than their
-                ids, such as an image: prompts share what is before them whatever the key, and what
-                is after only with the same one. stop None: to the end, the answer included. None:
-                those of the prompt, and none of token ids.
-            max_tokens: no longer hit, in `admit` and `pin` neither. None: as long as there is.
-            keys, num_tokens: in place of token ids, salt and extra keys, the caller's own hashes of
-                whole segments, 32 bytes each, and the length of the prompt. `publish` takes the
-                keys of what comes after.
+            extra_keys: (start, stop, key) for tokens [start, stop) that stand for more than their
+                ids, such as an image: prompts share tokens after `start` only with the same key.
+                stop None: to the end, the answer included. None: those of the prompt, if any.
+            max_tokens: longest hit, in `admit` and `pin` too; None for no limit.
+            keys, num_tokens: instead of tokens, the caller's own hashes of whole segments, 32 bytes
+                each, and the length of the prompt. `publish` takes the keys of later segments.
 
         Raises:
-            ValueError: an argument is out of range, empty or longer than max_model_len; a prompt is
-                of another salt, other extra keys, or a cache with other segments or another
-                hash_seed; or keys are given beside tokens, or with events or debug.
+            ValueError: an argument is out of range, empty or longer than max_model_len; a prompt
+                has another salt, extra keys, segment size or hash_seed; or keys are given beside
+                tokens, or with events or debug.
         """
         if keys is None:
             prompt = self._lookup.prompt(token_ids, salt, extra_keys)
         elif any(
             x is not None for x in (token_ids, salt, extra_keys, self._event_writer, self._checks)
         ):
-            raise ValueError("keys: expected None beside tokens, or with events or debug, got keys")
+            raise refusal("keys", "None beside tokens, or with events or debug", "keys")
         else:
-            n = as_int("num_tokens", num_tokens, 1)
-            layout = self.layout
+            n, layout = as_int("num_tokens", num_tokens, 1), self.layout
             prompt = Prompt.of_keys(keys, n, layout.alignment, layout.lookahead, self.hash_seed)
         return self._lookup.find(prompt, max_tokens)[0]
 
     def admit(
         self, request_id: Hashable, match: Match, *, resumed: bool = False, least: int = 0
     ) -> int | OutOfPages:
-        """Give a request a slot and the pages of its hit, which is looked up again. Takes
-        no free pages.
+        """Give a request a slot and the pages of its hit, which is looked up again. Takes no free
+        pages.
 
         Args:
             request_id: any hashable that is not admitted now.
             match: from `match`.
-            resumed: it was preempted before; it is counted apart.
+            resumed: it was preempted before, and is counted apart.
             least: refuse unless this many pages are free or evictable beside those of the hit.
 
         Returns:
@@ -357,10 +348,10 @@ class KVCache:
 
         Raises:
             ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
-                is of another cache. Nothing has changed, neither if the policy's `asked` raises.
+                is of another cache. Errors of the policy's `asked` change nothing, too.
         """
         if request_id in self.sequences:
-            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
+            raise refusal("request_id", "a new id", f"{request_id!r}, already admitted")
         if not self.sequences.num_free:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         match, run = self._lookup.find_again(match)
@@ -398,8 +389,8 @@ class KVCache:
     # A step in four calls: see the top of this file.
 
     def room(self, slot: int) -> int:
-        """Tokens up to which a request needs neither a page nor a key: nothing need be reserved or
-        published for a step that ends there or before. ValueError if the slot is unknown.
+        """Tokens up to which a request needs neither a page nor a key: a step that ends there or
+        before need not be reserved or published. ValueError if the slot is unknown.
         """
         self._expect_admitted(slot)
         a, most = self.alignment, self.max_model_len
@@ -428,12 +419,11 @@ class KVCache:
 
     def reserve(self, slots: Any, ends: Any, least: int = 0) -> Any:
         """Take pages for the tokens of requests up to `ends`, which are theirs until they advance
-        (or, of an append-only cache, end).
+        (or, in an append-only cache, end). Voids the newest plan.
 
-        When free pages run short, cached entries are evicted, and only if that is enough. Reserved
-        pages are not taken again. An end may be lowered, and no page is given back; if it falls by
-        more than max_draft_tokens, other window blocks survive and take pages. It voids the newest
-        plan.
+        Cached entries are evicted where free pages run short, and only if that is enough. Reserved
+        pages are not taken again. Ends may be lowered: no page is given back, and a fall by more
+        than max_draft_tokens may take pages for other window blocks.
 
         Args:
             slots: [n] ints, distinct, from `admit`; or one int.
@@ -441,28 +431,30 @@ class KVCache:
             least: refuse unless this many pages are free or evictable before the call.
 
         Returns:
-            The new pages of each slot and table (row of a slot mapping), in the order of their
-            blocks; of one int, of each table. (What a state takes is in `StepPlan.state_pages`.) Or
+            New pages of each slot and table (row of a slot mapping), in the order of their blocks;
+            for one int, of each table. (Pages of states are in `StepPlan.state_pages`.) Or
             OutOfPages, and nothing has changed.
 
         Raises:
             ValueError: an unknown or repeated slot, an end past max_model_len, or a request in a
-                step that has not advanced. Nothing has changed.
+                step that has not advanced.
         """
         if slots.__class__ is not int or ends.__class__ is not int:
             if np.ndim(slots):
-                return self._reserve(*self._pairs(slots, ends), least)
+                return self._reserve(*self._pairs(slots, "ends", ends), least)
             slots, ends = as_int("slots", slots, 0), as_int("ends", ends, 0)
-        slot, end = slots, ends
-        self._expect_admitted(slot)
-        if end > self.max_model_len:
-            raise self._too_long(slot, end)
+        self._expect_admitted(slots)
+        if ends > self.max_model_len:
+            raise self._too_long("ends", slots, ends)
+        given = self._reserve_one(slots, ends, least)
+        return given if isinstance(given, OutOfPages) else given[0]
+
+    def _reserve_one(self, slot: int, end: int, least: int) -> list[list[list[int]]] | OutOfPages:
         if self._linear is not None:
             counts = self._linear.lacking(slot, end)
             if max(sum(counts), least) <= self.pool.num_free:
-                return self._linear.extend(slot, end, counts)
-            given = self._extend([slot], [end], least)
-            return given if isinstance(given, OutOfPages) else given[0]
+                return [self._linear.extend(slot, end, counts)]
+            return self._extend([slot], [end], least)
         self._expect_landed(slot, "slots")
         start = self.sequences.num_computed.item(slot)
         is_few = 0 < end - start <= self._few and start >= self._chains.replays.stop.item(slot)
@@ -470,16 +462,13 @@ class KVCache:
             a = self.alignment
             is_few = is_few and start // a == end // a and self._tables.has_states(slot)
         if not is_few:
-            given = self._reserve(np.array([slot]), np.array([end]), least)
-        else:
-            given = self._take([slot], [end], {slot: self._planner.few(start, end)}, least)
-        return given if isinstance(given, OutOfPages) else given[0]
+            return self._reserve(np.array([slot]), np.array([end]), least)
+        return self._take([slot], [end], {slot: self._planner.few(start, end)}, least)
 
     def _reserve(self, slots: Int64, ends: Int64, least: int) -> list[list[list[int]]] | OutOfPages:
-        self.sequences.check(slots)
         if int(ends.max()) > self.max_model_len:
             i = int(ends.argmax())
-            raise self._too_long(int(slots[i]), int(ends[i]))
+            raise self._too_long("ends", slots[i], ends[i])
         listed, until = slots.tolist(), ends.tolist()
         if self._linear is not None:
             return self._extend(listed, until, least)
@@ -513,9 +502,9 @@ class KVCache:
         ]
 
     def arrays(self, slots: Any, starts: Any, ends: Any) -> StepPlan:
-        """The arrays of a step whose pages are reserved. No table changes; until they advance, its
-        requests are in no other step and cannot be released. Asked again with other ends, it gives
-        the same step with more or fewer tokens.
+        """Make the arrays of a step whose pages are reserved. No table changes. Until they advance,
+        its requests are in no other step and cannot be released; with other ends it can be asked
+        for again.
 
         Args:
             slots: [n] ints, distinct.
@@ -527,14 +516,11 @@ class KVCache:
                 without its pages, or the cache is append-only: its workers have the tables.
         """
         self._expect_tables("arrays")
-        slots, ends = self._pairs(slots, ends)
-        starts = self._pairs(slots, starts)[1]
-        self._batch(slots, ends - starts)
+        slots, ends = self._pairs(slots, "ends", ends)
+        starts = self._pairs(slots, "starts", starts)[1]
         start, full = self.sequences.num_computed[slots], self._reserved.step_ends(slots, ends)
         if np.count_nonzero(starts != start):
-            raise ValueError(
-                f"starts: expected num_computed {start.tolist()}, got {starts.tolist()}"
-            )
+            raise refusal("starts", f"num_computed {start.tolist()}", starts.tolist())
         self._expect_ends(start, ends, full)
         changes = self._changes_of(slots, full - start)
         plan = self._arrays(changes, self._reserved.pages_of(changes))
@@ -558,7 +544,7 @@ class KVCache:
     def advance(
         self, slots: Any, ends: Any, oldest_query: Any = None, *, keep_tails: bool = True
     ) -> Int32:
-        """The tokens of a step count as computed: reserved pages enter the tables, and those that
+        """Count the tokens of a step as computed: reserved pages enter the tables, and pages that
         no later query sees are free for later steps.
 
         To be called once the work of the step is queued on the device, which has read the tables by
@@ -570,17 +556,16 @@ class KVCache:
             ends: [n] ints or one: tokens after the step; at most max_draft_tokens fewer than were
                 reserved. A request that stays where it is (``num_computed``) leaves its step, which
                 does not run: its reserved pages are free again.
-            oldest_query: of an append-only cache, [n] ints or one: no query from now on, in steps
-                in flight neither, is before this token; `ends` by default. There `ends` may fall.
-            keep_tails: of an append-only cache, keep what a resume point at the last boundary
-                needs, when the request ends. False gives more pages back.
+            oldest_query: append-only caches: [n] ints or one: no query from now on, in steps in
+                flight neither, is before this token; `ends` by default. There `ends` may fall.
+            keep_tails: append-only caches: keep what a resume point at the last boundary needs
+                when the request ends. False gives more pages back.
 
         Returns:
             [m, 2] int32 pages to copy after this step and before the next: snapshots of states.
 
         Raises:
-            ValueError: an unknown or repeated slot, or an end that was not reserved. Nothing has
-                changed.
+            ValueError: an unknown or repeated slot, or an end that was not reserved.
         """
         if self._linear is not None:
             return self._advance_linear(slots, ends, oldest_query, keep_tails)
@@ -589,8 +574,7 @@ class KVCache:
                 "oldest_query, keep_tails: expected None and True without append_only: rings have "
                 "what queries of steps in flight see, in the order of these"
             )
-        slots, ends = self._pairs(slots, ends)
-        self.sequences.check(slots)
+        slots, ends = self._pairs(slots, "ends", ends)
         start, full = self.sequences.num_computed[slots], self._reserved.step_ends(slots, ends)
         moving = (ends != start).nonzero()[0]
         changes, pages = None, NO_ROWS
@@ -615,23 +599,23 @@ class KVCache:
     def publish(
         self, slots: Any, upto: Any, tokens: Any = None, *, keys: bytes | None = None
     ) -> None:
-        """The tokens of requests are known `upto` some position: whole segments become findable,
-        and the boundaries that are kept resumable.
+        """Tell the tokens of requests `upto` some position: whole segments become findable, and the
+        boundaries that are kept resumable.
 
-        Requests must have advanced; of an append-only cache, the step that writes the rows must be
+        Requests must have advanced; in an append-only cache, the step that writes the rows must be
         queued before any that reads them.
 
         Args:
             slots: [n] ints, distinct; or one int.
             upto: [n] ints; or one.
-            tokens: the ids of each request's tokens from where the last `publish` or `commit`
-                stopped (at first ``num_computed``) to `upto`, one request after another.
-            keys: of one request, admitted with keys, in place of tokens: those of segments past the
-                last that has one (the hit, at first), up to `upto`.
+            tokens: ids of each request's tokens from the end of the last `publish` or `commit` (at
+                first ``num_computed``) to `upto`, one request after another.
+            keys: instead of tokens, for one request admitted with keys: those of the segments past
+                the last published one (the hit, at first) up to `upto`.
 
         Raises:
             ValueError: an unknown or repeated slot, a position past what has advanced or before
-                what is known, or as many tokens or keys as are not expected. Nothing has changed.
+                what is known, or another number of tokens or keys than expected.
         """
         if keys is not None:
             return self._publish_keys(slots, upto, keys)
@@ -640,8 +624,7 @@ class KVCache:
             self._expect_admitted(slots)
             listed, ends = [slots], [upto]
         else:
-            slots, upto = self._pairs(slots, upto)
-            self.sequences.check(slots)
+            slots, upto = self._pairs(slots, "upto", upto)
             listed, ends = slots.tolist(), upto.tolist()
         if not self.enable_caching:
             return None
@@ -652,16 +635,12 @@ class KVCache:
         ]
         for slot, low, end, high in zip(listed, start, ends, most, strict=True):
             if not low <= end <= high or slot in self.sequences.keyed:
-                raise ValueError(
-                    f"upto: expected {low}..{high} of slot {slot}, a request that was admitted "
-                    f"with tokens, got {end}"
-                )
+                expected = f"{low}..{high} of slot {slot}, a request that was admitted with tokens"
+                raise refusal("upto", expected, end)
         counts = [end - low for low, end in zip(start, ends, strict=True)]
         ids = as_token_ids("tokens", () if tokens is None else tokens)
         if len(ids) != sum(counts):
-            raise ValueError(
-                f"tokens: expected {sum(counts)}, {counts} of each request, got {len(ids)}"
-            )
+            raise refusal("tokens", f"{sum(counts)}, {counts} of each request", len(ids))
         if self._checks is not None:
             self._checks.expect_tokens("tokens", listed, start, counts, ids)
         self._changed()
@@ -695,12 +674,10 @@ class KVCache:
             return
         most, is_linear = self._most_published(slot), self._linear is not None
         known = self._chains.runs[slot].depth if is_linear else self.sequences.num_keys(slot)
-        missing = upto // self.alignment - known
-        if upto > most or len(keys) % KEY_BYTES or len(keys) > max(0, missing) * KEY_BYTES:
-            raise ValueError(
-                f"keys: expected at most {max(0, missing)} up to token {upto} of at most {most}, "
-                f"got {len(keys) / KEY_BYTES:.4g}"
-            )
+        missing = max(0, upto // self.alignment - known)
+        if upto > most or len(keys) % KEY_BYTES or len(keys) > missing * KEY_BYTES:
+            expected = f"at most {missing} up to token {upto} of at most {most}"
+            raise refusal("keys", expected, f"{len(keys) / KEY_BYTES:.4g}")
         if is_linear:
             return self._chains.publish_ahead(slot, keys)
         self.sequences.give_keys(slot, keys)
@@ -713,27 +690,20 @@ class KVCache:
             return self._linear.room[slot]
         return self.sequences.num_computed.item(slot)
 
-    def num_published(self, slot: int) -> int:
-        """Tokens of a request that others find; ValueError if the slot is unknown."""
-        self._expect_admitted(slot)
-        return self._chains.runs[slot].depth * self.alignment
-
     def pages_of(self, slot: int) -> list[list[int]]:
-        """Of an append-only cache, the pages of a request in each group, 0 where a block has left
-        the window; not to be written to. ValueError if the slot is unknown, or the cache has arrays
-        (see `table`).
+        """Pages of a request of an append-only cache in each group, 0 where a block has left the
+        window; not to be written to. ValueError if the slot is unknown, or the cache has tables.
         """
         self._expect_admitted(slot)
         if self._linear is None:
-            raise ValueError("pages_of: expected a cache with append_only=True; see `table`")
+            raise refusal("pages_of", "a cache with append_only=True", "one with tables")
         return self._linear.pages[slot]
 
     # A step of the whole batch: plan and commit.
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """Plan a step: which pages and rows the new tokens of each request get. No request changes
-        before `commit`. When free pages run short, cached entries are evicted, and only if that is
-        enough.
+        """Plan a step: pages and rows of the new tokens of each request. No request changes before
+        `commit`. Cached entries are evicted where free pages run short, and only if that is enough.
 
         Args:
             slots: [n] ints, distinct, from `admit`.
@@ -749,8 +719,7 @@ class KVCache:
             for slot in changes.slots.tolist():
                 self._expect_settled(slot)
         lacks = self._make_room(
-            changes.num_new,
-            lambda: self._planner.per_group(self._planner.wanted(changes)[1]),
+            changes.num_new, lambda: self._planner.per_group(self._planner.wanted(changes)[1])
         )
         if lacks is not None:
             return lacks
@@ -763,9 +732,9 @@ class KVCache:
         """Make a planned step real: its rows become context, whole segments become findable.
 
         Args:
-            plan: the newest plan of this cache, with no change since (see `StepPlan`).
-            input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
-            accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
+            plan: newest plan of this cache, with no change since (see `StepPlan`).
+            input_ids: [total] ints, tokens whose rows the step computed, in the plan's order.
+            accepted: [n] ints, new tokens of each request that stay; all by default. At most
                 max_draft_tokens of a request may be rejected.
 
         Returns:
@@ -774,20 +743,17 @@ class KVCache:
 
         Raises:
             ValueError: the plan is not the newest, or void, or an argument has the wrong size.
-                Nothing has changed.
         """
         if plan.__class__ is not StepPlan:
-            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
+            raise refusal("plan", "a StepPlan", repr(plan))
         ids = as_token_ids("input_ids", input_ids)
         if plan is not self._planned:
-            raise ValueError(
-                "plan: expected the newest plan of this cache, got another cache's, or one made "
-                "before another plan or change"
-            )
+            raise refusal(
+                "plan", "the newest plan of this cache",
+                "another cache's, or one made before another plan or change",
+            )  # fmt: skip
         if len(ids) != len(plan.positions):
-            raise ValueError(
-                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
-            )
+            raise refusal("input_ids", f"{len(plan.positions)} tokens as planned", len(ids))
         if self._checks is not None:
             slots, counts = plan.slots.tolist(), plan.num_new_tokens.tolist()
             start = plan.changes.start.tolist()
@@ -810,17 +776,14 @@ class KVCache:
         taken, most = as_ints("accepted", accepted), plan.num_new_tokens
         least = np.maximum(1, most - self.max_draft_tokens)
         if taken.shape != most.shape or ((taken < least) | (taken > most)).any():
-            raise ValueError(
-                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
-                f"got {taken.tolist()}"
-            )
+            between = f"between {least.tolist()} and {most.tolist()}"
+            raise refusal("accepted", between, taken.tolist())
         end: Int64 = plan.changes.start + taken
         return end
 
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
         """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary:
-        the state of a state group can be kept only where a step ends. Without state groups the
-        counts come back.
+        states can be kept only where a step ends. Without state groups counts stay as they are.
 
         Args:
             slots, num_new_tokens: [n] as for `plan`, with its errors.
@@ -835,32 +798,26 @@ class KVCache:
         shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
         return shortened
 
-    def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
-        """The pages that `plan` would need for a step, with its errors. Changes nothing."""
-        self._expect_tables("needed")
-        changes = self._changes_of(slots, num_new_tokens)
-        per_group = self._planner.per_group(self._planner.wanted(changes)[1])
-        return PagesNeeded(changes.num_new, self.pool.num_free, self.index.num_evictable, per_group)
-
     # What `plan` and the four calls share.
 
-    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
-        """Check the requests of a step; return them as arrays [n], perhaps the caller's own, which
-        are not to be kept, and the largest count.
+    def _pairs(self, slots: Any, name: str, values: Any) -> tuple[Int64, Int64]:
+        """Distinct slots of requests and a number of each, as arrays [n] (perhaps the caller's own,
+        not to be kept); one int is one request.
         """
-        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
-        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
-            raise ValueError(
-                f"slots, num_new_tokens: expected two vectors of one length > 0, "
-                f"got {list(slots.shape)} and {list(counts.shape)}"
-            )
+        slots, numbers = np.atleast_1d(as_ints("slots", slots), as_ints(name, values))
+        if slots.ndim != 1 or numbers.shape != slots.shape or not len(slots):
+            shapes = f"{list(slots.shape)} and {list(numbers.shape)}"
+            raise refusal(f"slots, {name}", "two vectors of one length > 0", shapes)
+        self.sequences.check(slots)
+        return slots, numbers
+
+    def _batch(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64, int]:
+        """`_pairs` with counts of at least 1, and the largest of these."""
+        slots, counts = self._pairs(slots, "num_new_tokens", num_new_tokens)
         longest = int(counts.max())
         if np.count_nonzero(counts < ONE) or longest > MOST_TOKENS:  # sums would overflow
-            raise ValueError(
-                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
-                f"got {counts.tolist()}"
-            )
-        self.sequences.check(slots)
+            expected = f"at least 1 and at most {MOST_TOKENS} each"
+            raise refusal("num_new_tokens", expected, counts.tolist())
         return slots, counts, longest
 
     def _changes_of(self, slots: Any, num_new_tokens: Any) -> StepChanges:
@@ -871,10 +828,7 @@ class KVCache:
         end = start + counts
         if np.count_nonzero(end > self._longest):
             i = int(end.argmax())
-            raise ValueError(
-                f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
-                f"expected at most max_model_len = {self.max_model_len}"
-            )
+            raise self._too_long("num_new_tokens", slots[i], end[i])
         written = start
         if self.replay_tokens is not None:
             written = self._chains.replays.written_from(slots, start)
@@ -886,8 +840,8 @@ class KVCache:
     def _make_room(
         self, needed: int, per_group: Callable[[], dict[str, int]], least: int = 0
     ) -> OutOfPages | None:
-        """Evict until `needed` pages are free; or say what lacks for these, or for `least` pages
-        that are free or evictable, and nothing has changed.
+        """Evict until `needed` pages are free. Returns OutOfPages, and nothing has changed, if
+        these or `least` pages cannot be free.
         """
         wanted, free = max(needed, least), self.pool.num_free
         if wanted <= free:
@@ -973,16 +927,13 @@ class KVCache:
             self._expect_admitted(slots)
             each = [(slots, ends, oldest)]
         else:
-            slots, ends = self._pairs(slots, ends)
-            oldest = self._pairs(slots, oldest)[1]
-            self.sequences.check(slots)
+            slots, ends = self._pairs(slots, "ends", ends)
+            oldest = self._pairs(slots, "oldest_query", oldest)[1]
             each = list(zip(slots.tolist(), ends.tolist(), oldest.tolist(), strict=True))
         for slot, end, _ in each:
             room = self._linear.room[slot]
             if not 0 <= end <= room:
-                raise ValueError(
-                    f"ends: expected 0..{room} of slot {slot}, as many as have pages, got {end}"
-                )
+                raise refusal("ends", f"0..{room} of slot {slot}, as many as have pages", end)
         keeps = self.enable_caching and keep_tails
         for slot, end, oldest in each:
             self.sequences.num_computed[slot] = end
@@ -990,28 +941,16 @@ class KVCache:
             self._linear.let_go(slot, oldest, cached)
         return NO_COPIES
 
-    # Checks of arguments.
-
-    def _pairs(self, slots: Any, values: Any) -> tuple[Int64, Int64]:
-        """Slots and a number of each, as new arrays [n]; one int is one request."""
-        some = np.atleast_1d(as_ints("slots", slots)).copy()
-        numbers = np.atleast_1d(as_ints("ends", values)).copy()
-        if some.ndim != 1 or numbers.shape != some.shape or not len(some):
-            raise ValueError(
-                f"slots, ends: expected two vectors of one length > 0, got {list(some.shape)} and "
-                f"{list(numbers.shape)}"
-            )
-        return some, numbers
+    # States in which a request cannot be used.
 
     def _expect_admitted(self, slot: int) -> None:
-        if slot.__class__ is not int or slot < 0 or slot >= self.max_requests:
+        is_slot = slot.__class__ is int and 0 <= slot < self.max_requests
+        if not is_slot or not self.sequences.active.item(slot):
             self.sequences.checked(slot)  # raises, or it is a numpy int
-        elif not self.sequences.active.item(slot):
-            self.sequences.checked(slot)
 
-    def _too_long(self, slot: int, end: int) -> ValueError:
+    def _too_long(self, name: str, slot: int, end: int) -> ValueError:
         return ValueError(
-            f"ends: slot {slot} would reach {end} tokens, expected at most max_model_len = "
+            f"{name}: slot {slot} would reach {end} tokens, expected at most max_model_len = "
             f"{self.max_model_len}"
         )
 
@@ -1023,32 +962,22 @@ class KVCache:
         """Raise ValueError if `plan` or `rollback` would pass over what the other calls left."""
         self._expect_landed(slot, "slots")
         if self._reserved.until.item(slot):
-            raise ValueError(
-                f"slots: expected a request without reserved pages, got slot {slot}: advance it"
-            )
+            raise refusal("slots", "a request without reserved pages", f"slot {slot}: advance it")
         if self._known.item(slot) != SETTLED:
-            raise ValueError(
-                f"slots: expected a request whose tokens are published, got slot {slot}, of which "
-                f"{self._known[slot]} are"
-            )
+            got = f"slot {slot}, of which {self._known[slot]} are"
+            raise refusal("slots", "a request whose tokens are published", got)
         if slot in self.sequences.keyed:
-            raise ValueError(
-                f"slots: expected a request admitted with tokens, got slot {slot}, with keys"
-            )
+            raise refusal("slots", "a request admitted with tokens", f"slot {slot}, with keys")
 
     # Tokens are taken back.
 
     def rollback(self, slot: int, num_tokens: int) -> None:
-        """Forget the last computed tokens of a request.
-
-        Args:
-            slot: from `admit`.
-            num_tokens: how many, at least 1.
+        """Forget the last `num_tokens` >= 1 computed tokens of a request.
 
         Raises:
-            ValueError: the slot is unknown, or has reserved pages or tokens that were not
-                published; or the tokens are cached already (or the lookahead of cached ones), or
-                more than max_draft_tokens before the furthest position reached.
+            ValueError: the slot is unknown, or has reserved pages or unpublished tokens; or the
+                tokens are cached already (or the lookahead of cached ones), or more than
+                max_draft_tokens before the furthest position reached.
         """
         self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
@@ -1067,11 +996,8 @@ class KVCache:
         self._tables.shrink(slot, computed, computed - num_tokens)
         self.sequences.num_computed[slot] = computed - num_tokens
 
-    def lowest_rollback(self, slot: int) -> int:
-        """The fewest tokens that `rollback` can leave; ValueError if the slot is unknown."""
-        return self._lowest(self.sequences.checked(slot))
-
     def _lowest(self, slot: int) -> int:
+        """Fewest tokens that `rollback` can leave."""
         computed = int(self.sequences.num_computed[slot])
         if not self.max_draft_tokens or computed < self._chains.replays.stop[slot]:
             return computed
@@ -1084,14 +1010,14 @@ class KVCache:
     # Requests end.
 
     def release(self, request_id: Hashable, *, discard: bool = False) -> None:
-        """End a request: finished, aborted or preempted. What is cached of it stays findable, and
-        the last boundary it reached becomes a resume point: there the next turn of a chat resumes,
-        or the same request after preemption.
+        """End a request: finished, aborted or preempted. Its cached segments stay findable, and the
+        last boundary it reached becomes a resume point: there the next turn of a chat resumes, or
+        the same request after preemption.
 
         Args:
             request_id: from `admit`.
-            discard: nothing becomes findable by this: no resume point, no pin of `pin_request`.
-                What its commits made findable stays (see `evict_pages`).
+            discard: keep no resume point. Content that its commits made findable stays (see
+                `evict_pages`).
 
         Raises:
             ValueError: the id is unknown, or the request is in a step that has not advanced.
@@ -1103,10 +1029,7 @@ class KVCache:
             self._reserved.end(np.array([slot]), NO_ROWS)
         self._known[slot] = SETTLED
         computed = int(self.sequences.lengths[slot]) if self._linear is None else MOST_TOKENS
-        run, depth = self._chains.end(slot, computed, not discard)
-        if discard:
-            self.index.pins.at_release.pop(slot, None)
-        self.index.pins.released(slot, run, depth)
+        self._chains.end(slot, computed, not discard)
         self.sequences.remove(request_id)
         if self._event_writer is not None:
             self._event_writer.released(slot)
@@ -1116,27 +1039,21 @@ class KVCache:
         pages are free afterwards. A `Match` made before may still be admitted, and hits nothing.
 
         Args:
-            end_requests: release running requests, as with ``discard=True``. False refuses while
-                there are any.
+            end_requests: release running requests, as with ``discard=True``.
 
         Returns:
-            The ids of the requests that this ended, the one admitted first first.
+            Ids of the requests that this ended, in the order of their admission.
 
         Raises:
             ValueError: requests are running, and end_requests is False; or tiers have open jobs.
-                Nothing has changed.
         """
         running = self.sequences.ids
         if running and end_requests is not True:
-            raise ValueError(
-                f"end_requests: expected True while requests are running, got {end_requests!r} "
-                f"with {running}"
-            )
+            got = f"{end_requests!r} with {running}"
+            raise refusal("end_requests", "True while requests are running", got)
         if self.tiers is not None and self.tiers.jobs:
-            raise ValueError(
-                f"reset: expected no open jobs of tiers, got {len(self.tiers.jobs)}: end them with "
-                f"`done` or `cancel`"
-            )
+            got = f"{len(self.tiers.jobs)}: end them with `done` or `cancel`"
+            raise refusal("reset", "no open jobs of tiers", got)
         for request_id in running:  # before anything changes
             self._expect_landed(self.sequences.slot_of(request_id), "end_requests")
         for request_id in running:
@@ -1169,12 +1086,6 @@ class KVCache:
         depth = match.num_tokens // self.alignment
         return self.index.pins.pin(run, depth, expiry) * self.alignment
 
-    def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
-        """Pin what is cached of a running request when it is released. ValueError as of `pin`, or
-        if the id is unknown.
-        """
-        self.index.pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
-
     def unpin(self, match: Match) -> bool:
         """End the pin of the prefix that `match` finds; False if it is not pinned."""
         match, run = self._lookup.find_again(match)
@@ -1184,16 +1095,14 @@ class KVCache:
         return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; return their number. ValueError if `now` is not
-        finite.
-        """
+        """End the pins whose time has passed at `now` seconds; return their number."""
         return self.index.pins.expire(as_seconds("now", now))
 
     # Eviction.
 
     def evict(self, num_pages: int) -> int:
-        """Free at least `num_pages` cached pages now, as pressure would, or all that running
-        requests do not need; return how many.
+        """Free at least `num_pages` cached pages now, or all that running requests do not need;
+        return their number.
         """
         num_pages = as_int("num_pages", num_pages, 0)
         before = self.pool.num_free
@@ -1201,24 +1110,23 @@ class KVCache:
         return self.pool.num_free - before
 
     def evict_pages(self, pages: Any) -> Int64:
-        """Free certain pages, with what cannot be found without them and copies of them in tiers:
-        to give them back, or because their rows turned out wrong. Looks at all that is cached.
+        """Free certain pages, with entries that cannot be found without them and their copies in
+        tiers: to give the pages back, or because their rows turned out wrong. Looks at all cached
+        content.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
 
         Returns:
-            [m] int64, ascending: those of them that running requests need. They are not free, and
-            what is cached of them stays findable.
+            [m] int64, ascending: pages among them that running requests need. They are not free,
+            and what is cached of them stays findable.
 
         Raises:
-            ValueError: not integers, or out of range. Nothing has changed.
+            ValueError: not integers, or out of range.
         """
         ids = as_ints("pages", pages)
         if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
-            raise ValueError(
-                f"pages: expected a vector of 1..{self.pool.num_pages - 1}, got {ids.tolist()}"
-            )
+            raise refusal("pages", f"a vector of 1..{self.pool.num_pages - 1}", ids.tolist())
         self._planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
@@ -1239,16 +1147,12 @@ class KVCache:
     # Reports.
 
     def announce(self) -> None:
-        """Write events that tell everything cached now to a reader that is late or lost track. They
+        """Write events of everything cached now, for a reader that is late or lost track. They
         replace the events in the log, and may exceed its capacity: each is made when it is taken.
-
-        Raises:
-            ValueError: the cache was made without events.
+        ValueError if the cache was made without events.
         """
         if self._event_writer is None:
-            raise ValueError(
-                "events: expected an EventLog at construction to announce to, got None"
-            )
+            raise refusal("events", "an EventLog at construction to announce to", None)
         others = [] if self.tiers is None else self.tiers.snapshot_events()
         self._event_writer.everything(self.index.runs(), others)
 
@@ -1261,7 +1165,5 @@ class KVCache:
         return stats(self)
 
     def check_invariants(self) -> None:
-        """Recount everything; AssertionError if a page is leaked, shared wrongly or counted
-        wrongly.
-        """
+        """Recount everything; AssertionError if a page is leaked, shared or counted wrongly."""
         check_invariants(self)

@@ -21,9 +21,9 @@ from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
+from .arguments import as_flag, as_int
 from .prefix.extra_keys import Ranges
 from .prefix.keys import KEY_BYTES
-from .spec import as_int
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,9 @@ class EventLog:
         medium: str = "GPU",
         identities: bool = False,
     ) -> None:
-        if not isinstance(identities, bool):
-            raise ValueError(f"identities: expected True or False, got {identities!r}")
         self._capacity = as_int("capacity", capacity, 1)
         self._max_bytes = as_int("max_bytes", max_bytes, 1)
-        self.medium, self.identities = medium, identities
+        self.medium, self.identities = medium, as_flag("identities", identities)
         self.next_number = 0
         self.num_dropped = 0
         self.num_bytes = 0

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .spec import GroupSpec, as_int
+from .arguments import as_int, refusal
+from .spec import GroupSpec
 
 PAGE_ALIGNMENT = 16  # bytes
 
@@ -27,7 +28,7 @@ class LayerShape:
     Args:
         token_bytes: bytes of a token: keys and values of all heads, or a latent.
         sliding_window: W tokens including the query itself; None for full attention.
-        scale_bytes: bytes of a token besides, such as scales, without which block sizes are chosen.
+        scale_bytes: further bytes of a token, such as scales, that do not affect block sizes.
 
     Raises:
         ValueError: a field is out of range.
@@ -57,13 +58,13 @@ def cache_groups(
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Deal layers of one shape into groups of equal size, with pages of equal bytes.
 
-    A group has as many layers as the rarest shape (or the commonest one, when that has less than
-    half as many again). The largest page is everybody's page: lighter layers put more tokens in
-    theirs when the sizes divide, else leave a rest unused.
+    A group has as many layers as the rarest shape, or as the commonest one if that has less than
+    1.5 times as many. All pages are as large as the largest: lighter layers put more tokens in
+    theirs if the sizes divide, and leave a rest unused otherwise.
 
     Args:
-        layers: those with a cache of their own, in the order of the model. One that reads another
-            layer's cache has that one's placement.
+        layers: layers with a cache of their own, in the order of the model. A layer that reads
+            another one's cache has the placement of that one.
         base_block_size: tokens in a page of the heaviest shape.
 
     Returns:
@@ -79,10 +80,10 @@ def cache_groups(
     shapes: dict[LayerShape, list[int]] = {}
     for i, layer in enumerate(layers):
         if not isinstance(layer, LayerShape):
-            raise ValueError(f"layers: expected LayerShapes, got {layer!r}")
+            raise refusal("layers", "LayerShapes", repr(layer))
         shapes.setdefault(layer, []).append(i)
     if not shapes:
-        raise ValueError("layers: expected at least one LayerShape, got none")
+        raise refusal("layers", "at least one LayerShape", "none")
     kinds = sorted(shapes, key=lambda shape: shape.sliding_window is not None)
     counts = sorted(map(len, shapes.values()))
     group_size = counts[-1] if counts[-1] < 1.5 * counts[0] else counts[0]

@@ -1,4 +1,4 @@
-"""Values that a step is planned with: `StepPlan`, `OutOfPages` and `PagesNeeded`."""
+"""Results of planning a step: `StepPlan` and `OutOfPages`."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class StepPlan:
         seq_lens: [n] int32 tokens after the step.
         positions: [total] int64.
         slot_mapping: [num_groups, total] int64, page * block_size + row; -1 = do not write, as all
-            rows of state groups. Of a window group only the tokens have a slot that queries after
-            this step can see, or a kept boundary needs: attention must take the step's own keys and
-            values from the step, not from the pages. With `KVCache(reads="pages")` all have.
+            rows of state groups. In a window group only rows that later queries or a kept boundary
+            need have a slot: attention takes the step's own keys and values from the step. With
+            `KVCache(reads="pages")` all rows have one.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
-            [num_groups, m] int64 where dense groups hold them already: their attention must take
+            [num_groups, m] int64 their slots in dense groups: attention over all keys must take
             these rows from the pages, not from the step.
         copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots
-            that requests start from. Source 0 is the null page: it must hold the initial state.
+            that requests start from. Source 0, the null page, must hold the initial state.
         state_pages: [num_groups, n] int32 live page of each request, which the state kernel updates
             in place; 0 in other groups; [0, 0] without state groups.
-        changes: what the commit will do to the tables.
+        changes: effects of the commit on the tables.
     """
 
     slots: Int64
@@ -72,26 +72,6 @@ class OutOfPages:
             f"out of pages: the step needs {self.needed} (most of them in group {self.group!r}), "
             f"{self.free} are free and {self.evictable} evictable"
         )
-
-
-@dataclass(frozen=True)
-class PagesNeeded:
-    """Pages that a step would need; nothing was changed.
-
-    Attributes:
-        needed, free, evictable: pages that the step needs, that are free, that eviction could free.
-        per_group: pages that each group needs.
-    """
-
-    needed: int
-    free: int
-    evictable: int
-    per_group: dict[str, int]
-
-    @property
-    def fits(self) -> bool:
-        """True if `KVCache.plan` would plan it."""
-        return self.needed <= self.free + self.evictable
 
 
 def without_last(plan: StepPlan, num: Int64) -> StepPlan:

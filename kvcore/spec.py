@@ -8,10 +8,6 @@ at position B:
 * ``state``: one snapshot of a state that each token changes, taken at B (Mamba).
 
 A *boundary* is a multiple of the alignment (the LCM of all block sizes): hits end there.
-
-A new kind also needs code in `cache`, `tables`, `prefix` (chains, index, lookup), `device.batch`,
-`layers`, `events`, `event_writer`, `stats`, `invariants`, `debug`, `models.engine.memory` and
-`models.integrations`.
 """
 
 from __future__ import annotations
@@ -20,10 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from .arguments import as_int, refusal
 from .arrays import Int32, Int64
 
 NULL_BLOCK = 0
@@ -58,24 +55,20 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in ("dense", "window", "state"):
-            raise ValueError(f"kind: expected 'dense', 'window' or 'state', got {self.kind!r}")
+            raise refusal("kind", "'dense', 'window' or 'state'", repr(self.kind))
         least = {"block_size": 1, "page_bytes": 1, "lookahead": 0}
         if self.kind == "window":
             least["sliding_window"] = 1
         elif self.sliding_window is not None:
-            raise ValueError(
-                f"sliding_window: expected None for a {self.kind} group, "
-                f"got {self.sliding_window!r}"
-            )
+            expected = f"None for a {self.kind} group"
+            raise refusal("sliding_window", expected, repr(self.sliding_window))
         for field, low in least.items():
             high = 2**63 - 1 if field in ("page_bytes", "sliding_window") else MOST_TOKENS
             object.__setattr__(self, field, as_int(field, getattr(self, field), low, high))
         if self.kind == "state" and self.lookahead:
-            # Its snapshot is copied when the boundary is reached, before the tokens are known that
-            # its last rows wait for.
+            # Its snapshot is copied at the boundary, before the tokens that its last rows wait for.
             raise NotImplementedError(
-                f"lookahead: supported are dense and window groups, got {self.lookahead} for a "
-                f"state group"
+                f"lookahead: supported are dense and window groups, got {self.lookahead}"
             )
 
     @property
@@ -131,7 +124,6 @@ class GroupClass:
         self.tail = (
             spec.tail_blocks if spec.kind == "state" else -(-(window - 1) // spec.block_size)
         )
-        # Rows before position p that a query at p, or a query after a rollback, can see.
         self.reach = window - 1 + drafts
         self.live = -(-self.reach // spec.block_size)
         self.lag = -(-lookahead // spec.block_size)
@@ -156,17 +148,8 @@ class GroupClass:
 
 
 class Layout:
-    """Values that follow from a list of groups: alignment, classes, columns, sizes.
-
-    Args:
-        groups: in the order of their tables.
-        max_model_len: longest sequence, tokens.
-        max_draft_tokens: rows of a step that may be rejected or rolled back.
-        reads_pages: queries find rows of their own step in pages, too.
-
-    Raises:
-        ValueError: no groups, duplicate names, pages of different size, or a lookahead past one
-            segment.
+    """Values that follow from a list of groups: alignment, classes, columns, sizes. The arguments
+    are those of `KVCache`; `reads_pages` is ``reads="pages"``.
     """
 
     def __init__(
@@ -178,33 +161,27 @@ class Layout:
     ):
         self.groups = tuple(groups)
         if not self.groups:
-            raise ValueError("groups: expected at least one GroupSpec, got none")
+            raise refusal("groups", "at least one GroupSpec", "none")
         for g in self.groups:
             if not isinstance(g, GroupSpec):
-                raise ValueError(f"groups: expected GroupSpecs, got {g!r}")
+                raise refusal("groups", "GroupSpecs", repr(g))
         names = [g.name for g in self.groups]
         if len(set(names)) != len(names):
-            raise ValueError(f"groups: expected unique names, got {names}")
+            raise refusal("groups", "unique names", names)
         sizes = {g.name: g.page_bytes for g in self.groups}
         if len(set(sizes.values())) != 1:
-            raise ValueError(
-                f"groups: expected one page size for all groups (choose block sizes so that "
-                f"page_bytes match), got {sizes}"
-            )
+            expected = "one page size for all groups (choose block sizes so that page_bytes match)"
+            raise refusal("groups", expected, sizes)
         self.page_bytes = self.groups[0].page_bytes
         self.alignment = math.lcm(*(g.block_size for g in self.groups))
         if self.alignment > MOST_TOKENS:
-            raise ValueError(
-                f"block_size: expected a least common multiple <= {MOST_TOKENS}, "
-                f"got {self.alignment:.6g}"
-            )
+            expected = f"a least common multiple <= {MOST_TOKENS}"
+            raise refusal("block_size", expected, f"{self.alignment:.6g}")
         self.drafts, self.max_model_len = max_draft_tokens, max_model_len
         self.lookahead = max(g.lookahead for g in self.groups)
         if self.lookahead > self.alignment:
-            raise ValueError(
-                f"lookahead: expected at most one segment of {self.alignment} tokens, "
-                f"got {self.lookahead}"
-            )
+            expected = f"at most one segment of {self.alignment} tokens"
+            raise refusal("lookahead", expected, self.lookahead)
         members: dict[tuple[str, int, int | None], list[int]] = {}
         for t, g in enumerate(self.groups):
             members.setdefault((g.kind, g.block_size, g.sliding_window), []).append(t)
@@ -267,33 +244,10 @@ class Layout:
         return pages
 
     def columns(self, group: int) -> tuple[int, int]:
-        """First column and width, in the fused table, of the table of `group`; ValueError if there
-        is none."""
+        """First column and width of the table of `group` in the fused table."""
         try:
             if 0 <= index(group) < len(self.groups):
                 return self._columns[group]
         except TypeError:  # not an int
             pass
-        raise ValueError(f"group: expected 0..{len(self.groups) - 1}, got {group!r}")
-
-
-def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
-    """`value` as an int; ValueError if it is none, less than `low` or more than `high`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
-    if value > high:
-        raise ValueError(f"{name}: expected an int <= {high}, got {int(value):.6g}")
-    return int(value)
-
-
-def as_seconds(name: str, value: Any) -> float:
-    """`value` as a float; ValueError if it is no number, or not finite."""
-    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
-        value, bool
-    )
-    try:
-        if number and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an int past all floats
-        pass
-    raise ValueError(f"{name}: expected a finite number of seconds, got {value!r}")
+        raise refusal("group", f"0..{len(self.groups) - 1}", repr(group))

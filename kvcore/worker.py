@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from .arguments import as_int
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
-from .spec import GroupSpec, Layout, as_int
+from .spec import GroupSpec, Layout
 
 if TYPE_CHECKING:
     from .cache import KVCache

@@ -82,6 +82,12 @@ class EvictionPolicy(Protocol):
         """
 
 
+def is_policy(thing: Any) -> bool:
+    """True if `thing` has the methods of an eviction policy."""
+    methods = [getattr(thing, name, None) for name in ("add", "discard", "pop", "asked")]
+    return not isinstance(thing, type) and all(map(callable, methods))
+
+
 class Ranked:
     """Base of policies that give each entry a number when it is filed: the lowest goes first, the
     deepest among equals. A heap with lazy deletion: O(log n).

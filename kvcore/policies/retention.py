@@ -15,20 +15,18 @@ Prompt 2 computes all its tokens and keeps a point at 128: where two prompts par
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-
 import numpy as np
 
-from ..arrays import Int64, ragged_arange
+from ..arguments import refusal
+from ..arrays import NO_ROWS, Int64, ragged_arange
 from ..spec import MOST_TOKENS, Layout
 
 # A prompt of at least this many tokens also keeps a point at the last multiple of them.
 EDITED_TOKENS = 512
 
-NO_BOUNDARIES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+NO_BOUNDARIES = NO_ROWS, NO_ROWS
 
-Retention = str | int | Mapping[str, str | int]
+Retention = str | int
 
 
 def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
@@ -39,45 +37,25 @@ def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
 
     Args:
         retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
-            ``"latest"`` (none besides), or an interval in tokens; or one of these for each of some
-            groups: a boundary is resumable only where all keep it, so the least common multiple
-            counts.
+            ``"latest"`` (none besides), or an interval in tokens.
 
     Raises:
-        ValueError: unknown word or group, or an interval that is not a positive multiple of
-            `alignment`.
+        ValueError: unknown word, or an interval that is not a positive multiple of the alignment.
     """
-    interval = _interval(retention, layout)
+    alignment = layout.alignment
+    named = {"auto": affordable_interval(layout), "dense": alignment, "latest": 0}
+    if isinstance(retention, str) and retention in named:
+        interval = named[retention]
+    elif isinstance(retention, bool) or not isinstance(retention, (int, np.integer)):
+        raise refusal("retention", "'auto', 'dense', 'latest' or an int", repr(retention))
+    elif retention < 1 or retention % alignment:
+        raise refusal("retention", f"a positive multiple of the alignment {alignment}", retention)
+    else:
+        interval = int(retention)
     if interval and layout.pages_per_point:
-        longest = min(span * layout.alignment, MOST_TOKENS)
+        longest = min(span * alignment, MOST_TOKENS)
         interval *= max(1, longest // interval)
     return interval if interval <= MOST_TOKENS else 0  # past any sequence
-
-
-def _interval(retention: Retention, layout: Layout) -> int:
-    alignment = layout.alignment
-    if isinstance(retention, Mapping):
-        groups = [g.name for g in layout.groups]
-        unknown = sorted(set(retention) - set(groups))
-        if unknown or not retention:
-            raise ValueError(f"retention: expected groups out of {groups}, got {unknown}")
-        intervals = [_interval(r, layout) for r in retention.values()]
-        return math.lcm(*intervals)  # 0 if any group keeps none
-    if retention == "auto":
-        return affordable_interval(layout)
-    if retention == "dense":
-        return alignment
-    if retention == "latest":
-        return 0
-    if isinstance(retention, bool) or not isinstance(retention, (int, np.integer)):
-        raise ValueError(
-            f"retention: expected 'auto', 'dense', 'latest' or an int, got {retention!r}"
-        )
-    if retention < 1 or retention % alignment:
-        raise ValueError(
-            f"retention: expected a positive multiple of the alignment {alignment}, got {retention}"
-        )
-    return int(retention)
 
 
 def affordable_interval(layout: Layout) -> int:

@@ -125,10 +125,8 @@ class Chains:
                 self._counters["resume_points_used"] += 1
                 self._counters["resume_points_kept"] += index.num_points - known
 
-    def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
-        """End a request after `computed` tokens: its last boundary becomes a resume point, if it is
-        to `keep` one. Returns a run on whose path its prefix ends, and the segments of the prefix.
-        """
+    def end(self, slot: int, computed: int, keep: bool) -> None:
+        """End a request after `computed` tokens; `keep` its last boundary as a resume point."""
         run = self.runs[slot]
         cached = run.depth * self.alignment
         for *_, pages in self.waiting.pop(slot, ()):
@@ -139,13 +137,12 @@ class Chains:
             has_state = not self._tables.states or self._tables.snapshot_at[slot] == cached
             if has_state and not self.index.renew(run):
                 self._keep_tail(slot, cached)
-        run = self.index.unlock(run)
+        self.index.unlock(run)
         self._tables.release(slot, cached, computed)
         for pages in self.duplicates.pop(slot, ()):
             self.index.pool.put(pages)
         self.runs[slot] = self.index.root
         self.cached[slot] = 0
-        return run, cached // self.alignment
 
     # Before a step.
 

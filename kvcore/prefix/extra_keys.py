@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ..spec import as_int
+from ..arguments import as_bytes, as_int, refusal
 
 ExtraKeys = Sequence[tuple[int, int | None, bytes]]
 Ranges = tuple[tuple[int, int | None, bytes], ...]
@@ -48,18 +48,13 @@ def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
     try:
         parts = [(start, stop, key) for start, stop, key in extra_keys]
     except (TypeError, ValueError):
-        raise ValueError(
-            f"extra_keys: expected (start, stop, key) each, got {extra_keys!r}"
-        ) from None
+        raise refusal("extra_keys", "(start, stop, key) each", repr(extra_keys)) from None
     for start, stop, key in parts:
         start = as_int("extra_keys: start", start, 0, num_tokens - 1)
-        if not isinstance(key, bytes):
-            raise ValueError(f"extra_keys: key: expected bytes, got {type(key).__name__}")
-        begin = Mark(start, False, start, key)
+        begin = Mark(start, False, start, as_bytes("extra_keys: key", key))
         if begin in marks:
-            raise ValueError(
-                f"extra_keys: expected each key once at one start, got several {key!r} at {start}"
-            )
+            got = f"several {key!r} at {start}"
+            raise refusal("extra_keys", "each key once at one start", got)
         marks.add(begin)
         if stop is not None:
             stop = as_int("extra_keys: stop", stop, start + 1, num_tokens)

@@ -18,17 +18,15 @@ import struct
 from hashlib import sha256
 from typing import Any
 
-from ..arrays import Int32, as_token_ids
+from ..arguments import as_bytes, as_token_ids, refusal
+from ..arrays import Int32
 from .extra_keys import Mark, by_segment, marked_key, parse_extra_keys
 
 KEY_BYTES = 32
 
 
 def root_key(seed: bytes, salt: bytes) -> bytes:
-    """Key before the first segment; ValueError if `seed` or `salt` is not bytes."""
-    for name, value in (("hash_seed", seed), ("salt", salt)):
-        if not isinstance(value, bytes):
-            raise ValueError(f"{name}: expected bytes, got {type(value).__name__}")
+    """Key before the first segment."""
     return sha256(struct.pack("<QQ", len(seed), len(salt)) + seed + salt).digest()
 
 
@@ -46,19 +44,9 @@ class Prompt:
     """
 
     __slots__ = (
-        "alignment",
-        "is_keyed",
-        "keys",
-        "last_key",
-        "lookahead",
-        "marks",
-        "num_segments",
-        "num_tokens",
-        "root",
-        "salt",
-        "seed",
-        "tokens",
-    )
+        "alignment", "is_keyed", "keys", "last_key", "lookahead", "marks", "num_segments",
+        "num_tokens", "root", "salt", "seed", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -70,10 +58,11 @@ class Prompt:
         keep_tokens: bool = False,
         extra_keys: Any = None,
     ) -> None:
-        self.seed, self.root, self.is_keyed = seed, root_key(seed, salt), False
+        self.seed, self.root = seed, root_key(seed, as_bytes("salt", salt))
+        self.is_keyed = False
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:
-            raise ValueError("token_ids: expected at least one token, got none")
+            raise refusal("token_ids", "at least one token", "none")
         self.alignment, self.lookahead, self.num_tokens = alignment, lookahead, len(tokens)
         self.num_segments = max(0, len(tokens) - lookahead) // alignment
         self.marks: tuple[Mark, ...] = ()
@@ -86,12 +75,8 @@ class Prompt:
         key = self.root
         if self.num_segments:
             first = alignment + lookahead
-            rest = (
-                tokens[first : self.num_segments * alignment + lookahead]
-                .view(f"V{4 * alignment}")
-                .tolist()
-            )
-            parts = [tokens[:first].tobytes(), *rest]
+            rest = tokens[first : self.num_segments * alignment + lookahead]
+            parts = [tokens[:first].tobytes(), *rest.view(f"V{4 * alignment}").tolist()]
         # The last marks may be of the next segment: the prompt ends within it.
         for segment, packed in (*marks.items(), (self.num_segments, b"")):
             for part in parts[len(keys) : segment]:
@@ -108,19 +93,16 @@ class Prompt:
     def of_keys(
         cls, keys: bytes, num_tokens: int, alignment: int, lookahead: int, seed: bytes
     ) -> Prompt:
-        """A prompt of `num_tokens` tokens with the caller's keys, 32 bytes a segment. ValueError if
-        they are no bytes, or more than the prompt has segments."""
+        """A prompt of `num_tokens` tokens with the caller's keys, 32 bytes a segment."""
         if not isinstance(keys, bytes) or len(keys) % KEY_BYTES:
-            raise ValueError(f"keys: expected {KEY_BYTES} bytes a segment, got {keys!r:.80}")
+            raise refusal("keys", f"{KEY_BYTES} bytes a segment", f"{keys!r:.80}")
         prompt = cls.__new__(cls)
         prompt.alignment, prompt.lookahead, prompt.seed = alignment, lookahead, seed
         prompt.keys, prompt.num_tokens, prompt.is_keyed = keys, num_tokens, True
         prompt.num_segments = len(keys) // KEY_BYTES
         if prompt.num_segments * alignment > num_tokens:
-            raise ValueError(
-                f"keys: expected at most {num_tokens // alignment} for {num_tokens} tokens, "
-                f"got {prompt.num_segments}"
-            )
+            expected = f"at most {num_tokens // alignment} for {num_tokens} tokens"
+            raise refusal("keys", expected, prompt.num_segments)
         prompt.root = prompt.last_key = b""
         prompt.marks, prompt.tokens, prompt.salt = (), None, None
         return prompt

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..spec import GroupSpec, Layout, as_int
+from ..arguments import as_bytes, as_int, refusal
+from ..spec import GroupSpec, Layout
 from .extra_keys import parse_extra_keys
 from .index import PrefixIndex
 from .keys import Prompt, root_key
@@ -120,24 +121,20 @@ class Lookup:
             a, k = self._alignment, self._lookahead
             salt = b"" if salt is None else salt
             return Prompt(token_ids, a, k, self._seed, salt, self._keeps_tokens, extra_keys)
-        if salt is not None and root_key(token_ids.seed, salt) != token_ids.root:
-            raise ValueError(
-                "salt: expected that of the prompt, which its keys were made with, got another"
-            )
-        if (
-            extra_keys is not None
-            and parse_extra_keys(extra_keys, token_ids.num_tokens) != token_ids.marks
-        ):
-            raise ValueError(
-                "extra_keys: expected those of the prompt, which its keys were made with, got "
-                f"{extra_keys!r}"
-            )
-        return token_ids
+        prompt = token_ids
+        if salt is not None and root_key(prompt.seed, as_bytes("salt", salt)) != prompt.root:
+            raise refusal("salt", "that of the prompt", "another")
+        marks = prompt.marks
+        if extra_keys is not None:
+            marks = parse_extra_keys(extra_keys, prompt.num_tokens)
+        if marks != prompt.marks:
+            raise refusal("extra_keys", "those of the prompt", repr(extra_keys))
+        return prompt
 
     def find_again(self, match: Match) -> tuple[Match, Run]:
         """`find` the prompt of an earlier match; ValueError if it is none, or of another cache."""
         if not isinstance(match, Match):
-            raise ValueError(f"match: expected what `match` returned, got {match!r}")
+            raise refusal("match", "what `match` returned", repr(match))
         found = self._found
         if found is not None and match is found[0] and self._index.changes == self._found_at:
             return found
@@ -146,20 +143,9 @@ class Lookup:
     def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
         """Find the cached prefix of `prompt`, no longer than `max_tokens`, and the run in which it
         ends.
-
-        Raises:
-            ValueError: the prompt is of a cache with other segments or another seed, or too long,
-                or max_tokens is no int or negative.
         """
+        self._check(prompt)
         a = self._alignment
-        if not (
-            prompt.alignment == a
-            and prompt.lookahead == self._lookahead
-            and prompt.seed == self._seed
-            and prompt.num_tokens <= self._max_model_len
-            and not (self._keeps_tokens and prompt.tokens is None)
-        ):
-            self._refuse(prompt)
         limit = prompt.num_segments if self._enabled else 0
         run, dense = self._index.find(prompt.keys, limit)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
@@ -178,20 +164,18 @@ class Lookup:
         self._found, self._found_at = (match, run), self._index.changes
         return match, run
 
-    def _refuse(self, prompt: Prompt) -> None:
-        if (prompt.alignment, prompt.lookahead) != (self._alignment, self._lookahead):
+    def _check(self, prompt: Prompt) -> None:
+        mine = self._alignment, self._lookahead
+        if (prompt.alignment, prompt.lookahead) != mine:
             raise ValueError(
-                f"token_ids: expected a prompt of this cache's segments (alignment "
-                f"{self._alignment}, lookahead {self._lookahead}), got one of another's "
+                f"token_ids: expected a prompt of this cache's segments (alignment {mine[0]}, "
+                f"lookahead {mine[1]}), got one of another's "
                 f"({prompt.alignment}, {prompt.lookahead})"
             )
         if prompt.seed != self._seed:
-            raise ValueError(
-                "token_ids: expected a prompt of this cache's hash_seed, got one of another's"
-            )
+            raise refusal("token_ids", "a prompt of this cache's hash_seed", "one of another's")
         if self._keeps_tokens and prompt.tokens is None:
-            raise ValueError("token_ids: expected a prompt made by a cache with events or debug")
-        raise ValueError(
-            f"token_ids: expected at most max_model_len = {self._max_model_len} tokens, "
-            f"got {prompt.num_tokens}"
-        )
+            raise refusal("token_ids", "a prompt made by a cache with events or debug", "another")
+        if prompt.num_tokens > self._max_model_len:
+            expected = f"at most max_model_len = {self._max_model_len} tokens"
+            raise refusal("token_ids", expected, prompt.num_tokens)

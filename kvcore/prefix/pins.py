@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..spec import as_seconds
+from ..arguments import as_seconds, refusal
 from .tree import ResumePoint, Run, path_to
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ class Pins:
     """Pinned entries of one index, within a budget of pages; beyond it the oldest pins are demoted.
 
     Attributes:
-        at_release: slot -> expiry of the pin that its request gets when it is released.
         num_segments, num_point_pages: segments on the paths to pinned entries; pages of their
             points.
         num_demoted: pins that ended early, for room.
@@ -27,7 +26,6 @@ class Pins:
     def __init__(self, index: PrefixIndex, max_pages: int) -> None:
         self._index, self._max_pages = index, max_pages
         self._expiry: OrderedDict[Run | ResumePoint, float] = OrderedDict()  # the oldest pin first
-        self.at_release: dict[int, float] = {}
         self.num_segments = self.num_point_pages = self.num_demoted = 0
 
     def __contains__(self, entry: Run | ResumePoint) -> bool:
@@ -108,12 +106,6 @@ class Pins:
         self.remove(entry)
         return True
 
-    def released(self, slot: int, run: Run, depth: int) -> None:
-        """Pin the prefix of a request that ended: `depth` segments on the path to `run`."""
-        expiry = self.at_release.pop(slot, None)
-        if expiry is not None:
-            self.pin(run, depth, expiry)
-
     def expire(self, now: float) -> int:
         """End the pins whose time has passed; return their number."""
         expired = [entry for entry, expiry in self._expiry.items() if expiry <= now]
@@ -123,11 +115,10 @@ class Pins:
 
 
 def expiry_of(now: float, ttl: float) -> float:
-    """Seconds at which a pin of `ttl` seconds from `now` on ends; ValueError if `ttl` is not
-    positive, or `now` not finite."""
+    """Seconds at which a pin of `ttl` seconds from `now` on ends."""
     now = as_seconds("now", now)
     if ttl == math.inf:
         return ttl
     if as_seconds("ttl", ttl) <= 0:
-        raise ValueError(f"ttl: expected seconds > 0, got {ttl!r}")
+        raise refusal("ttl", "seconds > 0", repr(ttl))
     return now + ttl

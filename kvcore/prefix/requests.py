@@ -11,8 +11,8 @@ from hashlib import sha256
 
 import numpy as np
 
+from ..arguments import as_int, refusal
 from ..arrays import Int32, Int64, ragged_arange
-from ..spec import as_int
 from .keys import KEY_BYTES, Prompt
 
 
@@ -66,12 +66,12 @@ class Sequences:
         try:
             return request_id in self._slots
         except TypeError:
-            raise ValueError(f"request_id: expected a hashable id, got {request_id!r}") from None
+            raise refusal("request_id", "a hashable id", repr(request_id)) from None
 
     def slot_of(self, request_id: Hashable) -> int:
         """Slot of a running request; ValueError if the id is unknown."""
         if request_id not in self:
-            raise ValueError(f"request_id: expected an admitted request, got {request_id!r}")
+            raise refusal("request_id", "an admitted request", repr(request_id))
         return self._slots[request_id]
 
     def add(self, request_id: Hashable, prompt: Prompt, computed: int, hit: int) -> int:
@@ -105,21 +105,21 @@ class Sequences:
         if slots.tobytes() == self._checked:
             return
         if np.count_nonzero(slots.view(np.uint64) >= self._limit):  # negative ones are large then
-            raise ValueError(f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}")
+            raise refusal("slots", f"0..{self.max_requests - 1}", slots.tolist())
         if np.count_nonzero(self.active[slots]) < len(slots):
             bad = slots[~self.active[slots]].tolist()
-            raise ValueError(f"slots: expected slots of admitted requests, got {bad}")
+            raise refusal("slots", "slots of admitted requests", bad)
         every = np.arange(len(slots))
         self._mark[slots] = every
         if self._mark[slots].tobytes() != every.tobytes():
-            raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
+            raise refusal("slots", "distinct slots", slots.tolist())
         self._checked = slots.tobytes()
 
     def checked(self, slot: int) -> int:
         """`slot` as an int; ValueError if it is not the slot of a running request."""
         slot = as_int("slot", slot, 0)
         if not (slot < self.max_requests and self.active[slot]):
-            raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
+            raise refusal("slot", "the slot of an admitted request", slot)
         return slot
 
     def num_keys(self, slot: int) -> int:

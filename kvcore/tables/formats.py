@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Int32, Int64, as_ints, ragged_arange
+from ..arguments import as_ints, refusal
+from ..arrays import Int32, Int64, ragged_arange
 from ..plan import StepPlan
 from ..spec import NULL_BLOCK
 
@@ -97,7 +98,7 @@ def _linear(cache: KVCache, group: int, slots: Any) -> tuple[Int32, Int64, Int64
     rows, blocks = ragged_arange(first, stop - first)
     if plan is not None:
         if np.count_nonzero(lengths != plan.seq_lens - plan.num_new_tokens):
-            raise ValueError("slots: expected a plan that is not committed yet, got an older one")
+            raise refusal("slots", "a plan that is not committed yet", "an older one")
         lengths = plan.seq_lens.astype(np.int64)
     linear = np.zeros((len(slots), int((-(-lengths // size)).max(initial=0))), dtype=np.int32)
     linear[rows, blocks] = table[slots[rows], blocks % table.shape[1]]
@@ -111,10 +112,8 @@ def _linear(cache: KVCache, group: int, slots: Any) -> tuple[Int32, Int64, Int64
         missing = np.count_nonzero(where < 0)
         if missing:
             name = cache.layout.groups[group].name
-            raise ValueError(
-                f"slots: expected a plan whose rows of group {name!r} all have pages, got one with "
-                f"{missing} that have none: make the cache with reads='pages'"
-            )
+            got = f"one with {missing} that have none: make the cache with reads='pages'"
+            raise refusal("slots", f"a plan whose rows of group {name!r} all have pages", got)
         linear[of_token, plan.positions // size] = where // size
     return linear, lengths, first, size
 
@@ -128,7 +127,7 @@ def _visible(
     table = cache.table(group)
     spec = cache.layout.groups[group]
     if spec.kind == "state":
-        raise ValueError(f"group: expected a dense or window group, got state group {spec.name!r}")
+        raise refusal("group", "a dense or window group", f"state group {spec.name!r}")
     slots = as_ints("slots", slots)
     if len(slots):
         cache.sequences.check(slots)

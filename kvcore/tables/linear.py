@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..arguments import refusal
 from ..arrays import Int32, Int64
 from ..pages import PagePool
 from ..spec import Layout
@@ -35,10 +36,8 @@ class LinearTables:
     def __init__(self, layout: Layout, max_requests: int, pool: PagePool) -> None:
         for g in layout.groups:
             if g.kind == "state" or g.lookahead:
-                raise ValueError(
-                    "groups: expected dense and window groups with no lookahead "
-                    f"where append_only=True, got {g}"
-                )
+                expected = "dense and window groups with no lookahead where append_only=True"
+                raise refusal("groups", expected, g)
         self.layout, self.pool = layout, pool
         self.states: list[ClassTables] = []
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
@@ -61,7 +60,6 @@ class LinearTables:
             for c, i, t in each
             if c.spec.kind == "window"
         ]
-
         self._window_tables = [t for t, *_ in self._windows]
         self._none = [0] * n
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..arguments import refusal
 from ..arrays import Flags, Int64
 from ..pages import PagePool
 from .planner import BLOCK_BITS, StepChanges, StepPlanner
@@ -62,10 +63,8 @@ class Reservations:
         for i, ref in zip(*(x.tolist() for x in self._planner.wanted(step)), strict=True):
             page = self.pages.get(slots[i], {}).get(ref)
             if page is None:
-                raise ValueError(
-                    f"ends: expected tokens whose pages are reserved, got {step.end[i]} of "
-                    f"slot {slots[i]}: call `reserve` first"
-                )
+                got = f"{step.end[i]} of slot {slots[i]}: call `reserve` first"
+                raise refusal("ends", "tokens whose pages are reserved", got)
             pages.append(page)
         return np.array(pages, dtype=np.int64)
 
@@ -86,8 +85,9 @@ class Reservations:
         """Raise ValueError if one of `slots` is in a step that has not advanced."""
         flying = self.in_flight[slots]
         if np.count_nonzero(flying):
-            raise ValueError(
-                f"{name}: expected a request that no step holds, got slot {slots[flying][0]}, "
-                "which is in a step that has not advanced: advance it first, to where it was if "
-                "the step is not run"
+            raise refusal(
+                name,
+                "a request that no step holds",
+                f"slot {slots[flying][0]}, which is in a step that has not advanced: advance it "
+                "first, to where it was if the step is not run",
             )

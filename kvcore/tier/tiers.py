@@ -9,21 +9,20 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..arguments import as_int, as_number, as_unused, refusal, take_ownership
 from ..arrays import Flags, Int32
 from ..cache import KVCache
 from ..event_writer import EventWriter
 from ..events import Event, split_keys
-from ..ownership import check_policy, take_ownership
 from ..pages import PagePool
 from ..policies.adaptive import Adaptive
-from ..policies.base import LRU, Entry, EvictionPolicy
+from ..policies.base import LRU, Entry, EvictionPolicy, is_policy
 from ..prefix.evict_pages import copies_of, evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.lookup import limited_by
 from ..prefix.tree import ResumePoint, Run
-from ..spec import as_int
 from .jobs import Job, Transfer
 from .match import Limit, TierMatch
 from .stores import Stores, by_path, run_at
@@ -79,15 +78,15 @@ class Tiers:
         watermark: int | None = None,
     ) -> None:
         if not isinstance(kv, KVCache):
-            raise ValueError(f"kv: expected a KVCache, got {kv!r}")
+            raise refusal("kv", "a KVCache", repr(kv))
         if not kv.enable_caching:
-            raise ValueError("kv: expected a cache with enable_caching, got one without")
+            raise refusal("kv", "a cache with enable_caching", "one without")
         if kv.tiers is not None:
-            raise ValueError("kv: expected a cache without tiers, got one that has some")
+            raise refusal("kv", "a cache without tiers", "one that has some")
         if not hasattr(kv.index.policy, "coming"):
-            raise ValueError(f"kv: expected a policy with coming(n), got {kv.index.policy!r}")
+            raise refusal("kv", "a policy with coming(n)", repr(kv.index.policy))
         if policy is not None:
-            check_policy(policy)
+            as_unused("policy", policy, "an eviction policy, such as LRU()", is_policy(policy))
         pool = PagePool(as_int("num_pages", num_pages, 2, MOST_PAGES))
         watermark = kv.num_pages // 8 if watermark is None else watermark
         page_bytes = kv.layout.page_bytes if page_bytes is None else page_bytes
@@ -252,7 +251,7 @@ class Tiers:
             too.
         """
         if not isinstance(match, TierMatch):
-            raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
+            raise refusal("match", "what `Tiers.match` returned", repr(match))
         match = self.match(match.prompt, max_tokens=match.device.max_tokens)
         if not match.num_bytes:
             return None
@@ -317,7 +316,7 @@ class Tiers:
 
     def _close(self, job: Job) -> Transfer:
         if job not in self.jobs:
-            raise ValueError(f"job: expected one that is open, got {job!r}")
+            raise refusal("job", "one that is open", repr(job))
         self._changed()
         del self.jobs[job]
         return job.transfer
@@ -366,7 +365,7 @@ class Tiers:
 
 
 def _rate(name: str, value: Any) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
-    return float(value)
+    rate = as_number(name, value, "a finite number > 0")
+    if rate <= 0:
+        raise refusal(name, "a finite number > 0", repr(value))
+    return rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from quire.kvcore.spec import as_int
+from quire.kvcore.arguments import as_int
 
 IMPLS = ("triton", "torch")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_tensor")

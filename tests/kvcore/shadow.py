@@ -145,7 +145,7 @@ class Life:
 
     weights: ClassVar = {
         "admit": 5, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2,
-        "rollback": 3, "release": 3, "preempt": 1, "pin": 1, "pin_request": 0.5, "expire_pins": 0.5,
+        "rollback": 3, "release": 3, "preempt": 1, "pin": 1, "expire_pins": 0.5,
         "evict": 0.7, "clear": 0.05, "ahead": 2, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4,
     }  # fmt: skip
 
@@ -375,11 +375,7 @@ class Life:
         if is_open:
             plan = self.reserve(counts)
         else:
-            asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
             plan = self.fits("plan", self.lend(slots), self.lend(counts.values()))
-            assert asked.fits == (plan is not None) or getattr(self.policy, "fails", ())
-            assert asked.needed == sum(asked.per_group.values())
-            assert plan is None or asked.needed == plan.changes.num_new
         if plan is None or rng.random() < 0.05:  # the engine changed its mind
             if is_open:
                 free = self.kv.num_free_pages
@@ -542,7 +538,7 @@ class Life:
 
     def rollback(self) -> None:
         for r in self.shuffled(self.requests):
-            low = self.call("lowest_rollback", r.slot)
+            low = self.kv._lowest(r.slot)
             assert low <= r.computed
             if low < r.computed:
                 left = self.rng.choice((low, self.rng.randint(low, r.computed - 1)))
@@ -595,10 +591,6 @@ class Life:
         assert self.kv.stats()["pinned_pages"] <= self.kv.max_pinned_pages
         if self.rng.random() < 0.3:
             self.call("unpin", match)
-
-    def pin_request(self) -> None:
-        if self.requests:
-            self.call("pin_request", self.rng.choice(self.requests).rid, now=self.now, ttl=5.0)
 
     def expire_pins(self) -> None:
         self.now += self.rng.choice((0.5, 10.0))
@@ -830,7 +822,7 @@ class ListLife(Life):
     """A life of an append-only cache: workers append new pages, and write before they read."""
 
     weights: ClassVar = {
-        "admit": 3, "look": 2, "step": 14, "release": 2, "preempt": 1, "abort": 0.7, "pin": 1, "pin_request": 0.5,
+        "admit": 3, "look": 2, "step": 14, "release": 2, "preempt": 1, "abort": 0.7, "pin": 1,
         "expire_pins": 0.5, "evict": 0.7, "store": 2, "load": 2, "bounce": 1.5, "end_job": 4, "clear": 0.05, "reset": 0.05,
     }  # fmt: skip
 
@@ -900,7 +892,7 @@ class ListLife(Life):
         assert not (quiet and any(given))
         for own, new in zip(r.own, given, strict=True):
             own += new
-        upto, known = start + n, self.call("num_published", r.slot)
+        upto, known = start + n, r.published
         if self.keyed:
             keys = self.reader.keys(Text(r.text.tokens[:upto], r.text.salt, r.text.extra_keys))
             self.call("publish", r.slot, upto, keys=b"".join(keys[known // self.kv.alignment :]))

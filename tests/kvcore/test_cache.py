@@ -82,17 +82,6 @@ def test_auto_retention_spends_up_to_a_quarter_of_the_dense_pages_on_resume_poin
         assert 8 * layout.pages_per_point < 2 * layout.pages_per_segment
 
 
-@pytest.mark.parametrize(
-    ("retention", "interval"),
-    [({"g1": 64, "g2": 96}, 192), ({"g1": 64}, 64), ({"g1": "dense", "g2": "latest"}, 0)],
-)
-def test_intervals_of_several_groups_meet(retention, interval):
-    e = engine(retention=retention)
-    e.run("a", tokens(500), chunk=90)
-    match = e.kv.match([*tokens(500)[:450], 1001])
-    assert match.num_tokens == (450 // interval * interval if interval else 0)
-
-
 def test_concurrent_requests_with_one_prefix_keep_one_copy():
     e = engine()
     prompt = tokens(256)

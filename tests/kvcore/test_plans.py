@@ -62,7 +62,6 @@ NO_CHANGES = {
     "bad-admit": lambda e: fails(e.kv.admit, "a", e.kv.match([1])),
     # Pins change the order of eviction alone.
     "pin": lambda e: e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
-    "pin-request": lambda e: e.kv.pin_request("a", now=0.0, ttl=1.0),
     "unpin": lambda e: (
         e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
         e.kv.unpin(e.kv.match([1] * 30)),

@@ -99,21 +99,3 @@ def test_the_budget_demotes_the_oldest_pins():
         assert small.kv.pin(small.kv.match(prompts[0]), now=0.0, ttl=1.0) == pinned
         assert small.kv.stats()["pins"] == (pinned > 0)
         small.check()
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_pinning_a_request_takes_effect_at_its_release(mix):
-    e = engine(mix)
-    prompt = tokens(100)
-    e.admit("a", prompt)
-    e.kv.pin_request("a", now=0.0, ttl=9.0)
-    e.finish_prompt("a")
-    e.decode("a", tokens(100, 1))
-    history = e.release("a")
-    assert e.kv.stats()["pins"] == 1
-    flood(e, 10)
-    assert e.kv.match([*history, 1]).num_tokens == len(history) // e.kv.alignment * e.kv.alignment
-    # A slot that was pinned does not pin its next request.
-    assert e.kv.expire_pins(9.0) == 1
-    flood(e, 30, 2)
-    assert e.kv.stats()["pins"] == 0

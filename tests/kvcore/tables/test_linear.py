@@ -55,7 +55,7 @@ def test_without_caching_windows_keep_nothing_for_others():
     keys = keys_of(list(range(80)), 8)
     cache.publish(a, 80, keys=keys)
     match = cache.match(keys=keys, num_tokens=80)
-    assert (match.num_tokens, match.dense_tokens, cache.num_published(a)) == (0, 0, 0)
+    assert (match.num_tokens, match.dense_tokens) == (0, 0)
     cache.advance(a, 80)
     assert [pages.count(0) for pages in cache.pages_of(a)] == [0, 7, 6]
     assert cache.room(a) == 80
@@ -93,7 +93,6 @@ def test_calls_that_need_tables_are_refused_by_name():
     cache.reserve(a, 20)
     calls = {
         "plan": lambda: cache.plan([a], [20]),
-        "needed": lambda: cache.needed([a], [20]),
         "arrays": lambda: cache.arrays([a], [0], [20]),
         "rollback": lambda: cache.rollback(a, 1),
         "table": lambda: cache.table(0),
@@ -114,7 +113,7 @@ def test_calls_that_need_tables_are_refused_by_name():
         ([0, 1], [8, 99], None, "ends: expected 0..20 of slot 1, as many as have pages, got 99"),
         ([0, 1], [8, -1], None, "ends: expected 0..20 of slot 1"),
         ([0, 1], [8], None, "slots, ends"),
-        ([0, 1], [8, 8], [8], "slots, ends"),
+        ([0, 1], [8, 8], [8], "slots, oldest_query"),
     ],
 )
 def test_an_advance_that_is_refused_changes_no_request(slots, ends, oldest, message):
