@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     import torch
 
 
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
+def aligned(rows: list[tuple[str, ...]], left: int = 1) -> list[str]:
+    """Lines of a table: the first ``left`` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[0] = row[0].ljust(widths[0])
+        sized = list(zip(row, widths, strict=True))
+        cells = [cell.ljust(width) for cell, width in sized[:left]]
+        cells += [cell.rjust(width) for cell, width in sized[left:]]
         lines.append("  ".join(cells).rstrip())
     return lines
 

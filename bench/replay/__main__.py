@@ -27,13 +27,14 @@ from collections.abc import Sequence
 from quire.kvcore.policies.retention import parse_retention
 from quire.models.command import Parser, integer, number, output_file, program
 
-from ..common.results import require_matplotlib
+from ..common.results import aligned, require_matplotlib
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
 from .loaders import LOADERS
 from .plot import save_plot
 from .presets import PRESETS
-from .simulate import Timing, Workload
+from .requests import Workload
+from .simulate import Timing
 
 # (title, key of a row, format)
 COLUMNS = (
@@ -56,7 +57,6 @@ HOST_COLUMNS = (
     ("stalled", "stalled_s", "{:.2f}"),
     ("to host", "bytes device>host", "{:.1f}"),
     ("back", "bytes host>device", "{:.1f}"),
-    ("waste", "waste", "{:.1%}"),
 )
 
 
@@ -73,37 +73,31 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
         return Workload(name, LOADERS[name](rest, limit))
     if name not in GENERATORS:
         raise ValueError(f"workload: expected one of {[*LOADERS, *GENERATORS]}, got {name!r}")
-    make = GENERATORS[name]
-    known = inspect.signature(make).parameters
+    known = inspect.signature(GENERATORS[name]).parameters
     options: dict[str, float] = {"seed": seed} if "seed" in known else {}
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in known:
             raise ValueError(f"workload: {name} has {list(known)}, got {key!r}")
-        if isinstance(known[key].default, float):
-            parse = number(above=key == "rate")
-        else:
-            parse = integer(0 if key == "seed" else 1)
+        is_float = isinstance(known[key].default, float)
+        parse = number(above=key == "rate") if is_float else integer(0 if key == "seed" else 1)
         try:
             options[key] = parse(value)
         except ValueError as error:
             raise ValueError(f"workload: {name}: {key}: {error}") from error
-    return Workload(text, make(**options)[:limit])
+    return Workload(text, GENERATORS[name](**options)[:limit])
 
 
 def table(rows: list[Row], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:
     """Rows as aligned text; bytes in GiB."""
-    lines = [[title for title, _, _ in columns]]
+    lines = [tuple(title for title, _, _ in columns)]
     for row in rows:
         shown = {k: v / 2**30 if v and "bytes" in k else v for k, v in row.items()}
-        lines.append(
-            [form.format(shown[k]) if shown.get(k) is not None else "-" for _, k, form in columns]
+        cells = (
+            form.format(shown[k]) if shown.get(k) is not None else "-" for _, k, form in columns
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+        lines.append(tuple(cells))
+    return "\n".join(aligned(lines, left=0))
 
 
 def retention(text: str) -> str | int:
@@ -119,29 +113,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib(args.plot)
         if args.host:
             raise ValueError("plot: expected no --host with it, got both")
-    timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests, args.ahead)
+    timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests)
     # A fault of any workload or size is reported before the first one is replayed.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
     for workload, preset in itertools.product(workloads, args.preset):
         groups = PRESETS[preset]
-        for name, sizes in (("pool", args.pool), ("host", args.host)):
-            for size in sizes:
-                pool_pages(size, groups, workload, name)
+        for size in args.pool:
+            pool_pages(size, groups, workload)
+        for size in args.host:
+            pool_pages(size, groups, workload, "host")
         for kept in args.retention:
             parse_retention(kept, empty_cache(groups, workload).layout)
     columns = (*COLUMNS, *HOST_COLUMNS) if args.host else COLUMNS
     rows: list[Row] = []
-    for name, workload in zip(args.workload, workloads, strict=True):
-        for preset in args.preset:
-            new = run_grid(
-                workload, preset, args.pool, args.retention, args.eviction, timing,
-                hosts=args.host, link=args.link * 1e9, progress=not args.quiet,
-            )  # fmt: skip
-            title = f"{name} ({len(workload.requests)} requests), {preset}"
-            print(f"{title}\n{table(new, columns)}\n", flush=True)
-            rows += new
-            if args.json:  # after each grid: a later error or Ctrl-C loses nothing
-                args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    named = zip(args.workload, workloads, strict=True)
+    for (name, workload), preset in itertools.product(named, args.preset):
+        new = run_grid(
+            workload, preset, args.pool, args.retention, args.eviction, timing,
+            hosts=args.host, link=args.link * 1e9, progress=not args.quiet,
+        )  # fmt: skip
+        title = f"{name} ({len(workload.requests)} requests), {preset}"
+        print(f"{title}\n{table(new, columns)}\n", flush=True)
+        rows += new
+        if args.json:  # after each grid: a later error or Ctrl-C loses nothing
+            args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if args.plot:
         save_plot(rows, args.plot)
     return 0
@@ -149,27 +144,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser("bench.replay", __doc__)
-    add = parser.add_argument
+    add, rate = parser.add_argument, number(above=True)
     loaders, generators = ", ".join(LOADERS), ", ".join(GENERATORS)
-    add(
-        "--workload", nargs="+", default=["round-robin"],
-        help=f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,...",
-    )  # fmt: skip
+    source = f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,..."
+    add("--workload", nargs="+", default=["round-robin"], help=source)
     add("--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model")
-    add(
-        "--pool", nargs="+", default=["25%", "50%", "100%"],
-        help="e.g. 64GiB, 10%% of the dense working set, 5000pages",
-    )  # fmt: skip
-    add(
-        "--retention", nargs="+", type=retention, default=["auto"],
-        help="auto, latest, dense, or an interval in tokens; default: auto",
-    )  # fmt: skip
+    sizes = "e.g. 64GiB, 10%% of the dense working set, 5000pages"
+    add("--pool", nargs="+", default=["25%", "50%", "100%"], help=sizes)
+    kept = "auto, latest, dense, or an interval in tokens; default: auto"
+    add("--retention", nargs="+", type=retention, default=["auto"], help=kept)
     add("--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS))
-    add(
-        "--host", nargs="+", default=[], metavar="SIZE",
-        help="host memory behind each pool, in sizes as of --pool; default: none",
-    )  # fmt: skip
-    rate = number(above=True)
+    host = "host memory behind each pool, in sizes as of --pool; default: none"
+    add("--host", nargs="+", default=[], metavar="SIZE", help=host)
     add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")
     add("--limit", type=integer(), help="requests at most")
     add("--seed", type=integer(0, 2**63 - 1), default=0)
@@ -178,7 +164,6 @@ def _parser() -> Parser:
     add("--chunk", type=integer(), default=Timing.chunk, help="tokens of a prefill chunk")
     most = integer(most=65536)
     add("--max-requests", type=most, default=Timing.max_requests, help="at once; 1: one by one")
-    add("--ahead", type=most, default=Timing.ahead, help="waiting requests whose loads may start")
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
     add("--quiet", action="store_true", help="no progress bar")

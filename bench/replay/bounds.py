@@ -4,34 +4,43 @@ A prompt is seen as its aligned segments (equal keys mean equal prefixes). A seg
 is there. That relaxes five rules: resume points exist at every boundary, and neither they nor
 window and state groups take pages; a hit does not need the segments before it; running requests
 hold no page; a request is cached before the next one arrives; a look-up leaves its prompt behind.
-
-Then keeping a segment from one use to its next is an interval worth one segment, and at most
-`capacity` intervals may overlap. Dropping the one that ends last whenever there are too many is
-optimal (Belady 1966, with the freedom not to keep a segment that was just used). So no policy of
-any retention has more hits.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from quire.kvcore import KVCache
 
-from .simulate import Workload
+from .requests import Workload
 
 KEY_BYTES = 32
 NEVER = 1 << 60
+Uses = list[tuple[int, list[bytes]]]
 
 
-def clairvoyant_hits(workload: Workload, cache: KVCache, capacity: int = NEVER) -> int:
-    """Tokens that the best schedule of `capacity` segments takes from the cache.
+def segment_uses(workload: Workload, cache: KVCache) -> Uses:
+    """(segments that a hit may have, keys of prompt and answer) of each request."""
+    return [
+        (
+            (request.input - 1) // cache.alignment,
+            [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)],
+        )
+        for request, keys in zip(workload.requests, workload.chains(cache), strict=True)
+    ]
 
-    Args:
-        cache: any cache of the model; gives the alignment.
-        capacity: segments; the default keeps all of them.
+
+def clairvoyant_hits(uses: Uses, capacity: int = NEVER) -> int:
+    """Segments that the best schedule of ``capacity`` segments takes from the cache.
+
+    Keeping a segment from one use to its next is an interval worth one segment, and at most
+    ``capacity`` intervals may overlap. Dropping the one that ends last whenever there are too many
+    is optimal. So no policy of any retention has more hits.
+
+    Source: Belady 1966, with the freedom not to keep a segment that was just used.
     """
-    uses = segment_uses(workload, cache)
-    following: list[list[int]] = []
+    following: list[Sequence[int]] = []
     later: dict[bytes, int] = {}  # -> next request that can hit it; NEVER if it is recomputed first
     for i in range(len(uses) - 1, -1, -1):
         usable, keys = uses[i]
@@ -52,18 +61,7 @@ def clairvoyant_hits(workload: Workload, cache: KVCache, capacity: int = NEVER) 
             use, key = heapq.heappop(heap)
             if kept.get(key) == -use:
                 del kept[key]
-    return hits * cache.alignment
-
-
-def segment_uses(workload: Workload, cache: KVCache) -> list[tuple[int, list[bytes]]]:
-    """(segments that a hit may have, keys of prompt and answer) of each request."""
-    return [
-        (
-            (request.input - 1) // cache.alignment,
-            [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)],
-        )
-        for request, keys in zip(workload.requests, workload.chains(cache), strict=True)
-    ]
+    return hits
 
 
 def dense_working_set(workload: Workload, cache: KVCache) -> int:

@@ -13,16 +13,13 @@ from quire.kvcore import LRU, Adaptive, EvictionPolicy, GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
 from quire.models.progress import tqdm
 
-from .bounds import NEVER, clairvoyant_hits, dense_working_set
-from .engine import Engine
+from .bounds import NEVER, clairvoyant_hits, dense_working_set, segment_uses
+from .host import HostMemory
 from .presets import PRESETS
-from .simulate import Timing, Workload, replay
-from .tiers import TierMemory
+from .requests import Workload
+from .simulate import Replay, Timing, replay
 
-EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LRU,
-    "adaptive": Adaptive,
-}
+EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "adaptive": Adaptive}
 Row = dict[str, Any]
 
 
@@ -42,13 +39,12 @@ def pool_pages(
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|%|pages)", text)
     if found is None or not 0 < float(found[1]) < 2**31:
         raise ValueError(f"{name}: expected e.g. 64GiB, 10% or 5000pages, got {text!r}")
-    amount, unit = float(found[1]), found[2]
-    if unit == "pages":
-        return max(1, int(amount))
-    cache = empty_cache(groups, workload)
-    if unit == "GiB":
-        return max(1, int(amount * 2**30) // cache.layout.page_bytes)
-    return max(1, int(dense_working_set(workload, cache) * amount / 100))
+    amount, cache = float(found[1]), empty_cache(groups, workload)
+    if found[2] == "GiB":
+        amount = amount * 2**30 / cache.layout.page_bytes
+    elif found[2] == "%":
+        amount = dense_working_set(workload, cache) * amount / 100
+    return max(1, int(amount))
 
 
 def run_grid(
@@ -74,11 +70,12 @@ def run_grid(
     if unknown := set(evictions) - set(EVICTIONS):
         raise ValueError(f"evictions: expected some of {list(EVICTIONS)}, got {sorted(unknown)}")
     groups = PRESETS[preset]
-    layout_of = empty_cache(groups, workload)
-    page_bytes = layout_of.layout.page_bytes
+    empty = empty_cache(groups, workload)
+    page_bytes = empty.layout.page_bytes
     sizes = {pool: pool_pages(pool, groups, workload) for pool in pools}
     host_sizes = {host: pool_pages(host, groups, workload, "host") for host in hosts}
-    counted = counted_requests(workload)
+    lookups = [i for i, r in enumerate(workload.requests) if r.output == 0]
+    counted = lookups or list(range(len(workload.requests)))  # requests with hits that count
     common: Row = {"workload": workload.name, "preset": preset}
     num_replays = len(retentions) * (len(evictions) * len(pools) * (1 + len(hosts)) + 1)
     total = num_replays * len(workload.requests)
@@ -90,58 +87,43 @@ def run_grid(
         policy = EVICTIONS[eviction] if pool else LRU
         bar.set_description(f"{preset} {retention} {eviction} {pool or ''} {host or ''}")
 
-        def behind(cache: KVCache) -> TierMemory:
-            return TierMemory(
-                cache, host=host_sizes[host], link=link, prefill_rate=timing.prefill_rate,
-                chunk=timing.chunk, policy=None if eviction == "adaptive" else policy,
+        def behind(cache: KVCache) -> HostMemory:
+            return HostMemory(
+                cache, num_pages=host_sizes[host], link=link, prefill_rate=timing.prefill_rate,
+                chunk=timing.chunk, policy=None if eviction == "adaptive" else policy(),
             )  # fmt: skip
 
-        engine = replay(
+        run = replay(
             workload, groups, num_pages=pages + 1, timing=timing, retention=retention,
             policy=policy(), behind=None if host is None else behind, progress=bar.update,
         )  # fmt: skip
         row = {**common, "retention": retention, "eviction": eviction, "pool": pool}
         row["pool_bytes"] = pages * page_bytes if pool else None
-        row |= measured(engine, counted)
-        if engine.behind is not None:
+        row |= measured(run, counted)
+        if run.host is not None:
             row |= {"host": host, "host_bytes": host_sizes[host] * page_bytes, "link": link}
-            row |= engine.behind.report() | {"stalled_s": engine.stalled}
-            from_device = np.minimum(engine.from_device, engine.hits)
-            row["device_tokens"] = int(from_device[counted].sum())
+            row |= run.host.report() | {"stalled_s": run.loading}
+            row["device_tokens"] = int(np.minimum(run.from_device, run.hits)[counted].sum())
         return row
 
     rows: list[Row] = []
     with bar:
         for retention in retentions:
-            pages = enough_pages(layout_of, workload, retention)
-            best = one(retention, "infinite", pages, None)
-            best["recomputed_tokens"] = 0
-            rows.append(best)
-            for pool, pages in sizes.items():
-                for host, eviction in itertools.product((None, *hosts), evictions):
-                    row = one(retention, eviction, pages, pool, host)
-                    row["recomputed_tokens"] = best["hit_tokens"] - row["hit_tokens"]
-                    rows.append(row)
-    if len(counted) < len(workload.requests):
+            best = one(retention, "infinite", enough_pages(empty, workload, retention), None)
+            rows.append(best | {"recomputed_tokens": 0})
+            for pool, host, eviction in itertools.product(sizes, (None, *hosts), evictions):
+                row = one(retention, eviction, sizes[pool], pool, host)
+                rows.append(row | {"recomputed_tokens": best["hit_tokens"] - row["hit_tokens"]})
+    if lookups:
         return rows  # the bounds count all requests, not look-ups alone
-    per_segment = layout_of.layout.pages_per_segment
-    bounds: list[tuple[str, str | None, int, int | None]] = [
-        ("clairvoyant", pool, pages // per_segment, pages * page_bytes)
-        for pool, pages in sizes.items()
-    ]
-    prompt_tokens = sum(r.input for r in workload.requests)
-    for name, pool, capacity, pool_bytes in (*bounds, ("infinite", None, NEVER, None)):
-        hits = clairvoyant_hits(workload, layout_of, capacity)
-        row = {**common, "retention": "any", "eviction": name, "pool": pool}
-        row |= {"pool_bytes": pool_bytes, "hit_rate": hits / prompt_tokens, "hit_tokens": hits}
-        rows.append(row)
+    uses, prompt_tokens = segment_uses(workload, empty), sum(r.input for r in workload.requests)
+    for pool, pages in (*sizes.items(), (None, None)):
+        capacity = NEVER if pages is None else pages // empty.layout.pages_per_segment
+        hits = clairvoyant_hits(uses, capacity) * empty.alignment
+        row = {**common, "retention": "any", "eviction": "clairvoyant" if pool else "infinite"}
+        row |= {"pool": pool, "pool_bytes": None if pages is None else pages * page_bytes}
+        rows.append(row | {"hit_rate": hits / prompt_tokens, "hit_tokens": hits})
     return rows
-
-
-def counted_requests(workload: Workload) -> list[int]:
-    """Requests with hits that count: the look-ups if there are any, else all."""
-    lookups = [i for i, r in enumerate(workload.requests) if r.output == 0]
-    return lookups or list(range(len(workload.requests)))
 
 
 def enough_pages(cache: KVCache, workload: Workload, retention: str | int) -> int:
@@ -157,21 +139,19 @@ def enough_pages(cache: KVCache, workload: Workload, retention: str | int) -> in
     return pages
 
 
-def measured(engine: Engine, counted: list[int]) -> Row:
+def measured(run: Replay, counted: list[int]) -> Row:
     """Figures of one replay."""
-    requests, stats = engine.requests, engine.cache.stats()
-    lengths = np.array([requests[i].input for i in counted])
-    hits = engine.hits[counted]
+    requests, stats = run.requests, run.cache.stats()
+    lengths, hits = np.array([requests[i].input for i in counted]), run.hits[counted]
     ran = [i for i, r in enumerate(requests) if r.output]
-    ttft = engine.ttft[ran]
     tokens = sum(requests[i].input + requests[i].output for i in ran)
     return {
         "hit_rate": float(hits.sum() / lengths.sum()),
         "mean_hit": float((hits / lengths).mean()),
         "hit_tokens": int(hits.sum()),
-        "ttft_p50": float(np.percentile(ttft, 50)),
-        "ttft_p99": float(np.percentile(ttft, 99)),
-        "tokens_per_s": float(tokens / max(engine.makespan, 1e-9)),
+        "ttft_p50": float(np.percentile(run.ttft[ran], 50)),
+        "ttft_p99": float(np.percentile(run.ttft[ran], 99)),
+        "tokens_per_s": float(tokens / max(run.makespan, 1e-9)),
         "evicted_resume_points": stats["evicted_resume_points"],
         "evicted_segments": stats["evicted_segments"],
     }

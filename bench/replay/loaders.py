@@ -5,10 +5,8 @@
   linked by ``parent_chat_id``.
 * Weka: agentic coding sessions, one JSON object each (a file, a folder of files, or one a line).
   Ids of `block_size` prompt tokens belong to one session unless ``hash_id_scope`` is "global".
-  Requests of subagents are nested in those of their parent.
 
-Files with names that end in ``.xz`` are decompressed. Loaders raise ValueError naming file, line
-and the fault.
+Files ending in ``.xz`` are decompressed. A ValueError names file, line and fault.
 """
 
 from __future__ import annotations
@@ -42,18 +40,18 @@ def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
     for where, row in read_objects(path):
         if len(requests) == limit:
             break
-        chat, parent = (
-            value_of(row, "chat_id", int, where),
-            value_of(row, "parent_chat_id", int, where),
-        )
+        chat = value_of(row, "chat_id", int, where)
+        parent = value_of(row, "parent_chat_id", int, where)
         session = sessions[chat] = sessions.get(parent, len(requests))
-        fields = ("timestamp", "input_length", "output_length", "hash_ids")
-        requests.append(_request(row, fields, where, session, BAILIAN_BLOCK, number))
+        arrival = value_of(row, "timestamp", (int, float), where)
+        lengths = [value_of(row, f"{part}_length", int, where) for part in ("input", "output")]
+        ids = value_of(row, "hash_ids", list, where)
+        requests.append(_request(where, arrival, session, lengths, ids, BAILIAN_BLOCK, number))
     return expect_some(requests, path)
 
 
 def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
-    """The first `limit` requests of Weka sessions, in the order of their times.
+    """The first `limit` requests of Weka sessions and their subagents, in the order of their times.
 
     Each session starts at its own recorded time. A prompt whose last, partial block has no id ends
     in tokens of its own.
@@ -75,9 +73,12 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
             )
         name = "" if scope == "global" else str(trace.get("id", session))
         for row in _calls(trace, where):
-            tail = ("tail", session, len(requests))
-            fields = ("t", "in", "out", "hash_ids")
-            requests.append(_request(row, fields, where, session, size, number, name, tail))
+            arrival = value_of(row, "t", (int, float), where)
+            lengths = [value_of(row, part, int, where) for part in ("in", "out")]
+            ids = value_of(row, "hash_ids", list, where)
+            if lengths[0] % size and len(ids) == lengths[0] // size:
+                ids = [*ids, ("tail", session, len(requests))]
+            requests.append(_request(where, arrival, session, lengths, ids, size, number, name))
     requests.sort(key=lambda r: r.arrival)
     return expect_some(requests[:limit], path)
 
@@ -101,23 +102,12 @@ def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 
 def _request(
-    row: dict[str, Any], fields: tuple[str, str, str, str], where: str, session: int, size: int,
-    number: Numbering, scope: str = "", tail: object = None,
+    where: str, arrival: float, session: int, lengths: list[int], ids: list[Any], size: int,
+    number: Numbering, scope: str = "",
 ) -> Request:  # fmt: skip
-    """The request of a row; `fields` name its time, lengths and ids; `tail`: id of a last block."""
-    time, length, answer, blocks = fields
-    arrival = value_of(row, time, (int, float), where)
-    input, output = value_of(row, length, int, where), value_of(row, answer, int, where)
-    ids = list(value_of(row, blocks, list, where))
-    if tail is not None and input % size and len(ids) == input // size:
-        ids.append(tail)
-    needed = -(-input // size)
-    if len(ids) < needed:
-        raise ValueError(
-            f"trace: {where}: hash_ids: expected {needed} ids for {input} tokens, got {len(ids)}"
-        )
-    output = output or 1  # an output of 0 would be a look-up
+    """The request of a row. An answer of 0 tokens would be a look-up: it becomes 1."""
     try:
-        return Request(float(arrival), session, input, output, number(ids[:needed]), size, scope)
+        known = number(ids[: -(-lengths[0] // size)])
+        return Request(float(arrival), session, lengths[0], lengths[1] or 1, known, size, scope)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"trace: {where}: {error}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..common.results import require_matplotlib
+import numpy as np
+
 from .experiment import Row
 
 
@@ -15,7 +16,6 @@ def save_plot(rows: list[Row], path: str | Path) -> None:
         ImportError: matplotlib is missing.
         OSError, ValueError: the file cannot be written, or has an unknown suffix.
     """
-    require_matplotlib(path)
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -23,21 +23,18 @@ def save_plot(rows: list[Row], path: str | Path) -> None:
     cases = list(dict.fromkeys((r["workload"], r["preset"]) for r in rows))
     figure = Figure(figsize=(5.2 * len(cases), 6.4), layout="constrained")
     axes = figure.subplots(2, len(cases), squeeze=False)
-    for column, case in enumerate(cases):
-        hit, ttft = axes[:, column]
+    for case, (hit, ttft) in zip(cases, np.transpose(axes), strict=True):
         lines: dict[tuple[object, str], list[Row]] = {}
         for row in (r for r in rows if (r["workload"], r["preset"]) == case):
             lines.setdefault((row["retention"], row["eviction"]), []).append(row)
-        bounds_last = sorted(lines.items(), key=lambda item: item[0][1] == "infinite")
-        for (retention, eviction), line in bounds_last:
+        for (retention, eviction), line in lines.items():
             if eviction == "infinite":
-                x, side = (0, "left") if retention == "any" else (1, "right")  # both may be close
                 level = line[0]["hit_rate"]
                 hit.axhline(level, color="gray", linewidth=0.8, linestyle="--")
-                hit.annotate(
-                    f" infinite pool, {retention} ", (x, level), xycoords=("axes fraction", "data"),
-                    ha=side, va="bottom", fontsize=7, color="gray",
-                )  # fmt: skip
+                x, side = (0, "left") if retention == "any" else (1, "right")  # both may be close
+                label = f" infinite pool, {retention} "
+                place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom"}
+                hit.annotate(label, (x, level), fontsize=7, color="gray", **place)
                 continue
             line.sort(key=lambda r: r["pool_bytes"])
             x = [r["pool_bytes"] / 2**30 for r in line]
@@ -54,6 +51,6 @@ def save_plot(rows: list[Row], path: str | Path) -> None:
         ttft.set(xlabel="pool, GiB", ylabel="time to first token, p50, s", ylim=(0, None))
         for ax in (hit, ttft):
             ax.grid(alpha=0.3)
-    date = {"Date": None} if str(path).endswith(".svg") else None
     with matplotlib.rc_context({"svg.hashsalt": "quire"}):  # the same bytes every time
+        date = {"Date": None} if str(path).endswith(".svg") else None
         figure.savefig(path, dpi=110, metadata=date)

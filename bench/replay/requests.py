@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.kvcore import KVCache, Prompt
+
 from ..common.traces import MAX_LENGTH
 
 ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prompt repeats
@@ -23,9 +25,8 @@ class Request:
         input, output: tokens. Output 0 is a look-up: it asks for a hit and runs nothing.
         ids: [n] int64, one for each block of `ids_block_size` tokens; equal ids after equal
             prefixes stand for equal tokens. The first ceil(input / ids_block_size) cover the
-            prompt. More of them go on into a known answer.
-        scope: requests of different scopes share nothing (a tenant, or a trace with ids of its own
-            in each session).
+            prompt; further ones go on into a known answer.
+        scope: requests of different scopes share nothing (tenants, or ids local to a session).
     """
 
     arrival: float
@@ -44,20 +45,17 @@ class Request:
             raise ValueError(f"request: expected at most {MAX_LENGTH} tokens, got {lengths}")
         if not math.isfinite(self.arrival):
             raise ValueError(f"arrival: expected a finite time, got {self.arrival}")
-        needed = -(-self.input // self.ids_block_size)
-        if len(self.ids) < needed:
+        needed, found = -(-self.input // self.ids_block_size), len(self.ids)
+        if found < needed:
             raise ValueError(
-                f"ids: expected {needed} ids for {self.input} tokens, got {len(self.ids)}"
+                f"hash_ids: expected {needed} ids for {self.input} tokens, got {found}"
             )
 
     def tokens(self, number: int) -> np.ndarray:
-        """Token ids of prompt and answer.
+        """Token ids [input + output] int32 of prompt and answer.
 
         Args:
             number: place of the request in the trace; makes the tokens of an unknown answer unique.
-
-        Returns:
-            [input + output] int32.
         """
         size, length = self.ids_block_size, self.input + self.output
         known = min(len(self.ids) * size, length)
@@ -76,13 +74,49 @@ class Numbering:
         self._numbers: dict[object, int] = {}
 
     def __call__(self, ids: Sequence[object]) -> np.ndarray:
-        """Numbers of `ids`, [n] int64, equal for equal ids.
-
-        Raises:
-            ValueError: there are more distinct ids than tokens can tell apart.
-        """
+        """Numbers [n] int64, equal for equal ids; raises ValueError for too many distinct ids."""
         numbers = self._numbers
         result = np.array([numbers.setdefault(i, len(numbers)) for i in ids], dtype=np.int64)
         if len(numbers) > self._limit:
             raise ValueError(f"ids: expected at most {self._limit} distinct ones, got more")
         return result
+
+
+@dataclass
+class Workload:
+    """A trace in the order of arrival.
+
+    Attributes:
+        name: title of tables and pictures.
+        requests: sorted by arrival.
+    """
+
+    name: str
+    requests: list[Request]
+    _prompts: dict[int, list[Prompt]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ValueError(f"requests: expected at least one in workload {self.name!r}")
+        self.requests.sort(key=lambda r: r.arrival)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(r.input + r.output for r in self.requests)
+
+    def prompts(self, cache: KVCache) -> list[Prompt]:
+        """Hashed prompts, computed once for all caches of this alignment."""
+        if cache.alignment not in self._prompts:
+            self._prompts[cache.alignment] = [
+                cache.match(r.tokens(i)[: r.input], salt=r.scope.encode()).prompt
+                for i, r in enumerate(self.requests)
+            ]
+        return self._prompts[cache.alignment]
+
+    def chains(self, cache: KVCache) -> list[bytes]:
+        """Keys of each prompt with its answer, 32 bytes a segment."""
+        return [
+            cache.match(r.tokens(i), salt=r.scope.encode()).prompt.keys
+            for i, r in enumerate(self.requests)
+        ]

@@ -1,76 +1,157 @@
-"""Requests through a `KVCache` on a simulated clock."""
+"""Serve requests from a `KVCache` on a simulated clock.
+
+Prompts are computed one at a time, in chunks and in the order of arrival; answers are decoded beside
+them. A request starts when there is a slot. It takes the pages of its whole answer when its prompt
+is computed, so that no answer is ever interrupted. A load from host memory comes before its prompt,
+and holds up those behind it. Nothing is random.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from quire.kvcore import GroupSpec, KVCache, Prompt
+import numpy as np
 
-from .engine import Engine, Timing
-from .requests import Request
-from .tiers import TierMemory
+from quire.kvcore import GroupSpec, KVCache, StepPlan
 
-__all__ = ["Timing", "Workload", "replay"]
+from .host import HostMemory
+from .requests import Request, Workload
+
+__all__ = ["Replay", "Timing", "Workload", "replay"]
 
 
-@dataclass
-class Workload:
-    """A trace in the order of arrival; its keys are computed once for each alignment.
+@dataclass(frozen=True)
+class Timing:
+    """Rates and limits of the engine.
 
     Attributes:
-        name: title of tables and pictures.
-        requests: sorted by arrival.
+        prefill_rate: prompt tokens a second, of all requests together.
+        decode_rate: answer tokens a second, of each request.
+        chunk: tokens of a prefill chunk.
+        max_requests: requests at once.
     """
 
-    name: str
-    requests: list[Request]
-    _prompts: dict[int, list[Prompt]] = field(default_factory=dict, repr=False)
-    _chains: dict[int, list[bytes]] = field(default_factory=dict, repr=False)
+    prefill_rate: float = 20_000.0
+    decode_rate: float = 50.0
+    chunk: int = 8192
+    max_requests: int = 64
 
     def __post_init__(self) -> None:
-        if not self.requests:
-            raise ValueError(f"requests: expected at least one in workload {self.name!r}")
-        self.requests.sort(key=lambda r: r.arrival)
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}: expected > 0, got {value}")
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt with its answer."""
-        return max(r.input + r.output for r in self.requests)
 
-    def prompts(self, cache: KVCache) -> list[Prompt]:
-        """Hashed prompts, for any cache of this alignment."""
-        if cache.alignment not in self._prompts:
-            self._prompts[cache.alignment] = [
-                cache.match(r.tokens(i)[: r.input], salt=r.scope.encode()).prompt
-                for i, r in enumerate(self.requests)
-            ]
-        return self._prompts[cache.alignment]
+class Replay:
+    """A run of a workload, and its figures.
 
-    def chains(self, cache: KVCache) -> list[bytes]:
-        """Keys of each prompt and its answer, 32 bytes a segment."""
-        if cache.alignment not in self._chains:
-            self._chains[cache.alignment] = [
-                cache.match(r.tokens(i), salt=r.scope.encode()).prompt.keys
-                for i, r in enumerate(self.requests)
-            ]
-        return self._chains[cache.alignment]
+    Attributes:
+        cache, host: the pool and the memory behind it; host None: there is none.
+        requests: [n], sorted by arrival.
+        hits, from_device: [n] prompt tokens taken from the cache, and those that no load brought.
+        ttft: [n] seconds to the first token; 0 for look-ups.
+        makespan: seconds from the first arrival to the end of the last answer.
+        loading: seconds of all loads.
+    """
+
+    def __init__(
+        self, workload: Workload, cache: KVCache, timing: Timing, host: HostMemory | None
+    ) -> None:
+        self.cache, self.host, self.requests = cache, host, workload.requests
+        self._timing, self._prompts = timing, workload.prompts(cache)
+        n = len(self.requests)
+        self.hits, self.from_device = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.ttft, self.makespan, self.loading = np.zeros(n), 0.0, 0.0
+        self._now = 0.0
+        self._ends: list[tuple[float, int]] = []  # of answers: (time, request)
+
+    def run(self, progress: Callable[[int], object]) -> None:
+        """Serve every request; ``progress`` is called with 1 after each."""
+        for number, request in enumerate(self.requests):
+            self._advance(request.arrival)
+            self._serve(number, request)
+            progress(1)
+        while self._ends:
+            self._advance(self._ends[0][0])
+        self.makespan = self._now - self.requests[0].arrival
+
+    def _advance(self, time: float) -> None:
+        """Go on to ``time``; answers that end on the way are released."""
+        while self._ends and self._ends[0][0] <= time:
+            end, number = heapq.heappop(self._ends)
+            self._now = max(self._now, end)
+            self.cache.release(number)
+            self._store()
+        self._now = max(self._now, time)
+
+    def _store(self) -> None:
+        if self.host is not None:
+            self.host.store()
+
+    def _serve(self, number: int, request: Request) -> None:
+        """Compute a prompt and start its answer; a look-up asks for its hit alone."""
+        cache, prompt = self.cache, self._prompts[number]
+        if request.output == 0:
+            self.hits[number] = self.from_device[number] = cache.match(prompt).num_tokens
+            return
+        while not cache.num_free_slots:
+            self._advance(self._ends[0][0])
+        self.from_device[number] = cache.match(prompt).num_saved_tokens
+        if self.host is not None:
+            self._load(self.host, number)
+        slot = cache.admit(number, cache.match(prompt))
+        start = self.hits[number] = int(cache.num_computed[slot])
+        tokens = request.tokens(number)
+        while start < len(tokens):
+            end = request.input if start < request.input else len(tokens)
+            count = self._compute(number, slot, tokens[start:end])
+            if start < request.input:
+                self._advance(self._now + count / self._timing.prefill_rate)
+            self._store()
+            start += count
+        self.ttft[number] = self._now - request.arrival
+        answered = self._now + request.output / self._timing.decode_rate
+        heapq.heappush(self._ends, (answered, number))
+
+    def _load(self, host: HostMemory, number: int) -> None:
+        """Load what the host has of a prompt; wait for answers to end while there is no room."""
+        seconds = host.load(self._prompts[number])
+        while seconds is None and self._ends:
+            self._advance(self._ends[0][0])
+            seconds = host.load(self._prompts[number])
+        self._advance(self._now + (seconds or 0.0))
+        self.loading += seconds or 0.0
+
+    def _compute(self, number: int, slot: int, tokens: np.ndarray) -> int:
+        """Put the next chunk of ``tokens`` into pages; returns its length."""
+        [count] = self.cache.cut([slot], [min(self._timing.chunk, len(tokens))]).tolist()
+        plan = self.cache.plan([slot], [count])
+        while not isinstance(plan, StepPlan):
+            if not self._ends:
+                request = self.requests[number]
+                length = request.input + request.output
+                raise ValueError(
+                    f"pool: expected room for request {number} of {length} tokens: {plan}"
+                )
+            self._advance(self._ends[0][0])
+            plan = self.cache.plan([slot], [count])
+        self.cache.commit(plan, tokens[:count])
+        return count
 
 
 def replay(
     workload: Workload, groups: Sequence[GroupSpec], *, num_pages: int, timing: Timing,
     progress: Callable[[int], object] = lambda n: None,
-    behind: Callable[[KVCache], TierMemory] | None = None, **options: object,
-) -> Engine:  # fmt: skip
-    """Serve `workload` from a pool of `num_pages` pages.
+    behind: Callable[[KVCache], HostMemory] | None = None, **options: object,
+) -> Replay:  # fmt: skip
+    """Serve ``workload`` from a pool of ``num_pages`` pages.
 
     Args:
         progress: called with 1 after each request.
-        behind: makes the host tier behind the pool; None: no tier.
-        options: of `KVCache` (retention, policy).
-
-    Returns:
-        The engine, which has the figures.
+        behind: makes the host memory behind the pool; None: no host memory.
+        options: arguments of `KVCache` (retention, policy).
 
     Raises:
         ValueError: a request alone does not fit the pool.
@@ -79,7 +160,6 @@ def replay(
         groups, num_pages=num_pages, max_requests=timing.max_requests,
         max_model_len=workload.longest, **options,
     )  # type: ignore[arg-type]  # fmt: skip
-    host = None if behind is None else behind(cache)
-    engine = Engine(cache, timing, workload.requests, workload.prompts(cache), host, progress)
-    engine.run()
-    return engine
+    run = Replay(workload, cache, timing, None if behind is None else behind(cache))
+    run.run(progress)
+    return run

@@ -153,7 +153,7 @@ def test_tokens_of_a_request():
     assert first[:40].tolist() == second[:40].tolist() == known.tokens(0)[:40].tolist()
     assert len(first) == 60 and (first[40:] >= ANSWER_TOKENS).all()
     assert not set(first[40:].tolist()) & set(second[40:].tolist())
-    with pytest.raises(ValueError, match="ids: expected 3 ids for 40 tokens, got 2"):
+    with pytest.raises(ValueError, match="hash_ids: expected 3 ids for 40 tokens, got 2"):
         Request(0.0, 0, 40, 1, np.arange(2), 16)
 
 
