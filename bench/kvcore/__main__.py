@@ -21,33 +21,9 @@ from importlib import metadata
 
 from quire.models.command import Parser, integer, output_file, program
 
-from .measure import (
-    SPECS,
-    Row,
-    decode_step,
-    drafts_step,
-    full_pool,
-    million,
-    pool_bytes,
-    shown,
-    split_lookup,
-)
-from .tiers import entry_times
+from .measure import SPECS, Row, full_pool, show, spec_rows
 
 VLLM_VERSION = "0.33"
-
-
-def spec_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
-    """All figures of one spec."""
-    rows = million(spec, repeats)
-    rows.append(pool_bytes(spec))
-    for n in requests:
-        rows += decode_step(spec, n, steps)
-        rows.append(drafts_step(spec, n, steps))
-    if repeats:
-        rows += split_lookup(spec, 1024)
-        rows += entry_times(spec, 64)
-    return rows
 
 
 def vllm_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
@@ -67,11 +43,6 @@ def vllm_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[
     print(f"vllm {version}:")
     show(rows)
     return [{**r, "name": f"vllm_{r['name']}"} for r in rows]
-
-
-def show(rows: list[Row]) -> None:
-    """Print rows, one a line."""
-    print("\n".join(map(shown, rows)), flush=True)
 
 
 @program
@@ -98,9 +69,7 @@ def _parser() -> Parser:
     add("--spec", choices=[*SPECS, "all"], default="all", help="cache groups")
     add("--repeats", type=integer(0, 10**6), default=3, help="runs of the million-token prompt")
     add("--steps", type=integer(most=10**6), default=300, help="decode steps to time")
-    add(
-        "--requests", type=integer(most=65536), nargs="*", default=[256, 4096],
-        help="decode batch sizes",
-    )  # fmt: skip
+    sizes = {"type": integer(most=65536), "nargs": "*", "default": [256, 4096]}
+    add("--requests", **sizes, help="decode batch sizes")
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     return parser

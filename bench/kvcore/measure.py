@@ -29,33 +29,30 @@ Row = dict[str, object]
 T = TypeVar("T")
 
 
-def row(name: str, spec: str, value: float, unit: str) -> Row:
+def row(name: str, spec: str, value: float, unit: str = "s") -> Row:
     """One figure, in seconds ("s") or bytes ("B")."""
     return {"name": name, "spec": spec, "value": value, "unit": unit}
 
 
-def shown(r: Row) -> str:
-    """One line of the table."""
-    value = float(r["value"])  # type: ignore[arg-type]
-    if r["unit"] == "B":
-        text = f"{value / 2**20:10.1f} MiB" if abs(value) > 1e5 else f"{value:10.1f} B"
-    else:
-        text = f"{value * 1e6:10.1f} us" if value < 1e-3 else f"{value * 1e3:10.2f} ms"
-    return f"{r['name']:<24} {r['spec']:<12} {text}"
+def show(rows: list[Row]) -> None:
+    """Print rows, one a line."""
+    for r in rows:
+        value = float(r["value"])  # type: ignore[arg-type]
+        if r["unit"] == "B":
+            text = f"{value / 2**20:10.1f} MiB" if abs(value) > 1e5 else f"{value:10.1f} B"
+        else:
+            text = f"{value * 1e6:10.1f} us" if value < 1e-3 else f"{value * 1e3:10.2f} ms"
+        print(f"{r['name']:<24} {r['spec']:<12} {text}", flush=True)
 
 
 class Times:
-    """Seconds of calls, by the name of a figure.
-
-    Attributes:
-        seconds: name -> seconds of each call, in order.
-    """
+    """Seconds of calls, by the name of a figure."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
     def run(self, name: str, call: Callable[[], T]) -> T:
-        """Call once, note the time, and return the result."""
+        """Call once, keep the time, and return the result."""
         start = time.perf_counter()
         result = call()
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
@@ -63,7 +60,17 @@ class Times:
 
     def rows(self, spec: str) -> list[Row]:
         """The median of each name."""
-        return [row(name, spec, median(t), "s") for name, t in self.seconds.items()]
+        return [row(name, spec, median(t)) for name, t in self.seconds.items()]
+
+
+def spec_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
+    """All figures of one spec."""
+    rows = million(spec, repeats)
+    rows.append(row("pool_1m_bytes", spec, bytes_of(lambda: million_pages(spec)), "B"))
+    for n in requests:
+        rows += decode_step(spec, n, steps)
+        rows.append(drafts_step(spec, n, steps))
+    return rows + (split_lookup(spec, 1024) if repeats else [])
 
 
 def planned(cache: KVCache, slots: object, counts: object) -> StepPlan:
@@ -78,6 +85,13 @@ def prefill(cache: KVCache, slot: int, tokens: np.ndarray) -> None:
     for start in range(int(cache.num_computed[slot]), len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         cache.commit(planned(cache, [slot], [len(part)]), part)
+
+
+def million_pages(spec: str, retention: str | int = "auto") -> KVCache:
+    """An empty cache of a million pages."""
+    return KVCache(
+        SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION, retention=retention
+    )
 
 
 def million(spec: str, repeats: int) -> list[Row]:
@@ -105,31 +119,24 @@ def million(spec: str, repeats: int) -> list[Row]:
     return times.rows(spec)
 
 
-def million_pages(spec: str, retention: str | int = "auto") -> KVCache:
-    """An empty cache of a million pages."""
-    return KVCache(
-        SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION, retention=retention
-    )
-
-
-def pool_bytes(spec: str) -> Row:
-    """Bytes of a cache of a million pages before its first request."""
+def bytes_of(make: Callable[[], object]) -> int:
+    """Bytes of a new object."""
     tracemalloc.start()
-    cache = million_pages(spec)
+    made = make()  # noqa: F841  it has to live
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert cache.num_pages == MILLION
-    return row("pool_1m_bytes", spec, used, "B")
+    return used
 
 
 def decoding(
-    groups: list[GroupSpec], num_requests: int, num_pages: int, *, context: int = CHUNK,
-    drafts: int = 0,
-) -> tuple[KVCache, np.ndarray]:  # fmt: skip
+    spec: str, num_requests: int, *, context: int = CHUNK, drafts: int = 0
+) -> tuple[KVCache, np.ndarray]:
     """A cache with requests staggered around `context` tokens, and their slots."""
+    reach = [2 * CHUNK if g.kind == "dense" else (g.sliding_window or 0) + 256 for g in SPECS[spec]]
+    pages = sum(-(-n // g.block_size) + 1 for n, g in zip(reach, SPECS[spec], strict=True))
     cache = KVCache(
-        groups, num_pages=num_pages, max_requests=num_requests + 1,
-        max_model_len=context + CHUNK, max_draft_tokens=drafts,
+        SPECS[spec], num_pages=-(-num_requests * pages // MILLION) * MILLION,
+        max_requests=num_requests + 1, max_model_len=context + CHUNK, max_draft_tokens=drafts,
     )  # fmt: skip
     rng = np.random.default_rng(0)
     slots = []
@@ -138,13 +145,6 @@ def decoding(
         slots.append(cache.admit(i, cache.match(tokens)))
         prefill(cache, slots[-1], tokens)
     return cache, np.array(slots)
-
-
-def pool_for(spec: str, num_requests: int) -> int:
-    """Pages for requests of up to two chunks with their window rings, in whole millions."""
-    reach = [2 * CHUNK if g.kind == "dense" else (g.sliding_window or 0) + 256 for g in SPECS[spec]]
-    pages = sum(-(-n // g.block_size) + 1 for n, g in zip(reach, SPECS[spec], strict=True))
-    return -(-num_requests * pages // MILLION) * MILLION
 
 
 def decode_times(cache: KVCache, slots: np.ndarray, steps: int) -> tuple[list[float], list[float]]:
@@ -187,7 +187,7 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
     ``_churn`` is the same where each step has another batch, as in a busy server. ``_add`` is one
     request where pages are reserved one by one.
     """
-    cache, slots = decoding(SPECS[spec], num_requests, pool_for(spec, num_requests))
+    cache, slots = decoding(spec, num_requests)
     plans, totals = decode_times(cache, slots, steps)
     churn = []
     for i in range(max(1, steps // 2)):
@@ -195,11 +195,11 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
         churn += decode_times(cache, batch, 1)[1]
     name = f"decode_step_{num_requests}"
     return [
-        row(name, spec, median(totals), "s"),
-        row(f"{name}_mean", spec, fmean(totals), "s"),
-        row(f"{name}_plan", spec, median(plans), "s"),
-        row(f"{name}_churn", spec, median(churn), "s"),
-        row(f"{name}_add", spec, median(reserve_times(cache, slots, steps)), "s"),
+        row(name, spec, median(totals)),
+        row(f"{name}_mean", spec, fmean(totals)),
+        row(f"{name}_plan", spec, median(plans)),
+        row(f"{name}_churn", spec, median(churn)),
+        row(f"{name}_add", spec, median(reserve_times(cache, slots, steps))),
         row(f"{name}_garbage", spec, garbage(cache, slots, steps), "B"),
     ]
 
@@ -224,15 +224,13 @@ def garbage(cache: KVCache, slots: np.ndarray, steps: int) -> float:
 
 def drafts_step(spec: str, num_requests: int, steps: int) -> Row:
     """Plan and commit of four tokens a request, of which up to three are rejected at random."""
-    cache, slots = decoding(SPECS[spec], num_requests, pool_for(spec, num_requests), drafts=3)
+    cache, slots = decoding(spec, num_requests, drafts=3)
     counts, ids = np.full(len(slots), 4), np.zeros(4 * len(slots), dtype=np.int32)
-    rng, times = np.random.default_rng(0), Times()
+    rng, times, name = np.random.default_rng(0), Times(), f"drafts_step_{num_requests}"
     for _ in range(steps):
         accepted = rng.integers(1, 5, len(slots))
-        times.run(
-            f"drafts_step_{num_requests}",
-            lambda a=accepted: cache.commit(planned(cache, slots, counts), ids, a),
-        )
+        call = lambda a=accepted: cache.commit(planned(cache, slots, counts), ids, a)  # noqa: E731
+        times.run(name, call)
     return times.rows(spec)[0]
 
 
@@ -273,6 +271,5 @@ def full_pool(repeats: int) -> list[Row]:
                 times.append(time.perf_counter() - start)
             cache.commit(plan, tokens)
             cache.release("a")
-        name = f"plan_8k_full_{policy.__name__.lower()}"
-        rows.append(row(name, "dense-16", median(times), "s"))
+        rows.append(row(f"plan_8k_full_{policy.__name__.lower()}", "dense-16", median(times)))
     return rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import tracemalloc
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -47,7 +46,8 @@ def rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
             million(spec, times)
         for num_requests in requests:
             decode_step(spec, num_requests, steps, times)
-        return [*times.rows(spec), pool_bytes(spec)]
+        made = measure.bytes_of(lambda: build(spec, measure.MILLION))
+        return [*times.rows(spec), row("pool_1m_bytes", spec, made, "B")]
     finally:
         gc.unfreeze()
 
@@ -115,15 +115,6 @@ def million(spec: str, times: Times) -> None:
     manager.evict_blocks({b.block_id for b in cached if get_group_id(b.block_hash) > 0})
     _, hit, dense = times.run("lookup_1m_tails_gone", lambda: look_up(request))
     assert (hit, dense) == (0, longest), (hit, dense)
-
-
-def pool_bytes(spec: str) -> Row:
-    """Bytes of a manager of a million blocks before its first request."""
-    tracemalloc.start()
-    manager = build(spec, measure.MILLION)  # noqa: F841  it has to live
-    used = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    return row("pool_1m_bytes", spec, used, "B")
 
 
 def decode_step(spec: str, num_requests: int, steps: int, times: Times) -> None:

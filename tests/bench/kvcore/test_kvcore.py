@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from quire.bench import kvcore
-from quire.bench.kvcore import measure, tiers
+from quire.bench.kvcore import measure
 from quire.bench.kvcore.__main__ import VLLM_VERSION, main, vllm_rows
 
 STEP = ("", "_mean", "_plan", "_churn", "_add", "_garbage")
@@ -17,7 +17,6 @@ PROMPT = (
     "pool_1m_build", "hash_1m", "admit_1m_interval", "release_1m", "lookup_1m_hit",
     "admit_1m_dense", "lookup_1m_tails_gone",
 )  # fmt: skip
-TIERS = [f"{tier}_{call}" for tier in ("tier", "tier_batch", "tier_chain") for call in tiers.CALLS]
 
 
 def test_rows_of_the_command(tmp_path, capsys):
@@ -38,8 +37,8 @@ def test_rows_of_the_command(tmp_path, capsys):
 def test_other_figures(spec, monkeypatch):
     """Each function checks what it measures; here on smaller prompts and pools."""
     monkeypatch.setattr(measure, "MILLION", 1 << 17)
-    rows = measure.million(spec, 1) + measure.split_lookup(spec, 8) + tiers.entry_times(spec, 2)
-    assert [r["name"] for r in rows] == [*PROMPT, "lookup_whole_8", "lookup_left_8", *TIERS]
+    rows = measure.million(spec, 1) + measure.split_lookup(spec, 8)
+    assert [r["name"] for r in rows] == [*PROMPT, "lookup_whole_8", "lookup_left_8"]
     assert all(0 < r["value"] < 10 and (r["spec"], r["unit"]) == (spec, "s") for r in rows)
 
 
@@ -53,7 +52,7 @@ def test_a_full_pool_makes_room(monkeypatch):
 
 @pytest.mark.parametrize("spec", measure.SPECS)
 def test_a_decode_step_leaves_no_garbage(spec):
-    cache, slots = measure.decoding(measure.SPECS[spec], 16, 10_000, context=512)
+    cache, slots = measure.decoding(spec, 16, context=512)
     left = measure.garbage(cache, slots, 200)
     assert abs(left) < 16 * 4, "a few bytes a request would be noticed"
     kept = []
