@@ -27,9 +27,8 @@ These run the prompts once more, and print both runs side by side or how they di
     --host-cache            without the host memory that keeps what leaves the pool
     --speculate             without a drafter: "ngram" repeats earlier text, "mtp" is the model's
                             own drafter layer (random weights: `bench.prefill_decode.build`)
-    --tensor-parallel-size  on N ranks of this machine, each with a part of the model, with the
-                            bytes that a rank sends, against the least possible, and the context
-                            that a pool of the same bytes holds
+    --tensor-parallel-size  on N ranks of this machine, each with a part of the model, and the
+                            context that a pool of the same bytes holds
 
 With --kv-cache-dtype fp8, the keys and values that a query sees rounded depend on how its prompt was
 cut into steps, so outputs may differ with caching off: only the requests that are checked anyway
@@ -114,10 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_cache_dtype=args.kv_cache_dtype,
         )
         if args.tensor_parallel_size is not None:
-            # Says what does not fit.
-            built.model.config.shard(args.tensor_parallel_size)
-        workload = _workload(args, built)
-        result = measure(args, built, workload, _settings(args, device, workload))
+            built.model.config.shard(args.tensor_parallel_size)  # raises if it cannot
+        result = measure(args, built, _workload(args, built))
         write_json(args.json, result, indent=2)
         print(header(result), table(result), sep="\n\n")
         if args.split:
@@ -134,37 +131,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(
-    args: argparse.Namespace, built: BenchModel, workload: Workload, settings: EngineConfig
-) -> dict[str, Any]:
+def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> dict[str, Any]:
     """Run, check and measure; returns the dictionary of `bench.prefill_decode.report`.
 
     --json is written whenever a run has been checked. With --split N all numbers but the split of
     CPU time are those of the first run.
 
     Raises:
-        WrongOutput; what the engine raises.
+        WrongOutput, and the errors of the engine.
     """
-    model, dtype = built.model, settings.kv_cache_dtype
+    model, dtype, drafts = built.model, args.kv_cache_dtype, args.draft_tokens or 1
 
     def drafter() -> Drafter | None:
-        return DRAFTERS[args.speculate](model, args.draft_tokens or 1) if args.speculate else None
-
-    def keep(result: dict[str, Any]) -> None:
-        write_json(args.json, result, final=False, indent=2)
+        return DRAFTERS[args.speculate](model, drafts) if args.speculate else None
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
-    without = replace(settings, host_cache_gib=None)
-    warmed = _run(built, warm, without, "warm-up", drafter=drafter())
+    settings = _settings(args, model.device, workload)
+    warmed = _run(built, warm, replace(settings, host_cache_gib=None), "warm-up", drafter=drafter())
     # One size for all engines: what is free is not quite the same for each.
-    settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
+    settings = replace(settings, num_pages=warmed.num_pages)
+    without = replace(settings, host_cache_gib=None)
+    others = replace(settings, impl=args.compare)
     if args.compare:
-        others = replace(settings, impl=args.compare)
         _run(built, warm, others, f"warm-up, {args.compare}", drafter=drafter())
 
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
-    prompts = cached.prompts
-    sampled = sample(cached.outputs, args.check)
+    prompts, sampled = cached.prompts, sample(cached.outputs, args.check)
     check = _check(built, cached, sampled, dtype)
     # Over pages of e4m3 outputs may differ, and only those that are checked anyway are checked.
     among = cached.outputs if dtype == "auto" else sampled
@@ -173,6 +165,18 @@ def measure(
 
     def numbers(run: Run) -> dict[str, Any]:
         return metrics(run, model, rates, kv_cache_dtype=dtype)
+
+    def again(settings: EngineConfig, label: str, drafter: Drafter | None) -> Run:
+        """Run the same prompts once more, when what is known so far is written."""
+        write_json(args.json, result, final=False, indent=2)
+        return _run(built, workload, settings, label, prompts, drafter)
+
+    def check_differing(other: Run) -> None:
+        """Check, in both runs, the requests whose outputs differ."""
+        one, two = cached.outputs, other.outputs
+        keys = [key for key in among if one[key].token_ids != two[key].token_ids]
+        for run in (cached, other):
+            _check(built, run, keys, dtype)
 
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -211,40 +215,33 @@ def measure(
         "cached": numbers(cached),
         **dict.fromkeys(("uncached", "comparison", "speculation", "tiers", "ranks", "other_impl")),
     }
-    if settings.host_cache_gib is not None:
-        keep(result)
-        other = _run(built, workload, without, "without tiers", prompts)
-        _check_differing(built, cached, other, among, dtype)
-        result["tiers"] = tiers(settings, cached, other, numbers(other))
+    if args.host_cache is not None:
+        other = again(without, "without tiers", None)
+        check_differing(other)
+        compared = {"without": numbers(other), "comparison": comparison(cached, other)}
+        result["tiers"] = {"host_gib": args.host_cache, **tiers(cached), **compared}
     if not args.no_baseline:
-        keep(result)
-        off = replace(without, enable_caching=False)
-        other = _run(built, workload, off, "caching off", prompts, drafter=drafter())
-        _check_differing(built, cached, other, among, dtype)
+        other = again(replace(without, enable_caching=False), "caching off", drafter())
+        check_differing(other)
         result |= {"uncached": numbers(other), "comparison": comparison(cached, other)}
     if args.speculate:
-        keep(result)
-        other = _run(built, workload, settings, "no drafts", prompts)
-        _check_differing(built, cached, other, among, dtype)
-        result["speculation"] = speculation(args.speculate, args.draft_tokens or 1, cached, other)
+        other = again(settings, "no drafts", None)
+        check_differing(other)
+        result["speculation"] = speculation(args.speculate, drafts, cached, other)
     if args.compare:
-        keep(result)
-        other = _run(built, workload, others, args.compare, prompts, drafter=drafter())
+        other = again(others, args.compare, drafter())
         _check(built, other, sampled, dtype)
-        same = comparison(other, cached)
-        result["other_impl"] = {"impl": args.compare, "run": numbers(other), "comparison": same}
+        compared = {"run": numbers(other), "comparison": comparison(other, cached)}
+        result["other_impl"] = {"impl": args.compare, **compared}
     if args.tensor_parallel_size:
-        keep(result)
+        write_json(args.json, result, final=False, indent=2)
         parallel = replace(settings, tensor_parallel_size=args.tensor_parallel_size)
-        other, sent = run_on_ranks(built, workload, parallel, cached)
+        other, found = run_on_ranks(built, workload, parallel, cached)
         _check(built, other, sampled, dtype)
-        same = comparison(other, cached)
-        result["ranks"] = {**sent, "run": numbers(other), "comparison": same}
-    steps = [cached.steps]
-    for _ in range((args.split or 1) - 1):
-        keep(result)
-        steps.append(_run(built, workload, settings, "again", prompts, drafter=drafter()).steps)
-    result["cached"]["split"] = split(steps)
+        compared = {"run": numbers(other), "comparison": comparison(other, cached)}
+        result["ranks"] = {**found, **compared}
+    runs = [again(settings, "again", drafter()) for _ in range((args.split or 1) - 1)]
+    result["cached"]["split"] = split([run.steps for run in (cached, *runs)])
     return result
 
 
@@ -258,18 +255,16 @@ def _run(
 ) -> Run:
     """One engine's life; its pages are free again on return."""
     engine = Engine(built.model, settings, drafter=drafter)
-    run = run_workload(
-        engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
-    )
+    concurrency = settings.max_num_seqs
+    run = run_workload(engine, workload, concurrency=concurrency, prompts=prompts, label=label)
     engine.close()
-    if engine.tiers is not None:
-        run = replace(run, moved=engine.tiers.copier.num_bytes)
     del engine
     gc.collect()
     return run
 
 
 def _check(built: BenchModel, run: Run, keys: Iterable[Key], kv_cache_dtype: str) -> Check:
+    """Check some requests of a run; raises WrongOutput."""
     outputs = {key: run.outputs[key] for key in keys}
     check = check_outputs(built.model, outputs, kv_cache_dtype=kv_cache_dtype)
     if check.problems:
@@ -278,15 +273,6 @@ def _check(built: BenchModel, run: Run, keys: Iterable[Key], kv_cache_dtype: str
             "right by a full forward pass\n  " + "\n  ".join(check.problems)
         )
     return check
-
-
-def _check_differing(
-    built: BenchModel, one: Run, other: Run, among: Iterable[Key], kv_cache_dtype: str
-) -> None:
-    """Check, in both runs, the requests whose outputs differ."""
-    keys = [k for k in among if one.outputs[k].token_ids != other.outputs[k].token_ids]
-    for run in (one, other):
-        _check(built, run, keys, kv_cache_dtype)
 
 
 def _expect_together(args: argparse.Namespace) -> None:
@@ -340,29 +326,21 @@ def _parser() -> Parser:
     ranks = integer(2, MAX_RANKS)
     add("--tensor-parallel-size", type=ranks, metavar="N", help="run once more on N ranks here")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add(
-        "--dtype", choices=DTYPES, help="default: the checkpoint's; random: bfloat16, float32 (CPU)"
+    dtype = "default: the checkpoint's; random: bfloat16, float32 (CPU)"
+    add("--dtype", choices=DTYPES, help=dtype)
+    pages = (
+        "of pages: auto (default) = the model's; fp8 = e4m3 with a scale for each row; "
+        "fp8_per_tensor = with one for each layer's keys and one for its values"
     )
-    add(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="of pages: auto (default) = the model's; fp8 = e4m3 with a scale for each row; "
-        "fp8_per_tensor = with one for each layer's keys and one for its values",
-    )
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=pages)
     add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
     add("--compare", choices=IMPLS, help="other kernels to run once more with; default: none")
-    add(
-        "--retention",
-        type=_retention,
-        default="auto",
-        metavar="R",
-        help="boundaries that stay resumable: auto (default), latest, dense, or a number of tokens",
-    )
+    kept = "boundaries that stay resumable: auto (default), latest, dense, or a number of tokens"
+    add("--retention", type=_retention, default="auto", metavar="R", help=kept)
     # One: small products gain little from more, and waiting for a busy core costs much.
     add("--threads", type=threads, default=1, metavar="N", help="CPU threads of torch; default: 1")
-    pages, tokens = integer(most=MAX_PAGES), integer(most=MAX_TOKENS)
-    add("--num-pages", type=pages, metavar="N", help="pool size; default: what memory allows")
+    most_pages, tokens = integer(most=MAX_PAGES), integer(most=MAX_TOKENS)
+    add("--num-pages", type=most_pages, metavar="N", help="pool size; default: what memory allows")
     host = "host memory behind the pool; default: none"
     add("--host-cache", type=number(above=True), metavar="GIB", help=host)
     add("--max-num-seqs", type=count, metavar="N", help="requests at once; default: 4, GPU 16")
@@ -373,14 +351,9 @@ def _parser() -> Parser:
     add("--draft-tokens", type=drafts, metavar="K", help="drafts a step; default: 1")
     add("--check", type=count, default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
-    add(
-        "--split",
-        type=integer(most=1000),
-        nargs="?",
-        const=3,  # what hits a step in one run is left out
-        metavar="N",
-        help="print the CPU time of each part of a step: medians of N runs; default: 3",
-    )
+    runs = integer(most=1000)
+    parts = "print the CPU time of each part of a step: medians of N runs; default: 3"
+    add("--split", type=runs, nargs="?", const=3, metavar="N", help=parts)
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each run")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (extra: plot)")
     seed = integer(0, 2**63 - 1)

@@ -33,7 +33,7 @@ SHRINK_OF_LAYERS = 1 / 4
 
 @dataclass(frozen=True)
 class BenchModel:
-    """A model with its tokenizer, one phrase on where its weights come from, and their directory
+    """A model with its tokenizer, one phrase on the source of its weights, and their directory
     where they have one.
     """
 
@@ -51,11 +51,11 @@ def build_model(
     kv_cache_dtype: str = "auto",
     seed: int = 0,
 ) -> BenchModel:
-    """Loads a checkpoint (`locate_checkpoint`), or makes random weights for a named configuration.
+    """Load a checkpoint (`locate_checkpoint`), or make random weights for a named configuration.
 
-    A small random model is written as a checkpoint to a temporary directory and read back, so that
-    a default run covers the way real weights take (not where safetensors is missing).
-    Models without a tokenizer.json read bytes.
+    A small random model is saved as a checkpoint and read back, so that a default run covers the
+    way real weights take (not where safetensors is missing). Models without a tokenizer.json read
+    bytes.
 
     Args:
         name: a named configuration, a directory, a .gguf file, or a name on the Hub.
@@ -64,44 +64,37 @@ def build_model(
         seed: of random weights.
 
     Raises:
-        ValueError for a name that is none of these or a model that does not fit the memory, and what
-        `load_model` raises.
+        ValueError for a name that is none of these or a model that does not fit the memory, and
+        the errors of `load_model`.
     """
-    configs = named_configs()
-    if name in configs:
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        expect_room(configs[name], device, dtype)
-        model, source = _random(configs[name], device, dtype, seed, kv_cache_dtype)
-        return BenchModel(model, ByteTokenizer(), source)
-    path = locate_checkpoint(name)
-    model = load_model(path, device=device, dtype=dtype)
-    tokenizer = find_tokenizer(model.config, path) or ByteTokenizer()
-    return BenchModel(model, tokenizer, "weights from a directory", path)
-
-
-def _random(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int, kv_cache_dtype: str
-) -> tuple[Decoder, str]:
+    if (config := named_configs().get(name)) is None:
+        path = locate_checkpoint(name)
+        model = load_model(path, device=device, dtype=dtype)
+        tokenizer = find_tokenizer(model.config, path) or ByteTokenizer()
+        return BenchModel(model, tokenizer, "weights from a directory", path)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    expect_room(config, device, dtype)
     model = random_model(config, seed=seed, device=device, dtype=dtype)
-    if isinstance(config, ModelConfig):
-        rounded = kv_cache_dtype != "auto"
+    rounded = kv_cache_dtype != "auto"
+    if not isinstance(config, ModelConfig):
+        _adjust_v4(model)
+    else:
         _adjust(model, config, 1.0 if rounded or dtype != torch.float32 else SHARPNESS)
         if rounded:
             _shrink_choices(model)
-    else:
-        _adjust_v4(model)
-    if weight_bytes(model) > CHECKPOINT_BYTES or find_spec("safetensors") is None:
-        return model, f"random weights (seed {seed})"
-    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
-        save_checkpoint(model, directory)
-        loaded = load_model(directory, device=device)
-    # The name in config.json's place is the directory's.
-    loaded.config = replace(loaded.config, name=config.name)
-    return loaded, f"random weights (seed {seed}), saved as a checkpoint and loaded"
+    source = f"random weights (seed {seed})"
+    if weight_bytes(model) <= CHECKPOINT_BYTES and find_spec("safetensors") is not None:
+        with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+            save_checkpoint(model, directory)
+            model = load_model(directory, device=device)
+        # The name in config.json's place is the directory's.
+        model.config = replace(model.config, name=config.name)
+        source += ", saved as a checkpoint and loaded"
+    return BenchModel(model, ByteTokenizer(), source)
 
 
 def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
-    """Makes output depend on what attention read.
+    """Make output depend on what attention read.
 
     With its usual size the embedding drowns what the layers add, and the tied output repeats the
     last token for ever: a check of such tokens would prove nothing. The final norm keeps the logits
@@ -126,7 +119,7 @@ def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
 
 
 def _shrink_choices(model: Decoder) -> None:
-    """Shrinks what experts and per-layer inputs add: in random models a rounded row becomes another
+    """Shrink what experts and per-layer inputs add: in random models a rounded row becomes another
     expert's, or moves a gate, and then logits by more than they spread.
     """
     for name, module in model.named_modules():
@@ -138,7 +131,7 @@ def _shrink_choices(model: Decoder) -> None:
 
 
 def _adjust_v4(model: DeepseekV4) -> None:
-    """Makes the drafter guess right now and then, as no random one does: it and the trunk lean on
+    """Make the drafter guess right now and then, as no random one does: it and the trunk lean on
     the newest token, and it collapses and normalises as the trunk does.
     """
     for layer in [*model.layers, *model.mtp]:
@@ -155,5 +148,5 @@ def _adjust_v4(model: DeepseekV4) -> None:
 
 
 def _scale_norm(norm: RMSNorm, factor: float) -> None:
-    """Multiplies the effective weight of a norm, which is stored minus its offset."""
+    """Multiply the effective weight of a norm, which is stored minus its offset."""
     norm.weight.add_(norm.offset).mul_(factor).sub_(norm.offset)

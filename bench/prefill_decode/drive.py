@@ -1,5 +1,5 @@
-"""Runs a workload on an engine: a fixed number of conversations at once, a next turn when the one
-before has its answer.
+"""Run a workload on an engine: a fixed number of conversations at once, each turn after the answer
+of the one before.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from quire.models.progress import tqdm
 
 from ..common.workload import Workload
 
-Key = tuple[int, int]
-"""(session, turn), both from 0."""
+Key = tuple[int, int]  # (session, turn), both from 0
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,13 @@ class Run:
     """Outputs, steps, times and pages of a run.
 
     Attributes:
-        outputs: of every request, in order of (session, turn).
-        groups: `Turn.group` of each.
+        outputs: of every request, in order of (session, turn); groups: `Turn.group` of each.
         steps: every step's report.
-        seconds: wall time from the first request to the last token.
-        hashing: seconds of it spent hashing prompts.
-        cpu_seconds: time of this process on all cores meanwhile; on a busy machine the wall time
-            says less.
+        seconds, cpu_seconds: wall time from the first request to the last token, and time of this
+            process on all cores meanwhile.
+        hashing: seconds spent hashing prompts.
         peak_pages_in_use, peak_pages_cached: most pages that running requests held at the end of a
-            step, and most that held anything at all, what is only cached included.
+            step, and most that held anything at all.
         stats: counters of the cache at the end.
         num_pages, bytes_per_token, describe: of the engine's cache; the last one in words.
         moved: bytes that went to host memory and back, where there is a host tier.
@@ -69,20 +66,15 @@ def run_workload(
     prompts: Mapping[Key, tuple[int, ...]] | None = None,
     label: str = "",
 ) -> Run:
-    """Generates all turns of all sessions; the output of a turn is part of the next prompt.
+    """Generate all turns of all sessions; the output of a turn is part of the next prompt.
 
-    Conversations that wait for their next turn stand in one queue, so with more sessions than
-    ``concurrency`` others run between two turns of the same one. The order depends on lengths
+    Conversations that wait for their next turn stand in one queue. The order depends on lengths
     alone, never on time.
 
     Args:
         concurrency: requests in the engine at once.
-        prompts: use these instead of what was generated (the same work as another run's, whatever
-            this run answers).
+        prompts: used in place of what was generated: the work of another run.
         label: of the progress bar, which is shown on a terminal only.
-
-    Returns:
-        Run.
 
     Raises:
         RequestError, a RuntimeError, when one of the requests fails.
@@ -98,14 +90,12 @@ def run_workload(
     with tqdm(total=workload.num_requests, desc=label, unit="request", disable=None) as bar:
         while queue or flying:
             while queue and len(flying) < concurrency:
-                key = queue.popleft()
-                turn = workload.sessions[key[0]][key[1]]
-                if prompts is None:
-                    prompt = np.array((*history.get(key[0], ()), *turn.token_ids))
-                else:
-                    prompt = np.array(prompts[key])
+                session, number = key = queue.popleft()
+                turn = workload.sessions[session][number]
+                prompt = (*history.get(session, ()), *turn.token_ids)
                 params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=True)
-                flying[engine.add_request(prompt, params)] = key
+                request = np.array(prompt if prompts is None else prompts[key])
+                flying[engine.add_request(request, params)] = key
             report = engine.step()
             assert report is not None, "unfinished requests always make a step"
             if report.num_tokens:  # the first call may only launch
@@ -116,11 +106,11 @@ def run_workload(
             for output in report.finished:
                 if output.error is not None:
                     raise output.error
-                key = flying.pop(output.request_id)
+                session, number = key = flying.pop(output.request_id)
                 outputs[key] = output
-                history[key[0]] = output.prompt_token_ids + output.token_ids
-                if key[1] + 1 < len(workload.sessions[key[0]]):
-                    queue.append((key[0], key[1] + 1))
+                history[session] = output.prompt_token_ids + output.token_ids
+                if number + 1 < len(workload.sessions[session]):
+                    queue.append((session, number + 1))
                 bar.update()
     seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
     return Run(
@@ -136,4 +126,5 @@ def run_workload(
         num_pages=engine.kv.num_pages,
         bytes_per_token=engine.memory.bytes_per_token,
         describe=engine.kv.describe(),
+        moved={} if engine.tiers is None else engine.tiers.copier.num_bytes,
     )

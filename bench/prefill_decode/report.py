@@ -36,11 +36,7 @@
                          comparison, of cached against it; or null
     ranks                with --tensor-parallel-size: size; memory of a rank, in words; capacity,
                          tokens of a rank's pool by those of one that has all of the model, in as
-                         many bytes; tokens_per_step; sum_bytes_per_layer_token, what is summed of a
-                         token in a layer (embedding included), least_bytes_per_layer_token, of two
-                         sums of its hidden state; gather_bytes_per_row, logits of a rank;
-                         sent_share, how often a rank sends what is summed; run and comparison as of
-                         other_impl; or null
+                         many bytes; run and comparison as of other_impl; or null
     other_impl           with --compare: impl; run, of the same prompts with caching on, as cached;
                          comparison, of it against cached; or null
 
@@ -55,26 +51,20 @@ from typing import Any
 
 import numpy as np
 
-from quire.models.engine.config import EngineConfig
 from quire.models.engine.report import PARTS, StepReport, outside_model
 from quire.models.families.decoder import Decoder
 
 from ..common.floors import Rates, decode_bytes, prefill_flops
 from .drive import Run
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def metrics(
     run: Run, model: Decoder, rates: Rates, *, kv_cache_dtype: str = "auto"
 ) -> dict[str, Any]:
-    """Everything known of one run; the keys are in the file's docstring.
-
-    Args:
-        kv_cache_dtype: of its pages.
-    """
-    outputs = run.outputs.values()
-    total_seconds = sum(step.total for step in run.steps)
+    """Everything known of one run over pages of this dtype; the keys are in the file's docstring."""
+    outputs, num_steps = run.outputs.values(), len(run.steps)
     allocator = sum(step.allocator for step in run.steps)
     hit = sum(o.num_cached_tokens for o in outputs)
     prompt = sum(len(o.prompt_token_ids) for o in outputs)
@@ -85,7 +75,7 @@ def metrics(
     return {
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
-        "steps": len(run.steps),
+        "steps": num_steps,
         "preemptions": sum(step.num_preempted for step in run.steps),
         "output_tokens_per_s": sum(len(o.token_ids) for o in outputs) / run.seconds,
         "prefill": _phase(prefills, flops / rates.matmul_flops_per_s),
@@ -106,11 +96,11 @@ def metrics(
             "total": run.num_pages - 1,
         },
         "allocator": {
-            "us_per_step": 1e6 * allocator / len(run.steps),
-            "share_of_step": allocator / total_seconds,
-            "hashing_us_per_request": 1e6 * run.hashing / len(run.outputs),
+            "us_per_step": 1e6 * allocator / num_steps,
+            "share_of_step": allocator / sum(step.total for step in run.steps),
+            "hashing_us_per_request": 1e6 * run.hashing / len(outputs),
         },
-        "idle_us_per_step": 1e6 * sum(step.idle for step in run.steps) / len(run.steps),
+        "idle_us_per_step": 1e6 * sum(step.idle for step in run.steps) / num_steps,
         "split": split([run.steps]),
         "groups": _groups(run),
     }
@@ -120,9 +110,8 @@ def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
     """CPU time of the engine's thread by part; see the file's docstring.
 
     Args:
-        runs: the steps of one run or of several, in which they are the same: of each step the
-            median counts, as what a machine does besides hits a step in one run and not in the
-            next.
+        runs: steps of one run, or of several with the same steps. Of each step the median counts:
+            what a machine does besides hits a step in one run and not in the next.
 
     Raises:
         ValueError for runs of different steps.
@@ -131,7 +120,7 @@ def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
     shapes = [[(step.q_lens.tolist(), step.seq_lens.tolist()) for step in run] for run in runs]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError("runs: expected the same steps in all of them, got different ones")
-    cpu = np.median([[step.cpu for step in run] for run in runs], axis=0)
+    cpu = np.median([[step.cpu for step in run] for run in runs], axis=0)  # [steps, parts]
     outside, seconds = outside_model(cpu), cpu.sum(axis=0)
     is_decode = np.array([step.num_prefills == 0 for step in steps])
     decode, prefill = (
@@ -158,14 +147,14 @@ def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
     }
 
 
-def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
-    """Compare two runs of the same prompts; tokens position by position."""
-    pairs = [(o.token_ids, uncached.outputs[key].token_ids) for key, o in cached.outputs.items()]
-    ttft = [_percentiles(o.ttft for o in run.outputs.values())["p50"] for run in (uncached, cached)]
+def comparison(run: Run, other: Run) -> dict[str, Any]:
+    """Compare a run with another one of the same prompts; tokens position by position."""
+    pairs = [(o.token_ids, other.outputs[key].token_ids) for key, o in run.outputs.items()]
+    ttft, before = (_percentiles(o.ttft for o in r.outputs.values())["p50"] for r in (run, other))
     return {
-        "speedup": uncached.seconds / cached.seconds,
-        "cpu_speedup": uncached.cpu_seconds / cached.cpu_seconds,
-        "ttft_speedup": ttft[0] / ttft[1],
+        "speedup": other.seconds / run.seconds,
+        "cpu_speedup": other.cpu_seconds / run.cpu_seconds,
+        "ttft_speedup": before / ttft,
         "identical_requests": sum(a == b for a, b in pairs),
         "identical_tokens": sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True)),
         "output_tokens": sum(len(a) for a, _ in pairs),
@@ -174,8 +163,7 @@ def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
 
 def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
     """Drafts of ``run``, compared with the same prompts without drafts in ``plain``."""
-    outputs = run.outputs.values()
-    same = comparison(run, plain)
+    outputs, same = run.outputs.values(), comparison(run, plain)
     kept = ("cpu_speedup", "identical_requests", "identical_tokens", "output_tokens")
     # Tokens of one step have one time; the first token comes from a prompt's last chunk.
     steps = sum(len(set(o.token_times)) - 1 for o in outputs)
@@ -194,22 +182,14 @@ def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str,
     }
 
 
-def tiers(settings: EngineConfig, run: Run, plain: Run, without: dict[str, Any]) -> dict[str, Any]:
-    """Counts of the host tier in ``run``, and how it differs from the same prompts in ``plain``,
-    without it, whose metrics are ``without``.
-    """
-    counters = {
+def tiers(run: Run) -> dict[str, Any]:
+    """Counts of the host tier in a run, and bytes that it moved."""
+    counts = {
         name.removeprefix("tier_").removesuffix("/host"): count
         for name, count in run.stats.items()
         if name.startswith("tier_")
     }
-    return {
-        "host_gib": settings.host_cache_gib,
-        "counters": counters,
-        "moved": run.moved,
-        "without": without,
-        "comparison": comparison(run, plain),
-    }
+    return {"counters": counts, "moved": run.moved}
 
 
 def _phase(steps: list[StepReport], floor_seconds: float) -> dict[str, Any]:
@@ -236,12 +216,7 @@ def _groups(run: Run) -> list[dict[str, Any]]:
     for group in sorted(set(run.groups.values())):
         members = [output for key, output in run.outputs.items() if run.groups[key] == group]
         prompt = sum(len(o.prompt_token_ids) for o in members)
-        rows.append(
-            {
-                "group": group,
-                "requests": len(members),
-                "hit_rate": sum(o.num_cached_tokens for o in members) / prompt,
-                "ttft_p50_ms": _percentiles(o.ttft for o in members)["p50"],
-            }
-        )
+        row = {"group": group, "requests": len(members)}
+        row["hit_rate"] = sum(o.num_cached_tokens for o in members) / prompt
+        rows.append(row | {"ttft_p50_ms": _percentiles(o.ttft for o in members)["p50"]})
     return rows

@@ -14,27 +14,27 @@ def header(result: dict[str, Any]) -> str:
     work, check, rates = result["workload"], result["check"], result["rates"]
     driver = f", driver {machine['driver']}" if machine["driver"] else ""
     near_ties = check["tokens"] - check["exact_tokens"]
-    lines = [
-        f"device    {machine['device']} ({machine['threads']} CPU threads){driver}",
+    cache = "\ncache     ".join(engine["describe"].splitlines())
+    return (
+        f"device    {machine['device']} ({machine['threads']} CPU threads){driver}\n"
         f"software  python {machine['python']}, torch {machine['torch']}, "
-        f"triton {machine['triton']}, commit {machine['commit']}",
+        f"triton {machine['triton']}, commit {machine['commit']}\n"
         f"model     {model['name']}: {model['parameters'] / 1e6:.2f} M parameters, "
-        f"{model['dtype']}, {model['source']}",
+        f"{model['dtype']}, {model['source']}\n"
         f"engine    impl {engine['impl']}, KV cache {engine['kv_cache_dtype']}, "
         f"retention {engine['retention']!r}, at most {engine['max_num_seqs']} requests and "
-        f"{engine['max_num_batched_tokens']} tokens a step",
-        *(f"cache     {line}" for line in engine["describe"].splitlines()),
+        f"{engine['max_num_batched_tokens']} tokens a step\n"
+        f"cache     {cache}\n"
         f"workload  {work['title']}: {work['requests']} requests, {work['prompt_tokens']} prompt "
-        f"and {work['output_tokens']} output tokens",
+        f"and {work['output_tokens']} output tokens\n"
         f"check     {check['requests']} of {check['of_requests']} requests against a full forward "
         f"pass without a cache: {check['exact_tokens']} of {check['tokens']} tokens are its "
-        "argmax,",
-        f"          {near_ties} others near-ties (a gap below {check['largest_bound']:.2g} logits)",
+        "argmax,\n"
+        f"          {near_ties} others near-ties (a gap below {check['largest_bound']:.2g} logits)\n"
         f"rates     copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s read + written "
         f"({rates['copy_bytes'] / 2**20:.3g} MiB buffer), "
-        f"matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s ({rates['matmul_size']}^3)",
-    ]
-    return "\n".join(lines)
+        f"matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s ({rates['matmul_size']}^3)"
+    )
 
 
 def table(result: dict[str, Any]) -> str:
@@ -59,9 +59,8 @@ def table(result: dict[str, Any]) -> str:
 
 def split_table(result: dict[str, Any]) -> str:
     """CPU time of a step with caching on, a row for each part."""
-    split = result["cached"]["split"]
     rows = [("part", "CPU s", "share", "decode step, us", "prefill step, us", "worst step, us")]
-    for name, part in split["parts"].items():
+    for name, part in result["cached"]["split"]["parts"].items():
         medians = (_number(part[key]) for key in ("decode_us", "prefill_us", "worst_us"))
         rows.append((name, f"{part['cpu_s']:.3f}", f"{part['share']:.2%}", *medians))
     explanation = (
@@ -74,8 +73,7 @@ def split_table(result: dict[str, Any]) -> str:
 def _cells(run: dict[str, Any]) -> dict[str, str]:
     """A column of the table, by the names of its rows."""
     prefill, decode, hit, pages = run["prefill"], run["decode"], run["hit"], run["pages"]
-    allocator = run["allocator"]
-    outside = run["split"]["outside_model"].values()
+    allocator, outside = run["allocator"], run["split"]["outside_model"].values()
     return {
         "seconds": f"{run['seconds']:.2f}",
         "CPU seconds": f"{run['cpu_seconds']:.2f}",
@@ -106,13 +104,10 @@ def _sentences(result: dict[str, Any]) -> Iterator[str]:
     reasons = ", ".join(f"{reason} {count}" for reason, count in hit["limited_by"].items())
     found = f"{hit['tokens']} of {hit['prompt_tokens']}"
     yield f"hits: {found} prompt tokens; limited by (requests): {reasons}"
-    yield (
-        "prefill = steps with a chunk of more than one token; "
-        "floor = operations at the measured matmul rate"
-    )
-    yield (
-        "decode = all other steps; floor = bytes of weights and live K/V at the measured copy rate"
-    )
+    prefill = "prefill = steps with a chunk of more than one token"
+    yield f"{prefill}; floor = operations at the measured matmul rate"
+    decode = "decode = all other steps"
+    yield f"{decode}; floor = bytes of weights and live K/V at the measured copy rate"
 
     def identical(same: dict[str, Any]) -> str:
         return (
@@ -120,18 +115,16 @@ def _sentences(result: dict[str, Any]) -> Iterator[str]:
             f"requests, {same['identical_tokens']} of {same['output_tokens']} tokens"
         )
 
-    def ttft(same: dict[str, Any]) -> str:
-        return f"TTFT p50 {same['ttft_speedup']:.2f} x; {identical(same)}"
+    def faster(same: dict[str, Any], detail: str = "") -> str:
+        speed = f"{same['speedup']:.2f} x as fast{detail}"
+        return f"{speed}, TTFT p50 {same['ttft_speedup']:.2f} x; {identical(same)}"
 
     if (same := result["comparison"]) is not None:
         fewer = hit["prompt_tokens"] / (hit["prompt_tokens"] - hit["tokens"])
-        yield (
-            f"caching on against off: {fewer:.2f} x fewer prompt tokens to compute, "
-            f"{same['speedup']:.2f} x as fast ({same['cpu_speedup']:.2f} x less CPU time), "
-            f"{ttft(same)}"
-        )
+        speed = faster(same, f" ({same['cpu_speedup']:.2f} x less CPU time)")
+        yield f"caching on against off: {fewer:.2f} x fewer prompt tokens to compute, {speed}"
     if (host := result["tiers"]) is not None:
-        count, moved, same = host["counters"], host["moved"], host["comparison"]
+        count, moved = host["counters"], host["moved"]
         yield (
             f"host: {count['stored_points']} resume points and {count['stored_segments']} segments "
             f"stored, {count['loaded_points']} and {count['loaded_segments']} loaded; "
@@ -139,35 +132,24 @@ def _sentences(result: dict[str, Any]) -> Iterator[str]:
         )
         to_host, to_device = moved["to_host"] / 2**20, moved["to_device"] / 2**20
         yield f"host: {to_host:.1f} MiB moved there, {to_device:.1f} MiB back"
-        yield (
-            f"with host memory against without: hit rate {hit['rate']:.1%} instead of "
-            f"{host['without']['hit']['rate']:.1%}, {same['speedup']:.2f} x as fast, {ttft(same)}"
-        )
+        rates = f"{hit['rate']:.1%} instead of {host['without']['hit']['rate']:.1%}"
+        yield f"with host memory against without: hit rate {rates}, {faster(host['comparison'])}"
     if (ranks := result["ranks"]) is not None:
-        name, same, tokens = f"{ranks['size']} ranks", ranks["comparison"], ranks["tokens_per_step"]
-        summed, least = ranks["sum_bytes_per_layer_token"], ranks["least_bytes_per_layer_token"]
-        kib = ranks["sent_share"] * tokens / 1024
-        yield (
-            f"{name}: a rank sends {kib * summed:.4g} KiB a layer a step ({tokens:.1f} tokens), "
-            f"{summed / least:.3f} x the least possible {kib * least:.4g} KiB; "
-            f"and {ranks['gather_bytes_per_row'] / 1024:.4g} KiB of logits for each sampled row"
-        )
+        name = f"{ranks['size']} ranks"
         yield (
             f"{name}: a rank's pool of the same bytes holds {ranks['capacity']:.2f} x the context "
             "of one rank's"
         )
-        yield f"{name} against one: {same['speedup']:.2f} x as fast, {ttft(same)}"
+        yield f"{name} against one: {faster(ranks['comparison'])}"
     if (other := result["other_impl"]) is not None:
-        same, ours, theirs = other["comparison"], result["cached"], other["run"]
+        ours, theirs = result["cached"], other["run"]
         phases = ", ".join(
             f"{phase} steps {ours[phase]['seconds'] / theirs[phase]['seconds']:.2f} x"
             for phase in ("prefill", "decode")
             if theirs[phase]["seconds"]
         )
-        yield (
-            f"{other['impl']} against {result['engine']['impl']}: {same['speedup']:.2f} x as fast "
-            f"({phases}), {ttft(same)}"
-        )
+        pair = f"{other['impl']} against {result['engine']['impl']}"
+        yield f"{pair}: {faster(other['comparison'], f' ({phases})')}"
     if (drafted := result["speculation"]) is not None:
         yield (
             f"drafts ({drafted['kind']}, {drafted['draft_tokens']} a step): {drafted['accepted']} "

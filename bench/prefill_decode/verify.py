@@ -71,19 +71,13 @@ def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
 def check_outputs(
     model: Decoder, outputs: Mapping[Key, RequestOutput], *, kv_cache_dtype: str = "auto"
 ) -> Check:
-    """Compare all tokens of ``outputs`` with full passes of ``model``.
-
-    Args:
-        kv_cache_dtype: dtype of the pages of the engine that generated them.
-    """
+    """Compare all tokens of ``outputs``, made over pages of this dtype, with full passes."""
     num_tokens = num_exact = 0
-    largest = 0.0
-    problems = []
+    largest, problems = 0.0, []
     for (session, turn), output in sorted(outputs.items()):
         tokens = torch.tensor(output.prompt_token_ids + output.token_ids, device=model.device)
-        rows = torch.arange(
-            len(output.prompt_token_ids) - 1, len(tokens) - 1, device=model.device
-        )  # the row before a token decides it
+        first = len(output.prompt_token_ids) - 1  # the row before a token decides it
+        rows = torch.arange(first, len(tokens) - 1, device=model.device)
         reference, bound = reference_logits(model, tokens[:-1], rows, kv_cache_dtype)
         best, best_ids = reference.max(dim=-1)
         chosen = tokens[rows + 1]
@@ -111,26 +105,19 @@ def check_outputs(
 
 
 def reference_logits(
-    model: Decoder, input_ids: Tensor, rows: Tensor, kv_cache_dtype: str = "auto"
+    model: Decoder, input_ids: Tensor, rows: Tensor, kv_cache_dtype: str
 ) -> tuple[Tensor, float]:
-    """Logits [num_rows, vocab_size] fp32 of a full pass, and the bound in logits.
-
-    Args:
-        input_ids: [num_tokens] int64.
-        rows: [num_rows] int64.
-        kv_cache_dtype: as in `check_outputs`.
-    """
-    native = model.full_forward(input_ids, logits_rows=rows)
-    is_fp32 = model.dtype == torch.float32
+    """Logits [len(rows), vocab_size] fp32 of a full pass over ``input_ids``, and the bound."""
+    forward = partial(model.full_forward, input_ids, logits_rows=rows)
+    native, is_fp32 = forward(), model.dtype == torch.float32
     with computing_in(model, torch.bfloat16 if is_fp32 else torch.float32):
-        other = model.full_forward(input_ids, logits_rows=rows)
+        other = forward()
     bound = MARGIN * float((native - other).abs().max()) * (FP32_FROM_BF16 if is_fp32 else 1)
     if kv_cache_dtype != "auto":
         stored = e4m3_rows if isinstance(model.config, ModelConfig) else e4m3_latents
         if kv_cache_dtype == "fp8_per_tensor":
             stored = partial(e4m3_rows, scale=1.0)
-        rounded = model.full_forward(input_ids, logits_rows=rows, stored=stored)
-        bound += CACHE_MARGIN * float((rounded - native).abs().max())
+        bound += CACHE_MARGIN * float((forward(stored=stored) - native).abs().max())
     return (native if is_fp32 else other), bound
 
 
@@ -160,7 +147,7 @@ def _dtypes_in(kind: type[Decoder], config: Any, dtype: torch.dtype) -> dict[str
 
 @contextmanager
 def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, passes of ``model`` use weights of ``dtype``, copied one layer at a time.
+    """Let passes of ``model`` use weights of ``dtype``, copied one layer at a time.
 
     Norms are converted at the start: the layer before reads them too.
     """
@@ -181,13 +168,11 @@ def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
 
     hooks = [layer.register_forward_pre_hook(convert) for layer in model.layers]
     hooks += [layer.register_forward_hook(restore) for layer in model.layers]
+    whole = [module for name, module in model.named_children() if name not in STREAMED]
+    norms = [module for module in model.layers.modules() if isinstance(module, RMSNorm)]
     try:
-        for name, module in model.named_children():
-            if name not in STREAMED:
-                convert(module)
-        for module in model.layers.modules():
-            if isinstance(module, RMSNorm):
-                convert(module)
+        for module in (*whole, *norms):
+            convert(module)
         yield
     finally:
         for hook in hooks:

