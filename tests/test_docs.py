@@ -28,7 +28,7 @@ NOT_RUN = {
     f'python title="needs {what}"'
     for what in ("a GPU", "a checkpoint", "nano-vllm", "nano-vllm and a GPU", "the extra hub")
 }
-# Run by the tests of the adapters, where these are (`tests.support.models.page_blocks`).
+# Run by the tests of the adapters, where these are (`tests.support.models.adopted`).
 NOT_RUN.add('python title="needs transformers"')
 # Run by `tests/kernels/test_add_a_kernel.py`.
 NOT_RUN |= {

@@ -2,16 +2,9 @@
 
     sglang serve --attention-backend quire --disable-prefill-cuda-graph --model-path MODEL
 
-SGLang finds it by the entry point ``sglang.srt.plugins``. It reads the pools that SGLang makes, of
-any page size: each step has a block table of its requests' token slots, and another one where window
-layers have a pool of their own. New rows of K and V are attended to as they come, and written to the
-pool.
-
-Served: decode, prefill, chunked prefill and mixed batches of decoder layers whose keys and values
-have one head size, with windows, soft caps, sinks and shared caches; CUDA graphs of decode. All else
-is refused by name: MLA, speculative decoding, cross attention, bidirectional layers, quantized
-pools, returned lse.
-
+SGLang finds it by the entry point ``sglang.srt.plugins``. Each step has a block table of its
+requests' slots in SGLang's pools, and another one where window layers have a pool of their own. New
+rows are attended to as they come, and written to the pool. CUDA graphs hold decode steps.
 Source: sglang 0.5.23, ``srt/plugins``, ``srt/layers/attention/{base_attn_backend,triton_backend}.py``.
 """
 
@@ -22,15 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.kernels import attention_for, write_kv
 
-NAME = "quire"
-SERVED = "0.5.23"
+NAME, SERVED = "quire", "0.5.23"
 
 
 def register() -> None:
-    """Adds the backend to SGLang's registry and to the choices of its command line.
+    """Add the backend to SGLang's registry and to the choices of its command line.
 
     Raises:
         NotImplementedError: SGLang has another version than was tested.
@@ -60,12 +53,12 @@ class Step:
         max_seqlen_q, max_seq_len: host ints, at least the longest.
     """
 
-    table: torch.Tensor
-    window_table: torch.Tensor
-    slots: torch.Tensor | None
-    window_slots: torch.Tensor | None
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
+    table: Tensor
+    window_table: Tensor
+    slots: Tensor | None
+    window_slots: Tensor | None
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
     max_seqlen_q: int
     max_seq_len: int
 
@@ -76,25 +69,18 @@ def backend_class(base: type) -> type:
 
 
 class QuireAttention:
-    """The methods of the backend.
-
-    Args:
-        model_runner: SGLang's; its pools are kept.
-    """
+    """The methods of the backend. Args: SGLang's model runner, whose pools are kept."""
 
     forward_metadata: Step | None = None
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        refused = {
-            "use_mla_backend": model_runner.use_mla_backend,
-            "is_encoder_decoder": model_runner.model_config.is_encoder_decoder,
-            "kv_cache_dtype": model_runner.kv_cache_dtype != model_runner.dtype,
-            "spec_algorithm": not model_runner.spec_algorithm.is_none(),
-        }
-        for name, given in refused.items():
-            if given:
-                raise NotImplementedError(f"{name}: is not served by attention backend {NAME!r}")
+        _refuse(
+            use_mla_backend=model_runner.use_mla_backend,
+            is_encoder_decoder=model_runner.model_config.is_encoder_decoder,
+            kv_cache_dtype=model_runner.kv_cache_dtype != model_runner.dtype,
+            spec_algorithm=not model_runner.spec_algorithm.is_none(),
+        )
         self.page_size = model_runner.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = model_runner.token_to_kv_pool
@@ -123,8 +109,7 @@ class QuireAttention:
         )  # fmt: skip
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a decode step that is captured or replayed: what its graph reads is written in
-        place."""
+        """Prepare a decode step that is captured or replayed: write in place what its graph reads."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(
                 f"forward_mode: expected DECODE in a CUDA graph, got {forward_batch.forward_mode}"
@@ -133,28 +118,20 @@ class QuireAttention:
             raise RuntimeError("init_cuda_graph_state: expected a call before a graph's step")
         static, bs = self._graph, forward_batch.batch_size
         new = self._step(forward_batch, static.max_seq_len)
-        kept = {}
+        kept = {"cu_seqlens_q": static.cu_seqlens_q[: bs + 1]}
         for name in ("table", "window_table", "slots", "window_slots", "seq_lens"):
             kept[name] = getattr(static, name)[:bs].copy_(getattr(new, name))
-        kept["cu_seqlens_q"] = static.cu_seqlens_q[: bs + 1]
         self.forward_metadata = replace(static, **kept)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Keys of a padding row of a graph's batch."""
         return 1
 
-    def forward_decode(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
-        save_kv_cache: bool = True, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """One new token of each request; as ``forward_extend``."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any,
         save_kv_cache: bool = True, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        """New tokens of each request behind what the pool holds of it.
+    ) -> Tensor:  # fmt: skip
+        """Attention of each request's new tokens, behind what the pool holds of it.
 
         Args:
             q: [num_tokens, num_heads * head_dim], or with heads apart.
@@ -170,23 +147,16 @@ class QuireAttention:
         Raises:
             NotImplementedError: the layer or an argument is not served.
         """
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-
-    def _forward(
-        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any,
-        forward_batch: Any, save_kv_cache: bool, sinks: torch.Tensor | None = None, **kwargs: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        sinks = kwargs.pop("sinks", None)
         _expect_served(layer, forward_batch, kwargs)
-        step = self.forward_metadata
+        step, window = self.forward_metadata, None
         assert step is not None, "init_forward_metadata comes before the layers"
-        window: int | None = None
+        table, slots = step.table, step.slots
         if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
             window = layer.sliding_window_size + 1  # SGLang counts the keys before the query's own
-        heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
-        table, slots = step.table, step.slots
-        if window is not None:
             table, slots = step.window_table, step.window_slots
-        q, pool = q.reshape(-1, heads, dim), self.token_to_kv_pool
+        heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        pool, q = self.token_to_kv_pool, q.reshape(-1, heads, dim)
         rows = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         pages = [self._pages(x, kv_heads, dim) for x in rows]
         if k is not None and v is not None:
@@ -202,7 +172,9 @@ class QuireAttention:
         )  # fmt: skip
         return out.view(-1, heads * dim)
 
-    def _pages(self, rows: torch.Tensor, kv_heads: int, dim: int) -> torch.Tensor:
+    forward_decode = forward_extend
+
+    def _pages(self, rows: Tensor, kv_heads: int, dim: int) -> Tensor:
         """A layer's rows [num_slots, kv_heads, dim] as pages of SGLang's size."""
         if rows.dim() != 3 or tuple(rows.shape[1:]) != (kv_heads, dim):
             raise NotImplementedError(
@@ -215,10 +187,8 @@ class QuireAttention:
         """The step of a batch whose requests have at most ``longest`` keys."""
         seq_lens = forward_batch.seq_lens.int()
         device, bs = seq_lens.device, forward_batch.batch_size
-        if forward_batch.forward_mode.is_decode_or_idle():
-            cu_seqlens_q, max_seqlen_q = torch.arange(bs + 1, dtype=torch.int32, device=device), 1
-        else:
-            cu_seqlens_q = torch.zeros(bs + 1, dtype=torch.int32, device=device)
+        cu_seqlens_q, max_seqlen_q = torch.arange(bs + 1, dtype=torch.int32, device=device), 1
+        if not forward_batch.forward_mode.is_decode_or_idle():
             torch.cumsum(forward_batch.extend_seq_lens, 0, out=cu_seqlens_q[1:])
             lens = forward_batch.extend_seq_lens_cpu
             max_seqlen_q = int(max(forward_batch.extend_seq_lens if lens is None else lens))
@@ -226,9 +196,8 @@ class QuireAttention:
         first = self.req_to_token[:, : longest : self.page_size]
         tokens = first[forward_batch.req_pool_indices.long()]
         slots = forward_batch.out_cache_loc
-        slots = None if slots is None else slots.long()
+        slots = window_slots = None if slots is None else slots.long()
         table = window_table = (tokens // self.page_size).int()
-        window_slots = slots
         if self.to_window is not None:
             window_table = (self.to_window(tokens.long()) // self.page_size).int()
             window_slots = None if slots is None else self.to_window(slots).long()
@@ -238,18 +207,21 @@ class QuireAttention:
 
 
 def _expect_served(layer: Any, forward_batch: Any, kwargs: dict[str, Any]) -> None:
-    """Require a layer, a batch and arguments that the kernels serve; NotImplementedError otherwise."""
-    mode = forward_batch.forward_mode
-    kind = getattr(layer.attn_type, "value", layer.attn_type)
-    refused = {
-        "is_cross_attention": layer.is_cross_attention,
-        "attn_type": kind != "decoder",
-        "v_head_dim": layer.v_head_dim != layer.qk_head_dim,
-        "xai_temperature_len": getattr(layer, "xai_temperature_len", -1) > 0,
-        "logit_capping_method": bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
-        "forward_mode": mode.name not in ("DECODE", "EXTEND", "MIXED"),
-        "mha_return_lse": getattr(forward_batch, "mha_return_lse", False),
-    } | {name: value is not None and value is not False for name, value in kwargs.items()}
-    for name, given in refused.items():
-        if given:
+    """Require a layer, a batch and arguments that the kernels serve."""
+    cap, xai = layer.logit_cap, getattr(layer, "xai_temperature_len", -1)
+    _refuse(
+        is_cross_attention=layer.is_cross_attention,
+        attn_type=getattr(layer.attn_type, "value", layer.attn_type) != "decoder",
+        v_head_dim=layer.v_head_dim != layer.qk_head_dim,
+        xai_temperature_len=xai > 0,
+        logit_capping_method=bool(cap) and layer.logit_capping_method != "tanh",
+        forward_mode=forward_batch.forward_mode.name not in ("DECODE", "EXTEND", "MIXED"),
+        mha_return_lse=getattr(forward_batch, "mha_return_lse", False),
+        **{name: value is not None and value is not False for name, value in kwargs.items()},
+    )
+
+
+def _refuse(**given: bool) -> None:
+    for name, is_given in given.items():
+        if is_given:
             raise NotImplementedError(f"{name}: is not served by attention backend {NAME!r}")

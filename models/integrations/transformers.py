@@ -5,11 +5,11 @@ What one call computed, the next ones find: turns of a chat, prompts with a comm
     pool = QuirePool(model, num_pages=4096, max_model_len=8192)
     ids = model.generate(ids, past_key_values=QuireCache(pool, ids), max_new_tokens=100)
 
-Before a forward, its tokens become a plan of `quire.kvcore`, which reaches the attention of each
-layer as one more keyword argument; afterwards it is committed. Tokens in pages already (of rows with
-longer hits, or of a whole prompt that is passed again) and padding on the left take no part in
-attention: their output is 0, and nothing depends on it.
+Before a forward its tokens become a plan of `quire.kvcore`, which reaches each layer's attention as
+one more keyword argument; afterwards it is committed. Padding and tokens in pages already get 0.
 """
+
+# ruff: noqa: E402  the version is checked before modules that others may not have
 
 from __future__ import annotations
 
@@ -26,22 +26,17 @@ from quire.kernels import attention_for, write_kv
 from quire.kvcore import KVCache, OutOfPages, StepPlan
 
 from ..layers.kv_cache import PageTensors, cache_groups
+from . import require
 
-try:
-    import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, Cache
-except ImportError as error:
-    raise ImportError("needs transformers: pip install 'quire[transformers]'") from error
+require("transformers", "5.23", "5.24")
 
-SUPPORTED = "5.23"
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
 NAME = "quire"  # of the attention, as `set_attn_implementation` knows it
 Shape = namedtuple("Shape", "num_kv_heads head_dim sliding_window")
 
-if not transformers.__version__.startswith(f"{SUPPORTED}."):
-    raise ImportError(f"transformers: expected {SUPPORTED}, got {transformers.__version__}")
 
-
-def layers_of(config: Any) -> Any:
+def _layers_of(config: Any) -> Any:
     """The attributes of a model that `cache_groups` and `PageTensors` read, from its configuration."""
     num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
@@ -60,6 +55,11 @@ def layers_of(config: Any) -> Any:
         num_layers=num_layers, num_kv_owners=num_layers, layer_types=types,
         attention=shapes.__getitem__, kv_donor=lambda layer: layer,
     )  # fmt: skip
+
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    """The cache of a forward, which 5.24 calls ``cache``."""
+    return kwargs.get("cache", kwargs.get("past_key_values"))
 
 
 class QuirePool:
@@ -90,7 +90,7 @@ class QuirePool:
         self._before, self._model = model.config._attn_implementation, model
         if self._before == NAME:
             raise ValueError("model: expected one without a QuirePool; close its pool first")
-        self._layers = layers = layers_of(model.config)
+        self._layers = layers = _layers_of(model.config)
         groups, places = cache_groups(layers, model.dtype, base_block_size=block_size)
         options = {"max_requests": 16, "max_model_len": max_model_len} | options
         self.kv = KVCache(groups, num_pages=num_pages, **options)
@@ -118,7 +118,7 @@ class QuirePool:
             self.kv.release(self._ended.pop())
 
     def _begin(self, model: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", *args[:1])
+        cache, ids = _cache_of(kwargs), kwargs.get("input_ids", *args[:1])
         given = ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
         mine = isinstance(cache, QuireCache) and cache.pool is self
         if not mine or ids is None or any(x is not None and x.ndim != 2 for x in given):
@@ -130,7 +130,7 @@ class QuirePool:
         return args, kwargs | {"quire": cache}
 
     def _finish(self, model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        self._open = kwargs["past_key_values"]
+        self._open = _cache_of(kwargs)
         if not self._open._recording:
             self._settle()
 
@@ -242,7 +242,9 @@ class QuireCache(Cache):
             accepted = self._plan.num_new_tokens - rejected if rejected else None
             self._kv.commit(self._plan, self._ids, accepted)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """The new rows as they are: attention writes them to pages."""
         return key_states, value_states
 

@@ -1,19 +1,15 @@
 """The attention kernels as a backend of vLLM 0.33; extra ``vllm``.
 
-Where quire is installed beside vLLM, its entry point registers the backend, and this serves with
-it::
+Where quire is installed beside vLLM, its entry point registers the backend::
 
     vllm serve MODEL --attention-backend CUSTOM
 
 A layer's pages are views of vLLM's tensor [num_blocks, num_kv_heads, block_size, 2 * head_size], in
 any memory order. All rows of a step are written first, for vLLM lets a request hit blocks that
-another one computes in the same step. Attention takes a request's own new rows from the layer and
-the rest from pages; layers that share another layer's keys find all rows in pages.
-
-Refused by name: other versions of vLLM, MLA, encoders, ALiBi, bidirectional ranges of images,
-R-SWA, context parallelism, quantized caches but e4m3 with one scale for all keys, head sizes that
-are no power of two. CUDA graphs hold what lies between attention calls (``PIECEWISE``).
+another one computes in the same step. CUDA graphs hold what lies between attention calls.
 """
+
+# ruff: noqa: E402  the version is checked before modules that others may not have
 
 from __future__ import annotations
 
@@ -23,25 +19,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from . import require
+
+require("vllm", "0.33")
+
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
 from quire.kernels import attention_for, write_kv
 
-try:
-    import vllm
-    from vllm.v1.attention.backend import (
-        AttentionBackend,
-        AttentionImpl,
-        AttentionMetadataBuilder,
-        MultipleOf,
-    )
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-except ImportError as error:
-    raise ImportError("needs vLLM 0.33: pip install 'quire[vllm]'") from error
-
-SUPPORTED = "0.33"
 E4M3 = ("fp8", "fp8_e4m3")
-
-if not vllm.__version__.startswith(f"{SUPPORTED}."):
-    raise ImportError(f"vllm: expected {SUPPORTED}, got {vllm.__version__}")
 
 
 def register() -> None:
@@ -50,7 +42,7 @@ def register() -> None:
 
 
 class QuireBackend(AttentionBackend):
-    """The properties that vLLM reads before it chooses a backend."""
+    """The properties that vLLM reads before it chooses a backend; it refuses the rest by name."""
 
     supported_dtypes: ClassVar[Any] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[Any] = ["auto", "float16", "bfloat16", *E4M3]
@@ -131,19 +123,15 @@ class QuireBuilder(AttentionMetadataBuilder[QuireMetadata]):
                 f"QuireBackend: supported is causal attention, got causal={given.causal} and "
                 f"rswa_prefix_lens={given.rswa_prefix_lens}"
             )
-        num_seqs = given.num_reqs
-        cu = given.query_start_loc_cpu[: num_seqs + 1]
-        longer = (cu.diff() > 1).nonzero()
+        n = given.num_reqs
+        longer = (given.query_start_loc_cpu[: n + 1].diff() > 1).nonzero()
         sizes = {
             "max_seqlen_q": given.max_query_len,
             "max_seq_len": given.max_seq_len,
-            "num_decodes": int(longer[0]) if len(longer) else num_seqs,
+            "num_decodes": int(longer[0]) if len(longer) else n,
         }
-        tables = (
-            given.block_table_tensor[:num_seqs],
-            given.seq_lens[:num_seqs],
-            given.query_start_loc[: num_seqs + 1],
-        )
+        cu_seqlens_q = given.query_start_loc[: n + 1]
+        tables = given.block_table_tensor[:n], given.seq_lens[:n], cu_seqlens_q
         return QuireMetadata(given.num_actual_tokens, tables, sizes)
 
 
@@ -151,7 +139,7 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
     """Attention of one layer; arguments are those that vLLM's `Attention` gives.
 
     Raises:
-        NotImplementedError: one of them asks for what is not supported.
+        NotImplementedError: one of them asks for what is not served.
     """
 
     def __init__(
@@ -160,8 +148,10 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         logits_soft_cap: float | None = None, attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None, **others: Any,
     ) -> None:  # fmt: skip
-        others |= {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
-        others |= {} if attn_type == "decoder" else {"attn_type": attn_type}
+        if alibi_slopes is not None:
+            others["alibi_slopes"] = alibi_slopes
+        if attn_type != "decoder":
+            others["attn_type"] = attn_type
         if kv_cache_dtype not in QuireBackend.supported_kv_cache_dtypes:
             others["kv_cache_dtype"] = kv_cache_dtype
         if others:
@@ -175,7 +165,7 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the rows of a step, but those of layers that share keys.
+        """Write the rows of a step; vLLM does not call it for layers that share keys.
 
         Args:
             layer: has ``_k_scale`` and ``_v_scale``.
@@ -194,8 +184,7 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         """Attention of a step.
 
         Args:
-            layer, key, value, kv_cache: as for `do_kv_cache_update`; a layer that shares keys uses
-                those in pages.
+            layer, key, value, kv_cache: as for `do_kv_cache_update`.
             query, output: [num_tokens or more, num_heads, head_size]; other rows stay.
             attn_metadata: None while vLLM measures memory.
 
@@ -207,7 +196,7 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         if attn_metadata is None:
             return output.zero_()
         n, (pages, rest) = attn_metadata.num_tokens, self._pages(layer, kv_cache)
-        if self.kv_sharing_target_layer_name is None:
+        if self.kv_sharing_target_layer_name is None:  # else all rows are in pages
             rest |= {"k": key[:n], "v": value[:n]}
         attention_for(self.sliding_window)(
             query[:n],

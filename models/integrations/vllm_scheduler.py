@@ -2,83 +2,41 @@
 
     vllm serve MODEL --scheduler-cls quire.models.integrations.vllm_scheduler.QuireScheduler
 
-Queues, budgets, preemption, drafts and outputs are vLLM's, with asynchronous scheduling too; which
-pages requests get, what stays cached and where a prompt may resume are kvcore's (`vllm_kv_manager`).
-Workers and attention backends are as before: tables are append-only, and all rows that queries see
-are in pages. What is not served is refused by name when the engine starts: see `refusals`.
+Queues, budgets, preemption, drafts and outputs are vLLM's, with asynchronous scheduling too; kvcore
+decides which pages requests get, what stays cached and where a prompt may resume. Workers and
+attention backends are as before: tables are append-only, and all rows that queries see are in pages.
 """
+
+# ruff: noqa: E402  the version is checked before modules that others may not have
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-try:
-    import vllm
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SlidingWindowMLASpec,
-        SlidingWindowSpec,
-    )
-except ImportError as error:
-    raise ImportError("needs vLLM 0.33: pip install 'quire[vllm]'") from error
+from . import require
 
-SUPPORTED = "0.33"
+require("vllm", "0.33")
 
-if not vllm.__version__.startswith(f"{SUPPORTED}."):
-    raise ImportError(f"vllm: expected {SUPPORTED}, got {vllm.__version__}")
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request, RequestStatus
 
-from quire.kvcore import GroupSpec  # noqa: E402
-
-from .vllm_kv_manager import CacheManager  # noqa: E402  of this version alone
+from quire.kvcore import LRU, GroupSpec, KVCache, Match, OutOfPages
 
 DENSE, WINDOWS = (FullAttentionSpec, MLAAttentionSpec), (SlidingWindowSpec, SlidingWindowMLASpec)
-
-
-def unsupported(config: Any) -> list[str]:
-    """List the cache groups of a model that are not served."""
-    what = [] if config.kv_cache_groups else ["models without cache groups"]
-    for i, group in enumerate(config.kv_cache_groups):
-        spec, name = group.kv_cache_spec, f"cache group {i}"
-        if type(spec) not in DENSE + WINDOWS or not spec.prefix_cacheable:
-            what.append(f"{name}: {type(spec).__name__}")
-        elif spec.prefix_replay_tokens or getattr(spec, "extra_retained_tokens", 0):
-            what.append(f"{name}: windows that are computed again")
-        elif group.host_resident:
-            what.append(f"{name}: pages on the host")
-    return what
-
-
-def group_specs(config: Any) -> list[GroupSpec]:
-    """A model's cache groups; pages count as one byte each."""
-    groups = []
-    for i, group in enumerate(config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        window = spec.sliding_window if type(spec) in WINDOWS else None
-        groups.append(
-            GroupSpec(str(i), "window" if window else "dense", spec.block_size, 1, window)
-        )
-    return groups
-
-
-def refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
-    """List the parts of a configuration that are not served, in words."""
-    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
-    what = {
-        "KV connectors (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
-        "KV events (enable_kv_cache_events)": events is not None and events.enable_kv_cache_events,
-        "auxiliary outputs": vllm_config.aux_output_config.enabled,
-        "metrics of blocks (kv_cache_metrics)": vllm_config.observability_config.kv_cache_metrics,
-        "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
-        "diffusion models": vllm_config.model_config.is_diffusion,
-        "decode context parallelism": parallel.decode_context_parallel_size > 1,
-        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "multi-module MTP": vllm_config.num_prefill_lookahead_tokens > 1,
-    }
-    return [name for name, asked in what.items() if asked] + unsupported(kv_cache_config)
+KEY_BYTES = 32
 
 
 class QuireScheduler(Scheduler):
@@ -95,15 +53,331 @@ class QuireScheduler(Scheduler):
         return super().__new__(cls)
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        refused = refusals(vllm_config, kv_cache_config)
+        refused = _refusals(vllm_config, kv_cache_config)
         if refused:
             raise NotImplementedError(
                 "QuireScheduler: supported are decoders with full and sliding-window attention, "
                 f"got {'; '.join(refused)}"
             )
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.kv_cache_manager = CacheManager(self, group_specs(kv_cache_config))
+        self.kv_cache_manager = CacheManager(self)
 
 
 class QuireAsyncScheduler(QuireScheduler, AsyncScheduler):
     """`QuireScheduler` with asynchronous scheduling."""
+
+
+def _refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """List the parts of a configuration that are not served, in words."""
+    parallel, events = vllm_config.parallel_config, vllm_config.kv_events_config
+    what = {
+        "KV connectors (kv_transfer_config)": vllm_config.kv_transfer_config is not None,
+        "KV events (enable_kv_cache_events)": events is not None and events.enable_kv_cache_events,
+        "auxiliary outputs": vllm_config.aux_output_config.enabled,
+        "metrics of blocks (kv_cache_metrics)": vllm_config.observability_config.kv_cache_metrics,
+        "encoder-decoder models": vllm_config.model_config.is_encoder_decoder,
+        "diffusion models": vllm_config.model_config.is_diffusion,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "multi-module MTP": vllm_config.num_prefill_lookahead_tokens > 1,
+        "models without cache groups": not kv_cache_config.kv_cache_groups,
+    }
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec, name = group.kv_cache_spec, f"cache group {i}"
+        served = type(spec) in DENSE + WINDOWS and spec.prefix_cacheable
+        again = served and (spec.prefix_replay_tokens or getattr(spec, "extra_retained_tokens", 0))
+        what[f"{name}: {type(spec).__name__}"] = not served
+        what[f"{name}: windows that are computed again"] = again
+        what[f"{name}: pages on the host"] = group.host_resident
+    return [name for name, asked in what.items() if asked]
+
+
+class Pages(KVCacheBlocks):
+    """Page ids of each group, where vLLM's `KVCacheBlocks` has blocks."""
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """Copies; None if there are no pages and `allow_none`."""
+        groups = self.blocks if group_ids is None else [self.blocks[i] for i in group_ids]
+        if allow_none and not any(groups):
+            return None
+        return tuple([list(pages) for pages in groups])
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request with a slot of the cache.
+
+    Attributes:
+        published: tokens that others find.
+        paged: tokens that have pages.
+        room: tokens up to which nothing is to be done for it.
+        pending: tokens up to which it becomes findable at the end of the step.
+    """
+
+    request: Request
+    slot: int
+    published: int
+    paged: int = 0
+    room: int = 0
+    pending: int = 0
+
+
+class CacheManager(KVCacheManager):
+    """kvcore behind the interface of vLLM's `KVCacheManager`, whose documentation holds.
+
+    Keys of segments are vLLM's block hashes, so salts, adapters, images and lookaheads separate
+    prompts as they do there. A running request may be preempted in the step in which it was given
+    slots, and then nobody computes these rows. So what it completes becomes findable only when no
+    more requests are preempted: at the first look-up of a waiting request, or when the scheduler is
+    done with the step.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.kv_cache_config = config = scheduler.kv_cache_config
+        self.max_model_len, self.log_stats = scheduler.max_model_len, scheduler.log_stats
+        self.enable_caching = scheduler.cache_config.enable_prefix_caching
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+        groups = []  # pages count as one byte each
+        # Block sizes, and the most tokens or blocks that an admission counts: windows free what they passed.
+        self._groups = []
+        for i, spec in enumerate(specs):
+            window, most = None, self.max_model_len
+            if type(spec) in WINDOWS:
+                in_flight = scheduler.vllm_config.max_in_flight_tokens
+                window = spec.sliding_window
+                most = spec.max_admission_blocks_per_request(in_flight, self.max_model_len)
+            kind = "dense" if window is None else "window"
+            groups.append(GroupSpec(str(i), kind, spec.block_size, 1, window))
+            self._groups.append((spec.block_size, most))
+        self._has_windows = any(group.kind == "window" for group in groups)
+        interval = config.prefix_cache_retention_interval if self._has_windows else None
+        self.cache = KVCache(
+            groups,
+            num_pages=config.num_blocks,
+            max_requests=scheduler.max_num_running_reqs,
+            max_model_len=self.max_model_len,
+            reads="pages",
+            adopt=False,
+            append_only=True,
+            retention="dense" if interval is None else interval or "latest",
+            policy=None
+            if self._has_windows
+            else LRU(),  # as vLLM's: there is little to choose from
+            enable_caching=self.enable_caching,
+        )
+        self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
+        self.watermark_blocks = int(scheduler.scheduler_config.watermark * config.num_blocks)
+        self.num_kv_cache_groups = len(groups)
+        # The engine asks it for block sizes.
+        managers = [SimpleNamespace(block_size=s.block_size, kv_cache_spec=s) for s in specs]
+        self.coordinator = SimpleNamespace(single_type_managers=managers)
+        self._alignment = self.cache.alignment
+        self._block_size = math.gcd(*(spec.block_size for spec in specs))
+        self._per_key = self._alignment // scheduler.hash_block_size
+        # A drafter's last rows depend on the token after them, which hashes may cover, or not.
+        self._drop = scheduler.use_eagle_block_drop
+        self._zeroes, self._to_zero = config.needs_kv_cache_zeroing, []
+        self._tracked: dict[str, Tracked] = {}
+        self._pending: dict[str, Tracked] = {}
+        self._found: tuple[Request, Match] | None = None  # the newest look-up
+        self.empty_kv_cache_blocks = Pages(tuple(() for _ in specs))
+
+    @property
+    def usage(self) -> float:
+        """Part of the pages that running requests need."""
+        cache = self.cache
+        return 1.0 - (cache.num_free_pages + cache.num_evictable_pages) / (cache.num_pages - 1)
+
+    def get_computed_blocks(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[Pages, int, int]:
+        """(no pages yet, tokens that are cached, 0)."""
+        self.new_step_starts()
+        most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+        match = self._match(request, most)
+        hit = match.num_tokens
+        if self._drop and hit and hit == match.dense_tokens:
+            match = self._match(request, hit - self._alignment)
+        self._found = request, match
+        return self.empty_kv_cache_blocks, match.num_tokens, 0
+
+    def _match(self, request: Request, most: int) -> Match:
+        keys = b""
+        if self.prefix_cache_lookup_enabled(request):
+            keys = self._keys(request, 0, len(request.block_hashes) // self._per_key)
+        return self.cache.match(keys=keys, num_tokens=request.num_tokens, max_tokens=most)
+
+    def _keys(self, request: Request, first: int, last: int) -> bytes:
+        """Keys of segments [first, last) of a request, as far as they are known."""
+        n = self._per_key
+        hashes = request.block_hashes[(first + 1) * n - 1 : last * n : n]
+        return b"".join([key.ljust(KEY_BYTES) for key in hashes])
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        has_scheduled_reqs: bool = True,
+        **unserved: Any,
+    ) -> Pages | None:
+        """New pages for the next tokens of a request; None where they lack."""
+        tracked = self._tracked.get(request.request_id)
+        end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
+        if tracked is not None and end + num_lookahead_tokens <= tracked.room:
+            return self.empty_kv_cache_blocks
+        if any(unserved.values()):
+            raise NotImplementedError(f"allocate_slots: supported are decoders, got {unserved}")
+        running = request.status == RequestStatus.RUNNING
+        slots = min(end + num_lookahead_tokens, self.max_model_len)
+        pages = self.empty_kv_cache_blocks
+        if tracked is not None and self._has_windows:
+            self._let_go([tracked])
+        if tracked is None or slots > tracked.paged:
+            least = 0
+            if not running or full_sequence_must_fit:
+                full = request.num_tokens if full_sequence_must_fit else 0
+                least = self._lacking(tracked, num_new_computed_tokens, slots, full)
+                if has_scheduled_reqs and not running:
+                    least += self.watermark_blocks
+            if tracked is None:
+                given = self._admit(request, slots, least, num_new_computed_tokens)
+            else:
+                given = self._reserve(tracked, slots, least)
+            if given is None:
+                return None
+            pages = Pages(tuple(given))
+            tracked = self._tracked[request.request_id]
+            tracked.paged = -(-slots // self._block_size) * self._block_size
+            self._settle(tracked)
+            if self._zeroes:
+                self._to_zero += [page for group in given for page in group]
+        until = min(end, request.num_tokens)
+        if self.enable_caching and until - tracked.published >= self._alignment:
+            if running:
+                tracked.pending, self._pending[request.request_id] = until, tracked
+            else:
+                self._publish(tracked, until)
+        return pages
+
+    def _settle(self, tracked: Tracked) -> None:
+        room, ends = tracked.paged, tracked.published + self._alignment
+        tracked.room = ends - 1 if self.enable_caching and ends <= room else room
+
+    def _lacking(self, tracked: Tracked | None, hit: int, slots: int, full: int) -> int:
+        """Blocks that a request lacks up to token `slots`, or at once for all `full` tokens."""
+        lengths = [hit // size for size, _ in self._groups]
+        if tracked is not None:
+            lengths = [*map(len, self.cache.pages_of(tracked.slot))]
+        now = at_once = 0
+        for (size, most), length in zip(self._groups, lengths, strict=True):
+            now += max(0, -(-slots // size) - length)
+            at_once += max(0, min(-(-full // size), most) - length)
+        return max(now, at_once)
+
+    def _admit(self, request: Request, slots: int, least: int, hit: int) -> list[list[int]] | None:
+        """The pages up to token `slots` of a new request, where so many are available at `least`."""
+        if not self.cache.num_free_slots:
+            return None
+        found, match = self._found or (None, None)
+        if match is None or found is not request or match.num_tokens != hit:
+            match = self._match(request, hit)
+        slot = self.cache.admit(request.request_id, match, least=least)
+        if isinstance(slot, OutOfPages):
+            self._let_go(self._tracked.values())
+            slot = self.cache.admit(request.request_id, match, least=least)
+        if isinstance(slot, OutOfPages):
+            return None
+        assert match.num_tokens == hit, "what the look-up found"
+        self._tracked[request.request_id] = Tracked(request, slot, hit)
+        return self.cache.reserve(slot, slots)
+
+    def _reserve(self, tracked: Tracked, slots: int, least: int) -> list[list[int]] | None:
+        """The pages up to token `slots` of a running request, which goes before what the resume
+        points of others would need."""
+        given = self.cache.reserve(tracked.slot, slots, least)
+        for keep_tails in (True, False):
+            if given.__class__ is not OutOfPages:  # faster than isinstance
+                return given
+            self._let_go(self._tracked.values(), keep_tails)
+            given = self.cache.reserve(tracked.slot, slots, least)
+        return None if isinstance(given, OutOfPages) else given
+
+    def _let_go(self, requests: Iterable[Tracked], keep_tails: bool = True) -> None:
+        """Free what has left windows; steps in flight still read what their queries see."""
+        for tracked in requests:
+            request = tracked.request
+            computed = request.num_computed_tokens
+            oldest = computed - request.num_in_flight_tokens
+            self.cache.advance(tracked.slot, computed, oldest, keep_tails=keep_tails)
+
+    def _publish(self, tracked: Tracked, until: int) -> None:
+        first, end = tracked.published // self._alignment, until // self._alignment
+        keys = self._keys(tracked.request, first, end)
+        if keys:
+            self.cache.publish(tracked.slot, until, keys=keys)
+            tracked.published += len(keys) // KEY_BYTES * self._alignment
+            self._settle(tracked)
+
+    def new_step_starts(self) -> None:
+        """Publish what the last step completed."""
+        for tracked in self._pending.values():
+            self._publish(tracked, tracked.pending)
+        self._pending.clear()
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """None; the scheduler is done with its step."""
+        self.new_step_starts()
+        return {}
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Publish a request's tokens."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is not None and self.enable_caching:
+            self._publish(tracked, num_computed_tokens)
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that others find."""
+        tracked = self._tracked.get(request.request_id)
+        return 0 if tracked is None else tracked.published
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; False while requests run."""
+        if self._tracked:
+            return False
+        self.cache.clear()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def free(self, request: Request) -> None:
+        """A request ends, or is preempted."""
+        self._pending.pop(request.request_id, None)
+        if self._tracked.pop(request.request_id, None) is not None:
+            self.cache.release(request.request_id)
+
+    def get_blocks(self, request_id: str) -> Pages:
+        """All pages of a request."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return self.empty_kv_cache_blocks
+        return Pages(tuple(self.cache.pages_of(tracked.slot)))
+
+    def take_new_block_ids(self) -> list[int]:
+        """Pages for the worker to zero."""
+        pages, self._to_zero = self._to_zero, []
+        return pages
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """There are none: hits end where blocks do."""
+        return [], []
+
+    def take_events(self) -> list[Any]:
+        """There are none."""
+        return []

@@ -6,11 +6,13 @@ directory.
 Usage: python adopted.py OUT, a directory; writes FAMILY.pt of each family, refusals.json and page.json.
 """
 
+import contextlib
+import io
 import json
+import re
 import sys
 from pathlib import Path
 
-import page_blocks
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,14 +173,27 @@ def refusals():
     return said
 
 
+def blocks_of(page):
+    """[(what a block of the page printed, what stands below it or None)]."""
+    block = re.compile(
+        r'```python title="needs transformers"\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?', re.M | re.S
+    )
+    names, found = {"__name__": "__main__"}, []
+    for code, below in block.findall(page.read_text(encoding="utf-8")):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, page, "exec"), names)
+        found.append((out.getvalue(), below or None))
+    return found
+
+
 def main():
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     root = Path(sys.argv[1])
     for family in FAMILIES:
         torch.save(a_family(family), root / f"{family}.pt")
-    blocks = page_blocks.run(PAGE, "needs transformers")
-    (root / "page.json").write_text(json.dumps(blocks))
+    (root / "page.json").write_text(json.dumps(blocks_of(PAGE)))
     (root / "refusals.json").write_text(json.dumps(refusals()))
 
 

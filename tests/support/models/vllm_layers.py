@@ -3,7 +3,8 @@
 vLLM's `KVCacheManager` gives blocks to requests with common prefixes, chunked prompts and decodes; its layers, its planning of KV cache
 groups and its views of one allocation for all groups are what serves in production. Its tensor is NaN at first.
 
-Runs where vLLM is: python vllm_layers.py CHECKOUT OUT.json; writes what was checked, what was wrong and what was refused.
+Runs where vLLM is: python vllm_layers.py CHECKOUT OUT.json; writes what was checked, what was wrong, what was refused, and events as
+vLLM's own subscribers read them.
 """
 
 import json
@@ -11,33 +12,33 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-sys.path.insert(0, sys.argv[1])
-import bench  # noqa: F401  makes `quire` importable where it is not installed
-
-del sys.path[0]
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from exact_attention import attention  # noqa: E402
-from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
-from vllm.forward_context import set_forward_context  # noqa: E402
-from vllm.model_executor.layers.attention import Attention  # noqa: E402
-from vllm.platforms.interface import DeviceCapability  # noqa: E402
-from vllm.plugins import load_general_plugins  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
-from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
-from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
-from vllm.v1.core.kv_cache_planning import (  # noqa: E402
+import from_checkout  # noqa: F401
+import msgspec
+import numpy as np
+import torch
+from exact_attention import attention
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_planning import (
     get_kv_cache_config_from_groups,
     get_kv_cache_groups,
 )
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
-from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
 
-from quire.bench.common.bounds import allowed  # noqa: E402
+from quire.bench.common.bounds import allowed
+from quire.kvcore import EventLog, GroupSpec, KVCache
+from quire.models.integrations.kv_events_zmq import encode_batch, lora_key
 
 BLOCK, HEADS, KV_HEADS, SIZE, VOCAB, LONGEST, CHUNK = 16, 4, 2, 32, 50, 160, 32
 CASES = {
@@ -245,13 +246,31 @@ def refusals():
     return said
 
 
+def events():
+    """A batch of events as vLLM's `KVEventBatch` reads it."""
+    log = EventLog(identities=True)
+    groups = [GroupSpec("full", "dense", 4, 1), GroupSpec("local", "window", 4, 1, 6)]
+    kv = KVCache(groups, num_pages=40, max_requests=1, max_model_len=64, events=log)
+    tokens, keys = list(range(12)), [(0, None, lora_key("sql")), (5, 7, b"c0ffee00" * 8)]
+    slot = kv.admit("r1", kv.match(tokens, salt=b"tenant", extra_keys=keys))
+    kv.commit(kv.plan([slot], [12]), tokens)
+    kv.release("r1")
+    kv.clear()
+    payload = encode_batch(
+        log.take()[1], ts=1.0, data_parallel_rank=0, lora_ids={"sql": 3}, session_of={"r1": "s"}.get
+    )
+    batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
+    names = ("lora_id", "lora_name", "extra_keys", "session_id", "group_idx", "kv_cache_spec_kind")
+    return [[type(e).__name__, *(getattr(e, name, None) for name in names)] for e in batch.events]
+
+
 def main():
     torch.set_num_threads(1)
     init_none_hash(sha256)
     load_general_plugins()  # of quire's entry point
     said = {"vllm": metadata.version("vllm"), "backend": AttentionBackendEnum.CUSTOM.get_path()}
     said["cases"] = {name: Case(**case).run() for name, case in CASES.items()}
-    said["refusals"] = refusals()
+    said |= {"refusals": refusals(), "events": events()}
     Path(sys.argv[2]).write_text(json.dumps(said))
 
 

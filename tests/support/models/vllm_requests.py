@@ -11,25 +11,20 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, sys.argv[1])
-import bench  # noqa: F401  makes `quire` importable where it is not installed
+import from_checkout  # noqa: F401
+import torch
+import vllm.config as options
+import vllm.v1.kv_cache_interface as kinds
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm_device import DRAFTS, LONGEST, VOCAB, Text, Worker
 
-del sys.path[0]
-
-import torch  # noqa: E402
-import vllm.config as options  # noqa: E402
-import vllm.v1.kv_cache_interface as kinds  # noqa: E402
-from vllm.sampling_params import SamplingParams  # noqa: E402
-from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
-from vllm_device import DRAFTS, LONGEST, VOCAB, Text, Worker  # noqa: E402
-
-from quire.models.integrations.vllm_kv_manager import CacheManager  # noqa: E402
-from quire.models.integrations.vllm_scheduler import QuireScheduler, group_specs  # noqa: E402
+from quire.models.integrations.vllm_scheduler import CacheManager, QuireScheduler
 
 HYBRID = [(16, None), (16, 64), (16, 64), (16, 100)]
 CASES = {
@@ -219,7 +214,7 @@ def run(name, num_pages, num_requests, where, classes):
             check()
             cache = scheduler.kv_cache_manager.cache
             counts["left"] = cache.stats()["pages_in_use"] + len(cache.sequences.ids)
-            cache.clear()
+            counts["left"] += scheduler.get_kv_cache_usage() + (not scheduler.reset_prefix_cache())
             counts["left"] += num_pages - 1 - cache.num_free_pages
         said[who] = counts
     return said
@@ -309,37 +304,6 @@ def refusals(where):
     return said
 
 
-def aborts(where):
-    """Pages and requests that are left when requests are aborted waiting, in flight, in a chunk and decoding."""
-    groups, said = CASES["hybrid"]["groups"], {}
-    config = configuration(300, True, False, "fcfs", 0, where)
-    scheduler = scheduler_of(QuireScheduler, config, cache_groups(groups, 300, 0), True)
-    cache, worker = scheduler.kv_cache_manager.cache, Worker(groups, 300, False, 0)
-    for i, steps in enumerate((0, 1, 2, 3, 5, 8)):
-        names = [f"a{i}", f"b{i}"]
-        for name in names:
-            scheduler.add_request(plain_request(name, [(i + 7 * j) % VOCAB for j in range(300)]))
-        flying = []
-
-        def land(flying=flying):
-            so, work = flying.pop(0)
-            scheduler.update_from_output(so, worker.run(work, True)[0])
-
-        for _ in range(steps):
-            so = scheduler.schedule()
-            flying.append((so, worker.take(so)))
-            if len(flying) > 1:
-                land()
-        scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-        while flying:
-            land()
-        cache.check_invariants()
-        said[steps] = [len(cache.sequences.ids), cache.stats()["pages_in_use"]]
-    usage = scheduler.get_kv_cache_usage()
-    reset = scheduler.reset_prefix_cache(), cache.num_free_pages
-    return {"left": said, "wrong": worker.wrong, "usage": usage, "reset": reset}
-
-
 def plain_request(name, tokens):
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
     return Request(name, tokens, params, None, block_hasher=get_request_block_hasher(16, sha256))
@@ -374,7 +338,7 @@ def drafter_hits(where):
         config = configuration(100, False, False, "fcfs", 0, where)
         scheduler = scheduler_of(QuireScheduler, config, kv_config)
         scheduler.use_eagle_block_drop = drops
-        manager = CacheManager(scheduler, group_specs(kv_config))
+        manager = CacheManager(scheduler)
         for end in (100, 97, 81):
             request = plain_request(f"e{end}", [5] * end)
             found, hit, _ = manager.get_computed_blocks(request)
@@ -402,7 +366,7 @@ def main():
         run(name, pages, int(sys.argv[2]), where, classes) for name in names for pages in sizes
     ]
     results = {
-        "cases": cases, "refusals": refusals(where), "aborts": aborts(where), "findable": findable(where),
+        "cases": cases, "refusals": refusals(where), "findable": findable(where),
         "drafter": drafter_hits(where), "timings": timings(where),
     }  # fmt: skip
     Path(sys.argv[4]).write_text(json.dumps(results))
