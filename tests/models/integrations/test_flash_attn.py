@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
@@ -11,7 +10,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from quire.kernels.attention import api
 from quire.models.integrations import flash_attn
 from quire.models.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
@@ -29,24 +27,7 @@ MASKS = {
 }
 
 
-# Each mask by plain torch, two by Triton, which is its slow interpreter on a CPU.
-RUNS = [("torch", name) for name in MASKS] + [("triton", "causal"), ("triton", "window")]
-runs = pytest.mark.parametrize(
-    ("impl", "mask"),
-    [(impl, MASKS[name]) for impl, name in RUNS],
-    ids=["-".join(run) for run in RUNS],
-    indirect=["impl"],
-)
-impls = pytest.mark.parametrize("impl", ["triton", "torch"], indirect=True)
-
-
-@pytest.fixture
-def impl(request, monkeypatch):
-    """The kernels by either implementation; on a CPU Triton is its interpreter."""
-    for name in ("paged_attention", "sliding_window_attention", "write_kv"):
-        module = flash_attn if name == "write_kv" else api  # `attention_for` looks there
-        function = functools.partial(getattr(module, name), impl=request.param)
-        monkeypatch.setattr(module, name, function)
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
@@ -105,9 +86,9 @@ def varlen(q, k, v, q_lens, k_lens, **options):
     return flash_attn_varlen_func(q, k, v, *lengths, return_attn_probs=True, **options)
 
 
-@runs
+@masks
 @pytest.mark.parametrize("cache", ["packed", "paged"])
-def test_varlen_against_float64(impl, cache, mask):
+def test_varlen_against_float64(cache, mask):
     """A chunk, a prompt, a decode, no token at all, and more tokens than keys."""
     q_lens, k_lens = [5, 9, 1, 0, 4], [23, 9, 30, 7, 2]
     q, k, v = lengths_of(q_lens, k_lens)
@@ -122,8 +103,8 @@ def test_varlen_against_float64(impl, cache, mask):
     expect_equal(out, lse, zip(q, k, v, strict=True), mask)
 
 
-@runs
-def test_prompts_with_one_tensor_of_offsets(impl, mask):
+@masks
+def test_prompts_with_one_tensor_of_offsets(mask):
     lens = [9, 1, 17]
     q, k, v = lengths_of(lens, lens, torch.float16)
     out, lse, _ = varlen(*map(torch.cat, (q, k, v)), lens, lens, **mask)
@@ -131,25 +112,25 @@ def test_prompts_with_one_tensor_of_offsets(impl, mask):
     expect_equal(out, lse, zip(q, k, v, strict=True), mask)
 
 
-def test_as_many_keys_as_tokens_need_not_be_prompts():
-    q, k, v = lengths_of([3, 6], [6, 3])
-    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), [3, 6], [6, 3], **PLAIN)
-    expect_equal(out, lse, zip(q, k, v, strict=True), PLAIN)
-
-
-@impls
-@pytest.mark.parametrize("mask", [{}, {"window_size": (4, 2)}, {"window_size": (-1, 7)}], ids=str)
-def test_one_new_token_each_needs_no_causal(impl, mask):
-    q, k, v = lengths_of([1, 1, 1], [23, 1, 6])
-    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), [1, 1, 1], [23, 1, 6], **mask)
-    # Bottom-right aligned, so no key is behind the query.
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "mask"),
+    [
+        ([3, 6], [6, 3], PLAIN),  # as many keys as tokens in all, but no prompts
+        ([1, 1, 1], [23, 1, 6], {}),  # one new token needs no causal: no key is behind it
+        ([1, 1, 1], [23, 1, 6], {"window_size": (4, 2)}),
+        ([1, 1, 1], [23, 1, 6], {"window_size": (-1, 7)}),
+    ],
+)
+def test_packed_keys_of_other_offsets(q_lens, k_lens, mask):
+    q, k, v = lengths_of(q_lens, k_lens)
+    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), q_lens, k_lens, **mask)
     expect_equal(out, lse, zip(q, k, v, strict=True), mask)
 
 
-@runs
+@masks
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("cache", ["paged", "rows", "rows-by-index"])
-def test_with_kvcache_against_float64(impl, cache, seqlen_q, mask):
+def test_with_kvcache_against_float64(cache, seqlen_q, mask):
     k_lens = [23, 1, 30]
     q, k, v = lengths_of([seqlen_q] * 3, k_lens)
     tables = [[3, 6], [5, -1], [1, 4]] if cache == "paged" else [[4], [2], [0]]
@@ -167,10 +148,9 @@ def test_with_kvcache_against_float64(impl, cache, seqlen_q, mask):
     expect_equal(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), zip(q, k, v, strict=True), mask)
 
 
-@impls
 @pytest.mark.parametrize("seqlen_new", [1, 20])
 @pytest.mark.parametrize("cache", ["paged", "rows"])
-def test_with_kvcache_writes_and_then_reads(impl, cache, seqlen_new):
+def test_with_kvcache_writes_and_then_reads(cache, seqlen_new):
     """Rows behind ``cache_seqlens``, over page boundaries; nothing else in the cache changes."""
     before = [15, 0, 30]
     k_lens = [n + seqlen_new for n in before]

@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +48,7 @@ class NoQuire:
             raise ImportError("quire is not installed")
 
 sys.meta_path.insert(0, NoQuire())
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv[1] + "/torch-ext")
 {CHECK}
 import quire_kernels
 check(quire_kernels)
@@ -76,46 +75,28 @@ assert Build.open(sys.argv[1]).general.backends == [Backend.CPU, Backend.CUDA]
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     directory = tmp_path_factory.mktemp("hub") / "new" / "quire-kernels"
-    hub_kernels.export(directory)
+    assert hub_kernels.main([str(directory)]) == 0
     return directory
 
 
-def run(code, argument, folder):
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code, argument], check=True, cwd=folder, env=environment)
-
-
-def test_the_files_are_those_of_the_package(repository):
-    own = {p.relative_to(ROOT / "kernels") for p in (ROOT / "kernels").rglob("*.py")}  # fmt: skip
-    expected = {Path("build.toml")}
-    for folder in ("torch-ext/quire_kernels", "build/torch-cpu", "build/torch-cuda"):
-        expected |= {folder / path for path in own}
-        for path in own:
-            assert (repository / folder / path).read_bytes() == (ROOT / "kernels" / path).read_bytes()  # fmt: skip
-    expected |= {Path(f"build/torch-{backend}/metadata.json") for backend in ("cpu", "cuda")}
-    files = {path.relative_to(repository) for path in repository.rglob("*") if path.is_file()}
-    assert files == expected
-
-
-def test_the_metadata_has_what_the_hub_asks_for(repository):
+def test_the_files_are_those_of_the_package_and_the_metadata_names_them(repository):
+    files = {p.relative_to(repository): p for p in repository.rglob("*") if p.is_file()}
+    assert 'name = "quire-kernels"' in files.pop(Path("build.toml")).read_text()
+    own = {p.relative_to(ROOT / "kernels"): p.read_bytes() for p in (ROOT / "kernels").rglob("*.py")}  # fmt: skip
     ids = set()
-    for backend in ("cpu", "cuda"):
-        folder = repository / "build" / f"torch-{backend}"
-        data = json.loads((folder / "metadata.json").read_text())
-        required = {"name", "id", "version", "license", "python-depends", "backend", "digest"}
-        assert required <= data.keys()
-        assert data["id"].isidentifier() and data["backend"]["type"] == backend
-        ids.add(data["id"])
-        digests = {
-            p.relative_to(folder).as_posix(): base64.b64encode(hashlib.sha256(p.read_bytes()).digest()).decode()
-            for p in folder.rglob("*")
-            if p.is_file() and p.name != "metadata.json"
-        }  # fmt: skip
-        assert data["digest"] == {"algorithm": "sha256", "files": digests}
-    assert len(ids) == 2
+    for folder in ("torch-ext/quire_kernels", "build/torch-cpu", "build/torch-cuda"):
+        for path, content in own.items():
+            assert files.pop(folder / path).read_bytes() == content
+        if folder.startswith("build"):
+            data = json.loads(files.pop(Path(folder, "metadata.json")).read_text())
+            hashed = {p: base64.b64encode(hashlib.sha256(c).digest()).decode() for p, c in own.items()}  # fmt: skip
+            files_of = {p.as_posix(): digest for p, digest in hashed.items()}
+            assert data["digest"] == {"algorithm": "sha256", "files": files_of}
+            assert {"name", "version", "license", "python-depends"} <= data.keys()
+            assert data["id"].isidentifier() and folder.endswith(data["backend"]["type"])
+            ids.add(data["id"])
+    assert not files and len(ids) == 2
     assert data["backend"]["archs"] == ["8.0", "8.6", "9.0", "10.0", "12.0"]
-    toml = (repository / "build.toml").read_text()
-    assert re.search(r'^name = "quire-kernels"$', toml, re.MULTILINE) and "[torch-noarch]" in toml
 
 
 def test_other_contents_have_another_id(tmp_path):
@@ -126,18 +107,18 @@ def test_other_contents_have_another_id(tmp_path):
     assert len(ids) == 2
 
 
-def test_it_works_without_quire(repository, tmp_path):
-    run(ALONE, str(repository / "torch-ext"), tmp_path)
-
-
-def test_the_package_kernels_loads_it(repository, tmp_path):
-    try:
-        version = importlib.metadata.version("kernels")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the extra hub, the PyPI package kernels, is not installed")
-    if tuple(map(int, version.split(".")[:3])) < tuple(map(int, hub_kernels.OLDEST.split("."))):
-        pytest.skip(f"the PyPI package kernels is {version}, older than {hub_kernels.OLDEST}")
-    run(LOADED, str(repository), tmp_path)
+@pytest.mark.parametrize("code", [ALONE, LOADED], ids=["without-quire", "by-kernels"])
+def test_it_works(code, repository, tmp_path):
+    if code is LOADED:
+        try:
+            version = importlib.metadata.version("kernels")
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip("the extra hub, the PyPI package kernels, is not installed")
+        if tuple(map(int, version.split(".")[:3])) < (0, 17, 2):
+            pytest.skip(f"the PyPI package kernels is {version}, older than {hub_kernels.OLDEST}")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(repository)]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):
@@ -146,6 +127,3 @@ def test_nothing_is_overwritten(tmp_path, capsys):
         assert hub_kernels.main([str(directory)]) == 2
         assert capsys.readouterr().err.startswith("error: DIR: expected a new or an empty directory")  # fmt: skip
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
-    (tmp_path / "empty").mkdir()
-    assert hub_kernels.main([str(tmp_path / "empty")]) == 0
-    assert (tmp_path / "empty" / "build.toml").is_file()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import os
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.attention import api
 from quire.models.integrations import sglang
 from tests.support.models import sglang_steps as steps
 from tests.support.models.sglang_steps import HEADS, Host, Mode, layer, play
@@ -33,41 +31,45 @@ class Base:
 Backend = sglang.backend_class(Base)
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["one-pool", "window-pool"])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_steps_against_float64(page_size, hybrid):
-    play(Backend, page_size, hybrid)
+@pytest.mark.parametrize(
+    ("page_size", "hybrid", "sinks", "cap"),
+    [
+        (1, False, None, 0.0),
+        (1, True, None, 0.0),
+        (4, False, None, 0.0),
+        (4, True, torch.tensor([0.5, -1.0, 2.0, 0.0]), 3.0),
+    ],
+)
+def test_steps_against_float64(page_size, hybrid, sinks, cap):
+    play(Backend, page_size, hybrid, sinks=sinks, cap=cap)
 
 
-def test_sinks_and_soft_cap():
-    play(Backend, 4, True, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), cap=3.0)
+def started(lengths, hybrid=False):
+    """A host, a backend, and the batch of a first step of it."""
+    host = Host(4, hybrid)
+    backend = Backend(host.runner)
+    chosen, batch = host.step(Mode, "EXTEND", lengths)
+    backend.init_forward_metadata(batch)
+    return host, backend, chosen, batch
 
 
-@pytest.mark.slow
-def test_steps_by_the_triton_kernels(monkeypatch):
-    for name in ("paged_attention", "sliding_window_attention", "write_kv"):
-        module = sglang if name == "write_kv" else api  # `attention_for` looks there
-        function = functools.partial(getattr(module, name), impl="triton")
-        monkeypatch.setattr(module, name, function)
-    play(Backend, 4, True)
+def rows(host, n):
+    """q, k and v of n tokens."""
+    return host.normal(n, HEADS * 16), host.normal(n, 32), host.normal(n, 32)
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["one-pool", "window-pool"])
 def test_a_graph_reads_what_each_replay_prepares(hybrid):
     """The tensors of the captured step keep their places; padding rows, whose length is the fill value, harm nobody."""
-    host = Host(4, hybrid)
-    backend = Backend(host.runner)
+    host, backend, chosen, batch = started([9, 2, 14, 1], hybrid)
     layers = [layer(0), layer(1, steps.WINDOW - 1)]
-    chosen, batch = host.step(Mode, "EXTEND", [9, 2, 14, 1])
-    backend.init_forward_metadata(batch)
     host.run(backend, chosen, batch, layers, None)
     backend.init_cuda_graph_state(6, 6)
     captured = None
-    for lengths in ([1, 1, 1, 1], [1, 1, 1, 1]):
-        chosen, batch = host.step(Mode, "DECODE", lengths)
+    for _ in range(2):
+        chosen, batch = host.step(Mode, "DECODE", [1, 1, 1, 1])
         backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
-        if captured is None:
-            captured = backend.forward_metadata
+        captured = captured or backend.forward_metadata
         backend.forward_metadata = captured
         host.run(backend, chosen, batch, layers, None)
     chosen, batch = host.step(Mode, "DECODE", [1, 0, 0, 0])
@@ -78,67 +80,63 @@ def test_a_graph_reads_what_each_replay_prepares(hybrid):
     batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(3, dtype=torch.long)])
     backend.init_forward_metadata_out_graph(batch)
     assert captured.seq_lens.tolist() == [12, 1, 1, 1]
-    q, k, v = host.normal(4, HEADS * 16), host.normal(4, 32), host.normal(4, 32)
+    q, k, v = rows(host, 4)
     out = backend.forward(q, k, v, layers[0], batch)
-    rows = torch.stack([*host.history[1][1], torch.stack([k[0], v[0]]).view(2, 2, 16)], 1)
-    steps.expect_attention(out[:1], q[:1], rows, layers[0])
+    held = torch.stack([*host.history[1][1], torch.stack([k[0], v[0]]).view(2, 2, 16)], 1)
+    steps.expect_attention(out[:1], q[:1], held, layers[0])
 
 
 def test_a_layer_without_rows_of_its_own_reads_those_of_the_pool():
     """Layers that share another's cache get no k and v; and nothing is written where the host says so."""
-    host = Host(4, False)
-    backend = Backend(host.runner)
-    _, batch = host.step(Mode, "EXTEND", [9, 0, 0, 0])
-    backend.init_forward_metadata(batch)
-    q, k, v = host.normal(9, 64), host.normal(9, 32), host.normal(9, 32)
+    host, backend, _, batch = started([9, 0, 0, 0])
+    q, k, v = rows(host, 9)
     unsaved = backend.forward(q, k, v, layer(0), batch, save_kv_cache=False)
-    assert all(rows.isnan().all() for rows in host.rows(0))
+    assert all(held.isnan().all() for held in host.rows(0))
     saved = backend.forward(q, k, v, layer(0), batch)
     torch.testing.assert_close(unsaved, saved, rtol=0, atol=0)
     shared = backend.forward(q, None, None, layer(0), batch)
     steps.expect_attention(shared, q, (k.view(9, 2, 16), v.view(9, 2, 16)), layer(0))
 
 
-LAYERS = {
-    "is_cross_attention": {"is_cross_attention": True}, "attn_type": {"attn_type": "encoder_only"},
-    "v_head_dim": {"v_head_dim": 8}, "xai_temperature_len": {"xai_temperature_len": 4},
-    "logit_capping_method": {"logit_cap": 2.0, "logit_capping_method": "other"},
-}  # fmt: skip
+# What is changed of a layer, of a batch and of the call.
+REFUSED = {
+    "is_cross_attention": ({"is_cross_attention": True}, {}, {}),
+    "attn_type": ({"attn_type": "encoder_only"}, {}, {}),
+    "v_head_dim": ({"v_head_dim": 8}, {}, {}),
+    "xai_temperature_len": ({"xai_temperature_len": 4}, {}, {}),
+    "logit_capping_method": ({"logit_cap": 2.0, "logit_capping_method": "other"}, {}, {}),
+    "forward_mode": ({}, {"forward_mode": Mode.TARGET_VERIFY}, {}),
+    "mha_return_lse": ({}, {"mha_return_lse": True}, {}),
+    "score_mod": ({}, {}, {"score_mod": 1}),
+}
 
 
-@pytest.mark.parametrize("name", [*LAYERS, "forward_mode", "mha_return_lse", "score_mod"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_refused_by_name_and_nothing_is_written(name):
-    host = Host(4, False)
-    backend = Backend(host.runner)
-    _, batch = host.step(Mode, "EXTEND", [3, 0, 0, 0])
-    backend.init_forward_metadata(batch)
-    one = layer(0)
-    for attribute, value in LAYERS.get(name, {}).items():
-        setattr(one, attribute, value)
-    if name == "forward_mode":
-        batch.forward_mode = Mode.TARGET_VERIFY
-    batch.mha_return_lse = name == "mha_return_lse"
-    more = {"score_mod": 1} if name == "score_mod" else {}
-    rows = host.normal(3, 64), host.normal(3, 32), host.normal(3, 32)
+    host, backend, _, batch = started([3, 0, 0, 0])
+    of_layer, of_batch, of_call = REFUSED[name]
+    for attribute, value in of_batch.items():
+        setattr(batch, attribute, value)
     with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
-        backend.forward(*rows, one, batch, **more)
-    assert all(rows.isnan().all() for rows in host.rows(0))
+        backend.forward(*rows(host, 3), layer(0, **of_layer), batch, **of_call)
+    assert all(held.isnan().all() for held in host.rows(0))
     backend.init_cuda_graph_state(2, 2)
     with pytest.raises(NotImplementedError, match=r"^forward_mode: expected DECODE"):
         backend.init_forward_metadata_out_graph(batch)
 
 
 @pytest.mark.parametrize(
-    "name", ["use_mla_backend", "is_encoder_decoder", "kv_cache_dtype", "spec_algorithm"]
+    ("name", "owner", "attribute", "value"),
+    [
+        ("use_mla_backend", "", "use_mla_backend", True),
+        ("is_encoder_decoder", "model_config", "is_encoder_decoder", True),
+        ("kv_cache_dtype", "", "kv_cache_dtype", torch.float8_e4m3fn),
+        ("spec_algorithm", "spec_algorithm", "is_none", lambda: False),
+    ],
 )
-def test_a_runner_that_is_not_served_is_refused_by_name(name):
+def test_a_runner_that_is_not_served_is_refused_by_name(name, owner, attribute, value):
     runner = Host(4, False).runner
-    if name == "is_encoder_decoder":
-        runner.model_config.is_encoder_decoder = True
-    elif name == "spec_algorithm":
-        runner.spec_algorithm.is_none = lambda: False
-    else:
-        setattr(runner, name, torch.float8_e4m3fn if name == "kv_cache_dtype" else True)
+    setattr(getattr(runner, owner) if owner else runner, attribute, value)
     with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
         Backend(runner)
 
