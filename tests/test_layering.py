@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-STANDARD = sys.stdlib_module_names
 ALLOWED = {
     "kvcore": {"numpy", "quire.kvcore"},
     # Of plans it makes tensors; the allocator imports without it.
@@ -30,137 +30,72 @@ ALLOWED = {
         "quire.bench", "quire.kernels", "quire.kvcore", "quire.models",
     },
 }  # fmt: skip
+PACKAGES = ("kernels", "kvcore", "models", "bench")
 
 
-def imports(path: Path) -> set[str]:
-    """Packages that a file imports, `quire` ones with their second part."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        names = []
+@cache
+def modules(package: str) -> dict[str, Path]:
+    """Files of a package by dotted name."""
+    return {
+        "quire." + ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, str, int]]:
+    """(module, name in it or "", dots in front) of all imports of a file, but those for type checkers alone."""
+    tree = ast.parse(path.read_text(), str(path))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    # The packages that a file's dots stand for, the nearest first.
+    home = ["quire", *path.relative_to(ROOT).parent.parts]
+    found = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                names = [f"quire.{path.relative_to(ROOT).parts[0]}"]
-            elif node.module == "quire":
-                names = [f"quire.{alias.name}" for alias in node.names]
-            else:
-                names = [node.module or ""]
-        for name in names:
-            parts = name.split(".")
-            found.add(".".join(parts[:2]) if parts[0] == "quire" else parts[0])
+            found += [(alias.name, "", 0) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node not in for_types:
+            base = home[: len(home) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            found += [(module, alias.name, node.level) for alias in node.names]
     return found
 
 
 @pytest.mark.parametrize("package", ALLOWED)
 def test_a_package_imports_only_what_is_below_it(package):
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files
-    for path in files:
+    allowed = ALLOWED[package] | sys.stdlib_module_names
+    for path in modules(package).values():
         folder = path.parent.relative_to(ROOT).as_posix()
         if folder != package and folder in ALLOWED:
             continue  # has a line of its own
-        extra = imports(path) - ALLOWED[package] - STANDARD
-        assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
+        for module, name, _ in imports(path):
+            parts = f"{module}.{name}".split(".")
+            top = ".".join(parts[:2]) if parts[0] == "quire" else parts[0]
+            assert top in allowed, f"{path.relative_to(ROOT)} imports {top}"
 
 
-def modules(package: str) -> dict[str, Path]:
-    """Files of a package by dotted name, that of the package itself first."""
-    files = sorted((ROOT / package).rglob("*.py"))
-    return {
-        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
-        for f in files
-    }
-
-
-def known(name: str, path: Path, others: set[str]) -> set[tuple[str, str]]:
-    """(module, name in it) that a module imports from its own package, within functions too, but not for type checkers alone."""
-    tree = ast.parse(path.read_text(), str(path))
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    home = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    found = set()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not node.level or id(node) in for_types:
-            continue
-        base = ".".join([*home[: len(home) - node.level + 1], *filter(None, [node.module])])
-        for alias in node.names:
-            whole = f"{base}.{alias.name}"
-            found.add((whole, "") if whole in others else (base, alias.name))
-    return found
-
-
-@pytest.mark.parametrize("package", ["kernels", "kvcore", "models", "bench"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_circle_of_imports_and_no_private_name_of_another_module(package):
-    files = modules(package)
-    graph = {name: known(name, path, set(files)) for name, path in files.items()}
-    private = {(m, *x) for m, found in graph.items() for x in found if x[1].startswith("_")}
-    private |= {
-        (name, node.module, alias.name)  # of another package
-        for name, path in files.items()
-        for node in ast.walk(ast.parse(path.read_text(), str(path)))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire.")
-        for alias in node.names
-        if alias.name.startswith("_")
-    }
-    assert not private
-    left = {m: {other for other, _ in found} - {m} for m, found in graph.items()}
-    while ready := [m for m, needs in left.items() if not needs & left.keys()]:
+    """Imports within a package are relative, so that it can be copied under another name."""
+    files, graph = modules(package), {}
+    for module, path in files.items():
+        graph[module] = set()
+        for other, name, level in imports(path):
+            own = f"{other}.".startswith(f"quire.{package}.")
+            assert level or not own, f"{module}: expected a relative import of {other}"
+            ours = other.startswith("quire.")
+            assert not (ours and name.startswith("_") and not name.endswith("__")), (module, name)
+            known = f"{other}.{name}" if f"{other}.{name}" in files else other
+            if known in files and known != module:
+                graph[module].add(known)
+    while ready := [m for m, needs in graph.items() if not needs & graph.keys()]:
         for m in ready:
-            del left[m]
-    assert not left, "these, or what they import, import each other"
-
-
-@pytest.mark.parametrize("package", ["kernels", "kvcore", "models", "bench"])
-def test_imports_within_a_package_are_relative(package):
-    """So a package can be copied under another name, and no module is loaded under two."""
-    for path in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
-            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            own = f"quire.{package}"
-            if module == own or module.startswith(f"{own}."):
-                raise AssertionError(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")
-
-
-def test_operators_know_few_others():
-    """`kernels.common` knows no operator, and an operator only those that it is made of."""
-    files = modules("kernels")
-    found = {
-        (name.split(".")[1], other.split(".")[1])
-        for name, path in files.items()
-        for other, _ in known(name, path, set(files))
-        if "." in name and "." in other
-    }
-    assert {(a, b) for a, b in found if a != b and b != "common"} == {
-        ("compressor", "latent_write"),
-        ("indexer", "latent_write"),
-    }
-
-
-def test_folders_of_bench_know_few_others():
-    """`bench.common` knows no benchmark, a benchmark only what it measures with, and none the programs of the top level."""
-    files = modules("bench")
-    folders = {path.parent.name for path in files.values()} - {"bench"}
-    found = {
-        (name.split(".")[1], other.split(".")[1])
-        for name, path in files.items()
-        for other, _ in known(name, path, set(files))
-        if name.split(".")[1:2] != other.split(".")[1:2] and path.parent.name in folders
-    }
-    assert {(a, b) for a, b in found if b != "common"} == {
-        ("kernels", "cases"),
-        ("kernels", "peers"),
-        ("peers", "cases"),
-        ("static", "cases"),
-        ("tune", "cases"),
-        ("tune", "peers"),
-        ("tune", "static"),
-    }
-    assert not [pair for pair in found if pair[0] == "common"]
+            del graph[m]
+    assert not graph, "these, or what they import, import each other"
 
 
 @pytest.mark.parametrize(
@@ -181,11 +116,9 @@ def test_a_package_imports_where_the_others_are_missing(module, blocked, tmp_pat
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("package", ALLOWED)
-def test_only_bench_reads_the_environment(package):
-    if package == "bench":
-        return
-    for path in sorted((ROOT / package).rglob("*.py")):
-        text = path.read_text()
-        assert "environ" not in text and "getenv" not in text, path.relative_to(ROOT)
-        assert "sys.path" not in text, path.relative_to(ROOT)
+def test_only_bench_reads_the_environment():
+    for package in ("kernels", "kvcore", "models"):
+        for path in modules(package).values():
+            text = path.read_text()
+            for word in ("environ", "getenv", "sys.path"):
+                assert word not in text, f"{path.relative_to(ROOT)}: {word}"
