@@ -69,7 +69,8 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as error:
             raise ImportError(
-                "chat needs the packages transformers and jinja2 (pip install 'quire[hf]')"
+                "chat needs the packages transformers and jinja2 "
+                "(pip install 'quire-attention[hf]')"
             ) from error
         if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
             raise ValueError(

@@ -146,7 +146,7 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Backend
         except ImportError as error:
             raise ImportError(
-                "text prompts need the package tokenizers (pip install 'quire[hf]')"
+                "text prompts need the package tokenizers (pip install 'quire-attention[hf]')"
             ) from error
         try:
             self._backend = Backend.from_file(str(path))

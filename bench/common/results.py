@@ -58,7 +58,9 @@ def require_matplotlib(path: str | Path) -> None:
         import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib (pip install 'quire[plot]')") from error
+        raise ImportError(
+            "--plot needs matplotlib (pip install 'quire-attention[plot]')"
+        ) from error
     formats, suffix = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix
     if suffix and suffix[1:].lower() not in formats:
         raise ValueError(f"plot: expected one of {sorted(formats)}, got {suffix!r}")

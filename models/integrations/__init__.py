@@ -13,6 +13,8 @@ def require(package: str, *versions: str) -> None:
     try:
         found = metadata.version(package)
     except metadata.PackageNotFoundError as error:
-        raise ImportError(f"needs {package} {supported}: pip install 'quire[{package}]'") from error
+        raise ImportError(
+            f"needs {package} {supported}: pip install 'quire-attention[{package}]'"
+        ) from error
     if not found.startswith(tuple(f"{version}." for version in versions)):
         raise ImportError(f"{package}: expected {supported}, got {found}")

@@ -1,10 +1,9 @@
-"""KV-cache events on a ZMQ socket, in vLLM's schema, which SGLang and Dynamo read too; extra ``events``.
+"""KV-cache events on a ZMQ socket, in vLLM's schema, which SGLang and Dynamo read; extra ``events``.
 
-A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack; an event is a map with its name
-under ``"type"``. A PUB socket sends ``[topic, number, batch]``, the number in 8 bytes, big-endian. A
-DEALER asks the ROUTER socket with ``[empty, first number]`` and gets ``[empty, topic, number, batch]``
-for each batch still kept, then ``[empty, empty, -1, empty]``.
-
+A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack; an event is a map with its
+name under ``"type"``. A PUB socket sends ``[topic, number, batch]``, the number in 8 bytes,
+big-endian. A DEALER asks the ROUTER socket with ``[empty, first number]`` and gets ``[empty, topic,
+number, batch]`` for each batch still kept, then ``[empty, empty, -1, empty]``.
 Source: vLLM `distributed/kv_events.py`, PR 42892 (maps) and PR 45177 (topic in replies).
 """
 
@@ -26,7 +25,7 @@ try:
     import zmq
 except ImportError as error:
     raise ImportError(
-        "kv_events_zmq needs the packages msgspec and pyzmq: pip install 'quire[events]'"
+        "kv_events_zmq needs the packages msgspec and pyzmq: pip install 'quire-attention[events]'"
     ) from error
 
 MOST_EVENTS = 4096  # in a batch
@@ -183,7 +182,7 @@ def _image_hash(identifier: str) -> int:
     except ImportError as error:
         raise ImportError(
             "images with identifiers that are not 64 hexadecimal digits need the package xxhash: "
-            "pip install 'quire[events]'"
+            "pip install 'quire-attention[events]'"
         ) from error
     value: int = xxhash.xxh3_64_intdigest(identifier.encode())
     return value
@@ -275,10 +274,10 @@ def _bind(socket: Any, endpoint: str, queue_size: int) -> str:
 class Replays(Thread):
     """Answers replay requests until its context ends; the thread owns the socket.
 
-    Readers are answered by turns, a batch each, as fast as they read; a batch that is dropped before
-    its turn leaves a gap. Work between two pauses is bounded, so readers that ask without end do not
-    keep the interpreter from the engine. Past MAX_READERS a new reader takes the place of the one
-    that has taken nothing for longest.
+    Readers are answered by turns, a batch each, as fast as they read; a batch that is dropped
+    before its turn leaves a gap. Work between two pauses is bounded, so readers that ask without
+    end do not keep the interpreter from the engine. Past MAX_READERS a new reader takes the place
+    of the one that has taken nothing for longest.
 
     Attributes:
         readers: requests of each reader as [next number, end], of which the first is in progress;

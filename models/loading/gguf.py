@@ -99,7 +99,8 @@ class GGUFFile:
             import gguf
         except ImportError as error:
             raise ImportError(
-                "GGUF files need the packages gguf and transformers (pip install 'quire[hf,gguf]')"
+                "GGUF files need the packages gguf and transformers "
+                "(pip install 'quire-attention[hf,gguf]')"
             ) from error
         self.path = Path(path)
         kinds = {name: gguf.GGMLQuantizationType[name] for name in TYPES}
@@ -255,7 +256,8 @@ def unpack(file: Path, cache: Path | None = None) -> Path:
         from transformers import AutoTokenizer, __version__
     except ImportError as error:
         raise ImportError(
-            "GGUF files need the packages gguf and transformers (pip install 'quire[hf,gguf]')"
+            "GGUF files need the packages gguf and transformers "
+            "(pip install 'quire-attention[hf,gguf]')"
         ) from error
     at = file.stat()
     key = f"{file} {at.st_size} {at.st_mtime_ns} {__version__} {_FORMAT}"

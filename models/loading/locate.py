@@ -60,7 +60,7 @@ def _from_hub(repository: str, file: str | None) -> Path:
         from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise ImportError(
-            "a model from the Hub needs the package huggingface_hub (pip install 'quire[hf]')"
+            "a model from the Hub needs the package huggingface_hub (pip install 'quire-attention[hf]')"
         ) from error
     of_hub = f"model: {repository!r} of the Hugging Face Hub"
     try:

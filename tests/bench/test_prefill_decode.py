@@ -315,7 +315,7 @@ def test_errors_name_the_argument(arguments, message, capsys):
 def test_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert prefill_decode.main([*TINY, "--plot", "x.png"]) == 2
-    assert "pip install 'quire[plot]'" in capsys.readouterr().err
+    assert "pip install 'quire-attention[plot]'" in capsys.readouterr().err
 
 
 def test_answers_depend_on_more_than_the_last_token(run):

@@ -124,7 +124,7 @@ def test_what_is_missing_is_named(missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
         ImportError,
-        match=r"chat needs the packages transformers and jinja2 \(pip install 'quire\[hf\]'\)",
+        match=r"chat needs the packages transformers and jinja2 \(pip install 'quire-attention\[hf\]'\)",
     ):
         ChatTemplate("x")
 

@@ -176,7 +176,7 @@ def test_a_missing_package_is_named(tmp_path):
     code = "import sys\nsys.modules['zmq'] = None\nimport quire.models.integrations.kv_events_zmq"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert "pip install 'quire[events]'" in done.stderr
+    assert "pip install 'quire-attention[events]'" in done.stderr
 
 
 def test_readers_that_ask_without_end_and_never_read(context):

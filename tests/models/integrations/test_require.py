@@ -27,5 +27,7 @@ def test_a_missing_package_is_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    with pytest.raises(ImportError, match=r"^needs vllm 0\.33: pip install 'quire\[vllm\]'$"):
+    with pytest.raises(
+        ImportError, match=r"^needs vllm 0\.33: pip install 'quire-attention\[vllm\]'$"
+    ):
         importlib.import_module("quire.models.integrations.vllm_attention")
