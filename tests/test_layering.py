@@ -106,7 +106,7 @@ def test_no_circle_of_imports_and_no_private_name_of_another_module(package):
         ("quire.kvcore.device", ["triton", "quire.kernels", "quire.models"]),
         # Models with built-in configurations: what reads Hugging Face directories is not there.
         (
-            "quire.models.llm, quire.models.deepseek_v4.hf, quire.models.families.gemma4",
+            "quire.models.llm, quire.models.deepseek_v4.checkpoint, quire.models.families.gemma4",
             ["safetensors", "tokenizers", "tqdm", "transformers"],
         ),
     ],

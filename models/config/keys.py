@@ -137,11 +137,51 @@ class RopeKeys:
         """The rope_type, under its newer or its older name."""
         return self.rope_type or self.type or "default"
 
+    def config(self, max_positions: int | None = None) -> RopeConfig:
+        """The RoPE that the keys describe.
 
-_REQUIRED = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
+        Args:
+            max_positions: what ``original_max_position_embeddings`` of llama3 falls back to.
+
+        Raises:
+            ValueError: keys that this kind needs and the file lacks.
+
+        Source: transformers ``modeling_rope_utils``.
+        """
+        needed: dict[str, tuple[str, ...]] = {
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor", "original_max_position_embeddings"),
+        }
+        if absent := [key for key in needed.get(self.kind, ()) if getattr(self, key) is None]:
+            raise ValueError(f"rope_parameters: expected {absent} with rope_type {self.kind!r}")
+        factor, trained = float(self.factor or 1.0), self.original_max_position_embeddings
+        more: dict[str, Any] = {"partial_rotary_factor": float(self.partial_rotary_factor or 1.0)}
+        if self.kind == "llama3":
+            more = {
+                "original_max_positions": trained or max_positions,
+                "low": float(self.low_freq_factor),
+                "high": float(self.high_freq_factor),
+            }
+        elif self.kind == "yarn":
+            more = {
+                "original_max_positions": trained,
+                "low": float(self.beta_slow or 1),
+                "high": float(self.beta_fast or 32),
+                "truncate": self.truncate,
+                "amplitude": self._amplitude(factor),
+            }
+        return RopeConfig(self.kind, float(self.rope_theta), factor=factor, **more)
+
+    def _amplitude(self, factor: float) -> float:
+        """Factor of cosine and sine of yarn."""
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+
+        def amplitude(mscale: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+        over, under = self.mscale, self.mscale_all_dim
+        return amplitude(over) / amplitude(under) if over and under else amplitude(1.0)
 
 
 def read_rope(
@@ -152,40 +192,9 @@ def read_rope(
     Args:
         base: rope_theta where the file has none.
         max_positions: ``max_position_embeddings``, what llama3 falls back to.
-
-    Source: transformers ``modeling_rope_utils``.
     """
     keys = read_fields(RopeKeys, {"rope_theta": base} | params, "rope_parameters")
-    kind, factor = keys.kind, float(keys.factor or 1.0)
-    if absent := [key for key in _REQUIRED.get(kind, ()) if getattr(keys, key) is None]:
-        raise ValueError(f"rope_parameters: expected {absent} with rope_type {kind!r}")
-    scaled: dict[str, Any] = {"partial_rotary_factor": float(keys.partial_rotary_factor or 1.0)}
-    if kind == "llama3":
-        scaled = {
-            "original_max_positions": keys.original_max_position_embeddings or max_positions,
-            "low": float(keys.low_freq_factor),
-            "high": float(keys.high_freq_factor),
-        }
-    elif kind == "yarn":
-        scaled = {
-            "original_max_positions": keys.original_max_position_embeddings,
-            "low": float(keys.beta_slow or 1),
-            "high": float(keys.beta_fast or 32),
-            "truncate": keys.truncate,
-            "amplitude": _yarn_amplitude(keys, factor),
-        }
-    return RopeConfig(kind, float(keys.rope_theta), factor=factor, **scaled)
-
-
-def _yarn_amplitude(keys: RopeKeys, factor: float) -> float:
-    if keys.attention_factor is not None:
-        return float(keys.attention_factor)
-
-    def amplitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    over, under = keys.mscale, keys.mscale_all_dim
-    return amplitude(over) / amplitude(under) if over and under else amplitude(1.0)
+    return keys.config(max_positions)
 
 
 def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:

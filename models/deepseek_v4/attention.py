@@ -30,37 +30,10 @@ from quire.kernels import (
 )
 from quire.kvcore.device import AttnMetadata
 
-from ..config.model import RopeConfig
 from ..layers.basic import Linear, RMSNorm, Stacked, empty_parameter
-from ..layers.rotary import inverse_frequencies
 from ..parallel.group import Group
 from .cache import COMPRESSED, OVERLAP, CompressorCache, V4PagePool
 from .config import CSA, SLIDING, DeepseekV4Config
-
-
-def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
-    """Radians per position of each pair of adjacent rotated channels (2i, 2i + 1).
-
-    Args:
-        compressed: for CSA and HCA layers: YaRN interpolates their frequencies, without scaling
-            cosine and sine.
-
-    Returns:
-        [rope_dim // 2] fp32, CPU.
-    """
-    rope, yarn = RopeConfig("default", config.rope_theta), config.yarn
-    if compressed:
-        rope = RopeConfig("default", config.compress_rope_theta)
-    if compressed and yarn is not None:
-        rope = RopeConfig(
-            "yarn",
-            config.compress_rope_theta,
-            factor=yarn.factor,
-            original_max_positions=yarn.original_max_position_embeddings,
-            low=yarn.beta_slow,
-            high=yarn.beta_fast,
-        )
-    return inverse_frequencies(rope, config.rope_dim)
 
 
 def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Configuration of DeepSeek-V4 models: Flash, Pro, and tiny ones for tests and CPU runs.
+"""Configuration of DeepSeek-V4 models: Flash, Pro, tiny ones, and the config.json files of checkpoints.
 
 Layers differ in what they see besides a window of raw tokens: nothing (``SLIDING``), those that the
 indexer selects of the entries that compress 4 tokens each (``CSA``), or all entries that compress
@@ -7,13 +7,22 @@ indexer selects of the entries that compress 4 tokens each (``CSA``), or all ent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from typing import Any, ClassVar, Literal
 
 from ..config import fields
-from ..config.fields import check_fields
-from ..config.model import BYTE_VOCAB, SLIDING, divided_width, expect_ranks, expect_tokens
+from ..config.fields import check_fields, checked, only, read_fields, shown
+from ..config.keys import RopeKeys, token_ids, write_rope
+from ..config.model import (
+    BYTE_VOCAB,
+    SLIDING,
+    RopeConfig,
+    divided_width,
+    expect_ranks,
+    expect_tokens,
+)
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
@@ -23,37 +32,8 @@ LayerTypes = tuple[
     Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"], ...
 ]
 MlpLayerTypes = tuple[Literal["hash_moe", "moe"], ...]
-NumDrafters = fields.ints(0, 16)
-NumStages = fields.ints(1, 16)
-NumStreams = fields.ints(1, 64)
-NumIterations = fields.ints(1, 1000)
 Ratio = fields.ints(2, 2**16)
-
-
-@dataclass(frozen=True)
-class YarnConfig:
-    """YaRN scaling of the RoPE of compressed layers.
-
-    Cosines and sines are not scaled (no ``mscale``).
-
-    Attributes:
-        factor: by which slow frequencies are divided.
-        original_max_position_embeddings: tokens that the frequencies were trained for.
-        beta_fast, beta_slow: turns within these tokens, above which a frequency stays and below
-            which it is divided.
-    """
-
-    factor: fields.Factor
-    original_max_position_embeddings: fields.NumTokens
-    beta_fast: fields.Positive = 32.0
-    beta_slow: fields.Positive = 1.0
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.beta_slow >= self.beta_fast:
-            raise ValueError(
-                f"beta_slow: expected less than beta_fast={self.beta_fast}, got {self.beta_slow}"
-            )
+NumDrafters = fields.ints(0, 16)
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,7 @@ class DSparkConfig:
         target_layer_ids: layers of the trunk whose output the drafter reads.
     """
 
-    num_stages: NumStages
+    num_stages: fields.ints(1, 16)
     block_size: fields.NumTokens
     noise_token_id: fields.TokenId
     markov_rank: fields.Width
@@ -80,27 +60,52 @@ class DSparkConfig:
             raise ValueError("target_layer_ids: expected at least one layer, got none")
 
 
-@dataclass(frozen=True)
-class DeepseekV4Config:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes that config.json has under these names; defaults are those of transformers 5.23.
+
+    Attributes:
+        head_dim: channels of a head; there is one KV head.
+        o_groups, o_lora_rank: groups of heads in the output projection, and channels of each.
+        sliding_window: raw tokens that a query sees, itself included.
+        index_topk: entries that a CSA query sees at most.
+        routed_scaling_factor: of the routed experts' weights.
+        swiglu_limit: clamp of gate (above) and up (both sides).
+        hc_mult: residual streams; hc_sinkhorn_iters: of their mixing matrix (see `.model`).
+    """
+
+    vocab_size: fields.VocabSize = 129280
+    hidden_size: fields.Width = 4096
+    head_dim: fields.Width = 512
+    q_lora_rank: fields.Width = 1024
+    o_groups: fields.NumHeads = 8
+    o_lora_rank: fields.Width = 1024
+    sliding_window: fields.NumTokens = 128
+    index_head_dim: fields.Width = 128
+    index_topk: fields.NumTokens = 512
+    num_experts_per_tok: fields.NumExperts = 6
+    moe_intermediate_size: fields.Width = 2048
+    routed_scaling_factor: fields.Positive = 1.5
+    swiglu_limit: fields.Positive = 10.0
+    max_position_embeddings: fields.NumTokens = 1048576
+    hc_mult: fields.ints(1, 64) = 4
+    hc_sinkhorn_iters: fields.ints(1, 1000) = 20
+    hc_eps: fields.Epsilon = 1e-6
+    rms_norm_eps: fields.Epsilon = 1e-6
+    bos_token_id: fields.TokenId | None = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV4Config(Sizes):
     """A DeepSeek-V4 text model.
 
     Attributes:
         layer_types: one of ``SLIDING``, ``CSA`` and ``HCA`` for every layer.
         mlp_layer_types: ``HASH_MOE`` or ``MOE`` for each.
         num_mtp_layers: drafter layers stored after the trunk.
-        head_dim, rope_dim: channels of a head, and how many of them, the last, are rotated. There
-            is one KV head.
-        sliding_window: raw tokens that a query sees, itself included.
+        rope_dim: channels of a head, the last, that are rotated.
+        rope, compress_rope: RoPE of sliding layers, and of all others.
         csa_ratio, hca_ratio: tokens of one compressed entry.
-        index_topk: entries that a CSA query sees at most.
-        o_groups, o_lora_rank: groups of heads in the output projection and channels that each is
-            brought down to.
-        hc_mult: residual streams.
-        hc_sinkhorn_iters: of their mixing matrix; see `models.deepseek_v4.model`.
-        swiglu_limit: clamp of gate (above) and up (both sides).
-        routed_scaling_factor: of the routed experts' weights.
-        rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn
-            scales.
         dspark: the drafter of models that have no MTP layers, or None.
 
     Raises:
@@ -111,38 +116,18 @@ class DeepseekV4Config:
 
     family: ClassVar[str] = MODEL_TYPE
     name: str
-    vocab_size: fields.VocabSize
-    hidden_size: fields.Width
     layer_types: LayerTypes
     mlp_layer_types: MlpLayerTypes
-    num_mtp_layers: NumDrafters
-    num_heads: fields.NumHeads
-    head_dim: fields.Width
-    rope_dim: fields.HeadSize
-    q_lora_rank: fields.Width
-    o_groups: fields.NumHeads
-    o_lora_rank: fields.Width
-    sliding_window: fields.NumTokens
-    csa_ratio: Ratio
-    hca_ratio: Ratio
-    index_num_heads: fields.NumHeads
-    index_head_dim: fields.Width
-    index_topk: fields.NumTokens
-    num_experts: fields.NumExperts
-    num_experts_per_tok: fields.NumExperts
-    moe_intermediate_size: fields.Width
-    routed_scaling_factor: fields.Positive
-    swiglu_limit: fields.Positive
-    yarn: YarnConfig | None
-    max_position_embeddings: fields.NumTokens
-    hc_mult: NumStreams = 4
-    hc_sinkhorn_iters: NumIterations = 20
-    hc_eps: fields.Epsilon = 1e-6
-    rms_norm_eps: fields.Epsilon = 1e-6
-    rope_theta: fields.Theta = 1e4
-    compress_rope_theta: fields.Theta = 1.6e5
+    num_mtp_layers: NumDrafters = 1
+    num_heads: fields.NumHeads = 64
+    rope_dim: fields.HeadSize = 64
+    rope: RopeConfig
+    compress_rope: RopeConfig
+    csa_ratio: Ratio = 4
+    hca_ratio: Ratio = 128
+    index_num_heads: fields.NumHeads = 64
+    num_experts: fields.NumExperts = 256
     eos_token_ids: tuple[fields.TokenId, ...] = (1,)
-    bos_token_id: fields.TokenId | None = 0
     dspark: DSparkConfig | None = None
 
     def __post_init__(self) -> None:
@@ -168,10 +153,9 @@ class DeepseekV4Config:
                 f"num_experts_per_tok: expected 1..{self.num_experts}, got "
                 f"{self.num_experts_per_tok}"
             )
-        if self.dspark is not None:
-            self._check_dspark(self.dspark)
-
-    def _check_dspark(self, dspark: DSparkConfig) -> None:
+        dspark = self.dspark
+        if dspark is None:
+            return
         if self.num_mtp_layers:
             raise ValueError(f"num_mtp_layers: expected 0 beside DSpark, got {self.num_mtp_layers}")
         if max(dspark.target_layer_ids) >= self.num_layers:
@@ -222,9 +206,8 @@ class DeepseekV4Config:
 
     def compress_ratio(self, layer: int) -> int | None:
         """Tokens of an entry of a layer (drafter layers follow the trunk's); None = it slides."""
-        return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[
-            self.all_layer_types[layer]
-        ]
+        ratios = {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}
+        return ratios[self.all_layer_types[layer]]
 
 
 def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
@@ -239,23 +222,21 @@ def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
     return tuple(known[ratio] for ratio in compress_ratios)
 
 
-def _released(name: str, ratios: Sequence[int], **fields: Any) -> DeepseekV4Config:
+_ROPE = RopeConfig("default", 1e4)
+_YARN = RopeConfig("yarn", 1.6e5, factor=16.0, original_max_positions=65536, low=1.0, high=32.0)
+
+
+def _released(name: str, ratios: Sequence[int], **sizes: Any) -> DeepseekV4Config:
     """A released model; ratios: of the trunk's layers."""
+    mlp_layer_types = (HASH_MOE,) * 3 + (MOE,) * (len(ratios) - 3)
     return DeepseekV4Config(
-        name=name, vocab_size=129280, layer_types=layer_types_of(ratios),
-        mlp_layer_types=(HASH_MOE,) * 3 + (MOE,) * (len(ratios) - 3), num_mtp_layers=1,
-        head_dim=512, rope_dim=64, o_lora_rank=1024, sliding_window=128, csa_ratio=4, hca_ratio=128,
-        index_num_heads=64, index_head_dim=128, num_experts_per_tok=6, swiglu_limit=10.0,
-        yarn=YarnConfig(16.0, 65536), max_position_embeddings=1048576, **fields,
+        name=name, layer_types=layer_types_of(ratios), mlp_layer_types=mlp_layer_types,
+        rope=_ROPE, compress_rope=_YARN, **sizes,
     )  # fmt: skip
 
 
 # fmt: off
-_FLASH = _released(
-    "deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4], hidden_size=4096, num_heads=64,
-    q_lora_rank=1024, o_groups=8, index_topk=512, num_experts=256, moe_intermediate_size=2048,
-    routed_scaling_factor=1.5,
-)
+_FLASH = _released("deepseek-v4-flash", [0, 0, *[4, 128] * 20, 4])
 _PRO = _released(
     "deepseek-v4-pro", [128, 128, *[4, 128] * 29, 4], hidden_size=7168, num_heads=128,
     q_lora_rank=1536, o_groups=16, index_topk=1024, num_experts=384, moe_intermediate_size=3072,
@@ -267,11 +248,11 @@ _PRO = _released(
 _TINY = DeepseekV4Config(
     name="deepseek-v4-tiny", vocab_size=BYTE_VOCAB, hidden_size=64,
     layer_types=(SLIDING, SLIDING, CSA, HCA, CSA, HCA),
-    mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4, num_mtp_layers=1, num_heads=4, head_dim=32,
-    rope_dim=8, q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=16, csa_ratio=4,
-    hca_ratio=8, index_num_heads=16, index_head_dim=16, index_topk=4, num_experts=8,
-    num_experts_per_tok=2, moe_intermediate_size=48, routed_scaling_factor=1.5, swiglu_limit=1.0,
-    yarn=YarnConfig(16.0, 64), max_position_embeddings=4096,
+    mlp_layer_types=(HASH_MOE,) * 2 + (MOE,) * 4, num_heads=4, head_dim=32, rope_dim=8,
+    q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=16, hca_ratio=8, index_num_heads=16,
+    index_head_dim=16, index_topk=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+    swiglu_limit=1.0, rope=_ROPE, compress_rope=replace(_YARN, original_max_positions=64),
+    max_position_embeddings=4096,
 )
 # Few layers, with the head sizes that the quantized cache layout is for.
 _SMALL = replace(
@@ -281,3 +262,221 @@ _SMALL = replace(
 )
 # fmt: on
 CONFIGS = {config.name: config for config in (_FLASH, _PRO, _TINY, _SMALL)}
+
+
+@dataclass(frozen=True)
+class QuantizationKeys:
+    """The ``quantization_config`` of the released models: fp8 in blocks of 128 x 128."""
+
+    quant_method: only("fp8") = None
+    weight_block_size: only(None, [128, 128]) = None
+
+
+@dataclass(frozen=True)
+class RateKeys:
+    """``compress_rates``: tokens of an entry, by kind of layer."""
+
+    compressed_sparse_attention: Ratio = 4
+    heavily_compressed_attention: Ratio = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV4Keys(Sizes):
+    """Keys of config.json, of the released models and of transformers.
+
+    The types of layers have no default: that of transformers is no released model's.
+    """
+
+    model_type: only(MODEL_TYPE)
+    num_hidden_layers: fields.NumLayers = 43
+    num_nextn_predict_layers: NumDrafters | None = None
+    dspark_block_size: fields.NumTokens | None = None
+    dspark_noise_token_id: fields.TokenId | None = None
+    dspark_markov_rank: fields.Width | None = None
+    dspark_target_layer_ids: tuple[fields.NumShared, ...] | None = None
+    layer_types: LayerTypes | None = None
+    compress_ratios: tuple[fields.ints(0, 2**16), ...] | None = None
+    compress_rates: RateKeys | None = None
+    compress_rate_csa: Ratio | None = None
+    compress_rate_hca: Ratio | None = None
+    mlp_layer_types: MlpLayerTypes | None = None
+    num_hash_layers: fields.NumShared = 3
+    num_attention_heads: fields.NumHeads = 64
+    num_key_value_heads: only(1) = 1
+    qk_rope_head_dim: fields.HeadSize | None = None
+    partial_rotary_factor: fields.Share | None = None
+    index_n_heads: fields.NumHeads = 64
+    n_routed_experts: fields.NumExperts | None = None
+    num_local_experts: fields.NumExperts = 256
+    n_shared_experts: only(1) = 1
+    eos_token_id: fields.TokenIds = 1
+    rope_theta: fields.Theta = 1e4
+    compress_rope_theta: fields.Theta = 1.6e5
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    quantization_config: QuantizationKeys | None = None
+    hidden_act: only("silu") = "silu"
+    scoring_func: only("sqrtsoftplus") = "sqrtsoftplus"
+    norm_topk_prob: only(True) = True
+    attention_bias: only(False) = False
+    mlp_bias: only(False) = False
+    tie_word_embeddings: only(False) = False
+    n_group: only(None, 1) = None
+    topk_group: only(None, 1) = None
+
+
+def from_hf(config: Mapping[str, Any], name: str | None = None) -> DeepseekV4Config:
+    """Read a ``config.json``, with the keys of the released models or with those of transformers.
+
+    Args:
+        name: of the model; default: its ``model_type``.
+
+    Raises:
+        NotImplementedError: naming each feature that is not supported.
+        ValueError: keys that are missing, of another type or range, or contradict.
+
+    Source: transformers ``configuration_deepseek_v4``; the config.json of the released models.
+    """
+    keys = read_fields(DeepseekV4Keys, config)
+    layer_types, num_mtp_layers = _layer_types(keys)
+    rates = keys.compress_rates or RateKeys()
+    return DeepseekV4Config(
+        name=name or MODEL_TYPE,
+        layer_types=layer_types,
+        mlp_layer_types=_mlp_layer_types(keys),
+        num_mtp_layers=num_mtp_layers,
+        dspark=_dspark(keys),
+        num_heads=keys.num_attention_heads,
+        csa_ratio=keys.compress_rate_csa or rates.compressed_sparse_attention,
+        hca_ratio=keys.compress_rate_hca or rates.heavily_compressed_attention,
+        index_num_heads=keys.index_n_heads,
+        num_experts=keys.n_routed_experts or keys.num_local_experts,
+        eos_token_ids=token_ids(keys.eos_token_id),
+        **_rope(keys),
+        **_sizes(keys),
+    )
+
+
+def _sizes(config: Sizes) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields_of(Sizes)}
+
+
+def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:
+    """Layer types of the trunk, and the number of MTP layers."""
+    num_layers, num_mtp_layers = keys.num_hidden_layers, keys.num_nextn_predict_layers
+    has_dspark = keys.dspark_block_size is not None  # then the counts are not of MTP layers
+    if has_dspark:
+        num_mtp_layers = 0
+    if keys.layer_types is not None:
+        return _first("layer_types", keys.layer_types, num_layers), num_mtp_layers or 0
+    if keys.compress_ratios is None:
+        raise ValueError("layer_types: expected layer_types or compress_ratios, got neither")
+    ratios = _first("compress_ratios", keys.compress_ratios, num_layers)
+    drafters = () if has_dspark else keys.compress_ratios[num_layers:]
+    if any(drafters) or num_mtp_layers not in (None, len(drafters)):
+        raise ValueError(
+            f"compress_ratios: expected a 0 for each of num_nextn_predict_layers={num_mtp_layers} "
+            f"after {num_layers} layers, got {shown(drafters)}"
+        )
+    return layer_types_of(ratios), len(drafters)
+
+
+def _dspark(keys: DeepseekV4Keys) -> DSparkConfig | None:
+    """DSpark's keys; loading counts its stages in the files."""
+    if keys.dspark_block_size is None:
+        return None
+    names = ("noise_token_id", "markov_rank", "target_layer_ids")
+    given = {name: getattr(keys, f"dspark_{name}") for name in names}
+    if absent := [f"dspark_{name}" for name, value in given.items() if value is None]:
+        raise ValueError(f"{absent[0]}: expected a value beside dspark_block_size, got none")
+    num_stages = 3  # of each released one
+    if keys.compress_ratios is not None and len(keys.compress_ratios) > keys.num_hidden_layers:
+        num_stages = len(keys.compress_ratios) - keys.num_hidden_layers
+    return DSparkConfig(num_stages, keys.dspark_block_size, **given)
+
+
+def _mlp_layer_types(keys: DeepseekV4Keys) -> tuple[str, ...]:
+    num_layers = keys.num_hidden_layers
+    if keys.mlp_layer_types is not None:
+        return _first("mlp_layer_types", keys.mlp_layer_types, num_layers)
+    num_hash_layers = min(keys.num_hash_layers, num_layers)
+    return (HASH_MOE,) * num_hash_layers + (MOE,) * (num_layers - num_hash_layers)
+
+
+def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
+    """The entries of the trunk's layers; what follows is the drafters'."""
+    if len(entries) < num_layers:
+        raise ValueError(
+            f"{name}: expected at least num_hidden_layers={num_layers} entries, got {len(entries)}"
+        )
+    return entries[:num_layers]
+
+
+def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
+    """The fields rope, compress_rope and rope_dim, from nested or flat parameters."""
+    name = "rope_parameters" if keys.rope_parameters else "rope_scaling"
+    given, part = getattr(keys, name) or {}, name
+    # A flat rope_theta is the main one: only the nested form says what compressed layers use.
+    compress = given | {"rope_theta": keys.compress_rope_theta}
+    if "main" in given:
+        part, compress = f"{name}.compress", given.get("compress", {})
+    main = _rope_keys(given.get("main", {}), f"{name}.main", keys.rope_theta)
+    compress = _rope_keys(compress, part, keys.compress_rope_theta)
+    if main.kind != "default":
+        raise NotImplementedError(
+            f"{name}.main: supported is rope_type 'default', got {main.kind!r}"
+        )
+    if compress.kind not in ("default", "yarn") or compress.attention_factor not in (None, 1.0):
+        raise NotImplementedError(
+            f"{part}: supported are rope_type 'default', and 'yarn' with attention_factor 1.0, "
+            f"got {compress.kind!r} with {compress.attention_factor}"
+        )
+    partial = keys.partial_rotary_factor or main.partial_rotary_factor or 64 / 512
+    size = int(keys.head_dim * partial)
+    if keys.qk_rope_head_dim is None and (size < 2 or size % 2):
+        raise ValueError(
+            f"partial_rotary_factor: expected an even number of head_dim={keys.head_dim} channels, "
+            f"got {partial} of them"
+        )
+    # Cosines and sines are not scaled; `rope_dim` says how many channels are rotated.
+    main = replace(main, partial_rotary_factor=None)
+    compress = replace(compress, partial_rotary_factor=None, attention_factor=1.0)
+    return {
+        "rope_dim": keys.qk_rope_head_dim or size,
+        "rope": main.config(),
+        "compress_rope": compress.config(),
+    }
+
+
+def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
+    return read_fields(RopeKeys, {"rope_theta": theta} | checked(dict, name, data), name)
+
+
+def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
+    """Write config.json, with transformers' keys."""
+    partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
+    dspark = {} if config.dspark is None else asdict(config.dspark)
+    dspark.pop("num_stages", None)
+    return _sizes(config) | {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "num_hidden_layers": config.num_layers,
+        "num_nextn_predict_layers": config.num_mtp_layers,
+        "layer_types": list(config.layer_types),
+        "mlp_layer_types": list(config.mlp_layer_types),
+        "compress_rates": {CSA: config.csa_ratio, HCA: config.hca_ratio},
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": 1,
+        "index_n_heads": config.index_num_heads,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": 1,
+        "rope_theta": config.rope.base,
+        "compress_rope_theta": config.compress_rope.base,
+        "rope_parameters": {
+            "main": write_rope(config.rope) | partial,
+            "compress": write_rope(config.compress_rope) | partial,
+        },
+        "eos_token_id": list(config.eos_token_ids),
+        "tie_word_embeddings": False,
+        **partial,
+        **{f"dspark_{key}": value for key, value in dspark.items()},
+    }

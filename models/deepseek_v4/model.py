@@ -36,9 +36,10 @@ from quire.kvcore.device import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.basic import MLP, Embedding, Linear, RMSNorm, empty_parameter, linear_fp32
 from ..layers.moe import PackedExperts
+from ..layers.rotary import inverse_frequencies
 from ..layers.unpaged_attention import Stored, V4UnpagedAttend
 from ..parallel.group import Group
-from .attention import Attend, Attention, PagedAttend, rope_frequencies, rope_table
+from .attention import Attend, Attention, PagedAttend, rope_table
 from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from .config import CSA, HASH_MOE, HCA, MOE, SLIDING, DeepseekV4Config
 
@@ -342,9 +343,10 @@ class DeepseekV4(nn.Module):
         )
         plain, compressed = (
             rope_table(
-                rope_frequencies(config, compressed=kind).to(device), config.max_position_embeddings
+                inverse_frequencies(rope, config.rope_dim).to(device),
+                config.max_position_embeddings,
             )
-            for kind in (False, True)
+            for rope in (config.rope, config.compress_rope)
         )
         self.rope = {SLIDING: plain, CSA: compressed, HCA: compressed}
 

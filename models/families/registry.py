@@ -81,7 +81,7 @@ def families() -> list[Family]:
     """All families: built in and registered."""
     for name in SHIPPED:
         import_module(f".{name}", __package__)
-    import_module("..deepseek_v4.hf", __package__)
+    import_module("..deepseek_v4.checkpoint", __package__)
     return list(_registered.values())
 
 

@@ -11,7 +11,7 @@ from quire.models.chat import ChatTemplate
 from quire.models.config.files import read_generation_config
 from quire.models.config.hf import from_hf, load_config
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.hf import DeepseekV4Keys
+from quire.models.deepseek_v4.config import DeepseekV4Keys
 from quire.models.families.gemma3 import Gemma3Keys
 from quire.models.families.gemma4 import Gemma4Keys
 from quire.models.families.gpt_oss import GptOssKeys
@@ -269,7 +269,7 @@ def test_rotary_tables_that_memory_does_not_hold(tmp_path, monkeypatch):
     config = replace(get_config("deepseek-v4-tiny"), max_position_embeddings=2**31 - 1)
     save_checkpoint(random_model(replace(config, max_position_embeddings=64)), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
-    monkeypatch.setattr("quire.models.deepseek_v4.hf.free_memory", lambda device: 2**36)
+    monkeypatch.setattr("quire.models.deepseek_v4.checkpoint.free_memory", lambda device: 2**36)
     with pytest.raises(
         ValueError, match="max_position_embeddings: expected rotary tables of at most the free"
     ):

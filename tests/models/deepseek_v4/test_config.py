@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.bench.common.hf_checkpoint import to_hf
-from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING, YarnConfig
-from quire.models.deepseek_v4.hf import from_hf
+from quire.models.config.model import RopeConfig
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING, from_hf
 from quire.models.deepseek_v4.model import DeepseekV4
 
 # The keys of the released Flash model that matter, and some that must not.
@@ -66,8 +66,8 @@ def test_flat_rope_parameters_belong_to_compressed_layers():
         "rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 32, "rope_theta": 123,
     }  # fmt: skip
     config = from_hf(keys)
-    assert config.yarn == YarnConfig(8, 32) and config.compress_rope_theta == 1.6e5
-    assert config.rope_theta == 1e4
+    yarn = RopeConfig("yarn", 1.6e5, factor=8, original_max_positions=32, low=1, high=32)
+    assert (config.rope, config.compress_rope) == (RopeConfig("default", 1e4), yarn)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,8 @@ def test_refusals_name_the_key(change, error, match):
 def test_every_default_is_transformers(tmp_path):
     """A file that says only the schedule has the values of transformers' defaults, which are Flash's."""
     config = from_hf({"model_type": "deepseek_v4", "layer_types": list(CONFIGS["deepseek-v4-flash"].layer_types)})  # fmt: skip
-    expected = replace(
-        CONFIGS["deepseek-v4-flash"], name="deepseek_v4", yarn=None, num_mtp_layers=0
-    )
+    plain = RopeConfig("default", 1.6e5)
+    expected = replace(CONFIGS["deepseek-v4-flash"], name="deepseek_v4", compress_rope=plain, num_mtp_layers=0)  # fmt: skip
     for field in fields(config):
         assert getattr(config, field.name) == getattr(expected, field.name), field.name
 

@@ -11,11 +11,11 @@ from quire.kvcore.device import AttnMetadata
 from quire.models.deepseek_v4.attention import (
     Attention,
     PagedAttend,
-    rope_frequencies,
     rope_table,
 )
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
+from quire.models.layers.rotary import inverse_frequencies
 from tests.kernels.oracles import compressor as reference_compress
 from tests.support.helpers import assert_within_budget
 
@@ -34,14 +34,14 @@ CONFIG = replace(
 def tables():
     """Rotary tables with angles in fp64: {compressed: [LENGTH, rope_dim]}."""
     return {
-        compressed: rope_table(rope_frequencies(CONFIG, compressed=compressed), LENGTH)
-        for compressed in (False, True)
+        compressed: rope_table(inverse_frequencies(rope, CONFIG.rope_dim), LENGTH)
+        for compressed, rope in enumerate((CONFIG.rope, CONFIG.compress_rope))
     }
 
 
 def test_rotary_table_at_its_end(tables):
     """The last position's angles, as the fp32 product that models are trained with, to the last bit of sine and cosine."""
-    frequencies = rope_frequencies(CONFIG, compressed=False)
+    frequencies = inverse_frequencies(CONFIG.rope, CONFIG.rope_dim)
     angles = (torch.tensor(float(LENGTH - 1)) * frequencies).double()
     got = tables[False][-1].double()
     # Sine and cosine are within a unit in the last place of numbers up to 1.

@@ -1,13 +1,8 @@
 """The model against transformers on whole sequences without a cache."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from quire.bench.common.bounds import UNIT
-from quire.models.deepseek_v4.attention import rope_frequencies
-from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.loading.weights import load_model
 from tests.support.models.tolerance import tolerance
 
@@ -60,16 +55,3 @@ def test_bf16_keeps_in_fp32_what_must_be(v4_oracles):
     assert got.dtype == torch.float32
     # Routers and indexers flip in bf16, so logits differ by much here and there, as transformers' own do.
     assert (got.argmax(-1) == oracle.logits.argmax(-1)).float().mean() > 0.8
-
-
-def test_rope_frequencies_of_the_released_models():
-    """Pairs 0..15 stay, 25..31 turn 16 times slower, and between them the two mix."""
-    config = CONFIGS["deepseek-v4-flash"]
-    plain = rope_frequencies(replace(config, yarn=None), compressed=True)
-    got = rope_frequencies(config, compressed=True)
-    assert got[:16].equal(plain[:16]) and got[25:].equal(plain[25:] / 16)
-    assert ((plain / got)[16:26].diff() > 0).all()
-    # A power errs by less than two units, a reciprocal by half of one.
-    want = 1e4 ** (-torch.arange(32, dtype=torch.float64) / 32)
-    got = rope_frequencies(config, compressed=False).double()
-    torch.testing.assert_close(got, want, rtol=3 * UNIT, atol=0)

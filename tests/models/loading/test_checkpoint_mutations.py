@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.names import target
+from quire.models.deepseek_v4.checkpoint import target
 from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model

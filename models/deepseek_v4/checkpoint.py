@@ -1,23 +1,13 @@
-"""Names and storage of tensors in DeepSeek-V4 checkpoints.
+"""Checkpoints of DeepSeek-V4: names and storage of tensors, loading, and random weights.
 
-Names of any of three schemes become the model's own, and say which part of which weight::
+Names of any of three schemes become the model's own, those of transformers without ``model.``::
 
-    release       layers.0.attn.wq_a.weight
-                  layers.0.ffn.experts.3.w1.weight
-                  layers.0.hc_attn_fn
-    transformers  model.layers.0.self_attn.q_a_proj.weight
-                  model.layers.0.mlp.experts.gate_up_proj
-                  model.layers.0.attn_hc.fn
-    hybrid        model.layers.0.attn.wq_a.weight
-                  model.layers.0.ffn.experts.3.w1.weight
-                  model.layers.0.hc_attn_fn
+    release       layers.0.attn.wq_a.weight               layers.0.ffn.experts.3.w1.weight
+    transformers  model.layers.0.self_attn.q_a_proj.weight  model.layers.0.mlp.experts.gate_up_proj
+    hybrid        model.layers.0.attn.wq_a.weight         model.layers.0.ffn.experts.3.w1.weight
 
-The hybrid is what transformers' ``save_pretrained`` writes by default; there ``attn.norm`` is the
-release's ``attn.kv_norm``. The model's own names are those of transformers without ``model.``. A
-quantized matrix ``x.weight`` has its scales in ``x.scale``.
-
-Matrices are plain, fp8 in blocks of 128 x 128, or fp4 in groups of 32 columns; experts are stored
-one by one, or as the stacks that the model has.
+transformers' ``save_pretrained`` writes the hybrid. A quantized matrix ``x.weight`` has its scales
+in ``x.scale``: fp8 in blocks of 128 x 128, or fp4 in groups of 32 columns.
 
 Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 """
@@ -25,15 +15,31 @@ Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from ..layers.moe import packed_shapes
-from ..loading.checkpoint import FLOATS, FP8, Stored, differs
-from ..loading.names import GATE, UP, WHOLE, Form, Storage, Target
+from quire.kernels.common.dequantize import FP4_GROUP
 
+from ..engine.memory import fits, free_memory
+from ..families.registry import Family, register_family
+from ..layers.moe import FP8_BLOCK, packed_shapes
+from ..loading.checkpoint import FLOATS, FP8, Stored, differs, read_headers
+from ..loading.dequantize import fill
+from ..loading.names import GATE, UP, WHOLE, Form, Storage, Target, match, unique
+from ..loading.shards import pieces_of
+from ..parallel.group import Group
+from .config import CONFIGS, MODEL_TYPE, DeepseekV4Config, from_hf, to_hf
+from .model import DeepseekV4
+
+_V41 = (
+    "of DeepSeek-V4.1, single-pass hyper-connections, compressed caches and indexers that layers "
+    "share, compress_ratios of 1 and 2, two-level top-k and Engram tables are not supported"
+)
 _KINDS = {FP8: "fp8", "I8": "fp4", "U8": "fp4"}
 
 # Applied in this order; each leaves names alone that are right already.
@@ -155,3 +161,85 @@ def format_of_experts(found: Mapping[Target, Stored]) -> str | None:
         of = " and ".join(f"{stored.dtype} of {stored}" for stored in formats.values())
         raise NotImplementedError(f"experts: expected one format for all, got {of}")
     return next(iter(formats), None)
+
+
+def load(
+    path: Path, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype, fp8: str,
+    group: Group | None,
+) -> DeepseekV4:  # fmt: skip
+    """As `quire.models.loading.weights.load_model`; what stays quantized are the routed experts."""
+    tables = 2 * 4 * config.rope_dim * config.max_position_embeddings
+    if tables > (free := free_memory(device)):
+        raise ValueError(
+            f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
+            f"got {tables} bytes for {config.max_position_embeddings} tokens"
+        )
+    storage = V4Storage()
+    found = unique(path, storage, read_headers(path))
+    config = _with_stored_drafter(config, found)
+    kept = format_of_experts(found)
+    if fp8 == "keep" and kept is None:
+        raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
+    whole = DeepseekV4(config, device="meta", dtype=dtype)
+    parameters = dict(whole.named_parameters())
+    sources = match(path, found, parameters, storage)
+    plain, pieces = whole, {}
+    if group is not None:
+        # Other matrices than experts are dequantized: they may be cut anywhere.
+        unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
+        config = config.shard(group.size, unit)
+        plain = DeepseekV4(config, device="meta", dtype=dtype, group=group)
+        pieces = pieces_of(sources, parameters, dict(plain.named_parameters()), group)
+    if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):
+        kept = None
+    model = DeepseekV4(config, device=device, dtype=dtype, expert_format=kept, group=group)
+    fill(model, sources, {}, pieces)
+    return model
+
+
+def _with_stored_drafter(config: DeepseekV4Config, found: Iterable[Target]) -> DeepseekV4Config:
+    """The config with the drafter layers that the files have: they may have none."""
+    names = [where.parameter.split(".") for where in found]
+    stages = {int(name[1]) for name in names if name[0] == "mtp" and name[1].isdigit()}
+    if not stages:
+        return replace(config, num_mtp_layers=0, dspark=None)
+    if config.dspark is None:
+        return config
+    return replace(config, dspark=replace(config.dspark, num_stages=max(stages) + 1))
+
+
+_DEVIATIONS = {
+    "fn": 0.05, "hc_fn": 0.05, "base": 0.5, "hc_base": 0.5, "e_score_correction_bias": 0.2,
+    "sinks": 1.0, "position_bias": 1.0,
+}  # fmt: skip
+
+
+def _draw(name: str, weight: Tensor, config: DeepseekV4Config, generator: torch.Generator) -> None:
+    leaf = name.split(".")[-1]
+    if leaf == "tid2eid":
+        shape = (config.vocab_size, config.num_experts)
+        order = torch.rand(shape, generator=generator, device=weight.device)
+        weight.copy_(order.argsort(dim=1)[:, : weight.shape[1]])
+    elif leaf in ("scale", "hc_scale") or (leaf == "weight" and weight.ndim == 1):
+        weight.normal_(1.0, 0.3, generator=generator)
+    elif name == "embed_tokens.weight":
+        weight.normal_(0.0, 1.0, generator=generator)
+    elif name.endswith("mlp.gate.weight"):
+        weight.normal_(0.0, 0.3, generator=generator)
+    else:
+        weight.normal_(0.0, _DEVIATIONS.get(leaf, weight.shape[-1] ** -0.5), generator=generator)
+
+
+register_family(
+    Family(
+        MODEL_TYPE,
+        (MODEL_TYPE,),
+        from_hf,
+        DeepseekV4,
+        to_hf,
+        draw=_draw,
+        load=load,
+        refused={"deepseek_v41": _V41, "deepseek_v41_text": _V41},
+        configs=tuple(CONFIGS.values()),
+    )
+)
