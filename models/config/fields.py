@@ -11,7 +11,7 @@ A dataclass declares them by its annotations::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -38,49 +38,13 @@ _REPR.maxlevel = 3  # of nesting: repr itself recurses
 _REPR.maxstring = _REPR.maxother = 100
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers in low..high; ints are multiples of ``multiple``."""
-
-    low: float
-    high: float
-    multiple: int = 1
-    is_int: bool = True
-
-    def holds(self, value: Any) -> bool:
-        """True for a number in the range."""
-        kind = Integral if self.is_int else Real
-        if not isinstance(value, kind) or isinstance(value, bool):
-            return False
-        return self.low <= value <= self.high and (self.multiple == 1 or not value % self.multiple)
-
-    def __str__(self) -> str:
-        kind = "an int" if self.is_int else "a number"
-        multiple = f", a multiple of {self.multiple}," if self.multiple > 1 else ""
-        return f"expected {kind}{multiple} in {self.low}..{self.high}"
-
-
 @dataclass(frozen=True, eq=False)  # typing takes equal annotations for one: only(1) for only(True)
-class _Only:
-    known: tuple[Any, ...]
+class Rule:
+    """Values of a field; others are wrong, or features that are not supported."""
 
-    def holds(self, value: Any) -> bool:
-        """True for a supported value; True is not 1."""
-        return any(
-            isinstance(value, bool) == isinstance(k, bool) and value == k for k in self.known
-        )
-
-    def __str__(self) -> str:
-        return f"supported is {' or '.join(map(repr, self.known))}"
-
-
-class _Flag:
-    def holds(self, value: Any) -> bool:
-        """True for a bool."""
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "expected True or False"
+    holds: Callable[[Any], bool]
+    expected: str
+    is_unsupported: bool = False
 
 
 def only(*known: Any) -> Any:
@@ -88,21 +52,35 @@ def only(*known: Any) -> Any:
 
     Another is a NotImplementedError.
     """
-    return Annotated[Any, _Only(known)]
+
+    def holds(value: Any) -> bool:  # True is not 1
+        return any(isinstance(value, bool) == isinstance(k, bool) and value == k for k in known)
+
+    return Annotated[Any, Rule(holds, f"supported is {' or '.join(map(repr, known))}", True)]
 
 
 def ints(low: int, high: int, multiple: int = 1) -> Any:
     """The annotation of an int in low..high."""
-    return Annotated[int, Range(low, high, multiple)]
+
+    def holds(value: Any) -> bool:
+        is_int = isinstance(value, Integral) and not isinstance(value, bool)
+        return is_int and low <= value <= high and value % multiple == 0
+
+    of = f", a multiple of {multiple}," if multiple > 1 else ""
+    return Annotated[int, Rule(holds, f"expected an int{of} in {low}..{high}")]
 
 
 def floats(low: float, high: float) -> Any:
     """The annotation of a number in low..high."""
-    return Annotated[float, Range(low, high, is_int=False)]
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, Real) and not isinstance(value, bool) and low <= value <= high
+
+    return Annotated[float, Rule(holds, f"expected a number in {low}..{high}")]
 
 
 MAX_INT32 = 2**31 - 1
-Flag = Annotated[bool, _Flag()]
+Flag = bool
 Width = ints(1, 2**20)  # channels
 WidthOrNone = ints(0, 2**20)  # 0 = the model has no such thing
 HeadSize = ints(2, 2**14, multiple=2)  # rotary embeddings rotate pairs
@@ -124,9 +102,7 @@ NotNegative = floats(0, 1e6)
 
 
 def read_fields(cls: type[T], data: Any, name: str = "") -> T:
-    """An instance of a dataclass from a JSON object.
-
-    Keys that it does not declare are left out, absent ones have its defaults.
+    """An instance of a dataclass from a JSON object; keys that it does not declare are left out.
 
     Args:
         name: of the object in its file; "" = it is the file.
@@ -137,11 +113,16 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
     """
     problems: list[_Problem] = []
     value = _read_object(cls, checked(dict, name, data), name, problems)
-    if wrong := [problem for problem in problems if not problem.is_unsupported]:
-        raise ValueError("; ".join(map(str, wrong[:NUM_NAMED])))
-    if problems:
-        raise NotImplementedError("; ".join(map(str, problems[:NUM_NAMED])))
+    _raise(problems)
     return value
+
+
+def check_fields(config: Any) -> None:
+    """Check a dataclass in its ``__post_init__``; raises as `read_fields`."""
+    problems: list[_Problem] = []
+    for name, hint in _hints(type(config)).items():
+        _read(hint, getattr(config, name), name, problems)
+    _raise(problems)
 
 
 class _Problem(NamedTuple):
@@ -152,6 +133,13 @@ class _Problem(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.expected}, got {self.got}"
+
+
+def _raise(problems: list[_Problem]) -> None:
+    if wrong := [problem for problem in problems if not problem.is_unsupported]:
+        raise ValueError("; ".join(map(str, wrong[:NUM_NAMED])))
+    if problems:
+        raise NotImplementedError("; ".join(map(str, problems[:NUM_NAMED])))
 
 
 def _read_object(cls: type, data: Mapping[str, Any], path: str, problems: list[_Problem]) -> Any:
@@ -166,7 +154,7 @@ def _read_object(cls: type, data: Mapping[str, Any], path: str, problems: list[_
 
 
 def _read(hint: Any, value: Any, path: str, problems: list[_Problem]) -> Any:
-    """A JSON value as its annotation wants it; adds to ``problems`` where it is none such."""
+    """A value as its annotation wants it; adds to ``problems`` where it is none such."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind in (Union, UnionType):
         return _read_one_of(inner, value, path, problems)
@@ -176,21 +164,21 @@ def _read(hint: Any, value: Any, path: str, problems: list[_Problem]) -> Any:
         return {key: _read(inner[1], v, f"{path}.{key}", problems) for key, v in value.items()}
     if is_dataclass(hint) and isinstance(value, dict):
         return _read_object(hint, value, path, problems)
-    if hint is Any or (hint is str and isinstance(value, str)):
-        return value
-    rule: Any = {str: "a text", tuple: "a list"}.get(kind or hint, "an object")
-    expected, is_unsupported = f"expected {rule}", False
+    rule = _rule(hint)
+    if not rule.holds(value):
+        problems.append(_Problem(path, rule.expected, shown(value), rule.is_unsupported))
+    return value
+
+
+def _rule(hint: Any) -> Rule:
+    kind, inner = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
-        rule = hint.__metadata__[0]
-        if rule.holds(value):
-            return value
-        expected, is_unsupported = str(rule), isinstance(rule, _Only)
-    elif kind is Literal:
-        if isinstance(value, str) and value in inner:
-            return value
-        expected = f"expected {' or '.join(map(repr, inner))}"
-    problems.append(_Problem(path, expected, shown(value), is_unsupported))
-    return None
+        return hint.__metadata__[0]
+    if kind is Literal:
+        texts = " or ".join(map(repr, inner))
+        return Rule(lambda value: isinstance(value, str) and value in inner, f"expected {texts}")
+    words = {str: "a text", tuple: "a list", bool: "True or False"}.get(kind, "an object")
+    return Rule(lambda value: kind is Any or isinstance(value, kind), f"expected {words}")
 
 
 def _read_one_of(hints: tuple[Any, ...], value: Any, path: str, problems: list[_Problem]) -> Any:
@@ -227,21 +215,6 @@ def read_object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {} if value is None else checked(dict, key, value)
 
 
-def check_fields(config: Any) -> None:
-    """Check the numbers of a dataclass, in its ``__post_init__``, against their ranges.
-
-    Raises:
-        ValueError: naming the field, the range, and the value.
-    """
-    for name, (rule, has_none) in _ranges(type(config)).items():
-        value = getattr(config, name)
-        if value is None and has_none:
-            continue
-        for one in value if isinstance(value, tuple) else (value,):
-            if not rule.holds(one):
-                raise ValueError(f"{name}: {rule}, got {shown(value)}")
-
-
 def shown(value: Any) -> str:
     """``repr`` of a bounded length and depth."""
     try:
@@ -264,17 +237,5 @@ def naming(file: Path) -> Iterator[None]:
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
-
-
-@cache
-def _ranges(cls: type) -> dict[str, tuple[Range, bool]]:
-    """The range of a field, or of its elements where it is a tuple, and whether it may be None."""
-    found = {}
-    for field in fields(cls):
-        hint = _hints(cls)[field.name]
-        for part in (hint, *get_args(hint)):
-            for rule in getattr(part, "__metadata__", ()):
-                if isinstance(rule, Range):
-                    found[field.name] = rule, type(None) in get_args(hint)
-    return found
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls)}

@@ -15,20 +15,14 @@ from .model import ModelConfig
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
-    """Read a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
+    """Read a parsed ``config.json``, text-only or multimodal (``text_config``).
 
     Args:
-        config: the parsed file.
-        name: name of the model; default: its ``model_type``.
-
-    Returns:
-        ModelConfig, or the configuration of a family that has its own.
+        name: of the model; default: its ``model_type``.
 
     Raises:
         NotImplementedError: naming each feature of the file that is not supported.
         ValueError: keys of another type or range, or that contradict each other.
-
-    Source: transformers ``configuration_*`` of each family.
     """
     model_type = checked(str, "model_type", config.get("model_type", ""))
     refuse_type(model_type)
@@ -44,10 +38,7 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
 
 
 def to_hf(config: Any) -> dict[str, Any]:
-    """The text-only ``config.json`` of a model, with every key that a reader could default wrongly.
-
-    Returns:
-        dict that `from_hf` and transformers' ``AutoConfig`` read.
+    """The text-only ``config.json`` of a model, as `from_hf` and transformers' ``AutoConfig`` read it.
 
     Raises:
         NotImplementedError: a family without ``config_to_hf``.

@@ -82,10 +82,7 @@ def expect_tokens(config: Any) -> None:
 def expect_ranks(name: str, size: int, divides: Callable[[int], bool], heads: str) -> None:
     """Refuse a number of ranks that does not divide a model.
 
-    Args:
-        name: of the model.
-        divides: True for a number of ranks that does.
-        heads: in words.
+    divides: True for a number of ranks that does; heads: of the model, in words.
 
     Raises:
         ValueError: naming the numbers of ranks that divide it.
@@ -283,9 +280,7 @@ class ModelConfig:
     def activation_size(self) -> int:
         """Upper estimate of the elements that a step holds of each token, in dtypes of two bytes.
 
-        Five hidden states, and beside them the widest of a layer's branches: the MLP with its three
-        intermediates, queries, keys and values before and after norms and RoPE, or the experts'
-        rows.
+        Five hidden states, and the widest of a layer's branches: MLP, attention, or experts.
         """
         hidden, width = self.hidden_size, self.per_layer_input_size * self.num_layers
         shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
@@ -319,8 +314,7 @@ class ModelConfig:
     def replay_tokens(self) -> int | None:
         """Tokens to compute before a boundary until the windows of all layers are right there.
 
-        None without sliding layers. Every sliding layer needs W - 1 right rows, and each makes
-        right all but its first W - 1. Layers that share keys and values read their donors' rows.
+        None without sliding layers. Each of them makes right all but its first W - 1 rows.
         """
         if self.sliding is None or self.sliding.sliding_window is None:
             return None

@@ -1,12 +1,8 @@
 """Attention of DeepSeek-V4: the weights of a layer, and the operator over pages.
 
 There is one KV head; its rows are keys and values at once. In one softmax, a query sees a sliding
-window of raw rows, one a token, and compressed entries::
-
-    kind of layer   tokens of an entry   entries that a query sees
-    SLIDING         -                    none
-    CSA             4                    index_topk of them, by the indexer's scores
-    HCA             128                  all
+window of raw rows, one a token, and compressed entries: those that the indexer selects of the
+entries of 4 tokens (CSA), all entries of 128 tokens (HCA), or none.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -30,8 +26,7 @@ from quire.kernels import (
 )
 from quire.kvcore.device import AttnMetadata
 
-from ..layers.basic import Linear, RMSNorm, Stacked, empty_parameter
-from ..parallel.group import Group
+from ..layers.basic import Linear, RMSNorm, Stacked, WeightPlacement
 from .cache import COMPRESSED, OVERLAP, CompressorCache, V4PagePool
 from .config import CSA, SLIDING, DeepseekV4Config
 
@@ -58,15 +53,15 @@ class GatedPooling(nn.Module):
 
     def __init__(
         self, config: DeepseekV4Config, width: int, ratio: int, overlap: bool,
-        device: torch.device, dtype: torch.dtype,
+        place: WeightPlacement,
     ) -> None:  # fmt: skip
         super().__init__()
         self.ratio, self.overlap = ratio, overlap
         channels = width * (1 + overlap)
-        self.kv_proj = Linear(config.hidden_size, channels, device, dtype)
-        self.gate_proj = Linear(config.hidden_size, channels, device, dtype)
-        self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
-        self.kv_norm = RMSNorm(width, config.rms_norm_eps, device, torch.float32)
+        self.kv_proj = Linear(config.hidden_size, channels, place)
+        self.gate_proj = Linear(config.hidden_size, channels, place)
+        self.position_bias = place.empty(ratio, channels, dtype=torch.float32)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, place, dtype=torch.float32)
 
 
 class Indexer(GatedPooling):
@@ -75,25 +70,23 @@ class Indexer(GatedPooling):
     Keys are pooled from the same tokens as entries, by weights of their own.
     """
 
-    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config, config.index_head_dim, config.csa_ratio, True, device, dtype)
+    def __init__(self, config: DeepseekV4Config, place: WeightPlacement) -> None:
+        super().__init__(config, config.index_head_dim, config.csa_ratio, True, place)
         num_heads, self.head_dim = config.index_num_heads, config.index_head_dim
         self.score_scale = (num_heads * self.head_dim) ** -0.5
-        self.q_b_proj = Linear(config.q_lora_rank, num_heads * self.head_dim, device, dtype)
-        weights_proj = Linear(config.hidden_size, num_heads, device, dtype)
+        self.q_b_proj = Linear(config.q_lora_rank, num_heads * self.head_dim, place)
+        weights_proj = Linear(config.hidden_size, num_heads, place)
         self.scorer = nn.ModuleDict({"weights_proj": weights_proj})
 
 
 class Compressor(GatedPooling):
     """Weights that make the entries of a CSA or HCA layer; a CSA layer's indexer is in it."""
 
-    def __init__(
-        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: DeepseekV4Config, kind: str, place: WeightPlacement) -> None:
         csa = kind == CSA
         ratio = config.csa_ratio if csa else config.hca_ratio
-        super().__init__(config, config.head_dim, ratio, csa, device, dtype)
-        self.indexer = Indexer(config, device, dtype) if csa else None
+        super().__init__(config, config.head_dim, ratio, csa, place)
+        self.indexer = Indexer(config, place) if csa else None
         layers = [self.kv_proj, self.gate_proj]
         if self.indexer is not None:
             index = self.indexer
@@ -143,10 +136,7 @@ class Attend(Protocol):
 class Attention(nn.Module):
     """Projections around the attention operator of one layer, queries and output in low rank."""
 
-    def __init__(
-        self, config: DeepseekV4Config, layer: int, device: torch.device, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DeepseekV4Config, layer: int, place: WeightPlacement) -> None:
         super().__init__()
         self.layer = layer
         self.kind = config.all_layer_types[layer]
@@ -154,21 +144,22 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.num_groups = config.o_groups
         heads, groups, rank = config.num_heads, config.o_groups, config.o_lora_rank
-        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, device, dtype)
-        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, device, torch.float32)
-        self.q_b_proj = Linear(config.q_lora_rank, heads * config.head_dim, device, dtype)
-        self.kv_proj = Linear(config.hidden_size, config.head_dim, device, dtype)
-        self.kv_norm = RMSNorm(config.head_dim, self.eps, device, torch.float32)
-        self.sinks = empty_parameter(heads, device=device, dtype=torch.float32)
+        fp32 = torch.float32
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, place)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, place, dtype=fp32)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * config.head_dim, place)
+        self.kv_proj = Linear(config.hidden_size, config.head_dim, place)
+        self.kv_norm = RMSNorm(config.head_dim, self.eps, place, dtype=fp32)
+        self.sinks = place.empty(heads, dtype=fp32)
         # One matrix for each group of heads: [groups * rank, heads of a group * head_dim].
-        self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
-        self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype, group=group)
+        self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, place)
+        self.o_b_proj = Linear(groups * rank, config.hidden_size, place, group=place.group)
         self.q_a_kv = Stacked(self.q_a_proj, self.kv_proj)
         # A query head is normed without a weight; None would mean no norm.
-        self._ones = torch.ones(config.head_dim, device=device)
+        self._ones = torch.ones(config.head_dim, device=place.device)
         self.compressor = None
         if self.kind != SLIDING:
-            self.compressor = Compressor(config, self.kind, device, dtype)
+            self.compressor = Compressor(config, self.kind, place)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
         """Attention of every row of x [num_tokens, hidden_size], in the same shape."""
@@ -225,48 +216,6 @@ class OverlapCopies:
     state_rows: Tensor  # [num_seqs, ratio], rows of a ring
 
 
-def overlap_copies(
-    attn: AttnMetadata, group: int, block_size: int, ratio: int, ring_size: int
-) -> OverlapCopies:
-    """The copies of a step; group and block_size are those of the pages."""
-    slots, table = attn.slot_mappings[group], attn.block_tables[group]
-    ends = attn.seq_lens.long()
-    starts = ends - attn.cu_seqlens_q.diff().long()
-
-    # The last tokens of every block that the longest chunk may touch.
-    num_blocks = (attn.max_seqlen_q + block_size - 2) // block_size + 1
-    block_starts = (starts // block_size * block_size)[:, None]
-    blocks = torch.arange(1, num_blocks + 1, device=slots.device)
-    back = torch.arange(-ratio, 0, device=slots.device)
-    positions = (block_starts + blocks * block_size)[:, :, None] + back  # [seqs, blocks, ratio]
-    first, end = starts[:, None, None], ends[:, None, None]
-    in_step = (positions >= first) & (positions < end)
-    tokens = positions - first + attn.cu_seqlens_q[:-1, None, None]
-    tokens = torch.where(in_step, tokens, 0).flatten()
-    kept = in_step.flatten() & (slots[tokens] >= 0)
-    to_pages = torch.where(kept, slots[tokens] // block_size, 0)
-
-    at_boundary = (starts > 0) & (starts % block_size == 0)
-    before = (starts // block_size - 1).clamp(min=0) % table.shape[1]
-    from_pages = table.gather(1, before[:, None])[:, 0]
-    from_pages = torch.where(at_boundary, from_pages, 0).long()
-    rings = torch.where(at_boundary, attn.request_slots, -1).long()
-    return OverlapCopies(tokens, to_pages, from_pages, rings, (starts[:, None] + back) % ring_size)
-
-
-def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:
-    """A copy of a dense group's table [num_seqs, width] with the blocks of this step."""
-    num_tokens = len(slots)
-    q_lens = attn.cu_seqlens_q.diff().long()
-    seq = torch.arange(len(q_lens), device=slots.device)
-    seq = torch.repeat_interleave(seq, q_lens, output_size=num_tokens)
-    token = torch.arange(num_tokens, device=slots.device)
-    positions = token - attn.cu_seqlens_q[seq] + (attn.seq_lens - q_lens)[seq]
-    block = positions.clamp(min=0) // block_size
-    pages = torch.where(slots >= 0, slots // block_size, table[seq, block])
-    return table.index_put((seq, block), pages.int())
-
-
 class PagedAttend:
     """Attention of one ragged step through `quire.kernels`; an `Attend` for one forward pass.
 
@@ -283,20 +232,52 @@ class PagedAttend:
 
     @cached_property
     def _entries(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Table of entries, and by ratio slots of entries: those of tokens, ratio to one."""
+        """Table of entries with the blocks of this step; by ratio, the slots of tokens' entries."""
         attn, plan, config = self.attn, self.pool.plan, self.pool.config
         group = plan.index(COMPRESSED)
-        slots, block_size = attn.slot_mappings[group], plan.groups[group].block_size
-        table = with_new_blocks(attn, attn.block_tables[group], slots, block_size)
-        csa, hca = config.csa_ratio, config.hca_ratio
+        slots, table = attn.slot_mappings[group], attn.block_tables[group]
+        block_size, num_tokens = plan.groups[group].block_size, len(slots)
+        q_lens = attn.cu_seqlens_q.diff().long()
+        seq = torch.arange(len(q_lens), device=slots.device)
+        seq = torch.repeat_interleave(seq, q_lens, output_size=num_tokens)
+        token = torch.arange(num_tokens, device=slots.device)
+        positions = token - attn.cu_seqlens_q[seq] + (attn.seq_lens - q_lens)[seq]
+        block = positions.clamp(min=0) // block_size
+        pages = torch.where(slots >= 0, slots // block_size, table[seq, block])
         # Rounded down, -1 stays -1.
-        return table, {csa: slots // csa, hca: slots // hca}
+        by_ratio = {ratio: slots // ratio for ratio in (config.csa_ratio, config.hca_ratio)}
+        return table.index_put((seq, block), pages.int()), by_ratio
 
     @cached_property
     def _copies(self) -> OverlapCopies:
-        pool, group = self.pool, self.pool.plan.index(OVERLAP)
+        attn, pool, group = self.attn, self.pool, self.pool.plan.index(OVERLAP)
         block_size, ratio = pool.plan.groups[group].block_size, pool.config.csa_ratio
-        return overlap_copies(self.attn, group, block_size, ratio, pool.csa_ring_size)
+        slots, table = attn.slot_mappings[group], attn.block_tables[group]
+        ends = attn.seq_lens.long()
+        starts = ends - attn.cu_seqlens_q.diff().long()
+
+        # The last tokens of every block that the longest chunk may touch.
+        num_blocks = (attn.max_seqlen_q + block_size - 2) // block_size + 1
+        block_starts = (starts // block_size * block_size)[:, None]
+        blocks = torch.arange(1, num_blocks + 1, device=slots.device)
+        back = torch.arange(-ratio, 0, device=slots.device)
+        positions = (block_starts + blocks * block_size)[:, :, None] + back  # [seqs, blocks, ratio]
+        first, end = starts[:, None, None], ends[:, None, None]
+        in_step = (positions >= first) & (positions < end)
+        tokens = positions - first + attn.cu_seqlens_q[:-1, None, None]
+        tokens = torch.where(in_step, tokens, 0).flatten()
+        kept = in_step.flatten() & (slots[tokens] >= 0)
+
+        at_boundary = (starts > 0) & (starts % block_size == 0)
+        before = (starts // block_size - 1).clamp(min=0) % table.shape[1]
+        from_pages = table.gather(1, before[:, None])[:, 0]
+        return OverlapCopies(
+            tokens=tokens,
+            to_pages=torch.where(kept, slots[tokens] // block_size, 0),
+            from_pages=torch.where(at_boundary, from_pages, 0).long(),
+            state_index=torch.where(at_boundary, attn.request_slots, -1).long(),
+            state_rows=(starts[:, None] + back) % pool.csa_ring_size,
+        )
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
         """As `Attend.__call__`."""
@@ -359,10 +340,7 @@ class PagedAttend:
         self, pooling: GatedPooling, pooled: tuple[Tensor, Tensor], cache: CompressorCache,
         cos_sin: Tensor,
     ) -> None:  # fmt: skip
-        """Pool each window that the step closes into an entry, or an index key, in its page.
-
-        The newest tokens go to the ring: later steps close open windows from there.
-        """
+        """Pool each window that the step closes into its page; the newest tokens go to the ring."""
         attn, (kv, gate) = self.attn, pooled
         if cache.overlap is not None:  # before `compress` reads the ring
             copies = self._copies

@@ -10,11 +10,10 @@ pages::
     overlap      window  256      series a of the block's last 4 tokens, of all CSA compressors and
                                   indexers
 
-An open compression window of a request is in rings, where a token's row is overwritten in place. A
-block's end is a multiple of both ratios: to resume there, HCA needs nothing, and CSA 4 rows of
-series a (`attention.GatedPooling`), as its next entry overlaps the window before. To the
-allocator these are a sliding window of the 4 tokens before a query. So a prefix hit takes all pages
-of "compressed" before its end, the last two of each window group, and one of "overlap".
+An open compression window of a request is in rings. A block's end is a multiple of both ratios: to
+resume there, HCA needs nothing, and CSA 4 rows of series a (`attention.GatedPooling`). So a prefix
+hit takes all pages of "compressed" before its end, the last two of each window group, and one of
+"overlap".
 
 Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` for pages of bytes.
 """
@@ -58,10 +57,7 @@ class CacheFormat:
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """First bytes of a layer's raw rows, entries and index keys in a page; None = it has none.
-
-    window_group: index of the group with its raw rows.
-    """
+    """First bytes of a layer's raw rows, entries and index keys in a page; None = it has none."""
 
     window_group: int
     window: int
@@ -201,10 +197,7 @@ class CompressorCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Pages and rings of one layer; None = it has no such.
-
-    window_group: index of the group with the tables and slots of raw rows.
-    """
+    """Pages and rings of one layer; window_group: index of the group of its raw rows."""
 
     window: LatentPages
     window_group: int

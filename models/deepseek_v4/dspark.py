@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import write_latent
-from quire.kvcore.device import Batch, BatchBuilder
+from quire.kvcore.device import Batch
 
 from ..engine.device_drafter import DeviceDrafter
 from ..layers.rotary import apply_rope
@@ -96,7 +96,6 @@ class DSparkDrafter(DeviceDrafter):
     """Drafts of a DSpark model, greedy or drawn: a `DeviceDrafter`.
 
     Args:
-        model: the engine's model.
         max_draft_tokens: drafts of a request in a step, at most the checkpoint's block size.
 
     Raises:
@@ -115,102 +114,61 @@ class DSparkDrafter(DeviceDrafter):
                 f"{model.config.name!r} was trained for, got {max_draft_tokens}"
             )
 
-    def attach(
-        self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
-    ) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
-        super().attach(pool, builder, max_requests=max_requests, impl=impl)
-        # By slot: the newest token, which has no row yet.
-        self._newest = torch.zeros(max_requests, dtype=torch.int64, device=self.model.device)
-
     @torch.inference_mode()
     def observe(
-        self,
-        batch: Batch,
-        hidden: Tensor,
-        next_ids: np.ndarray,
-        last_rows: np.ndarray,
+        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
-    ) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.observe`; hidden has the taps.
+    ) -> None:  # fmt: skip
+        """As `quire.models.engine.speculative.ModelDrafter.observe`.
 
         Rows of rejected drafts are written too. Later steps overwrite them before they are seen.
+
+        Args:
+            hidden: taps of the step, [num_tokens, num_taps * hidden_size].
         """
-        if self.sender is not None:
-            self.sender.observe(next_ids, last_rows, slots)
-        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
-        self._newest[request_slots] = ids[rows]
-        write_context(self.model, hidden, batch, self._pool, self._impl)
+        self._receive(next_ids, last_rows, slots)
+        stages = self.model.mtp
+        main_x = stages[0].main_norm(stages[0].main_proj(hidden))
+        for stage in stages:
+            attention = stage.self_attn
+            cache = self._pool.layers[attention.layer]
+            write_latent(
+                attention.kv_proj(main_x),
+                cache.window,
+                batch.attn.slot_mappings[cache.window_group],
+                positions=batch.positions,
+                cos_sin=self.model.rope[SLIDING],
+                norm_weight=attention.kv_norm.weight,
+                eps=attention.eps,
+                impl=self._impl,
+            )
 
     def _drafts(
-        self,
-        request_slots: Tensor,
-        seq_lens: Tensor,
-        block_tables: tuple[Tensor, ...],
-        *,
-        num_drafts: int,
-        max_seq_len: int,
-        choose: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        newest = self._newest[request_slots]
-        logits = block_logits(
-            self.model, newest, seq_lens.long(), block_tables, self._pool, impl=self._impl
-        )
+        self, request_slots: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...], *,
+        num_drafts: int, max_seq_len: int, choose: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        ids = [self._newest[request_slots]]
+        logits = self._block_logits(ids[0], seq_lens.long(), block_tables)
         markov_head = self.model.mtp[-1].markov_head
-        ids = [newest]
         for i in range(num_drafts):
             ids.append(choose(logits[:, i] + markov_head(ids[-1]).float()))
         return torch.stack(ids[1:], dim=1)
 
-
-def write_context(
-    model: DeepseekV4, taps: Tensor, batch: Batch, pool: V4PagePool, impl: str | None
-) -> None:
-    """Write the context rows of a step, whose taps are [num_tokens, num_taps * hidden_size]."""
-    first = model.mtp[0]
-    main_x = first.main_norm(first.main_proj(taps))
-    for stage in model.mtp:
-        attention = stage.self_attn
-        cache = pool.layers[attention.layer]
-        write_latent(
-            attention.kv_proj(main_x),
-            cache.window,
-            batch.attn.slot_mappings[cache.window_group],
-            positions=batch.positions,
-            cos_sin=model.rope[SLIDING],
-            norm_weight=attention.kv_norm.weight,
-            eps=attention.eps,
-            impl=impl,
-        )
-
-
-@torch.inference_mode()
-def block_logits(
-    model: DeepseekV4,
-    newest: Tensor,
-    seq_lens: Tensor,
-    block_tables: tuple[Tensor, ...],
-    pool: V4PagePool,
-    *,
-    impl: str | None = None,
-) -> Tensor:
-    """Logits [num_seqs, block_size, vocab_size] fp32 of the tokens behind ``newest``.
-
-    Args:
-        newest: [num_seqs] int64, the token at position seq_lens of each sequence.
-        seq_lens: [num_seqs] int64, tokens with context rows.
-        block_tables: per group [num_seqs, width] int32.
-        pool: pages, only read.
-    """
-    dspark, last = model.config.dspark, model.config.max_position_embeddings - 1
-    num_seqs, size = len(newest), dspark.block_size
-    ids = newest.new_full((num_seqs, size), dspark.noise_token_id)
-    ids[:, 0] = newest
-    # Rows past the last position give drafts that the engine does not take.
-    positions = seq_lens[:, None] + torch.arange(size, device=ids.device)
-    ids, positions = ids.flatten(), positions.clamp_max(last).flatten()
-    attend = BlockAttend(pool, block_tables, seq_lens, size, impl)
-    streams = model.embed_tokens(ids)[:, None].expand(-1, model.config.hc_mult, -1)
-    for stage in model.mtp:
-        streams = stage(streams, ids, positions, model.rope[SLIDING], attend)
-    return model.logits(streams, impl, of=model.mtp[-1]).unflatten(0, (num_seqs, size))
+    def _block_logits(
+        self, newest: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Logits [num_seqs, block_size, vocab_size] fp32 of the tokens behind ``newest``."""
+        model, dspark = self.model, self.model.config.dspark
+        num_seqs, size = len(newest), dspark.block_size
+        ids = newest.new_full((num_seqs, size), dspark.noise_token_id)
+        ids[:, 0] = newest
+        # Rows past the last position give drafts that the engine does not take.
+        positions = seq_lens[:, None] + torch.arange(size, device=ids.device)
+        positions = positions.clamp_max(model.config.max_position_embeddings - 1).flatten()
+        ids = ids.flatten()
+        attend = BlockAttend(self._pool, block_tables, seq_lens, size, self._impl)
+        streams = model.embed_tokens(ids)[:, None].expand(-1, model.config.hc_mult, -1)
+        for stage in model.mtp:
+            streams = stage(streams, ids, positions, model.rope[SLIDING], attend)
+        logits = model.logits(streams, self._impl, of=model.mtp[-1])
+        return logits.unflatten(0, (num_seqs, size))

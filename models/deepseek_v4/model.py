@@ -34,7 +34,7 @@ from quire.kernels.indexer.api import MAX_HEADS, MAX_TOPK
 from quire.kvcore.device import AttnMetadata
 
 from ..engine.memory import ModelCache
-from ..layers.basic import MLP, Embedding, Linear, RMSNorm, empty_parameter, linear_fp32
+from ..layers.basic import MLP, Embedding, Linear, RMSNorm, WeightPlacement, linear_fp32
 from ..layers.moe import PackedExperts
 from ..layers.rotary import inverse_frequencies
 from ..layers.unpaged_attention import Stored, V4UnpagedAttend
@@ -47,13 +47,13 @@ from .config import CSA, HASH_MOE, HCA, MOE, SLIDING, DeepseekV4Config
 class HyperConnection(nn.Module):
     """Weights of one sub-block's `pre`, `post` and `comb`."""
 
-    def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
+    def __init__(self, config: DeepseekV4Config, place: WeightPlacement) -> None:
         super().__init__()
         self.config, n = config, config.hc_mult
-        fp32 = {"device": device, "dtype": torch.float32}
-        self.fn = empty_parameter((2 + n) * n, n * config.hidden_size, **fp32)
-        self.base = empty_parameter((2 + n) * n, **fp32)
-        self.scale = empty_parameter(3, **fp32)
+        fp32 = torch.float32
+        self.fn = place.empty((2 + n) * n, n * config.hidden_size, dtype=fp32)
+        self.base = place.empty((2 + n) * n, dtype=fp32)
+        self.scale = place.empty(3, dtype=fp32)
 
     def forward(
         self, streams: Tensor, norm: RMSNorm, impl: str | None
@@ -62,44 +62,31 @@ class HyperConnection(nn.Module):
 
         norm is that of x [num_tokens, hidden_size].
         """
+        config = self.config
         return collapse_streams(
-            streams,
-            self.fn,
-            self.base,
-            self.scale,
-            norm_weight=norm.weight,
-            norm_eps=self.config.rms_norm_eps,
-            eps=self.config.hc_eps,
-            iterations=self.config.hc_sinkhorn_iters,
+            streams, self.fn, self.base, self.scale, norm_weight=norm.weight,
+            norm_eps=config.rms_norm_eps, eps=config.hc_eps, iterations=config.hc_sinkhorn_iters,
             impl=impl,
-        )
+        )  # fmt: skip
 
 
 class HyperHead(nn.Module):
     """Weights of the row that is read from the streams after the last layer."""
 
-    def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
+    def __init__(self, config: DeepseekV4Config, place: WeightPlacement) -> None:
         super().__init__()
         self.config, n = config, config.hc_mult
-        fp32 = {"device": device, "dtype": torch.float32}
-        self.hc_fn = empty_parameter(n, n * config.hidden_size, **fp32)
-        self.hc_base = empty_parameter(n, **fp32)
-        self.hc_scale = empty_parameter(1, **fp32)
+        fp32 = torch.float32
+        self.hc_fn = place.empty(n, n * config.hidden_size, dtype=fp32)
+        self.hc_base = place.empty(n, dtype=fp32)
+        self.hc_scale = place.empty(1, dtype=fp32)
 
-    def forward(
-        self, streams: Tensor, norm: RMSNorm | None = None, impl: str | None = None
-    ) -> Tensor:
-        """[num_tokens, hidden_size] of streams [num_tokens, hc_mult, hidden_size]; then norm."""
+    def forward(self, streams: Tensor, norm: RMSNorm, impl: str | None) -> Tensor:
+        """[num_tokens, hidden_size] of streams [num_tokens, hc_mult, hidden_size], normed."""
         return collapse_streams(
-            streams,
-            self.hc_fn,
-            self.hc_base,
-            self.hc_scale,
-            norm_weight=None if norm is None else norm.weight,
-            norm_eps=self.config.rms_norm_eps,
-            eps=self.config.hc_eps,
-            impl=impl,
-        )[0]
+            streams, self.hc_fn, self.hc_base, self.hc_scale, norm_weight=norm.weight,
+            norm_eps=self.config.rms_norm_eps, eps=self.config.hc_eps, impl=impl,
+        )[0]  # fmt: skip
 
 
 class Router(nn.Module):
@@ -109,30 +96,26 @@ class Router(nn.Module):
     bias takes part in the choice, not in the weights.
     """
 
-    def __init__(
-        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: DeepseekV4Config, kind: str, place: WeightPlacement) -> None:
         super().__init__()
         num_experts, top_k = config.num_experts, config.num_experts_per_tok
-        self.weight = empty_parameter(num_experts, config.hidden_size, device=device, dtype=dtype)
+        self.weight = place.empty(num_experts, config.hidden_size)
         self.tid2eid = self.e_score_correction_bias = None
         if kind == HASH_MOE:
-            shape = (config.vocab_size, top_k)
-            self.tid2eid = empty_parameter(*shape, device=device, dtype=torch.int64)
+            self.tid2eid = place.empty(config.vocab_size, top_k, dtype=torch.int64)
         else:
-            bias = empty_parameter(num_experts, device=device, dtype=torch.float32)
-            self.e_score_correction_bias = bias
+            self.e_score_correction_bias = place.empty(num_experts, dtype=torch.float32)
 
 
 class Experts(nn.Module):
     """The routed experts, stacked; in gate_up_proj rows of the gate come first."""
 
-    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: DeepseekV4Config, place: WeightPlacement) -> None:
         super().__init__()
         experts, width = config.num_experts, config.moe_intermediate_size
         hidden, self.limit = config.hidden_size, config.swiglu_limit
-        self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
-        self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
+        self.gate_up_proj = place.empty(experts, 2 * width, hidden)
+        self.down_proj = place.empty(experts, hidden, width)
 
     def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
         """Rows [num_tokens * k, hidden_size] of x and ids [num_tokens, k], as of `expert_mlp`."""
@@ -149,22 +132,19 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype,
-        expert_format: str | None = None, group: Group | None = None,
-    ) -> None:  # fmt: skip
+        self, config: DeepseekV4Config, kind: str, place: WeightPlacement, expert_format: str | None
+    ) -> None:
         super().__init__()
-        self.config, self.group = config, group
-        width, limit = config.moe_intermediate_size, config.swiglu_limit
-        self.gate = Router(config, kind, device, dtype)
+        self.config, self.group = config, place.group
+        hidden, width, limit = config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
+        self.gate = Router(config, kind, place)
         if expert_format is None:
-            self.experts = Experts(config, device, dtype)
+            self.experts = Experts(config, place)
         else:
             self.experts = PackedExperts(
-                expert_format, config.num_experts, config.hidden_size, width, device, limit=limit
+                expert_format, config.num_experts, hidden, width, place, limit=limit
             )
-        self.shared_experts = MLP(
-            config.hidden_size, width, device, dtype, activation="silu", limit=limit
-        )
+        self.shared_experts = MLP(hidden, width, place, activation="silu", limit=limit)
 
     def forward(
         self, x: Tensor, input_ids: Tensor, impl: str | None = None
@@ -197,18 +177,16 @@ class DecoderLayer(nn.Module):
     """Attention, then experts, each read from and written to the residual streams."""
 
     def __init__(
-        self, config: DeepseekV4Config, layer: int, mlp_kind: str,
-        device: torch.device, dtype: torch.dtype, expert_format: str | None = None,
-        group: Group | None = None,
+        self, config: DeepseekV4Config, layer: int, mlp_kind: str, place: WeightPlacement,
+        expert_format: str | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, layer, device, dtype, group)
-        self.mlp = MoE(config, mlp_kind, device, dtype, expert_format, group)
-        self.attn_hc = HyperConnection(config, device)
-        self.ffn_hc = HyperConnection(config, device)
-        self.input_layernorm = RMSNorm(hidden, eps, device, torch.float32)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.self_attn = Attention(config, layer, place)
+        self.mlp = MoE(config, mlp_kind, place, expert_format)
+        self.attn_hc = HyperConnection(config, place)
+        self.ffn_hc = HyperConnection(config, place)
+        self.input_layernorm = _norm(config, place)
+        self.post_attention_layernorm = _norm(config, place)
 
     def forward(
         self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
@@ -239,31 +217,26 @@ class MTP(DecoderLayer):
     """
 
     def __init__(
-        self, config: DeepseekV4Config, index: int, device: torch.device, dtype: torch.dtype,
-        expert_format: str | None = None, group: Group | None = None,
+        self, config: DeepseekV4Config, index: int, place: WeightPlacement,
+        expert_format: str | None,
     ) -> None:  # fmt: skip
-        layer = config.num_layers + index
-        super().__init__(config, layer, MOE, device, dtype, expert_format, group)
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(hidden, eps, device, torch.float32)
-        self.hnorm = RMSNorm(hidden, eps, device, torch.float32)
-        self.norm = RMSNorm(hidden, eps, device, torch.float32)
-        self.e_proj = Linear(hidden, hidden, device, dtype)
-        self.h_proj = Linear(hidden, hidden, device, dtype)
-        self.hc_head = HyperHead(config, device)
+        super().__init__(config, config.num_layers + index, MOE, place, expert_format)
+        hidden = config.hidden_size
+        self.enorm = _norm(config, place)
+        self.hnorm = _norm(config, place)
+        self.norm = _norm(config, place)
+        self.e_proj = Linear(hidden, hidden, place)
+        self.h_proj = Linear(hidden, hidden, place)
+        self.hc_head = HyperHead(config, place)
 
 
 class MarkovHead(nn.Module):
     """Weights of the term that the token before adds to logits: markov_w2 markov_w1[token]."""
 
-    def __init__(
-        self, config: DeepseekV4Config, rank: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: DeepseekV4Config, rank: int, place: WeightPlacement) -> None:
         super().__init__()
-        shape = (config.vocab_size, rank)
-        weight = empty_parameter(*shape, device=device, dtype=dtype)
-        self.markov_w1 = nn.ParameterDict({"weight": weight})
-        self.markov_w2 = Linear(rank, config.vocab_size, device, dtype)
+        self.markov_w1 = nn.ParameterDict({"weight": place.empty(config.vocab_size, rank)})
+        self.markov_w2 = Linear(rank, config.vocab_size, place)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[num_rows, vocab_size] of token_ids [num_rows] int64."""
@@ -277,35 +250,35 @@ class DSparkStage(DecoderLayer):
     """
 
     def __init__(
-        self, config: DeepseekV4Config, index: int, device: torch.device, dtype: torch.dtype,
-        expert_format: str | None = None, group: Group | None = None,
+        self, config: DeepseekV4Config, index: int, place: WeightPlacement,
+        expert_format: str | None,
     ) -> None:  # fmt: skip
-        layer = config.num_layers + index
-        super().__init__(config, layer, MOE, device, dtype, expert_format, group)
-        dspark, hidden, eps = config.dspark, config.hidden_size, config.rms_norm_eps
+        super().__init__(config, config.num_layers + index, MOE, place, expert_format)
+        dspark, hidden = config.dspark, config.hidden_size
         if index == 0:
-            self.main_proj = Linear(len(dspark.target_layer_ids) * hidden, hidden, device, dtype)
-            self.main_norm = RMSNorm(hidden, eps, device, torch.float32)
+            self.main_proj = Linear(len(dspark.target_layer_ids) * hidden, hidden, place)
+            self.main_norm = _norm(config, place)
         if index == dspark.num_stages - 1:
-            self.norm = RMSNorm(hidden, eps, device, torch.float32)
-            self.hc_head = HyperHead(config, device)
-            self.markov_head = MarkovHead(config, dspark.markov_rank, device, dtype)
+            self.norm = _norm(config, place)
+            self.hc_head = HyperHead(config, place)
+            self.markov_head = MarkovHead(config, dspark.markov_rank, place)
+
+
+def _norm(config: DeepseekV4Config, place: WeightPlacement) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, place, dtype=torch.float32)
 
 
 class DeepseekV4(nn.Module):
     """A DeepSeek-V4 model with uninitialized weights; `models.loading.weights` fills them.
 
     Args:
-        config: shapes.
-        device: of all weights.
         dtype: of matrices and activations; hyper-connections, norms, sinks, position and correction
             biases are fp32 in any case.
         expert_format: "fp8" or "fp4" for routed experts that stay packed.
         group: ranks that run the model together; None = one runs it all.
 
     Attributes:
-        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes; "fp8" =
-            latent rows of 584 bytes and quantized index keys.
+        kv_cache_dtypes: supported values of `EngineConfig.kv_cache_dtype`.
         no_replay: reason for which `EngineConfig.replay` is refused.
     """
 
@@ -325,25 +298,24 @@ class DeepseekV4(nn.Module):
         group: Group | None = None,
     ) -> None:
         super().__init__()
-        device = torch.device(device)
+        place = WeightPlacement(torch.device(device), dtype, group)
         self.config, self.group = config, group
-        vocab_size, hidden_size = config.vocab_size, config.hidden_size
-        self.embed_tokens = Embedding(vocab_size, hidden_size, device, dtype, group=group)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, place)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, kind, device, dtype, expert_format, group)
+            DecoderLayer(config, layer, kind, place, expert_format)
             for layer, kind in enumerate(config.mlp_layer_types)
         )
-        self.hc_head = HyperHead(config, device)
-        self.norm = RMSNorm(hidden_size, config.rms_norm_eps, device, torch.float32)
-        self.lm_head = Linear(hidden_size, self.embed_tokens.num_rows, device, dtype)
-        stage = MTP if config.dspark is None else DSparkStage
+        self.hc_head = HyperHead(config, place)
+        self.norm = _norm(config, place)
+        self.lm_head = Linear(config.hidden_size, self.embed_tokens.num_rows, place)
+        drafter_layer = MTP if config.dspark is None else DSparkStage
         self.mtp = nn.ModuleList(
-            stage(config, index, device, dtype, expert_format, group)
+            drafter_layer(config, index, place, expert_format)
             for index in range(config.num_drafter_layers)
         )
         plain, compressed = (
             rope_table(
-                inverse_frequencies(rope, config.rope_dim).to(device),
+                inverse_frequencies(rope, config.rope_dim).to(place.device),
                 config.max_position_embeddings,
             )
             for rope in (config.rope, config.compress_rope)
@@ -398,9 +370,9 @@ class DeepseekV4(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """Logits of one whole sequence without any cache: the oracle of `forward`.
+        """One whole sequence in plain torch without a cache: the reference of `forward`.
 
-        Arguments and result as in `forward`; stored as in `V4UnpagedAttend`.
+        stored: as in `UnpagedAttend`.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         streams = self.streams(input_ids, positions, V4UnpagedAttend(self.config, stored))

@@ -1,14 +1,9 @@
 """Drafts of DeepSeek-V4's own drafter layers (`model.MTP`).
 
-Draft i comes from layer i; drafts past the last layer come from the last layer. The first draft
-uses the rows of the step itself, which are written to the layers' pages. Later drafts use guesses
-and write nothing: each computes all guessed rows of its sequence as new rows of one layer.
-
-Layer i stores, at position t + i, a row made from the streams at t and the token at t + 1 + i. So
-a step computes the rows of all layers at its positions, and their pages look ahead by one token.
-RoPE depends on relative positions only. Rows of layer i > 0 without streams of the layer before
-(positions below i, and the first row after a prefix hit) are made from zeros. That changes drafts
-within a window, never the output.
+Draft i comes from layer i; drafts past the last layer come from the last layer. Layer i stores, at
+position t + i, a row made from the streams at t and the token at t + 1 + i. So a step computes the
+rows of all layers at its positions, and their pages look ahead by one token. Rows of layer i > 0
+without streams of the layer before are made from zeros: that changes drafts, never the output.
 
 Source: DeepSeek-V3 report 2.2 (arXiv 2412.19437); vLLM 0.33 for chained drafts.
 """
@@ -23,7 +18,7 @@ from torch import Tensor
 
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder
 
-from ..engine.device_drafter import DeviceDrafter, greedy
+from ..engine.device_drafter import DeviceDrafter
 from .attention import PagedAttend
 from .cache import V4PagePool
 from .model import DeepseekV4
@@ -31,10 +26,6 @@ from .model import DeepseekV4
 
 class MTPDrafter(DeviceDrafter):
     """Drafts of the model's MTP layers, greedy or drawn: a `DeviceDrafter`.
-
-    Args:
-        model: the engine's model.
-        max_draft_tokens: drafts of a request in a step.
 
     Raises:
         ValueError: a model without MTP layers, or max_draft_tokens below 1.
@@ -59,17 +50,11 @@ class MTPDrafter(DeviceDrafter):
 
     @torch.inference_mode()
     def observe(
-        self,
-        batch: Batch,
-        hidden: Tensor,
-        next_ids: np.ndarray,
-        last_rows: np.ndarray,
+        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
-        if self.sender is not None:
-            self.sender.observe(next_ids, last_rows, slots)
-        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
+        ids, rows, request_slots = self._receive(next_ids, last_rows, slots)
         attend = PagedAttend(batch.attn, self._pool, impl=self._impl)
         firsts = batch.attn.cu_seqlens_q[:-1].long()
         starts = batch.positions[firsts]
@@ -84,82 +69,35 @@ class MTPDrafter(DeviceDrafter):
         self._ends[request_slots] = batch.positions[rows] + 1
 
     def _drafts(
-        self,
-        request_slots: Tensor,
-        seq_lens: Tensor,
-        block_tables: tuple[Tensor, ...],
-        *,
-        num_drafts: int,
-        max_seq_len: int,
-        choose: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        return chain_drafts(
-            self.model,
-            self._streams[request_slots],
-            seq_lens,
-            block_tables,
-            request_slots.int(),
-            self._pool,
-            num_drafts=num_drafts,
-            max_seq_len=max_seq_len,
-            choose=choose,
-            impl=self._impl,
-        )
-
-
-@torch.inference_mode()
-def chain_drafts(
-    model: DeepseekV4,
-    streams: Tensor,
-    seq_lens: Tensor,
-    block_tables: tuple[Tensor, ...],
-    request_slots: Tensor,
-    pool: V4PagePool,
-    *,
-    num_drafts: int,
-    max_seq_len: int,
-    choose: Callable[[Tensor], Tensor] = greedy,
-    impl: str | None = None,
-) -> Tensor:
-    """Drafts [num_seqs, num_drafts] int64 of every sequence, one after the other.
-
-    The first one is a guess of the token at position seq_lens + 1: the one at seq_lens is known.
-
-    Args:
-        streams: [num_seqs, num_layers, hc_mult, hidden_size] of the drafter layers at each
-            sequence's last computed row.
-        seq_lens: [num_seqs] int32, computed tokens.
-        block_tables: per group [num_seqs, width] int32, after the commit of that step.
-        pool: pages, only read.
-        max_seq_len: host int, upper bound of seq_lens.
-        choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for each
-            draft in turn.
-    """
-    num_seqs, device = len(seq_lens), seq_lens.device
-    last = streams.shape[1] - 1
-    out = streams[:, :0]  # of the layer before, at the guessed rows
-    ids = choose(model.draft_logits(0, streams[:, 0], impl))[:, None]
-    while (count := ids.shape[1]) < num_drafts:
-        before, index = min(count - 1, last), min(count, last)
-        rows = torch.cat([streams[:, before : before + 1], out], dim=1)
-        positions = seq_lens.long()[:, None] + torch.arange(count, device=device)
-        nowhere = positions.new_full((num_seqs * count,), -1)
-        attn = AttnMetadata(
-            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * count,
-            seq_lens=seq_lens + count,
-            block_tables=block_tables,
-            slot_mappings=(nowhere,) * len(block_tables),
-            max_seqlen_q=count,
-            max_seq_len=max_seq_len + count,
-            num_decodes=num_seqs if count == 1 else 0,
-            request_slots=request_slots,
-        )
-        out = model.draft_streams(
-            index,
-            rows.flatten(0, 1),
-            ids.flatten(),
-            positions.flatten(),
-            PagedAttend(attn, pool, impl=impl),
-        ).unflatten(0, (num_seqs, count))
-        ids = torch.cat([ids, choose(model.draft_logits(index, out[:, -1], impl))[:, None]], dim=1)
-    return ids
+        self, request_slots: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...], *,
+        num_drafts: int, max_seq_len: int, choose: Callable[[Tensor], Tensor],
+    ) -> Tensor:  # fmt: skip
+        """The first draft is of the step's own rows. Each later one computes all guessed rows of its
+        sequence as new rows of one layer, and writes nothing.
+        """
+        model, streams = self.model, self._streams[request_slots]
+        (num_seqs, num_layers), device = streams.shape[:2], seq_lens.device
+        out = streams[:, :0]  # of the layer before, at the guessed rows
+        ids = choose(model.draft_logits(0, streams[:, 0], self._impl))[:, None]
+        while (count := ids.shape[1]) < num_drafts:
+            before, index = (min(i, num_layers - 1) for i in (count - 1, count))
+            rows = torch.cat([streams[:, before : before + 1], out], dim=1)
+            positions = seq_lens.long()[:, None] + torch.arange(count, device=device)
+            nowhere = positions.new_full((num_seqs * count,), -1)
+            attn = AttnMetadata(
+                cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * count,
+                seq_lens=seq_lens + count,
+                block_tables=block_tables,
+                slot_mappings=(nowhere,) * len(block_tables),
+                max_seqlen_q=count,
+                max_seq_len=max_seq_len + count,
+                num_decodes=num_seqs if count == 1 else 0,
+                request_slots=request_slots.int(),
+            )
+            attend = PagedAttend(attn, self._pool, impl=self._impl)
+            out = model.draft_streams(
+                index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), attend
+            ).unflatten(0, (num_seqs, count))
+            draft = choose(model.draft_logits(index, out[:, -1], self._impl))
+            ids = torch.cat([ids, draft[:, None]], dim=1)
+        return ids

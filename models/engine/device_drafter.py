@@ -1,6 +1,7 @@
 """Base of drafters that read the model's hidden states: drafts greedy or drawn, on any ranks.
 
-A drafter gives `observe`, which writes the rows of its layers, and `_drafts`.
+A drafter gives `observe`, which takes its arguments through `_receive` and writes the rows of its
+layers, and `_drafts`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,18 @@ class DeviceDrafter:
         """As `quire.models.engine.speculative.ModelDrafter.attach`."""
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(self.model.device)
+        # By slot: the newest token, which has no row yet.
+        self._newest = torch.zeros(max_requests, dtype=torch.int64, device=self.model.device)
+
+    def _receive(
+        self, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The arguments of `observe` on the device, of all ranks; keeps the newest tokens."""
+        if self.sender is not None:
+            self.sender.observe(next_ids, last_rows, slots)
+        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
+        self._newest[request_slots] = ids[rows]
+        return ids, rows, request_slots
 
     def _drafts(
         self,

@@ -1,8 +1,7 @@
 """Forward pass of all text models: embed, run the layers, norm, project.
 
-Each family has its layers. A layer, such as `llama.DecoderLayer`, computes q, k and v of the step's
-rows, rotates q and k, and calls ``attend(layer, q, k, v)``. Only ``attend`` knows pages and
-requests. So a batch is rows of any sequences, and a decode step has one row of each.
+A layer, such as `llama.DecoderLayer`, computes q, k and v of the step's rows, rotates q and k, and
+calls ``attend(layer, q, k, v)``. Only ``attend`` knows pages and requests.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from quire.kvcore.device import AttnMetadata
 from ..config.model import FULL, SLIDING, ModelConfig
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
-from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, WeightPlacement
 from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
@@ -45,6 +44,7 @@ class Decoder(nn.Module):
 
     Attributes:
         kv_cache_dtypes: supported values of `EngineConfig.kv_cache_dtype`.
+        place: of the weights, for the layers that a family adds.
         kv_scales: [num_layers] pairs, the scale of a layer's keys and of its values, for
             "fp8_per_tensor": those of the checkpoint, else 1.0. Set them before an engine is made.
     """
@@ -62,18 +62,16 @@ class Decoder(nn.Module):
         embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        device = torch.device(device)
+        self.place = WeightPlacement(torch.device(device), dtype, group)
         size = config.hidden_size
         self.config, self.group = config, group
         self.kv_scales = [(1.0, 1.0)] * config.num_layers
-        self.embed_tokens = Embedding(
-            config.vocab_size, size, device, dtype, scale=embedding_scale, group=group
-        )
-        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
-        self.frequencies = self._frequencies(device)
+        self.embed_tokens = Embedding(config.vocab_size, size, self.place, scale=embedding_scale)
+        self.norm = RMSNorm(size, config.rms_norm_eps, self.place, offset=config.norm_offset)
+        self.frequencies = self._frequencies(self.place.device)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(size, self.embed_tokens.num_rows, device, dtype)
+            self.lm_head = Linear(size, self.embed_tokens.num_rows, self.place)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
         """Give a model on the meta device weights on ``device``, except for these names."""
@@ -83,12 +81,14 @@ class Decoder(nn.Module):
                 if isinstance(stacked, Stacked):
                     weights = [w for layer in stacked.layers for w in layer.parameters()]
                     if kept.isdisjoint(map(id, weights)):
-                        stacked.lay(device)
+                        stacked.allocate(device)
         for prefix, module in self.named_modules():
             for name, weight in module.named_parameters(prefix, recurse=False):
                 if name not in except_for and weight.is_meta:
-                    place = getattr(module, "weight_device", lambda device: device)(device)
-                    empty = empty_parameter(*weight.shape, device=place, dtype=weight.dtype)
+                    where = getattr(module, "weight_device", lambda device: device)(device)
+                    empty = nn.Parameter(
+                        torch.empty_like(weight, device=where), requires_grad=False
+                    )
                     setattr(module, name.rpartition(".")[2], empty)
         self.frequencies = self._frequencies(device)
 
@@ -181,65 +181,65 @@ class Decoder(nn.Module):
             [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens,
             hidden_size]).
         """
-        if not self.config.num_kv_shared_layers:
-            attend = PagedAttend(self.config, attn, pool, impl=impl)
-            hidden = self._run(input_ids, positions, attend)
+        config = self.config
+        if not config.num_kv_shared_layers:
+            attend = PagedAttend(config, attn, pool, impl=impl)
+            hidden = self.run_layers(input_ids, positions, attend)
         else:
             # Where each sequence has one token, choosing rows saves nothing.
             rows = None if return_hidden or attn.max_seqlen_q == 1 else logits_rows
-            attend = SharedAttend(
-                self.config, attn, pool, positions=positions, rows=rows, impl=impl
-            )
-            hidden = self._run(input_ids, positions, attend)
+            attend = SharedAttend(config, attn, pool, positions=positions, rows=rows, impl=impl)
+            hidden = self.run_layers(input_ids, positions, attend)
             attend.finish()
-        logits = self.logits(_chosen(hidden, attend, logits_rows))
+        chosen = hidden if logits_rows is None or attend.rows is not None else hidden[logits_rows]
+        logits = self.logits(chosen)
         return (logits, hidden) if return_hidden else logits
 
     @torch.inference_mode()
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """Run one whole sequence in plain torch without a cache, as the reference of paged runs.
+        """One whole sequence in plain torch without a cache: the reference of `forward`.
 
-        Arguments and result as in `forward`; stored: as in `UnpagedAttend`.
+        stored: as in `UnpagedAttend`.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
         attend = UnpagedAttend(self.config, rows=rows, stored=stored)
-        hidden = self._run(input_ids, positions, attend)
-        return self.logits(_chosen(hidden, attend, logits_rows))
+        hidden = self.run_layers(input_ids, positions, attend)
+        return self.logits(
+            hidden if logits_rows is None or rows is not None else hidden[logits_rows]
+        )
 
     @torch.inference_mode()
-    def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        amplitude = self.config.full.rope.amplitude
-        rotary = {
-            kind: rotary_angles(positions, frequencies, amplitude)
-            for kind, frequencies in self.frequencies.items()
-        }
-        return self.run_layers(input_ids, x, rotary, attend)
+    def run_layers(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] after all layers and the last norm.
 
-    def run_layers(
-        self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
-    ) -> Tensor:
-        """All layers in turn and the last norm, on embedded tokens x, which are overwritten.
-
-        Returns:
-            [num_tokens, hidden_size], or ``attend.rows`` of it.
+        From the first layer without its own keys and values on, only ``attend.rows`` of them.
         """
+        x, rotary = self.embed_tokens(input_ids), {}
+        for kind, frequencies in self.frequencies.items():
+            rotary[kind] = rotary_angles(positions, frequencies, self.config.full.rope.amplitude)
+        inputs = self.per_layer_inputs(input_ids, x)
         branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
-        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        for layer, norm in zip(self.layers, norms, strict=True):
-            branch = layer(branch, x, rotary[layer.kind], attend, norm)
+        for i, layer in enumerate(self.layers):
+            if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
+                branch, x = branch[rows], x[rows]
+                if len(rows) == 0:
+                    return branch
+                rotary = {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in rotary.items()}
+                inputs = None if inputs is None else inputs[rows]
+            norm = self.norm if i + 1 == len(self.layers) else self.layers[i + 1].input_layernorm
+            own = () if inputs is None else (inputs[:, i],)
+            branch = layer(branch, x, rotary[layer.kind], attend, norm, *own)
         return branch
+
+    def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+        """What layers read of each token beside x, [num_tokens, num_layers, size]; None = nothing."""
+        return None
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] fp32 of normed rows [num_rows, hidden_size]."""
         logits = self.embed_tokens.logits(x, self.lm_head)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def _chosen(hidden: Tensor, attend: Attend, logits_rows: Tensor | None) -> Tensor:
-    """The rows that logits are wanted of; ``attend.rows`` are these already."""
-    return hidden if logits_rows is None or attend.rows is not None else hidden[logits_rows]

@@ -1,8 +1,4 @@
-"""Gemma-3 and Gemma-4 text models.
-
-Dense, E (shared keys and values, per-layer embeddings) and mixture of experts.
-
-One layer, with the norms of both families (a norm follows each branch, before its residual sum)::
+"""Gemma-3 and Gemma-4 text models: dense, E, and mixture of experts. One layer::
 
     x = x + post_attention_layernorm(attention(input_layernorm(x)))
     x = x + post_feedforward_layernorm(feedforward(x))
@@ -19,6 +15,8 @@ Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,10 +25,9 @@ from quire.kernels import gated_product, norm_rope, residual_norm, route_tokens
 
 from ..config.model import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
+from ..layers.basic import MLP, Linear, RMSNorm, Stacked, WeightPlacement
 from ..layers.moe import run_experts
 from ..layers.per_layer import HostEmbedding
-from ..parallel.group import Group
 from .decoder import Decoder, Rotary
 
 
@@ -40,14 +37,14 @@ class Router(nn.Module):
     In fp32: in bf16, near ties would choose other experts.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
         super().__init__()
         assert config.moe is not None
         self.top_k = config.moe.top_k
         self.eps = config.rms_norm_eps
-        self.proj = Linear(config.hidden_size, config.moe.num_experts, device, dtype)
-        self.scale = empty_parameter(config.hidden_size, device=device, dtype=dtype)
-        self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
+        self.proj = Linear(config.hidden_size, config.moe.num_experts, place)
+        self.scale = place.empty(config.hidden_size)
+        self.per_expert_scale = place.empty(config.moe.num_experts)
 
     def forward(self, x: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
         """(expert_ids int64, weights fp32) of rows x, both [num_tokens, top_k]."""
@@ -62,19 +59,13 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Gated MLPs of all experts."""
 
-    def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
         super().__init__()
-        self.group = group
+        self.group = place.group
         assert config.moe is not None
         num_experts, width = config.moe.num_experts, config.moe.intermediate_size
-        size = config.hidden_size
-        self.gate_up_proj = empty_parameter(
-            num_experts, 2 * width, size, device=device, dtype=dtype
-        )
-        self.down_proj = empty_parameter(num_experts, size, width, device=device, dtype=dtype)
+        self.gate_up_proj = place.empty(num_experts, 2 * width, config.hidden_size)
+        self.down_proj = place.empty(num_experts, config.hidden_size, width)
 
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
@@ -90,12 +81,9 @@ class Experts(nn.Module):
 class Attention(nn.Module):
     """Projections, per-head norms and RoPE around the attention operator of one layer."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, layer: int, place: WeightPlacement) -> None:
         super().__init__()
-        shape = config.attention(layer)
+        shape, size, offset = config.attention(layer), config.hidden_size, config.norm_offset
         self.layer = layer
         self.head_dim = shape.head_dim
         self.eps = config.rms_norm_eps
@@ -104,18 +92,18 @@ class Attention(nn.Module):
         self.num_kv_heads = shape.num_kv_heads if self.owns_kv else 0
         self.has_v_proj = self.owns_kv and not shape.k_eq_v
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = Linear(config.hidden_size, q_size, device, dtype)
-        self.o_proj = Linear(q_size, config.hidden_size, device, dtype, group=group)
-        self.q_norm = RMSNorm(shape.head_dim, self.eps, device, dtype, offset=config.norm_offset)
+        self.q_proj = Linear(size, q_size, place)
+        self.o_proj = Linear(q_size, size, place, group=place.group)
+        self.q_norm = RMSNorm(shape.head_dim, self.eps, place, offset=offset)
+        projections = [self.q_proj]
         if self.owns_kv:
-            self.k_proj = Linear(config.hidden_size, kv_size, device, dtype)
-            if self.has_v_proj:
-                self.v_proj = Linear(config.hidden_size, kv_size, device, dtype)
-            self.k_norm = RMSNorm(
-                shape.head_dim, self.eps, device, dtype, offset=config.norm_offset
-            )
-        parts = ("q_proj", "k_proj", "v_proj")[: 1 + self.owns_kv + self.has_v_proj]
-        self.qkv = Stacked(*(getattr(self, part) for part in parts))
+            self.k_proj = Linear(size, kv_size, place)
+            self.k_norm = RMSNorm(shape.head_dim, self.eps, place, offset=offset)
+            projections.append(self.k_proj)
+        if self.has_v_proj:
+            self.v_proj = Linear(size, kv_size, place)
+            projections.append(self.v_proj)
+        self.qkv = Stacked(*projections)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """Attention of x [num_tokens, hidden_size], projections included."""
@@ -138,41 +126,33 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """One layer; the docstring of the module has the formula."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, layer: int, place: WeightPlacement) -> None:
         super().__init__()
         size, width = config.hidden_size, config.per_layer_input_size
 
         def norm() -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
+            return RMSNorm(size, config.rms_norm_eps, place, offset=config.norm_offset)
 
         self.kind = config.layer_types[layer]
         self.has_experts = config.moe is not None
-        self.has_per_layer_input = width > 0
-        self.self_attn = Attention(config, layer, device, dtype, group)
-        self.mlp = MLP(size, config.mlp_size(layer), device, dtype, group=group)
+        self.self_attn = Attention(config, layer, place)
+        self.mlp = MLP(size, config.mlp_size(layer), place, group=place.group)
         self.input_layernorm = norm()
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()
         self.post_feedforward_layernorm = norm()
-        if config.moe is not None:
-            self.router = Router(config, device, dtype)
-            self.experts = Experts(config, device, dtype, group)
+        if self.has_experts:
+            self.router = Router(config, place)
+            self.experts = Experts(config, place)
             self.post_feedforward_layernorm_1 = norm()
             self.post_feedforward_layernorm_2 = norm()
             self.pre_feedforward_layernorm_2 = norm()
-        if self.has_per_layer_input:
-            self.per_layer_input_gate = Linear(size, width, device, dtype)
-            self.per_layer_projection = Linear(width, size, device, dtype)
+        if width:
+            self.per_layer_input_gate = Linear(size, width, place)
+            self.per_layer_projection = Linear(width, size, place)
             self.post_per_layer_input_norm = norm()
-        if config.family == "gemma4":
-            # A parameter here, though a buffer in checkpoints: a loader of parameters cannot miss
-            # it.
-            self.layer_scalar = empty_parameter(1, device=device, dtype=dtype)
-        else:
-            self.layer_scalar = None
+        # A buffer in checkpoints, but loading fills parameters.
+        self.layer_scalar = place.empty(1) if config.family == "gemma4" else None
 
     def forward(
         self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm,
@@ -202,58 +182,25 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma(Decoder):
-    """A Gemma-3 or Gemma-4 text model; arguments as in `Decoder`.
+    """A Gemma-3 or Gemma-4 text model; the table of per-layer embeddings stays on the host."""
 
-    The table of per-layer embeddings stays on the host.
-    """
-
-    def __init__(
-        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            config, device=device, dtype=dtype, group=group,
-            embedding_scale=config.hidden_size**0.5,
-        )  # fmt: skip
-        device = torch.device(device)
+    def __init__(self, config: ModelConfig, **placement: Any) -> None:
+        super().__init__(config, **placement, embedding_scale=config.hidden_size**0.5)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, device, dtype, group) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, self.place) for layer in range(config.num_layers)
         )
-        width = config.per_layer_input_size
-        if width:
+        if width := config.per_layer_input_size:
             size = config.num_layers * width
             self.embed_tokens_per_layer = HostEmbedding(
-                config.vocab_size, size, device, dtype, scale=width**0.5, group=group
+                config.vocab_size, size, self.place, scale=width**0.5
             )
-            self.per_layer_model_projection = Linear(config.hidden_size, size, device, dtype)
+            self.per_layer_model_projection = Linear(config.hidden_size, size, self.place)
             self.per_layer_projection_norm = RMSNorm(
-                width, config.rms_norm_eps, device, dtype, offset=config.norm_offset
+                width, config.rms_norm_eps, self.place, offset=config.norm_offset
             )
-
-    def run_layers(
-        self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
-    ) -> Tensor:
-        """As `Decoder.run_layers`; from the first shared layer on for ``attend.rows`` only."""
-        inputs = self.per_layer_inputs(input_ids, x)
-        branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
-        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        for i, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
-                branch, x = branch[rows], x[rows]
-                if len(rows) == 0:
-                    return branch
-                rotary = {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in rotary.items()}
-                inputs = None if inputs is None else inputs[rows]
-            own = None if inputs is None else inputs[:, i]
-            branch = layer(branch, x, rotary[layer.kind], attend, norm, own)
-        return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """Per-layer inputs of each token, [num_tokens, num_layers, per_layer_input_size].
-
-        The mean, up to sqrt(2), of a projection of x, embedded and scaled, and of the token's own
-        row.
-        """
+        """As `Decoder.per_layer_inputs`: a projection of x plus the token's own rows."""
         width = self.config.per_layer_input_size
         if not width:
             return None

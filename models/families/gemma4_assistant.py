@@ -6,16 +6,12 @@ With the token x behind the last computed position p, and the target's normed hi
     z = layers(z)                                         layers of Gemma-4 that have queries only
     u = norm(z);   logits = lm_head(u);   h = post_projection(u)
 
-and again with the draft as x, from the same positions: a layer reads the keys and values of the
-target's last layer of its kind that has some, as they are in pages. Queries are rotated to p + 1.
-Full layers see positions 0 .. p, sliding ones the last ``sliding_window + 1`` of them. So nothing is
-written, and a hit, a preemption or a rejected draft leaves nothing to repair.
+and again with the draft as x. A layer reads the pages of the target's last layer of its kind that
+owns keys and values; nothing is written. Queries are rotated to p + 1. Full layers see positions
+0 .. p, sliding ones the last ``sliding_window + 1`` of them.
 
-A checkpoint with ordered embeddings scores clusters of tokens first: only tokens of the best
-clusters have logits, the others -inf.
-
-Source: transformers ``modeling_gemma4_assistant``. Only a first round of drafts agrees with it:
-    later rounds there also see keys of rejected drafts.
+Source: transformers ``modeling_gemma4_assistant``, whose later rounds also see keys of rejected
+    drafts: only a first round agrees with it.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from ..config.fields import naming, read_fields, read_object, shown
 from ..config.files import read_json
 from ..config.model import SLIDING, ModelConfig
 from ..engine.device_drafter import DeviceDrafter
-from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
+from ..layers.basic import Embedding, Linear, RMSNorm, WeightPlacement
 from ..layers.kv_cache import PageTensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..loading.checkpoint import read_headers, refuse_misfits
@@ -60,9 +56,7 @@ class AssistantKeys:
 class MaskedEmbedding(nn.Module):
     """Clusters of the vocabulary: token_ordering has the tokens of one after those of another."""
 
-    def __init__(
-        self, keys: AssistantKeys, config: ModelConfig, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, keys: AssistantKeys, config: ModelConfig, place: WeightPlacement) -> None:
         super().__init__()
         if config.vocab_size % keys.num_centroids:
             raise ValueError(
@@ -70,8 +64,8 @@ class MaskedEmbedding(nn.Module):
                 f"{keys.num_centroids}"
             )
         self.top_k = keys.centroid_intermediate_top_k
-        self.centroids = Linear(config.hidden_size, keys.num_centroids, device, dtype)
-        self.token_ordering = empty_parameter(config.vocab_size, device=device, dtype=torch.int64)
+        self.centroids = Linear(config.hidden_size, keys.num_centroids, place)
+        self.token_ordering = place.empty(config.vocab_size, dtype=torch.int64)
 
     def forward(self, u: Tensor, logits: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] with -inf for tokens of other than the best clusters."""
@@ -82,31 +76,27 @@ class MaskedEmbedding(nn.Module):
 
 
 class Assistant(nn.Module):
-    """The drafter's model, with uninitialized weights under the names of checkpoints.
-
-    Args:
-        keys: of config.json.
-        config: of its ``text_config``.
-    """
+    """The drafter's model, with uninitialized weights; config: of the file's ``text_config``."""
 
     def __init__(
         self, keys: AssistantKeys, config: ModelConfig, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.config, size, target_size = config, config.hidden_size, keys.backbone_hidden_size
+        place = WeightPlacement(device, dtype)
         # The first half of the layers stands for the target's, which the second half shares.
         kinds = config.layer_types
         sharing = replace(config, layer_types=kinds * 2, num_kv_shared_layers=len(kinds))
         self.layers = nn.ModuleList(
-            DecoderLayer(sharing, len(kinds) + i, device, dtype) for i in range(len(kinds))
+            DecoderLayer(sharing, len(kinds) + i, place) for i in range(len(kinds))
         )
-        self.embed_tokens = Embedding(config.vocab_size, size, device, dtype)
-        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype)
-        self.pre_projection = Linear(2 * target_size, size, device, dtype)
-        self.post_projection = Linear(size, target_size, device, dtype)
+        self.embed_tokens = Embedding(config.vocab_size, size, place)
+        self.norm = RMSNorm(size, config.rms_norm_eps, place)
+        self.pre_projection = Linear(2 * target_size, size, place)
+        self.post_projection = Linear(size, target_size, place)
         self.masked_embedding = None
         if keys.use_ordered_embeddings:
-            self.masked_embedding = MaskedEmbedding(keys, config, device, dtype)
+            self.masked_embedding = MaskedEmbedding(keys, config, place)
         self._frequencies = {
             kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
             for kind in set(kinds)
@@ -125,13 +115,8 @@ class Assistant(nn.Module):
         self, embeds: Tensor, hidden: Tensor, rotary: dict[str, tuple[Tensor, Tensor]],
         attend: TargetAttend,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Logits of the next token, and the hidden state that the draft behind it reads.
-
-        Args:
-            embeds, hidden: [num_rows, backbone_hidden_size].
-
-        Returns:
-            ([num_rows, vocab_size] fp32, [num_rows, backbone_hidden_size]).
+        """Logits [num_rows, vocab_size] fp32 of the next token, and the hidden state that the draft
+        behind it reads; embeds, hidden: [num_rows, backbone_hidden_size].
         """
         residual = self.pre_projection(torch.cat([embeds, hidden], dim=-1))
         branch = self.layers[0].input_layernorm.after(residual, impl=attend.impl)
@@ -149,10 +134,8 @@ class TargetAttend:
 
     Args:
         config: of the target.
-        kinds: of the drafter's layers.
-        block_tables: per group [num_seqs, width] int32.
-        seq_lens: [num_seqs] int32, tokens with keys and values.
-        max_seq_len: host int, upper bound of seq_lens.
+        kinds: layer types of the drafter.
+        block_tables, seq_lens, max_seq_len: as in `DeviceDrafter._drafts`.
     """
 
     rows: Tensor | None = None
@@ -197,8 +180,7 @@ class Gemma4Drafter(DeviceDrafter):
 
     Args:
         model: the engine's model, a Gemma-4.
-        assistant: as of `load_assistant`.
-        max_draft_tokens: drafts of a request in a step.
+        assistant: of `load_assistant`.
 
     Raises:
         ValueError: an assistant of another target, naming what differs; max_draft_tokens below 1.
@@ -220,11 +202,9 @@ class Gemma4Drafter(DeviceDrafter):
     ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.attach`."""
         super().attach(pool, builder, max_requests=max_requests, impl=impl)
-        model = self.model
-        # By slot, of the last row that stays: its hidden state, and the token behind it.
-        shape = (max_requests, model.config.hidden_size)
-        self._hidden = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self._newest = torch.zeros(max_requests, dtype=torch.int64, device=model.device)
+        shape = (max_requests, self.model.config.hidden_size)
+        # By slot: the hidden state of the last row that stays.
+        self._hidden = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
     @torch.inference_mode()
     def observe(
@@ -232,9 +212,8 @@ class Gemma4Drafter(DeviceDrafter):
         slots: np.ndarray,
     ) -> None:  # fmt: skip
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
-        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
+        _, rows, request_slots = self._receive(next_ids, last_rows, slots)
         self._hidden[request_slots] = hidden[rows]
-        self._newest[request_slots] = ids[rows]
 
     def _drafts(
         self, request_slots: Tensor, seq_lens: Tensor, block_tables: tuple[Tensor, ...], *,
@@ -282,10 +261,9 @@ def expect_target(target: Any, assistant: Assistant) -> None:
 def load_assistant(
     path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> Assistant:
-    """Load the drafter of a Hugging Face directory (``gemma4_assistant``).
+    """Load the drafter of a Hugging Face directory (``gemma4_assistant``), not quantized.
 
     Args:
-        path: directory with config.json and its safetensors files, not quantized.
         device, dtype: of the weights; the target's.
 
     Raises:

@@ -1,7 +1,4 @@
-"""gpt-oss text models.
-
-Layers of Llama's order with attention sinks, sliding windows in every other layer, and experts as
-MLP.
+"""gpt-oss text models: Llama with attention sinks, windows in every other layer, and experts.
 
 Source: transformers ``modeling_gpt_oss``, ``configuration_gpt_oss``.
 """
@@ -21,10 +18,9 @@ from ..config import fields
 from ..config.fields import only, read_fields
 from ..config.keys import LayeredKeys, common_keys, read_rope, write_rope
 from ..config.model import AttentionConfig, ModelConfig, MoEConfig
-from ..layers.basic import Linear, empty_parameter, linear_fp32
+from ..layers.basic import Linear, WeightPlacement, linear_fp32
 from ..layers.moe import run_experts
 from ..loading.random_weights import draw
-from ..parallel.group import Group
 from .llama import Attention, Llama
 from .registry import Family, register_family
 
@@ -121,23 +117,16 @@ class Experts(nn.Module):
     scales, gate_up_proj_scale and down_proj_scale, have a byte for each 32 columns.
     """
 
-    def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
         super().__init__()
-        self.group = group
+        self.group = place.group
         assert config.moe is not None
         num_experts, width = config.moe.num_experts, config.moe.intermediate_size
         size = config.hidden_size
-
-        def empty(*shape: int) -> nn.Parameter:
-            return empty_parameter(num_experts, *shape, device=device, dtype=dtype)
-
-        self.gate_up_proj = empty(size, 2 * width)
-        self.gate_up_proj_bias = empty(2 * width)
-        self.down_proj = empty(width, size)
-        self.down_proj_bias = empty(size)
+        self.gate_up_proj = place.empty(num_experts, size, 2 * width)
+        self.gate_up_proj_bias = place.empty(num_experts, 2 * width)
+        self.down_proj = place.empty(num_experts, width, size)
+        self.down_proj_bias = place.empty(num_experts, size)
         self.register_parameter("gate_up_proj_scale", None)
         self.register_parameter("down_proj_scale", None)
 
@@ -179,16 +168,12 @@ def _apart(rows: Tensor) -> Tensor:
 class MoE(nn.Module):
     """Chooses the largest logits, in fp32; their softmax weighs the experts."""
 
-    def __init__(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:
         super().__init__()
         assert config.moe is not None
         self.top_k = config.moe.top_k
-        size, num_experts = config.hidden_size, config.moe.num_experts
-        self.router = Linear(size, num_experts, device, dtype, bias=True)
-        self.experts = Experts(config, device, dtype, group)
+        self.router = Linear(config.hidden_size, config.moe.num_experts, place, bias=True)
+        self.experts = Experts(config, place)
 
     def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
         """The weighted sum of every row's experts; x: [num_tokens, hidden_size]."""
@@ -210,15 +195,13 @@ class SinkAttention(Attention):
 
 
 class GptOss(Llama):
-    """A gpt-oss model; arguments as in `Decoder`."""
+    """A gpt-oss model."""
 
     attention = SinkAttention
 
-    def mlp(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, group: Group | None
-    ) -> nn.Module:
-        """See `Llama`."""
-        return MoE(config, device, dtype, group)
+    def mlp(self, config: ModelConfig) -> nn.Module:
+        """As `Llama.mlp`."""
+        return MoE(config, self.place)
 
 
 def draw_transposed(

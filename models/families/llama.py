@@ -1,8 +1,4 @@
-"""Llama text models.
-
-Grouped-query attention and a SiLU MLP, each after its norm and before its residual sum.
-
-Families that differ in a little derive from these classes; docs/add-a-model.md has one.
+"""Llama text models. Families that differ in a little derive from these classes.
 
 Source: transformers ``modeling_llama``, ``configuration_llama``.
 """
@@ -13,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from quire.kernels import norm_rope
@@ -23,8 +18,7 @@ from ..config.fields import only, read_fields
 from ..config.keys import TextKeys, common_keys, read_rope, write_rope
 from ..config.model import FULL, AttentionConfig, ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
-from ..parallel.group import Group
+from ..layers.basic import MLP, Linear, RMSNorm, Stacked, WeightPlacement
 from .decoder import Decoder, Rotary
 from .registry import Family, register_family
 
@@ -95,29 +89,19 @@ class Attention(nn.Module):
 
     has_sinks: ClassVar[bool] = False
 
-    def __init__(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
-        *, group: Group | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, layer: int, place: WeightPlacement) -> None:
         super().__init__()
-        shape, size = config.attention(layer), config.hidden_size
+        shape, size, bias = config.attention(layer), config.hidden_size, config.attention_bias
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.layer = layer
         self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
-
-        def linear(in_size: int, out_size: int, group: Group | None = None) -> Linear:
-            bias = config.attention_bias
-            return Linear(in_size, out_size, device, dtype, bias=bias, group=group)
-
-        self.q_proj = linear(size, q_size)
-        self.k_proj = linear(size, kv_size)
-        self.v_proj = linear(size, kv_size)
-        self.o_proj = linear(q_size, size, group)
+        self.q_proj = Linear(size, q_size, place, bias=bias)
+        self.k_proj = Linear(size, kv_size, place, bias=bias)
+        self.v_proj = Linear(size, kv_size, place, bias=bias)
+        self.o_proj = Linear(q_size, size, place, bias=bias, group=place.group)
         self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
-        self.sinks = None
-        if self.has_sinks:
-            self.sinks = empty_parameter(shape.num_heads, device=device, dtype=dtype)
+        self.sinks = place.empty(shape.num_heads) if self.has_sinks else None
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """Attention of x [num_tokens, hidden_size], projections included."""
@@ -137,16 +121,15 @@ class DecoderLayer(nn.Module):
     """``attention`` and ``mlp`` branches of one layer, with a norm before each."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
-        *, attention: nn.Module, mlp: nn.Module,
+        self, config: ModelConfig, layer: int, place: WeightPlacement, attention: nn.Module,
+        mlp: nn.Module,
     ) -> None:  # fmt: skip
         super().__init__()
         self.kind = config.layer_types[layer]
         self.self_attn = attention
         self.mlp = mlp
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, device, dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, place)
 
     def forward(
         self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm
@@ -172,30 +155,17 @@ class Llama(Decoder):
 
     attention: ClassVar[type[Attention]] = Attention
 
-    def __init__(
-        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(config, device=device, dtype=dtype, group=group)
-        device = torch.device(device)
-        self.layers = nn.ModuleList(
-            self._layer(config, layer, device, dtype, group) for layer in range(config.num_layers)
-        )
+    def __init__(self, config: ModelConfig, **placement: Any) -> None:
+        super().__init__(config, **placement)
+        self.layers = nn.ModuleList()
+        for layer in range(config.num_layers):
+            attention, mlp = self.attention(config, layer, self.place), self.mlp(config)
+            self.layers.append(DecoderLayer(config, layer, self.place, attention, mlp))
 
-    def _layer(
-        self, config: ModelConfig, layer: int, device: torch.device, dtype: torch.dtype,
-        group: Group | None,
-    ) -> DecoderLayer:  # fmt: skip
-        attention = self.attention(config, layer, device, dtype, group=group)
-        mlp = self.mlp(config, device, dtype, group)
-        return DecoderLayer(config, layer, device, dtype, attention=attention, mlp=mlp)
-
-    def mlp(
-        self, config: ModelConfig, device: torch.device, dtype: torch.dtype, group: Group | None
-    ) -> nn.Module:
+    def mlp(self, config: ModelConfig) -> nn.Module:
         """The MLP branch of a layer, called with [num_tokens, hidden_size] and impl."""
-        size, width = config.hidden_size, config.intermediate_size
-        return MLP(size, width, device, dtype, activation="silu", group=group)
+        size, width, place = config.hidden_size, config.intermediate_size, self.place
+        return MLP(size, width, place, activation="silu", group=place.group)
 
 
 register_family(Family("llama", ("llama",), config_from_hf, Llama, config_to_hf))

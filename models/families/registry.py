@@ -1,12 +1,7 @@
 """Registry of model families, for config reading, weight loading, `LLM` and the benches.
 
-A family is one file, here or in another package, that ends with `register_family`::
-
-    register_family(
-        Family("qwen3", ("qwen3",), config_from_hf=..., config_to_hf=..., build=Qwen3)
-    )
-
-From then on `load_model` and `LLM` take its Hugging Face directories. Where
+A family is one file, here or in another package, that ends with `register_family`. From then on
+`load_model` and `LLM` take its Hugging Face directories. Where
 `EngineConfig.tensor_parallel_size` starts processes, they import the family's module.
 """
 
@@ -27,22 +22,17 @@ class Family:
     Attributes:
         name: value of ``family`` in its configurations.
         model_types: values of ``model_type`` in config.json, first the one of text-only files.
-        config_from_hf: (keys of config.json, name of the model) -> configuration, a `ModelConfig`
-            unless the family brings its own loader. Keys of a multimodal file's ``text_config``
-            come alone, with those beside it that belong to the text model.
-        build: (configuration, device=, dtype=, group=) -> model with uninitialized weights, a
-            `Decoder` or a class with the same methods. Parameters have the names of the
-            checkpoint's tensors, without "model.".
-        config_to_hf: reverse of config_from_hf, without ``model_type``; None = checkpoints cannot
-            be written.
-        weight_name: (name of a stored tensor without "model.", configuration) -> name of the
-            parameter, None where the tensor is not read; None = the same name.
-        draw: (name, weight, configuration, generator) fills a weight with random numbers; None =
-            as `quire.models.loading.random_weights.draw`.
-        load: loader used instead of `quire.models.loading.weights.load_model`: (path,
-            configuration, device, dtype, fp8, group) -> model.
-        refused: values of ``model_type`` that belong to the family but are not supported, each with
-            the reason.
+        config_from_hf: (keys of the text model, name) -> a `ModelConfig`, or with `load` another.
+        build: (configuration, device=, dtype=, group=) -> a `Decoder` with uninitialized weights.
+            Parameters have the names of the checkpoint's tensors, without "model.".
+        config_to_hf: reverse of config_from_hf, without ``model_type``; None = not written.
+        weight_name: (stored name without "model.", configuration) -> name of the parameter, or None
+            for a tensor that is not read; default: the same name.
+        draw: (name, weight, configuration, generator) fills a weight with random numbers; default:
+            `quire.models.loading.random_weights.draw`.
+        load: (path, configuration, device, dtype, fp8, group) -> model; default:
+            `quire.models.loading.weights.load_decoder`.
+        refused: values of ``model_type`` that are not supported, each with the reason.
         configs: named configurations, which `LLM` and the benches take.
     """
 
@@ -86,11 +76,7 @@ def families() -> list[Family]:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a configuration.
-
-    Raises:
-        ValueError: it is not registered.
-    """
+    """The family of a configuration; ValueError where it is not registered."""
     for family in families():
         if family.name == config.family:
             return family
@@ -106,12 +92,7 @@ def refuse_type(model_type: str) -> None:
 
 
 def family_of_type(model_type: str) -> Family:
-    """The family of a config.json.
-
-    Raises:
-        NotImplementedError: none has this ``model_type``, naming those that are supported; or one
-            refuses it.
-    """
+    """The family of a config.json; NotImplementedError where none supports its ``model_type``."""
     refuse_type(model_type)
     for family in families():
         if model_type in family.model_types:

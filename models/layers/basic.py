@@ -6,6 +6,8 @@ tokens of a ragged batch: [num_tokens, ...], without a batch dimension.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,20 +18,22 @@ from quire.kernels.common.dequantize import dequantize_fp8
 from ..parallel.group import Group
 
 
-def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialized, frozen parameter of ``shape``, allocated on its final device."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Device and data type of weights, and the ranks that share a model; None = one rank."""
+
+    device: torch.device
+    dtype: torch.dtype
+    group: Group | None = None
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialized, frozen parameter."""
+        weight = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        return nn.Parameter(weight, requires_grad=False)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
-
-    Args:
-        x: [..., size].
-        weight: [size] fp32 or None for 1.
-
-    Returns:
-        [..., size] in the dtype of x.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32; in the dtype of x.
 
     Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
     """
@@ -44,16 +48,11 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        offset: float = 0.0,
-    ) -> None:
+        self, size: int, eps: float, place: WeightPlacement, *, offset: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = empty_parameter(size, device=device, dtype=dtype)
+        self.weight = place.empty(size, dtype=dtype)
         self.eps = eps
         self.offset = offset
 
@@ -62,14 +61,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight.float() + self.offset, self.eps)
 
     def after(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        *,
-        post: RMSNorm | None = None,
-        scalar: Tensor | None = None,
-        impl: str | None,
-    ) -> Tensor:
+        self, x: Tensor, residual: Tensor | None = None, *, post: RMSNorm | None = None,
+        scalar: Tensor | None = None, impl: str | None,
+    ) -> Tensor:  # fmt: skip
         """The norm of the residual stream after a branch of a layer, in one launch.
 
         Args:
@@ -80,27 +74,16 @@ class RMSNorm(nn.Module):
             scalar: [1] or None for 1.
         """
         return residual_norm(
-            x,
-            self.weight,
-            eps=self.eps,
-            offset=self.offset,
-            residual=residual,
-            post_weight=None if post is None else post.weight,
-            scalar=scalar,
-            impl=impl,
-        )
+            x, self.weight, eps=self.eps, offset=self.offset, residual=residual,
+            post_weight=None if post is None else post.weight, scalar=scalar, impl=impl,
+        )  # fmt: skip
 
     def add_to(self, residual: Tensor, x: Tensor, *, impl: str | None) -> None:
         """Add the norm of x to ``residual`` in place, both [num_tokens, size], in one launch."""
         residual_norm(
-            x,
-            None,
-            eps=self.eps,
-            offset=self.offset,
-            residual=residual,
-            post_weight=self.weight,
+            x, None, eps=self.eps, offset=self.offset, residual=residual, post_weight=self.weight,
             impl=impl,
-        )
+        )  # fmt: skip
 
 
 class Linear(nn.Module):
@@ -111,19 +94,13 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_size: int,
-        out_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        bias: bool = False,
+        self, in_size: int, out_size: int, place: WeightPlacement, *, bias: bool = False,
         group: Group | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group = group
-        self.weight = empty_parameter(out_size, in_size, device=device, dtype=dtype)
-        self.bias = empty_parameter(out_size, device=device, dtype=dtype) if bias else None
+        self.weight = place.empty(out_size, in_size)
+        self.bias = place.empty(out_size) if bias else None
         self.scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,34 +132,28 @@ class Stacked:
 
     def __init__(self, *layers: Linear) -> None:
         self.layers = layers
-        self.lay(layers[0].weight.device)
+        self.allocate(layers[0].weight.device)
 
-    def lay(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         """Give the layers new weights, uninitialized, on ``device``."""
-        first, rows = self.layers[0], [len(layer.weight) for layer in self.layers]
-        in_size, dtype = first.weight.shape[1], first.weight.dtype
-        self._rows = rows
-        self._weight = torch.empty(sum(rows), in_size, device=device, dtype=dtype)
-        self._bias = None
-        if first.bias is not None:
-            self._bias = torch.empty(sum(rows), device=device, dtype=dtype)
-        start = 0
-        for layer, count in zip(self.layers, rows, strict=True):
-            part = slice(start, start + count)
-            layer.weight = nn.Parameter(self._weight[part], requires_grad=False)
-            if self._bias is not None:
-                layer.bias = nn.Parameter(self._bias[part], requires_grad=False)
-            start += count
-        names = ("weight", "bias")[: 1 + (self._bias is not None)]
+        first, self._rows = self.layers[0], [len(layer.weight) for layer in self.layers]
+        names = ("weight",) if first.bias is None else ("weight", "bias")
+        whole = {}
+        for name in names:
+            like = getattr(first, name)
+            whole[name] = like.new_empty(sum(self._rows), *like.shape[1:], device=device)
+            for layer, part in zip(self.layers, whole[name].split(self._rows), strict=True):
+                setattr(layer, name, nn.Parameter(part, requires_grad=False))
+        self._weight, self._bias = whole["weight"], whole.get("bias")
         owners = [(layer._parameters, name) for layer in self.layers for name in names]
-        self._places = [(own, name, own[name].data_ptr()) for own, name in owners]
+        self._addresses = [(own, name, own[name].data_ptr()) for own, name in owners]
 
     @property
     def is_whole(self) -> bool:
         """False once a layer was given another weight, such as an fp8 one."""
         return all(
             own[name] is not None and own[name].data_ptr() == address
-            for own, name, address in self._places
+            for own, name, address in self._addresses
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -214,27 +185,19 @@ class Embedding(nn.Module):
     Args:
         scale: factor of the rows, rounded to the weight dtype first, as the models were trained: in
             bf16 sqrt(5376) is 73.5.
-        group: ranks with the rows of other ids; None = all are here.
 
     Attributes:
         num_rows: rows of this rank.
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        scale: float = 1.0,
-        group: Group | None = None,
+        self, vocab_size: int, size: int, place: WeightPlacement, *, scale: float = 1.0
     ) -> None:
         super().__init__()
-        self.vocab_size, self.group = vocab_size, group
-        self.num_rows = vocab_size if group is None else -(-vocab_size // group.size)
-        self.weight = empty_parameter(self.num_rows, size, device=device, dtype=dtype)
-        self.scale = torch.tensor(scale, dtype=dtype).item()
+        self.vocab_size, self.group = vocab_size, place.group
+        self.num_rows = vocab_size if place.group is None else -(-vocab_size // place.group.size)
+        self.weight = place.empty(self.num_rows, size)
+        self.scale = torch.tensor(scale, dtype=place.dtype).item()
 
     def forward(self, input_ids: Tensor, table: Tensor | None = None) -> Tensor:
         """Scaled rows [num_tokens, size] of input_ids [num_tokens] int64.
@@ -271,20 +234,13 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        activation: str = "gelu_tanh",
-        limit: float | None = None,
-        group: Group | None = None,
-    ) -> None:
+        self, hidden_size: int, width: int, place: WeightPlacement, *,
+        activation: str = "gelu_tanh", limit: float | None = None, group: Group | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.gate_proj = Linear(hidden_size, intermediate_size, device, dtype)
-        self.up_proj = Linear(hidden_size, intermediate_size, device, dtype)
-        self.down_proj = Linear(intermediate_size, hidden_size, device, dtype, group=group)
+        self.gate_proj = Linear(hidden_size, width, place)
+        self.up_proj = Linear(hidden_size, width, place)
+        self.down_proj = Linear(width, hidden_size, place, group=group)
         self.gate_up = Stacked(self.gate_proj, self.up_proj)
         self.activation, self.limit = activation, limit
 

@@ -13,21 +13,15 @@ from torch import Tensor, nn
 from quire.kernels import combine_experts, expert_mlp
 from quire.kernels.common.dequantize import FP4_GROUP
 
-from .basic import empty_parameter
+from .basic import WeightPlacement
 
 FP8_BLOCK = 128
 
 
 def run_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    impl: str | None = None,
-    **options: Any,
-) -> Tensor:
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, *,
+    impl: str | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
 
     The sum is fp32 and in the router's order, whatever else is in the batch.
@@ -65,26 +59,26 @@ class PackedMatrices(nn.Module):
     """A stack of quantized matrices [*lead, rows, columns]: values, and scales beside them."""
 
     def __init__(
-        self, kind: str, lead: tuple[int, ...], rows: int, columns: int, device: torch.device
+        self, kind: str, lead: tuple[int, ...], rows: int, columns: int, place: WeightPlacement
     ) -> None:
         super().__init__()
         shape, dtype, scale_shape, scale_dtype = packed_shapes(kind, rows, columns)
-        self.weight = empty_parameter(*lead, *shape, device=device, dtype=dtype)
-        self.scale = empty_parameter(*lead, *scale_shape, device=device, dtype=scale_dtype)
+        self.weight = place.empty(*lead, *shape, dtype=dtype)
+        self.scale = place.empty(*lead, *scale_shape, dtype=scale_dtype)
 
 
 class PackedExperts(nn.Module):
     """Routed experts with SiLU, "fp8" or "fp4", that are dequantized as they are used."""
 
     def __init__(
-        self, kind: str, num_experts: int, hidden_size: int, width: int, device: torch.device,
+        self, kind: str, num_experts: int, hidden_size: int, width: int, place: WeightPlacement,
         *, limit: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.limit = limit
         # Gate and up apart: their scale blocks do not share a row, whatever the width.
-        self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, device)
-        self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
+        self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, place)
+        self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, place)
 
     def forward(self, x: Tensor, ids: Tensor, impl: str | None = None) -> Tensor:
         """Rows [num_tokens * k, hidden_size] as of `quire.kernels.expert_mlp`."""

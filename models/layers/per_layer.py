@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..parallel.group import Group
-from .basic import Embedding
+from .basic import Embedding, WeightPlacement
 
 
 class HostEmbedding(Embedding):
@@ -18,12 +18,9 @@ class HostEmbedding(Embedding):
     bus: no host synchronization, and CUDA graphs capture it. Arguments as in `Embedding`.
     """
 
-    def __init__(
-        self, vocab_size: int, size: int, device: torch.device, dtype: torch.dtype, *, scale: float,
-        group: Group | None = None,
-    ) -> None:  # fmt: skip
-        place = self.weight_device(device)
-        super().__init__(vocab_size, size, place, dtype, scale=scale, group=group)
+    def __init__(self, vocab_size: int, size: int, place: WeightPlacement, *, scale: float) -> None:
+        place = replace(place, device=self.weight_device(place.device))
+        super().__init__(vocab_size, size, place, scale=scale)
         self._view: Tensor | None = None
 
     @staticmethod

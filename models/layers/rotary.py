@@ -11,16 +11,9 @@ from ..config.model import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each channel pair, without ``amplitude`` (see `rotary_angles`).
+    """Radians per position of each channel pair, without ``amplitude``: [head_dim // 2] fp32, CPU.
 
     Pairs are (i, i + head_dim / 2) in `norm_rope`, (2i, 2i + 1) in DeepSeek-V4.
-
-    Args:
-        head_dim: channels of all pairs, which divide the exponents; of the kind "proportional",
-            pairs past ``partial_rotary_factor`` have frequency 0.
-
-    Returns:
-        [head_dim // 2] fp32, CPU.
 
     Source: transformers ``modeling_rope_utils``.
     """
@@ -65,14 +58,9 @@ def _unscaled_share(rope: RopeConfig, frequencies: Tensor) -> Tensor:
 def rotary_angles(
     positions: Tensor, frequencies: Tensor, amplitude: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, times ``amplitude``.
+    """(cos, sin) of every position's angles, times ``amplitude``.
 
-    Args:
-        positions: [num_tokens] int64.
-        frequencies: [head_dim // 2] fp32.
-
-    Returns:
-        (cos, sin), each [num_tokens, head_dim // 2] fp32.
+    Each is [num_tokens, head_dim // 2] fp32; positions: [num_tokens] int64.
     """
     angles = positions.float()[:, None] * frequencies
     if amplitude == 1.0:

@@ -107,12 +107,7 @@ class UnpagedAttend:
 
 
 class V4UnpagedAttend:
-    """Attention of one whole sequence of DeepSeek-V4.
-
-    Args:
-        stored: latents and entries [num_rows, head_dim] and index keys [num_entries,
-            index_head_dim] as a cache of another dtype would round them; None = as they are.
-    """
+    """Attention of one whole sequence of DeepSeek-V4; stored: as in `UnpagedAttend`."""
 
     impl: str | None = "torch"
 

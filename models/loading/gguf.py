@@ -238,7 +238,6 @@ def unpack(file: Path, cache: Path | None = None) -> Path:
     """Write the configuration and the tokenizer of a GGUF file, unless they were written before.
 
     Args:
-        file: the GGUF file.
         cache: directory of such directories; default: that of huggingface_hub for assets.
 
     Returns:

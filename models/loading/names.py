@@ -53,10 +53,8 @@ class Target:
     """Part of a weight that a stored tensor fills.
 
     Attributes:
-        parameter: the model's name of the weight.
-        expert: which of the stacked experts; None = the whole stack, or no stack.
+        expert: index in a stack of experts; None = the whole stack, or no stack.
         part: GATE or UP, the first and second half of an expert's rows in gate_up_proj; else WHOLE.
-        is_scale: scales, not values.
     """
 
     parameter: str
@@ -82,9 +80,8 @@ class Storage:
 
     Args:
         names: of the model's weights.
-        fp8_block: rows and columns of fp8 weights that share a scale; None = what the scales'
-            shapes say.
-        weight_name: as of `quire.models.families.registry.Family`.
+        fp8_block: rows and columns of fp8 weights that share a scale; None = by the scales' shapes.
+        weight_name: as in `quire.models.families.registry.Family`.
     """
 
     forms: ClassVar[Mapping[str, Form]] = {

@@ -66,22 +66,18 @@ def load_model(
     Args:
         path: directory with config.json and model.safetensors, or shards with their index. Drafters
             that the config of a DeepSeek-V4 counts but the files do not hold are left out.
-        device: device of the weights.
-        dtype: data type of the model; None = as in config.json, else bfloat16. Tensors of other
-            dtypes are converted.
-        fp8: treatment of quantized matrices: fp8 ones, gpt-oss's experts in MXFP4 and DeepSeek-V4's
-            routed experts in fp8 or fp4. Other matrices of DeepSeek-V4 are always dequantized.
-            "dequantize" = once, here. "keep" = held as stored, and dequantized in every forward
-            pass, layer by layer or for the experts of a step. "auto" = kept only if the dequantized
-            model would fill more than 80 % of the free memory. "auto" always keeps gpt-oss's
-            experts on a GPU, whose kernel reads them as stored.
+        dtype: data type of the model; None = as in config.json, else bfloat16.
+        fp8: treatment of fp8 matrices, of gpt-oss's experts in MXFP4 and of DeepSeek-V4's routed
+            experts in fp8 or fp4; its other matrices are always dequantized. "dequantize" = once,
+            here. "keep" = in every forward pass, layer by layer or for the experts of a step.
+            "auto" = kept only if the dequantized model would fill more than 80 % of the free
+            memory, and gpt-oss's experts on a GPU, whose kernel reads them as stored.
         group: the ranks; this one reads its part only. None = the whole model.
 
     Raises:
         ValueError: tensors that are missing, unexpected, duplicated, without scales or of another
             shape or dtype, all named before any is read; files that are missing or truncated; the
-            first tensor with a NaN or an infinity, also after conversion to ``dtype``;
-            DeepSeek-V4's experts to be kept that are not quantized.
+            first tensor with a NaN or an infinity, also after conversion to ``dtype``.
         NotImplementedError: unsupported models.
     """
     if fp8 not in FP8_MODES:

@@ -10,7 +10,7 @@ import torch
 from quire.bench.common.hf_checkpoint import to_hf
 from quire.models.config.hf import from_hf
 from quire.models.config.model import FULL, SLIDING, AttentionConfig, RopeConfig
-from quire.models.config.named import BYTE_VOCAB, CONFIGS, get_config, named_configs
+from quire.models.config.named import CONFIGS, get_config, named_configs
 from quire.models.layers.kv_cache import PageTensors, cache_groups, num_tensors
 
 
@@ -18,16 +18,9 @@ def read(config: dict, name: str = "x"):
     return from_hf(json.loads(json.dumps(config)), name=name)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", named_configs())
 def test_config_json_round_trip(name):
-    assert read(to_hf(CONFIGS[name]), name) == CONFIGS[name]
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, c in named_configs().items() if c.vocab_size == BYTE_VOCAB]
-)
-def test_texts_of_bytes_end_with_the_eos_of_byte_tokenizer(name):
-    assert get_config(name).eos_token_ids == (1,)
+    assert read(to_hf(get_config(name)), name) == get_config(name)
 
 
 def test_unknown_name_lists_the_known():
@@ -337,21 +330,6 @@ def test_cache_groups_of_real_models(name):
     assert all(len(kind) == 1 for kind in kinds.values())
 
 
-def test_layers_are_dealt_in_turn():
-    """Five sliding layers (0, 1, 3, 4, 6) over three groups of at most two; full layers (2, 5) in group 0."""
-    _, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
-    dealt = [(1, 0), (2, 0), (0, 0), (3, 0), (1, 1), (0, 1), (2, 1)]
-    assert [(place.group, place.tensor) for place in placement] == dealt
-
-
-def test_group_size_is_the_commoner_kind_when_counts_are_close():
-    base = CONFIGS["gemma3-tiny"]
-    groups, placement = cache_groups(
-        replace(base, layer_types=(SLIDING,) * 4 + (FULL,) * 3), torch.float32
-    )
-    assert len(groups) == 2 and num_tensors(placement) == 4
-
-
 def test_page_sizes_that_do_not_divide_are_padded():
     """160 floats a token against 64: 16 tokens a page everywhere, and three fifths of the lighter page unused."""
     base = CONFIGS["gemma4-tiny"]
@@ -369,28 +347,3 @@ def test_page_sizes_that_do_not_divide_are_padded():
         full.k_pages[page], full.v_pages[page] = 2.0 * page, 2.0 * page + 1
     for page in range(3):
         assert full.k_pages[page].eq(2 * page).all() and full.v_pages[page].eq(2 * page + 1).all()
-
-
-def test_layers_of_a_slot_share_memory_and_slots_do_not():
-    config = CONFIGS["gemma4-tiny"]
-    groups, placement = cache_groups(config, torch.float32)
-    pool = PageTensors(config, groups, placement, num_pages=4, dtype=torch.float32, device="cpu")
-    for a, first in zip(pool.layers, placement, strict=True):
-        for b, second in zip(pool.layers, placement, strict=True):
-            same = a.k_pages.untyped_storage().data_ptr() == b.k_pages.untyped_storage().data_ptr()
-            assert same == (first.tensor == second.tensor)
-
-
-def test_bad_sizes():
-    with pytest.raises(ValueError, match="base_block_size: expected an int >= 1, got 0"):
-        cache_groups(CONFIGS["gemma3-tiny"], torch.float32, base_block_size=0)
-    groups, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
-    with pytest.raises(ValueError, match="num_pages: expected >= 2"):
-        PageTensors(
-            CONFIGS["gemma3-tiny"],
-            groups,
-            placement,
-            num_pages=1,
-            dtype=torch.float32,
-            device="cpu",
-        )

@@ -66,12 +66,6 @@ def test_bytes_beside_vllm(name):
         assert needle in table()
 
 
-def test_ring_bytes_count_the_tensors():
-    pool = V4PagePool(TINY, plan_cache(TINY, CacheFormat(torch.float32)), num_pages=2, max_requests=3, max_draft_tokens=2)  # fmt: skip
-    places = 3 + 1  # and nobody's
-    assert sum(4 * ring.numel() for ring in pool.rings) == places * ring_bytes(TINY, 2)
-
-
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_allocator_holds_no_more_than_said(name):
     """A prompt in chunks of 8192, then 600 decoded tokens with a draft each: pages besides those of entries, at the worst moment."""
@@ -107,22 +101,6 @@ def test_arguments():
         plan_cache(TINY, CacheFormat(torch.float32), block_size=12)
     with pytest.raises(ValueError, match="num_pages"):
         V4PagePool(TINY, plan_cache(TINY, CacheFormat(torch.float32)), num_pages=1, max_requests=1)
-
-
-def test_pages_of_layers_do_not_depend_on_the_order_of_groups():
-    plan = plan_cache(TINY, CacheFormat(torch.float32))
-    places = tuple(replace(p, window_group=p.window_group - 1) for p in plan.layers)
-    other = replace(plan, groups=(*plan.groups[1:], plan.groups[0]), layers=places)
-    assert other.groups[0].block_size != plan.groups[0].block_size
-    found = []
-    for one in (plan, other):
-        pool = V4PagePool(TINY, one, num_pages=3, max_requests=1)
-        found.append([
-            (pages.storage_block_size, pages.data.shape, pages.data.stride(), pages.data.storage_offset())
-            for cache in pool.layers
-            for pages in (cache.window, *(c.pages for c in (cache.compressed, cache.index_keys) if c is not None))
-        ])  # fmt: skip
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -150,19 +150,6 @@ def test_a_hit_and_a_resumed_request_are_bit_equal_to_cold_ones(model):
         assert torch.equal(torch.stack(other.logits[request_id]), expected)
 
 
-def test_pool_and_plan_of_an_engine(model):
-    for kind in ("auto", "fp8"):
-        engine = Engine(model, EngineConfig(num_pages=500, max_num_seqs=2, kv_cache_dtype=kind))
-        memory, pool = engine.memory, engine.pool
-        assert (
-            pool.plan.format.fp8
-            == all(layer.window.fp8 for layer in pool.layers)
-            == (kind == "fp8")
-        )
-        assert memory.page_bytes == pool.data.shape[1] and len(pool.data) == memory.num_pages
-        assert memory.bytes_per_token == memory.page_bytes / memory.groups[0].block_size
-
-
 def test_other_head_sizes_and_fp16_are_refused():
     model = random_model(get_config("deepseek-v4-small"), dtype=torch.float16)
     with pytest.raises(

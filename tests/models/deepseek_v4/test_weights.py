@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.kernels.common.dequantize import (
     dequantize_fp4,
-    dequantize_fp8,
     scale_values,
 )
 from quire.models.deepseek_v4.config import (
@@ -24,7 +23,6 @@ from quire.models.deepseek_v4.config import (
 )
 from quire.models.deepseek_v4.model import Experts
 from quire.models.deepseek_v4.mtp import MTPDrafter
-from quire.models.layers.basic import Linear
 from quire.models.layers.moe import PackedExperts
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
@@ -325,28 +323,3 @@ def test_every_fp4_value_and_every_scale_byte():
     values = scale_values(torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu))
     assert values[:255].double().tolist() == [2.0 ** (b - 127) for b in range(255)]
     assert values[255].isnan()
-
-
-def test_fp8_blocks_cut_short():
-    values = torch.ones(130, 257).to(torch.float8_e4m3fn)
-    scale = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    got = dequantize_fp8(values, scale, torch.float32)
-    assert [got[0, 0], got[127, 128], got[0, 256]] == [1, 2, 3]
-    assert [got[128, 127], got[129, 255], got[129, 256]] == [4, 5, 6]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_layers_kept_in_fp8_count_as_their_dequantized_weights(dtype):
-    """Whichever of them: some are not multiplied by their own forward."""
-    model = random_model(CONFIG, dtype=dtype)
-    ids = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(0))
-    linears = [m for m in model.modules() if isinstance(m, Linear)]
-    stored = []
-    for linear in linears:
-        scale = linear.weight.abs().max().float() / 448
-        stored.append(((linear.weight.float() / scale).to(torch.float8_e4m3fn), scale))
-        linear.weight.copy_(dequantize_fp8(*stored[-1], dtype))
-    want = model.full_forward(ids)
-    for linear, (weight, scale) in zip(linears, stored, strict=True):
-        linear.keep_fp8(weight, scale)
-    assert model.full_forward(ids).equal(want)

@@ -22,6 +22,7 @@ from quire.models.engine.memory import free_memory, model_cache
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.layers import per_layer
+from quire.models.layers.basic import WeightPlacement
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
 from tests.models.engine.test_graphs import NAMES
@@ -120,7 +121,7 @@ def runtime(current, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(dtype, runtime, current):
     """And read in place, until the model is gone."""
-    table = HostEmbedding(7, 5, torch.device("cpu"), dtype, scale=2.0)
+    table = HostEmbedding(7, 5, WeightPlacement(torch.device("cpu"), dtype), scale=2.0)
     table.weight.data.copy_(torch.randn(7, 5))
     ids = torch.tensor([3, 0, 3, 6])
     expected = 2 * table.weight[ids]
@@ -135,7 +136,7 @@ def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(dtype
 
 
 def test_a_table_that_cannot_be_page_locked(runtime):
-    table = HostEmbedding(7, 5, torch.device("cpu"), torch.float32, scale=2.0)
+    table = HostEmbedding(7, 5, WeightPlacement(torch.device("cpu"), torch.float32), scale=2.0)
     table.weight.data.zero_()
     ids = torch.tensor([1]).as_subclass(OnSecondDevice)
     runtime.status = 2

@@ -36,9 +36,8 @@ def test_bf16_pages_cost_no_more_than_bf16_itself(tmp_path, name):
     ("hidden_size", "scale"), [(5376, 73.5), (1152, 34.0), (2560, 50.5), (3840, 62.0)]
 )
 def test_embedding_scale_is_rounded_to_bf16(hidden_size, scale):
-    table = layers.Embedding(
-        2, hidden_size, torch.device("cpu"), torch.bfloat16, scale=hidden_size**0.5
-    )
+    place = layers.WeightPlacement(torch.device("cpu"), torch.bfloat16)
+    table = layers.Embedding(2, hidden_size, place, scale=hidden_size**0.5)
     assert table.scale == scale
 
 

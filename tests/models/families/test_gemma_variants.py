@@ -1,16 +1,12 @@
 """Gemma-4 E and MoE: routers, inputs of layers, and layers that run only for rows with wanted logits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
-from quire.models.config.model import FULL, SLIDING
 from quire.models.config.named import get_config
 from quire.models.families import gemma
 from quire.models.layers.per_layer import HostEmbedding
-from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.support.helpers import assert_within_budget
 from tests.support.models.hand_paged import HandPaged, difference
@@ -100,22 +96,6 @@ def test_shared_layers_run_for_wanted_rows_only(oracles, ring):
     step({0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1})
     step({1: 1, 0: 46, 2: 90}, {1: 1, 0: 1, 2: 1})
     step({1: 20}, {1: 20})
-
-
-def test_triton_kernels_run_shared_layers():
-    """Chunk and decode with gathered windows; few tokens, because without a GPU the kernels run in Triton's interpreter."""
-    few = replace(
-        get_config("gemma4-e-tiny"), layer_types=(SLIDING, FULL) * 2, num_kv_shared_layers=2
-    )
-    model = random_model(few, seed=1)
-    ids = torch.randint(3, 259, (24,), generator=torch.Generator().manual_seed(0))
-    expected = model.full_forward(ids)
-    paged = HandPaged(model, num_seqs=1, max_len=24, ring=True, impl="triton")
-    got = paged.step({0: ids[:20]}, logits_rows=torch.tensor([19]))
-    assert difference(got, expected[19:20]) < tolerance(model)
-    got = paged.step({0: ids[20:23]}, logits_rows=torch.tensor([1, 2]))
-    assert difference(got, expected[21:23]) < tolerance(model)
-    assert difference(paged.step({0: ids[23:]}), expected[23:]) < tolerance(model)
 
 
 def test_per_layer_table_stays_on_the_host():

@@ -1,18 +1,14 @@
 """Keys and values in e4m3 pages, end to end: logits are those of a model whose attention sees just the rows of earlier steps quantised."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from quire.kernels.common import e4m3
-from quire.models.config.model import FULL, SLIDING
-from quire.models.config.named import CONFIGS, get_config
+from quire.models.config.named import CONFIGS
 from quire.models.engine.memory import model_cache
 from quire.models.layers.attention import PagedAttend
-from quire.models.layers.kv_cache import PageTensors, cache_groups, token_bytes
+from quire.models.layers.kv_cache import PageTensors, cache_groups
 from quire.models.layers.unpaged_attention import UnpagedAttend
-from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.models.tolerance import tolerance
 
@@ -100,7 +96,7 @@ def stepped(model, sequence, lengths, rounded, written=None):
         tolerance(model),
     )
     ids = torch.tensor(sequence, device=DEVICE)
-    return model.logits(model._run(ids, torch.arange(len(ids), device=DEVICE), attend))
+    return model.logits(model.run_layers(ids, torch.arange(len(ids), device=DEVICE), attend))
 
 
 class Written(Recorder):
@@ -146,14 +142,6 @@ def run_alone(model, tokens, max_tokens, **settings):
     return run, request_id, (tokens + list(output.token_ids))[:-1], lengths
 
 
-def short(config):
-    """A model with a layer of each kind, enough for an interpreter."""
-    shared = min(2, config.num_kv_shared_layers)
-    layers = (SLIDING, FULL) * (1 + shared // 2)
-    few = replace(config, layer_types=layers, num_kv_shared_layers=shared)
-    return random_model(few, device=DEVICE)
-
-
 def rounding(model, kv_cache_dtype):
     """The rounding of rows, and others that must not fit; sets the model's scales."""
     if kv_cache_dtype == "fp8":
@@ -188,15 +176,6 @@ def check_rounded(model, kv_cache_dtype, length, cut, impl):
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_per_tensor"])
 def test_logits_are_those_of_rows_rounded_in_earlier_steps(model, kv_cache_dtype):
     check_rounded(model, kv_cache_dtype, 100, 48, "torch")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kv_cache_dtype"),
-    [("gemma4-e-tiny", "fp8"), ("gemma4-e-tiny", "fp8_per_tensor"), ("gemma4-tiny", "fp8_per_tensor")],
-)  # fmt: skip
-def test_triton_kernels_with_an_fp8_cache(name, kv_cache_dtype):
-    check_rounded(short(get_config(name)), kv_cache_dtype, 24, 20, "triton")
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_per_tensor"])
@@ -264,22 +243,6 @@ def test_tokens_computed_once_more_take_cached_rows():
     assert (run.logits[again][0] - exact).abs().max().item() <= 2 * 32 * bf16
 
 
-@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b", "llama-3.1-8b", "gpt-oss-20b"])
-def test_pages_of_real_models(name):
-    """The block sizes of bf16 pages, and half their bytes but for the scales."""
-    config = CONFIGS[name]
-    half, whole = (cache_groups(config, dtype)[0] for dtype in (E4M3, torch.bfloat16))
-    assert [g.block_size for g in half] == [g.block_size for g in whole]
-    dims = {config.attention(layer).head_dim for layer in range(config.num_kv_owners)}
-    bytes_of_row = half[0].page_bytes / (whole[0].page_bytes / 2)
-    assert 1 + 4 / max(dims) <= bytes_of_row <= 1 + 4 / min(dims)
-    assert half[0].page_bytes % 16 == 0
-    for g in half:
-        layer = config.layer_types.index(FULL if g.kind == "dense" else "sliding_attention")
-        used = g.block_size * token_bytes(config, layer, E4M3)
-        assert 0.98 * g.page_bytes <= used <= g.page_bytes
-
-
 def test_quantized_values_and_scales_of_a_page_do_not_overlap():
     config = CONFIGS["gemma4-tiny"]
     groups, placement = cache_groups(config, E4M3)
@@ -300,10 +263,3 @@ def test_quantized_values_and_scales_of_a_page_do_not_overlap():
                 assert part[page].eq(4 * page + i).all()
             assert cache.k_scale[page].eq(4 * page + 2).all()
             assert cache.v_scale[page].eq(4 * page + 3).all()
-
-
-def test_pages_of_few_rows_start_at_16_bytes():
-    """One row of 2 * (32 quantized values + 4 bytes of scale) takes 72."""
-    llama = CONFIGS["llama-tiny"]
-    config = replace(llama, full=replace(llama.full, num_kv_heads=1))
-    assert cache_groups(config, E4M3, base_block_size=1)[0][0].page_bytes == 80

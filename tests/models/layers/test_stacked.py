@@ -7,18 +7,18 @@ from torch import nn
 from quire.bench.common.bounds import bounding
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.layers.basic import Linear, Stacked
+from quire.models.layers.basic import Linear, Stacked, WeightPlacement
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.support.helpers import assert_within_budget
 from tests.support.models.launches import LaunchCounter
 
-CPU = torch.device("cpu")
+PLACE = WeightPlacement(torch.device("cpu"), torch.float32)
 SIZES = (6, 4, 2)
 
 
 def make(bias):
-    layers = [Linear(8, size, CPU, torch.float32, bias=bias) for size in SIZES]
+    layers = [Linear(8, size, PLACE, bias=bias) for size in SIZES]
     stacked = Stacked(*layers)
     generator = torch.Generator().manual_seed(0)
     for layer in layers:

@@ -129,15 +129,6 @@ def test_shards(tmp_path):
         load_model(tmp_path)
 
 
-def test_tensors_larger_than_a_shard_have_one_each(tmp_path):
-    model = random_model(get_config("gemma3-tiny"))
-    save_checkpoint(model, tmp_path, max_shard_bytes=1)
-    files = list(tmp_path.glob("*.safetensors"))
-    assert len(files) == len(list(model.parameters()))
-    loaded = dict(load_model(tmp_path).named_parameters())
-    assert all(torch.equal(loaded[name], weight) for name, weight in model.named_parameters())
-
-
 def test_one_error_names_missing_unexpected_and_misshaped(tmp_path):
     save_checkpoint(random_model(CONFIG), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
