@@ -58,9 +58,7 @@ class GenerationKeys:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """The declared keys of a directory's ``generation_config.json`` that are not null.
-
-    Empty where there is none.
+    """The declared keys of ``generation_config.json`` that are not null; empty where there is none.
 
     Raises:
         ValueError: naming the file where it is no JSON, and the key where one has another type.

@@ -189,9 +189,7 @@ def read_rope(
 ) -> RopeConfig:
     """One entry of ``rope_parameters``, or keys of the older ``rope_scaling`` and ``rope_theta``.
 
-    Args:
-        base: rope_theta where the file has none.
-        max_positions: ``max_position_embeddings``, what llama3 falls back to.
+    base: rope_theta where the file has none; max_positions: as in `RopeKeys.config`.
     """
     keys = read_fields(RopeKeys, {"rope_theta": base} | params, "rope_parameters")
     return keys.config(max_positions)

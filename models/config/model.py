@@ -22,15 +22,12 @@ class RopeConfig:
     """Rotary embedding of one kind of layer.
 
     Attributes:
-        kind: "default"; "linear", which divides every frequency by ``factor``; "proportional",
-            which rotates only the first ``partial_rotary_factor`` of the frequencies; "llama3" and
-            "yarn", which divide the low frequencies by ``factor``, leave the high ones and blend
-            those between.
-        base: float, the RoPE theta.
-        original_max_positions: tokens that the model was trained on before the frequencies were
-            scaled (llama3, yarn).
-        low, high: ends of the blend. llama3: turns within original_max_positions
-            (``low_freq_factor``, ``high_freq_factor``). yarn: ``beta_slow`` and ``beta_fast``.
+        kind: "default"; "linear": all frequencies divided by ``factor``; "proportional": only the
+            first ``partial_rotary_factor`` of them rotate; "llama3" and "yarn": low frequencies are
+            divided, high ones stay, and those between are blended.
+        original_max_positions: tokens that the unscaled model was trained on (llama3, yarn).
+        low, high: ends of the blend: ``low_freq_factor`` and ``high_freq_factor``, or ``beta_slow``
+            and ``beta_fast``.
         truncate: yarn only, round the ends of the blend to whole channel pairs.
         amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
 
@@ -104,7 +101,6 @@ class AttentionConfig:
     """Attention shapes shared by all layers of one kind.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: query heads, KV heads, channels of a head.
         sliding_window: tokens that a query sees including itself; None = all earlier tokens.
         k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
     """
@@ -137,12 +133,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts of every layer.
-
-    Attributes:
-        num_experts, top_k: experts in all, and chosen for a token.
-        intermediate_size: width of one expert.
-    """
+    """Mixture of experts of every layer; intermediate_size: width of one expert."""
 
     num_experts: fields.NumExperts
     top_k: fields.NumExperts
@@ -159,26 +150,20 @@ class ModelConfig:
     """A text model.
 
     Attributes:
-        family: the name of a registered `quire.models.families.registry.Family`, which makes the
-            model.
+        family: name of a registered `quire.models.families.registry.Family`.
         intermediate_size: width of the dense MLP; 0 where there is none (gpt_oss).
         layer_types: one of ``SLIDING`` and ``FULL`` for every layer.
-        sliding, full: attention shapes of the two kinds of layers; sliding may be None where no
-            layer slides.
+        sliding, full: attention shapes of the two kinds of layers.
         query_pre_attn_scalar: the softmax scale is its inverse square root; None = head_dim.
         final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None = no cap.
         max_position_embeddings: longest sequence in tokens.
         moe: experts beside (gemma4) or instead of (gpt_oss) the MLP.
-        per_layer_input_size: channels that every layer gets of each token's own embedding row; 0 =
-            none (Gemma-4 E).
-        num_kv_shared_layers: last layers without keys and values, which read those of the last
-            earlier layer of their kind.
-        double_wide_mlp: whether those have MLPs of twice the width.
-        attention_bias: whether the projections of attention have biases.
-        norm_offset: what is added to a stored norm weight: Gemma-3 stores w - 1.
+        per_layer_input_size: channels of each token's own row for every layer; 0 = none.
+        num_kv_shared_layers: last layers, which read keys and values of earlier ones of their kind.
+        double_wide_mlp: True where those have MLPs of twice the width.
+        norm_offset: added to a stored norm weight: Gemma-3 stores w - 1.
 
-    Source: transformers ``configuration_gemma3``, ``configuration_gemma4``,
-        ``configuration_llama``, ``configuration_gpt_oss``.
+    Source: transformers ``configuration_*`` of the families.
     """
 
     name: str
@@ -231,10 +216,8 @@ class ModelConfig:
     def shard(self, size: int, unit: int = 1) -> ModelConfig:
         """Shapes of one rank's layers; vocabulary and router stay whole.
 
-        Args:
-            size: number of ranks.
-            unit: widths of MLPs and experts are cut at multiples of it, such as the columns that
-                share a scale.
+        unit: widths of MLPs and experts are cut at its multiples, such as columns that share a
+        scale.
 
         Raises:
             ValueError: a number of ranks that does not divide the heads.

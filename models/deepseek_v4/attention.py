@@ -100,12 +100,10 @@ class AttentionInputs:
 
     Attributes:
         cos_sin: [max_positions, rope_dim] fp32, the layer's `rope_table`.
-        q: [num_tokens, num_heads, head_dim], normed and rotated.
+        q, index_q: [num_tokens, heads, head_dim], rotated.
         kv: [num_tokens, head_dim], raw rows, neither normed nor rotated.
-        pooled: (kv, gate) of the compressor, each [num_tokens, channels] fp32.
-        index_q: [num_tokens, index_num_heads, index_head_dim], rotated.
+        pooled, index_pooled: (kv, gate) of compressor and indexer, [num_tokens, channels] fp32.
         index_weights: [num_tokens, index_num_heads] fp32, with every factor of the score.
-        index_pooled: (kv, gate) of the indexer.
     """
 
     positions: Tensor
@@ -124,12 +122,7 @@ class Attend(Protocol):
     impl: str | None
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
-        """Attention of one layer.
-
-        Returns:
-            [num_tokens, num_heads, head_dim]; trailing channels under the inverse RoPE of the
-            query's position, since rows are values too and carry their own rotation.
-        """
+        """[num_tokens, num_heads, head_dim], under the inverse RoPE of the query's position."""
         ...
 
 
@@ -205,8 +198,7 @@ class OverlapCopies:
 
     Save: series a of each of a block's last ``ratio`` tokens goes to the block's page. Load: a
     sequence that starts at a block's end copies that page to its ring. Shapes give the number of
-    copies, so no step waits for the host; unwanted ones have page 0 or ring -1. Attributes are
-    those of `quire.kernels.copy_overlap`.
+    copies, so no step waits for the host; unwanted ones have page 0 or ring -1.
     """
 
     tokens: Tensor  # [num_copies], ratio of a block one after the other
@@ -219,10 +211,8 @@ class OverlapCopies:
 class PagedAttend:
     """Attention of one ragged step through `quire.kernels`; an `Attend` for one forward pass.
 
-    A layer writes its raw rows, then the entries that the step closes, and attends last. Raw rows
-    of earlier steps come from pages, the step's own from `write_latent`: attention takes the window
-    table without the blocks of this step. A token sees the entry that it closes: attention takes
-    the table of entries with these blocks. No raw row lands on a row that the step reads.
+    A layer writes its raw rows, then the entries that the step closes, and attends last: it takes
+    the window table without the blocks of this step, and the table of entries with them.
     """
 
     def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:

@@ -78,25 +78,14 @@ class CachePlan:
         return [group.name for group in self.groups].index(name)
 
 
-def plan_cache(
-    config: DeepseekV4Config,
-    fmt: CacheFormat,
-    *,
-    block_size: int | None = None,
-    drafters: bool = True,
-) -> CachePlan:
+def plan_cache(config: DeepseekV4Config, fmt: CacheFormat, *, drafters: bool = True) -> CachePlan:
     """Deal layers into groups and choose the bytes of a page.
 
-    A page is as large as the entries of a block. Windows of layers are dealt into as few groups as
-    such pages allow.
-
-    Args:
-        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such
-            that holds two HCA windows. A window block is its largest divisor that is at most half a
-            sliding window.
+    A page is as large as the entries of a block, the first multiple of both ratios that holds two
+    HCA windows. A window block is its largest divisor that is at most half a sliding window.
+    Windows of layers are dealt into as few groups as such pages allow.
 
     Raises:
-        ValueError: another block_size.
         NotImplementedError: quantized rows of other sizes than `FP8_DIMS`.
     """
     if fmt.fp8 and (config.head_dim, config.rope_dim) != FP8_DIMS:
@@ -104,7 +93,9 @@ def plan_cache(
             f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
             f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
         )
-    block_size, window_block_size = _block_sizes(config, block_size)
+    unit, half = math.lcm(config.csa_ratio, config.hca_ratio), max(1, config.sliding_window // 2)
+    block_size = -(-2 * config.hca_ratio // unit) * unit
+    window_block_size = next(n for n in range(half, 0, -1) if block_size % n == 0)
     kinds = config.all_layer_types if drafters else config.layer_types
     starts: list[tuple[int | None, int | None]] = []  # of entries and index keys
     size = 0
@@ -149,20 +140,6 @@ def plan_cache(
     return CachePlan(fmt, tuple(groups), layers)
 
 
-def _block_sizes(config: DeepseekV4Config, block_size: int | None) -> tuple[int, int]:
-    """Tokens of a block of entries, and of a window block."""
-    unit = math.lcm(config.csa_ratio, config.hca_ratio)
-    if block_size is None:
-        block_size = -(-2 * config.hca_ratio // unit) * unit
-    if block_size < 1 or block_size % unit:
-        raise ValueError(
-            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
-            f"{config.hca_ratio}), got {block_size}"
-        )
-    half = max(1, config.sliding_window // 2)
-    return block_size, next(n for n in range(half, 0, -1) if block_size % n == 0)
-
-
 def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:
     """fp32 numbers of a CSA layer in a page of "overlap": of its compressor, of its indexer."""
     return 2 * config.csa_ratio * config.head_dim, 2 * config.csa_ratio * config.index_head_dim
@@ -183,11 +160,9 @@ class CompressorCache:
     Attributes:
         pages: its entries, or its index keys.
         ring: [max_requests + 1, length, 2, channels] fp32, (kv, gate + position bias) of the newest
-            tokens of each request: token t in row t % length, length = ratio (CSA: 2 * ratio) +
-            max_draft_tokens. Rows of an earlier request are never read. The last ring takes
-            unwanted writes of `copy_overlap`.
-        overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the same, of the last tokens of
-            a block; None in HCA layers.
+            tokens of each request, token t in row t % length. The last ring takes unwanted writes.
+        overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the last tokens of a block; None
+            in HCA layers.
     """
 
     pages: LatentPages | IndexPages
@@ -209,13 +184,10 @@ class V4PagePool:
     """Page tensor and rings of a model.
 
     Args:
-        num_pages: page ids, including the null page 0.
-        max_requests: slots of the allocator.
         max_draft_tokens: rows of a step that may be taken back; rings are longer by as many.
 
     Attributes:
         data: [num_pages, page_bytes] uint8, zeros at first.
-        layers: LayerCache of each layer.
         csa_ring_size, hca_ring_size: rows of a ring of such a layer.
 
     Raises:

@@ -5,16 +5,9 @@ The trunk hands over, for each token, the mean of its residual streams after som
     main_x = main_norm(main_proj(taps))                              one row a token
     context row of stage s = RoPE(kv_norm_s(kv_proj_s(main_x)))      into the stage's window pages
 
-A context row depends on nothing behind its token. So a prefix hit brings the rows along, and drops
-no block for them. Drafts behind the newest token a, at position p + 1::
-
-    block           a and block_size - 1 noise tokens, at positions p + 1, p + 2, ...
-    stages          layers of DeepSeek-V4, one after another. All rows of the block see the same
-                    keys: the context rows of the last ``sliding_window`` tokens, and each other
-    U_i             lm_head(norm(hc_head(row i)))
-    draft i         from U_i + markov_w2 markov_w1[draft i - 1]; before draft 0 comes a
-
-The confidence head of a checkpoint, which may only shorten what is verified, is not read.
+A block is the newest token and noise tokens. Its rows go through the stages, where all see the
+context rows of the last ``sliding_window`` tokens, and each other. Draft i comes from
+lm_head(norm(hc_head(row i))) + markov_w2 markov_w1[draft i - 1]. The confidence head is not read.
 
 Source: DeepSeek-V4-Flash-DSpark's checkpoint; vLLM 0.33 ``models/deepseek_v4/nvidia/dspark``.
 """
@@ -39,13 +32,11 @@ from .model import DeepseekV4
 
 
 class BlockAttend:
-    """Attention of the rows of a block; an `Attend`.
+    """Attention of the rows of a block over pages, which are only read; an `Attend`.
 
     Args:
-        pool: pages, only read.
         block_tables: per group [num_seqs, width] int32.
         seq_lens: [num_seqs] int64, tokens with context rows; the block begins behind them.
-        block_size: rows of a block.
     """
 
     def __init__(
@@ -119,12 +110,9 @@ class DSparkDrafter(DeviceDrafter):
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """As `quire.models.engine.speculative.ModelDrafter.observe`.
+        """As `quire.models.engine.speculative.ModelDrafter.observe`; hidden: the taps.
 
         Rows of rejected drafts are written too. Later steps overwrite them before they are seen.
-
-        Args:
-            hidden: taps of the step, [num_tokens, num_taps * hidden_size].
         """
         self._receive(next_ids, last_rows, slots)
         stages = self.model.mtp

@@ -153,8 +153,7 @@ class MoE(nn.Module):
 
         Returns:
             (y [num_tokens, hidden_size], rows [num_tokens * k, hidden_size], weights [num_tokens,
-            k] fp32): y + the sum over a token's rows of weight * row. With a group (sum, None,
-            None).
+            k] fp32): y + the sum over a token's weight * row. With a group (sum, None, None).
         """
         gate = self.gate
         ids, weights = route_tokens(
@@ -210,8 +209,7 @@ class MTP(DecoderLayer):
         streams = layer(streams)
         logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
 
-    Layer i > 0 reads the streams of layer i - 1 and the token at t + 1 + i. As a row depends on the
-    token after its own, its cache group looks ahead by one token.
+    Layer i > 0 reads the streams of layer i - 1 and the token at t + 1 + i.
 
     Source: DeepSeek-V4 checkpoints (``mtp.*``); vLLM 0.33 ``models/deepseek_v4``.
     """
@@ -346,17 +344,8 @@ class DeepseekV4(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """One step of a ragged batch; rows that later steps need are written to ``pool``.
 
-        Args:
-            input_ids, positions: [num_tokens] int64.
-            attn: tables, lengths and slots of this step.
-            pool: pages and rings of all layers, updated in place.
-            logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            return_hidden: return what drafters read of all rows too.
-            impl: "triton" or "torch" for the kernels; default: by device.
-
-        Returns:
-            [num_rows, vocab_size] fp32 logits; with return_hidden (logits, hidden): the residual
-            streams [num_tokens, hc_mult, hidden_size], or the taps of `dspark`.
+        Arguments and result as in `quire.models.families.decoder.Decoder.forward`. Hidden states
+        are residual streams [num_tokens, hc_mult, hidden_size], or the taps of `dspark`.
         """
         taps: list[Tensor] = []
         attend = PagedAttend(attn, pool, impl=impl)
@@ -414,9 +403,7 @@ class DeepseekV4(nn.Module):
     ) -> Tensor:
         """Streams [num_tokens, hc_mult, hidden_size] of drafter layer ``index``.
 
-        Args:
-            streams: of the trunk, or of the layer before.
-            next_ids: [num_tokens] int64, the token after each row's.
+        streams: of the trunk, or of the layer before; next_ids: [num_tokens] int64, one token on.
         """
         mtp = self.mtp[index]
         # As trained, a sequence's first row is given no token.

@@ -37,9 +37,7 @@ class Decoder(nn.Module):
     Families derive from it and set ``layers``: see docs/add-a-model.md.
 
     Args:
-        config: shapes, of this rank's part of the model (`quire.models.parallel.shard`).
-        device: device of the weights; some families keep some on the host.
-        dtype: data type of weights and activations.
+        config: shapes, of this rank's part of the model.
         group: the ranks that run the model; None = one.
 
     Attributes:

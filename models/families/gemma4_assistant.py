@@ -176,11 +176,7 @@ class TargetAttend:
 
 
 class Gemma4Drafter(DeviceDrafter):
-    """Drafts of a Gemma-4's assistant, greedy or drawn: a `DeviceDrafter`.
-
-    Args:
-        model: the engine's model, a Gemma-4.
-        assistant: of `load_assistant`.
+    """Drafts of a Gemma-4's assistant (`load_assistant`), greedy or drawn: a `DeviceDrafter`.
 
     Raises:
         ValueError: an assistant of another target, naming what differs; max_draft_tokens below 1.

@@ -109,12 +109,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 class Experts(nn.Module):
     """Clamped SwiGLU MLPs with biases; the weights lie transposed, gate and up columns in turns.
 
-    gate_up_proj: [num_experts, hidden_size, 2 * width], bias [num_experts, 2 * width].
-    down_proj: [num_experts, width, hidden_size], bias [num_experts, hidden_size].
-
-    After `keep_mxfp4` they are bytes of two values, not transposed, gate and up rows in turns:
-    [num_experts, 2 * width, hidden_size / 2] and [num_experts, hidden_size, width / 2]. Their
-    scales, gate_up_proj_scale and down_proj_scale, have a byte for each 32 columns.
+    gate_up_proj: [num_experts, hidden_size, 2 * width]; down_proj: [num_experts, width,
+    hidden_size]. After `keep_mxfp4` they are bytes of two values, not transposed, with a byte of
+    scale for each 32 columns.
     """
 
     def __init__(self, config: ModelConfig, place: WeightPlacement) -> None:

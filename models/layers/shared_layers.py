@@ -1,10 +1,9 @@
 """Attention of models with last layers that have no keys and values of their own (Gemma-4 E).
 
-Such a layer calls ``attend(layer, q)``: it attends to the pages and the new rows of its donor, an
-earlier layer. It runs for ``attend.rows`` only, the rows with wanted logits. Each of these becomes
-a sequence of one query; what it sees of a sliding donor is gathered once for all layers that share
-it, and a full donor's pages serve as they are once the step's rows are in them. Where pages are
-e4m3, gathered rows and a full donor's rows of this step are read quantized.
+Such a layer calls ``attend(layer, q)`` for ``attend.rows`` only, the rows with wanted logits. Each
+becomes a sequence of one query over the keys of its donor, an earlier layer. Keys of a sliding
+donor are gathered once for all layers that share them; a full donor's pages serve as they are once
+the step's rows are in them. Where pages are e4m3, these rows are read quantized.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ GATHERED_BLOCK = 16  # rows of a page of gathered keys
 class _Gathered:
     """Keys and values of chosen rows, each a sequence with one query that sees all of them."""
 
-    k_pages: Tensor
-    v_pages: Tensor
+    pages: LayerCache
     block_table: Tensor
     seq_lens: Tensor
     max_seq_len: int
-    k_scale: Tensor | float | None = None
-    v_scale: Tensor | float | None = None
 
 
 class SharedAttend(PagedAttend):
@@ -101,14 +97,14 @@ class SharedAttend(PagedAttend):
     def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
         return paged_attention(
             q,
-            kv.k_pages,
-            kv.v_pages,
+            kv.pages.k_pages,
+            kv.pages.v_pages,
             kv.block_table,
             kv.seq_lens,
             torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
             max_seqlen_q=1,
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
+            k_scale=kv.pages.k_scale,
+            v_scale=kv.pages.v_scale,
             max_seq_len=kv.max_seq_len,
             num_decodes=len(q),
             softmax_scale=self._config.softmax_scale,
@@ -132,15 +128,8 @@ class SharedAttend(PagedAttend):
         table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
         # Rows of padding are in no page, and see nothing.
         num_keys = torch.where(slots < 0, 0, self._positions + 1)
-        return _Gathered(
-            cache.k_pages,
-            cache.v_pages,
-            table[self._sequence_of(self.rows)],
-            num_keys[self.rows].int(),
-            self._attn.max_seq_len,
-            cache.k_scale,
-            cache.v_scale,
-        )
+        table, lengths = table[self._sequence_of(self.rows)], num_keys[self.rows].int()
+        return _Gathered(cache, table, lengths, self._attn.max_seq_len)
 
     def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
         """Copies of the keys that each chosen row sees, from pages and from the step's new rows."""
@@ -167,11 +156,7 @@ class SharedAttend(PagedAttend):
             return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
 
         kept_k, kept_v = cache.rows(page, row, k.dtype)
+        gathered = LayerCache(gather(kept_k, k), gather(kept_v, v), cache.group)
         blocks = torch.arange(len(first) * num_blocks, dtype=torch.int32, device=device)
-        return _Gathered(
-            gather(kept_k, k),
-            gather(kept_v, v),
-            blocks.view(-1, num_blocks),
-            (last - first + 1).int(),
-            min(window, attn.max_seq_len),
-        )
+        lengths, longest = (last - first + 1).int(), min(window, attn.max_seq_len)
+        return _Gathered(gathered, blocks.view(-1, num_blocks), lengths, longest)

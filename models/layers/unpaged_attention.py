@@ -31,10 +31,7 @@ def attend_to(
 ) -> Tensor:
     """Softmax attention [num_rows, num_heads, head_dim] over the visible keys.
 
-    Args:
-        k, v: [num_keys, num_kv_heads, head_dim].
-        visible: [num_rows, num_keys] bool.
-        sinks: [num_heads] logits that join the denominator only.
+    k, v: [num_keys, num_kv_heads, head_dim]; visible: [num_rows, num_keys] bool.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (rows.float().repeat_interleave(group, dim=1) for rows in (k, v))
@@ -57,8 +54,7 @@ class UnpagedAttend:
 
     Args:
         rows: as in `Attend`.
-        stored: keys and values [num_tokens, num_kv_heads, head_dim] as a cache of another dtype
-            would round them; None = as they are.
+        stored: rounds keys and values as a cache of another dtype would; None = as they are.
     """
 
     impl: str | None = "torch"
@@ -158,8 +154,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 def compress_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
     """Compressed entries of all whole windows of a sequence: [num_tokens // ratio, width] fp32.
 
-    Normed, and rotated by the position at which each window starts. kv, gate: [num_tokens, width *
-    (1 + overlap)] fp32, from position 0 on.
+    kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on.
     """
     ratio, num_tokens = pooling.ratio, len(kv) // pooling.ratio * pooling.ratio
     kv = kv[:num_tokens].unflatten(0, (-1, ratio))

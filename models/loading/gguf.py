@@ -1,9 +1,7 @@
 """GGUF files: a model's configuration, tokenizer and quantized weights in one file.
 
 `unpack` makes a directory that loads as a Hugging Face one, once per file; the weights stay where
-they are, and `GGUFFile` reads them::
-
-    model.gguf -> file    config.json    tokenizer.json    tokenizer_config.json
+they are, and `GGUFFile` reads them.
 
 Source: llama.cpp's ``convert_hf_to_gguf.py``.
 """
@@ -90,8 +88,8 @@ class GGUFFile:
 
     Raises:
         ImportError: without the package gguf.
-        ValueError: errors of `Header`, or metadata that a model needs is missing.
-        NotImplementedError: errors of `Header`, or another architecture.
+        ValueError, NotImplementedError: as `Header`; a file of another architecture or without
+            metadata that a model needs.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -33,13 +33,10 @@ class Header:
     """A parsed header.
 
     Args:
-        path: for error messages.
-        data: the file.
         sizes: elements and bytes of a block, by number of the type; others are refused.
 
     Attributes:
         metadata: values by key, arrays of numbers as tuples, arrays of strings as their lengths.
-        tensors: by their names.
 
     Raises:
         ValueError: no GGUF file, or a header that claims more than the file has.

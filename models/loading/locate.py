@@ -20,14 +20,11 @@ _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?")
 
 
 def locate_checkpoint(model: str | Path) -> Path:
-    """Find or fetch a checkpoint.
+    """A directory with a config.json: the one given, or made or fetched.
 
     Args:
         model: a Hugging Face directory; a .gguf file; or a name on the Hub, ``org/name``, or
             ``org/name/file.gguf`` of a repository with several files.
-
-    Returns:
-        A directory with a config.json.
 
     Raises:
         ValueError: the model is none of these, or the Hub has not what is needed, or cannot be

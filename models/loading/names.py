@@ -199,7 +199,7 @@ def match(
 
     Args:
         found: of `unique`.
-        parameters: the model's weights, not quantized; they may be on the meta device.
+        parameters: the model's weights, which may be on the meta device.
 
     Raises:
         ValueError: naming at once every tensor that is missing, unexpected, there twice, without

@@ -21,18 +21,10 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     group: Group | None = None,
 ) -> nn.Module:
-    """A model with random weights drawn on its device.
-
-    Matrices are N(0, 1 / in_size), norm weights 1 + 0.3 N(0, 1) in effect, sinks and biases N(0,
-    1). Of text models, embeddings are 0.15 N(0, 1) and layer scalars uniform in 0.8 .. 1.2. Of
-    DeepSeek-V4, the embedding and position biases are N(0, 1), correction biases 0.2 N(0, 1),
-    hyper-connection scales 1 + 0.3 N(0, 1), their bases 0.5 N(0, 1), their projections 0.05 N(0,
-    1), router weights 0.3 N(0, 1), and hash tables name distinct experts.
+    """A model with random weights: matrices N(0, 1 / in_size), all others of order one.
 
     Args:
-        config: shapes.
         seed: the same one gives the same weights on the same kind of device.
-        device, dtype: device and data type of the model.
         group: the ranks; each draws whole weights and keeps its part. None = one.
     """
     model = build_model(config, device=device, dtype=dtype, group=group)
@@ -51,7 +43,7 @@ def random_model(
 
 
 def draw(name: str, weight: Tensor, config: Any, generator: torch.Generator) -> None:
-    """Fill a weight of a `Decoder` with random numbers, as `random_model` says."""
+    """Fill a weight of a `Decoder` with random numbers."""
     if name.endswith("layer_scalar"):
         weight.uniform_(0.8, 1.2, generator=generator)
     elif name.startswith("embed_tokens"):

@@ -1,9 +1,7 @@
 """Weights of a model, read from a Hugging Face directory.
 
-First the headers: every tensor's name, shape and dtype is compared with the model's (`names`). Then
-the tensors, one at a time, are read into their parameters (`dequantize`); a rank reads its part
-(`shards`).
-
+First every tensor's name, shape and dtype is compared with the model's (`names`). Then the tensors,
+one at a time, are read into their parameters (`dequantize`); a rank reads its part (`shards`).
 safetensors is imported where files are read, so that random weights need only torch.
 """
 

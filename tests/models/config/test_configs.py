@@ -10,7 +10,7 @@ import torch
 from quire.bench.common.hf_checkpoint import to_hf
 from quire.models.config.hf import from_hf
 from quire.models.config.model import FULL, SLIDING, AttentionConfig, RopeConfig
-from quire.models.config.named import CONFIGS, get_config, named_configs
+from quire.models.config.named import BYTE_VOCAB, CONFIGS, get_config, named_configs
 from quire.models.layers.kv_cache import PageTensors, cache_groups, num_tensors
 
 
@@ -21,6 +21,13 @@ def read(config: dict, name: str = "x"):
 @pytest.mark.parametrize("name", named_configs())
 def test_config_json_round_trip(name):
     assert read(to_hf(get_config(name)), name) == get_config(name)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in named_configs().items() if c.vocab_size == BYTE_VOCAB]
+)
+def test_texts_of_bytes_end_with_the_eos_of_byte_tokenizer(name):
+    assert get_config(name).eos_token_ids == (1,)
 
 
 def test_unknown_name_lists_the_known():

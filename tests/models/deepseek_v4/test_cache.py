@@ -97,8 +97,6 @@ def test_the_allocator_holds_no_more_than_said(name):
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="block_size: expected a multiple of 8"):
-        plan_cache(TINY, CacheFormat(torch.float32), block_size=12)
     with pytest.raises(ValueError, match="num_pages"):
         V4PagePool(TINY, plan_cache(TINY, CacheFormat(torch.float32)), num_pages=1, max_requests=1)
 

@@ -209,13 +209,9 @@ def test_memory_decides(tmp_path, model, monkeypatch, free, kind):
     assert isinstance(load_model(tmp_path / "release").layers[0].mlp.experts, kind)
 
 
-def test_drafters_may_repeat_what_they_share(tmp_path, model):
-    def edit(stored):
-        stored["mtp.0.emb.tok_emb.weight"] = stored["embed.weight"].clone()
-        stored["mtp.0.head.weight"] = stored["head.weight"].clone()
-
-    write_release(tmp_path / "release", model, "fp8", edit=edit)
-    assert load_model(tmp_path / "release").config.num_mtp_layers == 1
+def _with_copies(stored):
+    stored["mtp.0.emb.tok_emb.weight"] = stored["embed.weight"].clone()
+    stored["mtp.0.head.weight"] = stored["head.weight"].clone()
 
 
 def _without_drafters(stored):
@@ -223,9 +219,10 @@ def _without_drafters(stored):
         del stored[name]
 
 
-def test_a_checkpoint_without_drafters(tmp_path, model):
-    write_release(tmp_path / "release", model, "fp8", edit=_without_drafters)
-    assert load_model(tmp_path / "release").config.num_mtp_layers == 0
+@pytest.mark.parametrize(("edit", "num_layers"), [(_with_copies, 1), (_without_drafters, 0)])
+def test_drafters_may_repeat_what_they_share_or_be_absent(tmp_path, model, edit, num_layers):
+    write_release(tmp_path / "release", model, "fp8", edit=edit)
+    assert load_model(tmp_path / "release").config.num_mtp_layers == num_layers
 
 
 @pytest.fixture(scope="module")
@@ -271,46 +268,14 @@ def test_the_trunk_of_a_dspark_checkpoint_without_its_drafter(tmp_path, with_dsp
     assert torch.equal(loaded.full_forward(ids), whole.full_forward(ids))
 
 
-@pytest.mark.parametrize("absent", ["mtp.0.main_norm.weight", "mtp.2.markov_head.markov_w2.weight"])
-def test_a_dspark_tensor_that_is_missing_is_named(tmp_path, with_dspark, absent):
-    path = tmp_path / "release"
-    write_release(path, with_dspark, "fp8", edit=lambda stored: stored.pop(absent))
-    with pytest.raises(ValueError, match=absent.replace("mtp.", r"mtp\.")):
-        load_model(path)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_save_and_load(tmp_path, model, dtype):
     save_checkpoint(model, tmp_path)
     loaded = dict(load_model(tmp_path, dtype=dtype).named_parameters())
     for name, weight in model.named_parameters():
         assert torch.equal(loaded[name], weight.to(loaded[name].dtype)), name
-
-
-def _rename(old, new):
-    return lambda stored: stored.__setitem__(new, stored.pop(old))
-
-
-@pytest.mark.parametrize(
-    ("edit", "match"),
-    [
-        (_rename("layers.2.ffn.experts.3.w2.weight", "layers.2.ffn.experts.4.w2.weight"),
-         r"missing.*down_proj\[3\].*unexpected.*experts\.4\.w2\.weight"),
-        (_rename("layers.0.attn.attn_sink", "layers.0.attn.other"), r"unexpected.*layers\.0\.attn\.other"),
-    ],
-)  # fmt: skip
-def test_what_does_not_fit_is_named(tmp_path, model, edit, match):
-    write_release(tmp_path / "release", model, "fp8", edit=edit)
-    with pytest.raises(ValueError, match=match):
-        load_model(tmp_path / "release")
-
-
-def test_what_becomes_of_experts_is_refused_by_name(tmp_path, model):
-    save_checkpoint(model, tmp_path)
     with pytest.raises(ValueError, match="not quantized"):
         load_model(tmp_path, fp8="keep")
-    with pytest.raises(ValueError, match="fp8: expected one of"):
-        load_model(tmp_path, fp8="packed")
 
 
 def test_every_fp4_value_and_every_scale_byte():

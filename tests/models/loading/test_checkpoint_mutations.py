@@ -129,11 +129,6 @@ def checkpoint(request, written, tmp_path):
     return Checkpoint(tmp_path, CHECKPOINTS[request.param][1])
 
 
-def test_the_checkpoints_load(checkpoint):
-    for mode in checkpoint.modes:
-        load_model(checkpoint.path, fp8=mode)
-
-
 # Dtypes that mean the same for a tensor that has one of them.
 SAME = ({torch.int8, torch.uint8}, {torch.uint8, E8M0}, {torch.float32, E8M0})
 OTHER = [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.int16, torch.float8_e5m2, E8M0]
