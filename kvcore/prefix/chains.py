@@ -1,8 +1,8 @@
 """Cached chains of running requests, and the boundaries at which they leave resume points.
 
-The dense blocks of a request up to the end of its run belong to the prefix index (a segment that
-was cached before keeps its old pages); the blocks after it are the request's own. The run ends at
-the last boundary that the request has passed, or before it while the tokens of a step are unknown.
+The dense blocks of a request up to the end of its run belong to the prefix index; those after it
+are the request's own. The run ends at the last boundary that the request has passed, or before it
+while the tokens of a step are unknown.
 """
 
 from __future__ import annotations
@@ -95,9 +95,8 @@ class Chains:
     # A request starts and ends.
 
     def ask(self, match: Match) -> tuple[int, ...]:
-        """Tell the policy of a prompt before anything changes, as it may raise; return the
-        boundaries that its request keeps: `resend_boundaries` and the junction (see
-        `policies.retention`)."""
+        """Tell the policy of a prompt before anything changes, as it may raise. Returns the
+        boundaries that its request keeps (see `policies.retention`)."""
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
@@ -160,8 +159,8 @@ class Chains:
     def boundaries(
         self, slots: Int64, start: Int64, end: Int64, longest: int
     ) -> tuple[tuple[Int64, Int64], Int64]:
-        """Boundaries that a step of `slots` [n] must not lose: ((request, boundary) of tails that
-        must survive it, requests that may need a snapshot of their state)."""
+        """((requests, boundaries) of tails that must survive a step of `slots` [n], requests that
+        may need a snapshot of their state)."""
         snapshots = NO_ROWS
         a, drafts = self.alignment, self._drafts
         if not self.layout.hybrid:
@@ -266,8 +265,7 @@ class Chains:
                 self.index.pool.unuse(np.concatenate([pages for *_, pages in due]))
 
     def publish_ahead(self, slot: int, keys: bytes) -> None:
-        """Cache the next segments of a request in linear tables, and the boundaries that are kept;
-        their rows may be written later."""
+        """Cache the next segments of a request in linear tables, and the kept boundaries."""
         if not keys:
             return
         a, run = self.alignment, self.runs[slot]
@@ -300,8 +298,8 @@ class Chains:
             self._event_writer.segments(slot, begin + known, end)
 
     def _adopt(self, slot: int, first: int, n: int) -> None:
-        """Keep one copy of `n` segments from `first` on, which another request cached before:
-        theirs; or, without `adopt`, this one too until the request ends."""
+        """Take the cached pages of `n` segments from `first` on, which another request computed
+        too; or, without `adopt`, keep its own until the request ends."""
         own = self._sources[slot](first, first + n).ravel()
         if not self.adopt:
             self.duplicates.setdefault(slot, []).append(own)

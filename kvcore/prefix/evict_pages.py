@@ -10,9 +10,8 @@ from .tree import ResumePoint, Run, path_to, split
 
 
 def evict_pages(index: PrefixIndex, is_wanted: Flags) -> None:
-    """Evict entries with pages that `is_wanted` [num_pages], and entries found only through them.
-
-    Segments on the path of a running request stay.
+    """Evict entries with pages that `is_wanted` [num_pages], and entries found only through them,
+    except segments on the path of a running request.
     """
     ends = _ends_before(index, is_wanted)
     for entry in [e for e in index.pins if _is_hit(e, ends, is_wanted)]:
@@ -62,12 +61,9 @@ def _is_hit(entry: Run | ResumePoint, ends: dict[Run, int], is_wanted: Flags) ->
 
 
 def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, tail_segments: int) -> Int32:
-    """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on such
-    copies.
-
-    The host may hold a window block in other resume points than the device does. So the host's
-    chain is cut before the first segment that a wrong block may belong to, `tail_segments` before a
-    boundary: more is dropped than necessary, and no wrong row stays.
+    """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on
+    them. The host may hold a window block in other resume points than the device, so its chain is
+    cut before the first segment that the block may belong to, `tail_segments` before a boundary.
     """
     pages: list[Int32] = [NO_VALUES]
     for run in device.runs():

@@ -1,26 +1,18 @@
 """The prefix index: cached segments and resume points, how prompts find them, and their eviction.
 
-A look-up is a binary search in each run (see `tree`) on the prompt's path, as keys are chained. A
-hit needs every dense segment before it and, with window or state groups, a *resume point*:
+A hit needs every dense segment before it and, with window or state groups, a *resume point*:
 
     alignment 64, window 129 in blocks of 64      tokens 0    64   128  192  256  320
     dense segments 0..4 are cached                       | s0 | s1 | s2 | s3 | s4 |
     a resume point at 192 holds window blocks 1, 2            [ b1 | b2 ]192
 
 A prompt that starts with these 320 tokens hits 192 of them. A second point at 320 holds blocks 3
-and 4. The two are no further apart than a tail is long (2 segments), so they also hold blocks 2 and
-3 of the boundary 256: a hit there makes its own resume point of these.
+and 4. The two are no further apart than a tail is long, so they also hold blocks 2 and 3 of the
+boundary 256: a hit there makes its own point of these.
 
-Order of eviction: dense segments past the last resume point of their chain, which serve no hit;
-then entries as the policy ranks them; then pinned ones, the oldest pin first. An entry is a resume
-point or, without window and state groups, the end of a chain. A parent is evicted after its
-children, and segments on the path of a running request are locked:
-
-    segments        0   1   2   3   4   5   6        first: segments 5 and 6 (after the last
-    resume points           2           5            point, no request there); then the point at 5
-                    +---+---+---+---+---+---+---     or at 2, as the policy says; without the point
-                    locked by a  |  in no request    at 5 segments 2, 3 and 4 can serve no hit
-                    request                          either; 0 and 1 stay while the request runs
+Order of eviction: segments past the last resume point of their chain, which serve no hit; entries
+as the policy ranks them (resume points or, without window and state groups, ends of chains); pinned
+entries, the oldest pin first. Children go before parents; running requests lock their path.
 """
 
 from __future__ import annotations
@@ -47,19 +39,14 @@ class PrefixIndex:
     """Cached segments and resume points of one pool.
 
     Args:
-        pages_per_segment: dense pages of one segment, all groups.
         hybrid: there are window or state groups, so a hit needs a resume point.
-        policy: ranks entries for eviction.
-        span, tail_between: see `Layout.span`, `Layout.tail_between`.
-        max_pinned_pages: budget of `pins`.
+        others: see `Layout` and `KVCache`.
 
     Attributes:
-        root: the run without segments at the start of every chain.
+        root: empty run at the start of every chain.
         tick: time of uses, counted up by calls.
-        changes: changes of the tree; what a look-up found holds as long as this stays.
-        num_segments, num_locked_segments, num_points: cached content, and the locked part.
-        num_evicted_points, num_evicted_segments, num_useless_evicted: evictions so far, and those
-            of segments that could serve no hit.
+        changes: changes of the tree; the result of a look-up holds as long as this stays.
+        num_useless_evicted: evicted segments that could serve no hit.
         pins, event_writer: entries that are evicted last; writer of events or None.
         transfers: ends of open copies from or to another index.
     """
@@ -118,15 +105,14 @@ class PrefixIndex:
                 break
         return run, depth
 
-    def resumable(self, run: Run, depth: int, limit: int, last: int = 0) -> int:
-        """Largest depth <= min(depth, limit) on the path to `run` that a request can resume at;
-        `last`: there is a resume point at this depth of the chain, in another index perhaps."""
+    def resumable(self, run: Run, depth: int, limit: int) -> int:
+        """Largest depth <= min(depth, limit) on the path to `run` that a request can resume at."""
         limit = min(depth, limit)
         if not self.hybrid or not limit:
             return limit
         run = run_of(run, limit)
         point = point_before(run, limit + 1)
-        last = last if point is None else max(last, point.depth)
+        last = 0 if point is None else point.depth
         most = last + self.span
         # No point lies past `last` up to `limit`, so all depths of a run have the same points after
         # them. Where it starts, those of its siblings are new: not over the run `below`.
@@ -171,9 +157,9 @@ class PrefixIndex:
                 self.withdraw(run)
         run.locks += 1
 
-    def unlock(self, run: Run, *, used: bool = True) -> Run:
-        """Undo one `lock(run)`, while the request still has its tables; returns `run`, or the run
-        below it if the two were merged. `used`: the path counts as used now."""
+    def unlock(self, run: Run, *, used: bool = True) -> None:
+        """Undo one `lock(run)`, while the request still has its tables; `used`: count the path as
+        used now."""
         path = path_to(run)
         for node in path:
             node.drop_source()
@@ -184,25 +170,19 @@ class PrefixIndex:
                 self.num_locked_segments -= node.length
         self.became_leaf(run)
         for node in path:
-            run = self.merge(node)
-        return run
+            self.merge(node)
 
-    def merge(self, run: Run) -> Run:
-        """Undo a split at the end of `run`, if nothing needs it any more (see `tree.merge`)."""
+    def merge(self, run: Run) -> None:
+        """`tree.merge`."""
         self.changes += 1
-        return merge(run, self.hybrid)
+        merge(run, self.hybrid)
 
     # Growth.
 
     def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
-        """Cache segments with `keys` after the end of `run`, which the caller has locked once.
-        Where one is cached already, the cached pages stay. `source`: of their pages, good until the
-        caller's `unlock`.
-
-        Returns:
-            (run that ends at the last segment, locked instead of `run`; number of leading segments
-            that were cached already).
-        """
+        """Cache segments with `keys` after the end of `run`, which the caller has locked once;
+        `source` has their pages until its `unlock`. Returns (run that ends at the last segment,
+        locked instead of `run`; number of leading segments that were cached already)."""
         n = len(keys) // KEY_BYTES
         known = 0
         while known < n and run.children:
@@ -237,9 +217,8 @@ class PrefixIndex:
     # Resume points.
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
-        """Keep a resume point at `depth` on the path to `run`, whose `pages` the caller
-        holds; False if one is there.
-        """
+        """Keep a resume point at `depth` on the path to `run`, whose `pages` the caller holds;
+        False if one is there."""
         run = run_of(run, depth)
         point = run.points.get(depth)
         if point is not None:
@@ -274,8 +253,8 @@ class PrefixIndex:
         return point
 
     def point_at(self, run: Run) -> ResumePoint | None:
-        """Resume point at the end of `run`, made from its neighbours if there is none; None where
-        these are too far apart."""
+        """Resume point at the end of `run`, or else one made from its neighbours; None if these are
+        too far apart."""
         depth = run.depth
         if depth not in run.points:
             pages = self._pages_at(run, depth)
@@ -300,9 +279,8 @@ class PrefixIndex:
         return self._tail_between(depth, last, tail, after.depth, after.pages)
 
     def taken_by_hit(self, run: Run, depth: int, *, uses_point: bool) -> int:
-        """Evictable pages that a request needs which resumes at `depth` on the path to
-        `run`, from a resume point if `uses_point`: as many fewer can be evicted for it.
-        """
+        """Evictable pages that a request takes which resumes at `depth` on the path to `run`, from
+        a resume point if `uses_point`."""
         path = path_to(run)
         segments = sum(max(0, min(r.depth, depth) - r.start) for r in path if not r.locks)
         taken = segments * self.pages_per_segment
@@ -317,17 +295,16 @@ class PrefixIndex:
     # Entries that the policy ranks.
 
     def offer(self, entry: Run | ResumePoint) -> None:
-        """Let the policy rank `entry`: it may be evicted, or was used again."""
+        """Let the policy rank `entry`."""
         self._tell_policy(entry, True)
 
     def withdraw(self, entry: Run | ResumePoint) -> None:
-        """Let the policy forget `entry`: it may not be evicted."""
+        """Let the policy forget `entry`."""
         self._tell_policy(entry, False)
 
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
-        """Call the policy's `add` or `discard`. A change of the index is half done here, so an
-        error must not leave this: `evict` repeats the call, and raises.
-        """
+        """Call the policy's `add` or `discard`. As a change of the index is half done here, an
+        error is kept for `evict`, which repeats the call."""
         try:
             (self.policy.add if add else self.policy.discard)(entry)
             self._failed.pop(entry, None)
@@ -335,13 +312,13 @@ class PrefixIndex:
             self._failed[entry] = add
 
     def repeat_failed(self) -> None:
-        """Repeat the calls of the policy that raised; raises what they do."""
+        """Repeat the calls of the policy that raised."""
         for entry, add in list(self._failed.items()):
             (self.policy.add if add else self.policy.discard)(entry)
             del self._failed[entry]
 
     def became_leaf(self, run: Run) -> None:
-        """File `run` for eviction if it is an unlocked leaf now."""
+        """File `run` for eviction if it is an unlocked leaf."""
         if self._is_entry(run):
             if run not in self.pins:
                 self.offer(run)
@@ -349,14 +326,14 @@ class PrefixIndex:
             self._useless[run] = None
 
     def _is_entry(self, run: Run) -> bool:
-        """The policy ranks an unlocked leaf, where hits need no resume point."""
+        """True for an unlocked leaf, where hits need no resume point."""
         return not (self.hybrid or run.locks or run.children or run.parent is None)
 
     # Eviction.
 
     def evict(self, num_pages: int) -> None:
-        """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
-        RuntimeError if the policy chose what it may not; what was evicted before stays so."""
+        """Free at least `num_pages` pages, of which there are `num_evictable`. RuntimeError if the
+        policy chose an entry that it does not have."""
         target = self.pool.num_free + num_pages
         dropped: list[Int32] = []  # pages of points, returned to the pool together
         try:
@@ -377,9 +354,7 @@ class PrefixIndex:
             dropped.clear()
 
     def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
-        """Evict an entry, or up to `num_pages` pages of segments; the pages of a point go to
-        `dropped`.
-        """
+        """Evict an entry, or up to `num_pages` pages of segments; pages of a point go to `dropped`."""
         if self._failed:
             self.repeat_failed()
         if self._useless:
@@ -402,11 +377,9 @@ class PrefixIndex:
 
     def clear(self, *, tell_each: bool = False) -> None:
         """Drop all resume points, and all segments but those on the path of a running request.
-        `tell_each`: events name each, and not that nothing is cached any more."""
-        event_writer, evicted = (
-            self.event_writer,
-            (self.num_evicted_points, self.num_evicted_segments),
-        )
+        `tell_each`: events name each entry."""
+        event_writer = self.event_writer
+        evicted = self.num_evicted_points, self.num_evicted_segments
         if self.num_locked_segments == 0 and not tell_each:
             self.event_writer = None  # one record for all of them, below
         runs = list(self.runs())
@@ -447,7 +420,7 @@ class PrefixIndex:
         self.pool.unhold(self._forget(point))
 
     def _forget(self, point: ResumePoint) -> Int32:
-        """Take a point out; the caller calls `pool.unhold` of the pages, which this returns."""
+        """Take a point out; the caller unholds its pages, which this returns."""
         if point in self.pins:
             self.pins.remove(point)
         run = point.run

@@ -45,8 +45,7 @@ class Pins:
 
     def pin(self, run: Run, depth: int, expiry: float) -> int:
         """Pin the entry at `depth` on the path to `run`, or renew its pin as the newest. Returns
-        the segments pinned; 0 if there is no entry at this depth, or if it alone exceeds the
-        budget."""
+        the pinned segments; 0 without an entry at this depth, or if it alone exceeds the budget."""
         index = self._index
         if not depth:
             return 0

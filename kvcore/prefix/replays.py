@@ -11,10 +11,9 @@ Where dense blocks reach much further than any resume point, a request computes 
     replay                          |.........|              [96, 160): `replay_from`, `replay_to`
     new tokens                                |--------|     [160, 200)
 
-The first rows of windows saw nothing before 96 and are wrong, but no query from 160 on depends on
-them. Attention over all keys must read the cached dense rows (`StepPlan.replay_rows`,
-`replay_slots`), as the step's own come from the inexact windows. No resume point is made before
-160, and one is made there.
+The first rows of windows saw nothing before 96 and are wrong, but no query from 160 on sees them.
+Attention over all keys reads the cached dense rows (`StepPlan.replay_rows`), as the step's own come
+from the inexact windows. The first resume point is made at 160.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from ..tables.planner import StepChanges
 def replay_range(
     dense: int, hit: int, replay_tokens: int, alignment: int
 ) -> tuple[int, int] | None:
-    """(first token, token after the last) to compute again; None where that saves nothing over the
-    `hit`, the tokens before the last resume point. `dense`: tokens with cached dense blocks."""
+    """Tokens [first, end) to compute again; None where that saves nothing over the `hit`. `dense`:
+    tokens with cached dense blocks."""
     start = max(0, dense - replay_tokens) // alignment * alignment
     return (start, dense) if start > hit else None
 
@@ -58,8 +57,7 @@ class Replays:
     def finished(
         self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
     ) -> tuple[Int64, Int64]:
-        """Add to (rows, kept) of a step's resume points, both sorted, the boundaries at which a
-        step to `end` [n] finished replays."""
+        """Add the ends of replays that a step to `end` [n] finished to its sorted (rows, kept)."""
         stop = self.stop[step.slots]
         done = ((step.start < stop) & (stop <= end)).nonzero()[0]
         rows, kept = np.concatenate([rows, done]), np.concatenate([kept, stop[done]])

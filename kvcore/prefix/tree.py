@@ -78,27 +78,16 @@ class Run:
 
     Attributes:
         keys: length * 32 bytes.
-        source: gives the pages of segments [first, end) from the table of the request that prolongs
-            the run, until they are read or it ends; None where the run has all.
+        source: pages of the newest segments, in the table of the request that prolongs the run,
+            until they are read or it ends; None if the run has all.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted depths (segments from the root) of the resume points here.
     """
 
     __slots__ = (
-        "_pages",
-        "children",
-        "depths",
-        "keys",
-        "last_used",
-        "length",
-        "locks",
-        "num_uses",
-        "parent",
-        "pins",
-        "points",
-        "source",
-        "start",
-    )
+        "_pages", "children", "depths", "keys", "last_used", "length", "locks", "num_uses",
+        "parent", "pins", "points", "source", "start",
+    )  # fmt: skip
 
     def __init__(self, parent: Run | None, start: int, keys: bytes, pages: Int32) -> None:
         self.parent = parent  # None for the root, and once evicted
@@ -194,8 +183,7 @@ class Run:
 
     @property
     def useless(self) -> int:
-        """Segments past the last resume point here; without a child they serve no hit of hybrid
-        models."""
+        """Segments past the last resume point: in a leaf of a hybrid model they serve no hit."""
         return self.depth - max(self.start, self.depths[-1] if self.depths else 0)
 
 
@@ -227,8 +215,7 @@ def point_before(run: Run | None, depth: int) -> ResumePoint | None:
 
 
 def point_after(run: Run, depth: int, most: int, but: Run | None = None) -> ResumePoint | None:
-    """A resume point past `depth` of `run`, at most at depth `most`, there or below, but not over
-    `but`."""
+    """A resume point in (depth, most] of `run` or of the runs below it, except `but`."""
     i = bisect_right(run.depths, depth)
     if i < len(run.depths):
         return run.points[run.depths[i]] if run.depths[i] <= most else None
@@ -263,18 +250,17 @@ def split(run: Run, depth: int) -> Run:
     return upper
 
 
-def merge(run: Run, hybrid: bool) -> Run:
-    """Undo a split at the end of `run` that is not needed any more: its only child takes its
-    segments. Returns the child, or `run` if it stays: because a request or pin ends there or, where
-    the ends of runs are entries, because it was used later than the child.
+def merge(run: Run, hybrid: bool) -> None:
+    """Undo a split at the end of `run`: its only child takes its segments. `run` stays if a request
+    or pin ends there or, where ends of runs are entries, if it was used later than the child.
     """
     if len(run.children) != 1 or run.parent is None:
-        return run
+        return
     (child,) = run.children.values()
     if (run.locks, run.pins) != (child.locks, child.pins):
-        return run
+        return
     if not hybrid and (run.last_used, run.num_uses) > (child.last_used, child.num_uses):
-        return run
+        return
     parent, above = run.parent, run.pages
     parent.children[run.segment_key(0)] = child
     child.parent, child.start = parent, run.start
@@ -286,4 +272,3 @@ def merge(run: Run, hybrid: bool) -> Run:
     for point in run.points.values():
         point.run = child
     run.parent, run.length, run.children, run.points, run.depths = None, 0, {}, {}, []
-    return child

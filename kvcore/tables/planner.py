@@ -1,19 +1,17 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
-`plan`, `give` and `mapping` read only; `commit` changes the tables. The tables of a class (kind,
-block size, window) start the same blocks, most often none: one `NewBlocks` a class and step.
-
-*Survivors-only pages*: a window group takes pages only for blocks that outlive the step: those that
-the next query sees, and tails of kept boundaries. Other rows get slot -1 and are never written. A
-chunk [0, 160), window 33, blocks of 16; retention keeps the boundaries 64, 128 and 160:
+`plan`, `give` and `mapping` read only; `commit` changes the tables. A window group takes pages only
+for blocks that outlive the step (*survivors*): those that the next query sees, and tails of kept
+boundaries. Other rows get slot -1 and are never written. A chunk [0, 160), window 33, blocks of 16,
+where retention keeps the boundaries 64, 128 and 160:
 
     tokens      0    16   32   48   64   80   96   112  128  144  160
     block       | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  |
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-After the step only resume points hold blocks 2, 3, 6 and 7. When a request starts a block, its ring
-*turns*: dead blocks leave and new ones enter.
+After the step only resume points hold blocks 2, 3, 6 and 7. Where a request starts a block, its
+ring *turns*: dead blocks leave and new ones enter.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ class NewBlocks:
     """Blocks of one class that a step starts and that outlive it: each takes a page a table.
 
     Attributes:
-        requests, newest: [r] requests (numbers in the step) that start a block, and their newest
-            block before the step; -1 for none.
+        requests, newest: [r] requests (numbers in the step) that start a block; their newest block
+            before the step, -1 for none.
         which, blocks: [m] index into `requests`, and block, sorted.
         unwritten: [r] position from which tokens are written only in `blocks`; None: all are.
         pages: [num_tables, m] of the blocks; empty until `StepPlanner.give`.
@@ -58,14 +56,14 @@ class StepChanges:
     Attributes:
         slots, start, end: [n] requests, and their tokens before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
-        longest: tokens of a request in the step, at most.
+        longest: most tokens of a request in the step.
         snapshot_requests: [s] requests that may end the step at a boundary that keeps its state.
         blocks: new blocks of each dense and window class.
-        num_new: pages needed, in all.
+        num_new: pages needed.
         starting: [i] requests whose states have no live pages yet.
-        needs_snapshot_page, snapshot_pages: for each state class, [j] `snapshot_requests` that
-            take new pages, and [j, num_tables] these.
-        copies, state_pages: as of `StepPlan`.
+        needs_snapshot_page, snapshot_pages: of each state class, [j] `snapshot_requests` that take
+            new pages, and [j, num_tables] these.
+        copies, state_pages: see `StepPlan`.
     """
 
     slots: Int64
@@ -90,13 +88,8 @@ class StepChanges:
 
 @dataclass(slots=True, eq=False)
 class Effects:
-    """Changes of a committed step that are still to be settled.
-
-    Attributes:
-        tails: [k, pages_per_point] pages of the tails asked for.
-        gone, new: pages that left window rings, and new ones, of which rings took some.
-        copies: [c, 2] int32 pages to copy after the step.
-    """
+    """Changes of a committed step that are still to be settled: pages [k, pages_per_point] of kept
+    tails, pages that left window rings, new pages of which rings took some, copies [c, 2]."""
 
     tails: Int32
     gone: list[Int32]
@@ -108,7 +101,7 @@ class StepPlanner:
     """Steps over the tables of all groups.
 
     Attributes:
-        sizes: of a block, in the order of dense and window tables.
+        sizes: block sizes of the dense and window tables.
         table_groups: group (row of a slot mapping) of each table, those of states last.
     """
 
@@ -141,8 +134,8 @@ class StepPlanner:
         kept: tuple[Int64, Int64],
         snapshot_requests: Int64,
     ) -> StepChanges:
-        """Count what a step needs; nothing changes. `kept`: (request, boundary) of each tail that
-        must outlive the step, sorted; others as of `StepChanges`."""
+        """List the changes of a step. `kept`: sorted (requests, boundaries) of the tails that must
+        outlive it; others as in `StepChanges`."""
         final = end - ONE
         before = start - ONE
         first = before if written is start else written - ONE
@@ -231,10 +224,9 @@ class StepPlanner:
     # Pages and slots.
 
     def wanted(self, step: StepChanges) -> tuple[Int64, Int64]:
-        """Pages that a step takes, in the order of `give`: (requests of the step [num_new], block
+        """Blocks that need the pages of a step, in the order of `give`: (requests [num_new], block
         references [num_new]). A reference is ``number of the table << BLOCK_BITS | block``; tables
-        of states come last, with `LIVE` or `SNAPSHOT` for a block.
-        """
+        of states come last, with `LIVE` or `SNAPSHOT` for a block."""
         requests, block_refs, first = [], [], 0
         for table, new in zip(self._tables.blocks, step.blocks, strict=True):
             tables = first + np.arange(table.cls.num_tables)
@@ -250,8 +242,8 @@ class StepPlanner:
         return np.concatenate(requests), np.concatenate(block_refs)
 
     def few(self, start: int, end: int) -> list[int]:
-        """References (see `wanted`) of the blocks that start in [start, end): all that a request
-        takes for at most `KVCache._few` tokens, without new state pages."""
+        """References (see `wanted`) of the blocks that start in [start, end): all that at most
+        `KVCache._few` tokens of one request take, without new state pages."""
         return [
             t << BLOCK_BITS | block
             for t, size in enumerate(self.sizes)
@@ -326,9 +318,8 @@ class StepPlanner:
     def commit(
         self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64], all_stay: bool
     ) -> Effects:
-        """Make a step to `end` [n] real; `all_stay`: no token was rejected. The caller holds what
-        it needs of the tails of `kept` (requests, boundaries), sorted by request, and calls
-        `free_unheld`."""
+        """Make a step to `end` [n] real; `all_stay`: no token was rejected. The caller holds tails
+        of `kept` (requests, boundaries) that it needs, then calls `free_unheld`."""
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
@@ -367,8 +358,7 @@ class StepPlanner:
     def _append(
         self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64 | None
     ) -> None:
-        """Put new blocks into the tables of a dense class; pages past `end` are free (None: none
-        was rejected)."""
+        """Put new blocks into the tables of a dense class; pages past `end`, if given, are free."""
         requests, blocks, pages = new.requests[new.which], new.blocks, new.pages
         if end is not None:
             stays = blocks * dense.size < end[requests]
@@ -389,10 +379,7 @@ class StepPlanner:
         one_each: bool,
     ) -> Int32:
         """Turn the rings of the requests that start a block; returns the pages that leave them.
-
-        `all_stay`: no token was rejected. `one_each`: each of the requests takes one block, its
-        last.
-        """
+        `one_each`: each of the requests takes one block, its last."""
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
         # The newest `live` blocks stay. Other columns get new blocks, or lose old ones.

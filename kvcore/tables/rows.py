@@ -17,8 +17,7 @@ class ClassTables:
     Attributes:
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
-        size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions: numpy computes
-            with them in half the time that an int takes.
+        size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions (see `arrays`).
     """
 
     def __init__(self, cls: GroupClass, array: Int32) -> None:
@@ -68,8 +67,8 @@ class Tables:
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
-        offset: [num_groups, max_requests] int64 of each request's open block: the slot (page *
-            block_size + row) of position p is ``offset + p``.
+        offset: [num_groups, max_requests] int64: position p of a request's open block has the slot
+            (page * block_size + row) ``offset + p``.
         snapshot_at: [max_requests] int64 boundary of the newest state snapshot, 0 for none.
         dense, windows, states: the classes of each kind. blocks: dense and windows.
         deltas: (flat indices, pages) changed since `KVCache.take_deltas`; None: not tracked.
