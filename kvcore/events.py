@@ -1,15 +1,12 @@
 """Events: records of blocks stored and removed, for routers and other readers.
 
-* A *segment*, the dense blocks of `alignment` tokens, has one event of kind ``"dense"``: its key is
-  the hash of one block of `alignment` tokens.
+* A *segment* has one event of kind ``"dense"``: its key is the hash of a block of `alignment` tokens.
 * A *resume point* has one event for each kind, block size and window. The last hash is the key of
-  the segment before the boundary; the others are made from it, as a tail is stored and removed
-  whole.
+  the segment before the boundary; the others are made from it.
 
 A reader can predict hits: the longest boundary with all segments stored and its key stored in every
-group that is not dense. A boundary between two such boundaries of a chain (or the start and one) is
-a hit, too, if these are at most `Layout.span` apart. Without dense groups the chain is unknown, and
-a hit may be longer.
+group that is not dense, or between two such boundaries (or the start and one) at most `Layout.span`
+apart. Without dense groups the chain is unknown, and a hit may be longer.
 """
 
 from __future__ import annotations
@@ -34,18 +31,16 @@ class BlockStored:
         kind: ``"dense"``, ``"window"`` or ``"state"``.
         groups, names: indices and names of the groups that store them.
         block_hashes: one for each block, in the order of the sequence.
-        parent: key of the last boundary at or before the first block; None at the start of a
-            sequence.
-        start: position of the first token, in tokens.
-        token_ids: tokens of exactly these blocks, ``block_size`` for each. (A window of one token
-            keeps no blocks: then the boundary's key stands alone.)
-        block_size: tokens of one of these blocks; the alignment for dense groups.
+        parent: key of the last boundary at or before the first block; None at the start.
+        start: position of the first token.
+        token_ids: tokens of exactly these blocks. (A window of one token keeps no blocks: then the
+            boundary's key stands alone.)
+        block_size: tokens of one block; the alignment for dense groups.
         sliding_window: tokens, window groups only.
-        medium: where the blocks are.
-        salt: of the prompt, where the log has identities.
-        extra_keys: where it does, of each block the extra keys (start, stop, key) that lie over
-            some of its tokens, a stop behind the block its end; () if no block has any.
-        request_id: request that stored them, see `KVCache.admit`; None if unknown.
+        medium: place of the blocks.
+        salt, extra_keys: if the log has identities, the salt of the prompt and each block's extra
+            keys (start, stop, key) cut to it; b"" and () for none.
+        request_id: request that stored them; None if unknown.
     """
 
     kind: Literal["dense", "window", "state"]
@@ -85,23 +80,20 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 class EventLog:
     """A bounded queue of events of one cache, numbered from 0. Not for several threads at once.
 
-    When it is full the oldest events are dropped and counted: the numbers that `take` returns then
-    have a gap. A reader that sees one has lost track; `KVCache.announce` tells it everything again.
-    An event that an `append` of a subclass raises for is lost, too.
+    When it is full the oldest events are dropped, and the numbers that `take` returns have a gap. A
+    reader that sees one has lost track; `KVCache.announce` tells it everything again. An event is
+    lost, too, if `append` of a subclass raises.
 
     Args:
         capacity: events kept until they are taken.
-        max_bytes: about how much memory they may take. An event that alone takes more is dropped.
-        medium: named in each event.
-        identities: whether events name salts and extra keys, which may be secrets of tenants.
+        max_bytes: approximate memory that they may take.
+        medium: place named in each event.
+        identities: name salts and extra keys, which may be secrets of tenants.
 
     Attributes:
         next_number: number of the next event.
         num_dropped: events lost so far.
-        num_bytes: about how much memory the events take.
-
-    Raises:
-        ValueError: capacity or max_bytes is below 1, or identities is no bool.
+        num_bytes: approximate memory of the events.
     """
 
     def __init__(
@@ -137,9 +129,8 @@ class EventLog:
             self.num_dropped += 1
 
     def announce(self, events: Iterator[Event], number: int) -> None:
-        """Replace the events in the log by `number` others, which are made when they are taken:
-        they do not count against capacity and max_bytes, and are dropped together when events after
-        them are.
+        """Replace the events in the log by `number` others, which are made when they are taken and
+        take no room before; they are dropped together when events after them are.
         """
         self.next_number += number - len(self)
         self._events.clear()
@@ -151,8 +142,8 @@ class EventLog:
         self._announced, self._num_announced = iter(()), 0
 
     def take(self, most: int | None = None) -> tuple[int, list[Event]]:
-        """Take out the oldest events, at most `most`: the number of the first (of the next to come,
-        if there is none), and the events. ValueError if `most` is below 1.
+        """Take out the oldest events, at most `most`: the number of the first (or next), and the
+        events.
         """
         left = len(self) if most is None else min(len(self), as_int("most", most, 1))
         first = self.next_number - len(self)
@@ -166,7 +157,7 @@ class EventLog:
 
 
 def size_of(event: Event) -> int:
-    """About how many bytes of memory an event takes."""
+    """Approximate bytes of memory of an event."""
     if isinstance(event, AllBlocksCleared):
         return 64
     size = 400 + 80 * len(event.block_hashes)
@@ -177,8 +168,8 @@ def size_of(event: Event) -> int:
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
-    """Hashes of the `num_blocks` blocks of a resume point, the last one `key` itself: that of the
-    segment before the boundary, which is named even without blocks.
+    """Hashes of the blocks of a resume point, the last one `key` itself, the key of the segment
+    before the boundary, which is named even without blocks.
     """
     # Not `key + i` alone: that is what the key of a following segment of one token, i, is made of.
     before = [

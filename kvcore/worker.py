@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 
 
 class StepArrays(NamedTuple):
-    """A `StepPlan` without what its commit will do, and the table entries that changed before it.
-
-    Attributes:
-        slots, num_new_tokens, cu_seqlens_q, seq_lens, positions, slot_mapping, replay_rows,
-            replay_slots, copies, state_pages: of the plan.
-        table_indices, table_pages: [m] int64 flat indices into `KVCache.tables`, and [m] int32
-            pages there: what changed since the step before. An index may be repeated, with the same
-            page.
+    """The arrays of a `StepPlan`, and the table entries that changed since the step before:
+    [m] int64 flat indices into `KVCache.tables` (repeats have one page), and [m] int32 pages there.
     """
 
     slots: Int64
@@ -49,15 +43,10 @@ class StepArrays(NamedTuple):
 
 
 def step_arrays(kv: KVCache, plan: StepPlan) -> StepArrays:
-    """The arrays of a plan, to be called between the plan and its commit.
+    """Arrays of the newest plan of `kv`, between the plan and its commit.
 
-    Args:
-        kv: made with ``track_deltas=True``. This takes its deltas: make no other call of
-            `take_deltas`, and send each step that runs to all workers.
-        plan: its newest plan.
-
-    Raises:
-        ValueError: the cache was made without track_deltas.
+    This takes the deltas of `kv`, made with ``track_deltas=True``: make no other call of
+    `take_deltas`, and send each step that runs to all workers.
     """
     indices, _ = kv.take_deltas()
     named = (getattr(plan, name) for name in StepArrays._fields[:-2])
@@ -65,14 +54,11 @@ def step_arrays(kv: KVCache, plan: StepPlan) -> StepArrays:
 
 
 class WorkerTables:
-    """A worker's copy of the block tables of a cache in another process; `device.BatchBuilder`
-    takes it in place of the cache. The arguments are those of the `KVCache`.
+    """A worker's copy of the block tables of a cache in another process, for `device.BatchBuilder`.
+    The arguments are those of the `KVCache`.
 
     Attributes:
         tables: [max_requests, columns] int32: all block tables side by side.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -91,8 +77,8 @@ class WorkerTables:
         self._changed: list[Int64] = []
 
     def update(self, step: StepArrays) -> None:
-        """Bring the tables up to date before `step` runs; each step once, in order. ValueError, and
-        nothing has changed, if it is of a cache with other tables.
+        """Bring the tables up to date before `step` runs; each step once, in order. ValueError if
+        it is of a cache with other tables.
         """
         indices = step.table_indices
         if len(indices) and int(indices.max()) >= self.tables.size:

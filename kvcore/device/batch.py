@@ -29,20 +29,17 @@ class AttnMetadata:
     """Metadata of one ragged step for attention; sequences with one new token come first.
 
     Attributes:
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of new tokens.
-        seq_lens: [num_seqs] int32, KV tokens including this step's.
-        block_tables: per group [num_seqs, width] int32, page ids of the context before this step:
-            block b is in column b % width of a window group's ring, and b of a linear table.
-        slot_mappings: per group [num_tokens] int64, page * block_size + row of each new row; -1: do
-            not write.
-        max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
-        num_decodes: host int, leading sequences with few new tokens: one, or, where no sequence has
-            more than that, one and its drafts.
+        cu_seqlens_q: [num_seqs + 1] int32 prefix sums of new tokens.
+        seq_lens: [num_seqs] int32 KV tokens including this step's.
+        block_tables: per group [num_seqs, width] int32 pages of the context before this step, block
+            b in column b % width.
+        slot_mappings: per group [num_tokens] int64 page * block_size + row; -1: do not write.
+        max_seqlen_q, max_seq_len: longest q_len, and an upper bound of seq_lens.
+        num_decodes: leading sequences with one new token, or with one and its drafts if no sequence
+            has more.
         request_slots: [num_seqs] int32 slots of the requests, for model state outside of pages.
-        replay_rows: [num_replayed] int64 rows of the step that are computed again; full attention
-            has their keys and values.
-        replay_slots: per group [num_replayed] int64 slots of these (-1 in other groups); None
-            without replays.
+        replay_rows, replay_slots: [num_replayed] int64 rows of the step that are computed again,
+            and per group their slots (-1 unless dense); None without replays.
     """
 
     cu_seqlens_q: Tensor
@@ -63,7 +60,7 @@ class Batch:
 
     Attributes:
         input_ids, positions: [num_tokens] int64.
-        logits_rows: [num_rows] int64, rows whose logits are wanted.
+        logits_rows: [num_rows] int64 rows that need logits.
     """
 
     input_ids: Tensor
@@ -75,22 +72,19 @@ class Batch:
 class BatchBuilder:
     """Make the tensors of a step from its plan, and keep the block tables on the device.
 
-    Only table entries that changed since the last step travel to the device. Input ids below 0 are
-    placeholders for ids that the host does not know: -1 - i stands for ``sampled[i]``.
+    Input ids below 0 are placeholders for ids that the host does not know: -1 - i stands for
+    ``sampled[i]``.
 
     Args:
-        kv: a cache made with ``track_deltas=True``, without state groups; this takes its deltas. Or
-            the `quire.kvcore.WorkerTables` of a cache in another process, updated before each
-            build.
-        max_placeholders: input ids of a step that the host may not know.
+        kv: cache made with ``track_deltas=True`` whose deltas this takes, or the `WorkerTables` of
+            a cache in another process, updated before each build. NotImplementedError if it has a
+            state group.
+        max_placeholders: most placeholders of a step.
 
     Attributes:
         num_groups: cache groups.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
-        sampled: [max_placeholders] int64 on the device, the ids that placeholders stand for.
-
-    Raises:
-        NotImplementedError: a state group.
+        sampled: [max_placeholders] int64 on the device.
     """
 
     def __init__(
@@ -123,12 +117,11 @@ class BatchBuilder:
     def build(
         self, plan: StepPlan | StepArrays, input_ids: np.ndarray, logits_rows: np.ndarray
     ) -> Batch:
-        """Tensors of one step, to be called between the plan and its commit.
+        """Tensors of one step, between the plan and its commit.
 
         Args:
-            plan: sequences with one new token first; what `quire.kvcore.step_arrays` makes of it
-                will do.
-            input_ids: [num_tokens] int32, the new tokens of all sequences, or placeholders.
+            plan: sequences with one new token first.
+            input_ids: [num_tokens] int32 new tokens of all sequences, or placeholders.
             logits_rows: [num_rows] int64.
         """
         changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
@@ -183,8 +176,8 @@ class BatchBuilder:
             self._apply(*self._staging.send([index, value]))
 
     def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
-        """Columns of `tables` of each group: all of a ring, and of a dense group those of sequences
-        of at most `max_seq_len`, in multiples of `STRIDE`.
+        """Columns of `tables` of each group: all of a ring, those up to `max_seq_len` of a dense
+        group, in multiples of `STRIDE`.
         """
         for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
             if spec.kind == "dense":
@@ -208,9 +201,7 @@ class BatchBuilder:
 
 
 def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
-    """`ids` [n] int64 with each placeholder replaced by what `sampled` (of `BatchBuilder`) has, on
-    the device.
-    """
+    """Replace the placeholders in `ids` [n] int64 by `BatchBuilder.sampled`, on the device."""
     if not len(sampled):
         return ids
     return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)

@@ -27,45 +27,31 @@ class Adaptive:
     """Evict first the entry that is expected to save least per page and time.
 
     Saved per page are the segments that a hit on the entry saves over the next shorter one, for the
-    pages that its eviction frees. How soon a hit comes is learned for each kind of entry, from the
-    share of its kind that prompts return to, the mean time that takes, and the time since the entry
-    was made or used (see `hazard`). The kinds of entries, each apart for prompts that begin
-    a conversation and for those that go on with one:
+    pages that its eviction frees. The time until a hit is learned for each kind of entry, from the
+    share of its kind that prompts return to, their mean time, and the age of the entry (see
+    `hazard`). The kinds, each apart for prompts that begin a conversation or continue one:
 
-    * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the
-      `answer`, or else `inside`;
+    * the reason why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of
+      the `answer`, or else `inside`;
     * `superseded`: a later prompt went on from here, and left entries of its own;
     * `passed`: a later prompt went on from another entry of the same prompt;
     * `shared`: a prompt that mostly differs starts with it.
 
-    Keys are remembered longer than their entries, so that a prompt shows what it would have
-    returned to had all been kept. Who returns to an evicted entry is served by the next shorter
-    one, which stands in for it, and is as likely to be hit. Where nothing differs, this is LRU.
-
-    Entries of one kind and about the same savings are *filed* in one queue; only the heads of the
-    queues are compared. New entries are filed when the first eviction or prompt after them comes.
+    Keys are remembered longer than their entries, to see which evicted ones prompts return to. The
+    next shorter entry stands in for an evicted one, and is as likely to be hit. Where nothing
+    differs, this is LRU. Entries of one kind and similar savings are *filed* in one queue; only the
+    heads of the queues are compared.
 
     Source: LHD (NSDI 2018) for hit density; hyperbolic caching (ATC 2017) for comparing queues;
-    Marconi (arXiv 2411.19379) for the kinds of reuse; ARC for learning from what was evicted.
+    Marconi (arXiv 2411.19379) for the kinds of reuse; ARC for learning from evicted entries.
 
     Args:
-        patience: mean waits after which half of those who return have done so.
-        memory: keys remembered, as a multiple of the cached entries.
-        worth: what a hit on an entry saves for each page that its eviction frees, in any unit;
-            segments for each page by default.
+        worth: savings of a hit on an entry for each page that its eviction frees, in any unit;
+            segments by default.
     """
 
-    def __init__(
-        self,
-        patience: float = 3.0,
-        memory: float = 16.0,
-        worth: Callable[[Entry], float] | None = None,
-    ) -> None:
-        if not (0 <= patience < math.inf and 1 <= memory < math.inf):
-            raise ValueError(
-                f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
-            )
-        self._returns = Returns(patience, memory)
+    def __init__(self, worth: Callable[[Entry], float] | None = None) -> None:
+        self._returns = Returns()
         self._returns.policies.append(self)
         self._is_behind = False
         self._worth = segments_per_page if worth is None else worth
@@ -76,8 +62,8 @@ class Adaptive:
         self._popped: tuple[Entry, Record] | None = None
 
     def behind(self, worth: Callable[[Entry], float]) -> Adaptive:
-        """A policy for a tier behind the cache of this one, which shares what this one learns;
-        `worth` is as of `Adaptive`, of the tier's entries."""
+        """A policy for a tier behind the cache of this one, with its statistics and its own
+        `worth`."""
         policy = Adaptive(worth=worth)
         policy._returns, policy._is_behind = self._returns, True
         self._returns.policies.append(policy)
@@ -151,8 +137,7 @@ class Adaptive:
                 yield filed
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
-        """`shorter` now serves those who return to the evicted `record`, and may be the last of its
-        chain."""
+        """`shorter` now serves returns to the evicted `record`, and may be the last of its chain."""
         if shorter in self._new and shorter not in self._filed:
             del self._new[shorter]
             self._file(shorter, self._record(shorter))
@@ -233,8 +218,7 @@ class Adaptive:
         return record
 
     def _look_before(self, entry: Entry) -> None:
-        """File the entries of the chain before `entry` that were not looked at yet: they tell
-        whether it ends an answer."""
+        """File the entries of the chain before `entry` first: they show if it ends an answer."""
         waiting, node, returns = list[Entry](), entry.shorter, self._returns
         while node is not None and node in self._new and not returns.knows(node.key):
             waiting.append(node)

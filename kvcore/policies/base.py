@@ -1,9 +1,7 @@
 """Interface of eviction policies: `Entry` and `EvictionPolicy`; the base class `Ranked`; `LRU`.
 
 An entry can serve a hit by itself: a resume point, or the end of a chain in models with only dense
-groups. Dense blocks that serve no entry are evicted before any entry, pinned entries after all
-others, without the policy. The shortest policy is a subclass of `Ranked` that says how entries
-compare.
+groups. The shortest policy is a subclass of `Ranked` that gives entries a rank.
 """
 
 from __future__ import annotations
@@ -41,13 +39,11 @@ class Entry(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages that are kept for this entry alone: its own, and those of the segments that it
-        gains."""
+        """Pages of this entry, and of the segments that it gains."""
 
     @property
     def freed(self) -> int:
-        """Pages that its eviction frees, or lets the next one free, now: longer entries may need
-        the segments that it gains."""
+        """Pages that its eviction frees, unless longer entries need the segments that it gains."""
 
     @property
     def shorter(self) -> Entry | None:
@@ -57,9 +53,8 @@ class Entry(Protocol):
 class EvictionPolicy(Protocol):
     """The whole interface. A policy serves one cache.
 
-    What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and
-    `plan` and `evict` what `pop` does. Where `add` or `discard` raise, in the middle of a change,
-    they are called again before the next eviction, which then raises.
+    Errors leave the cache whole: `KVCache.admit` raises those of `asked`, `plan` and `evict` those
+    of `pop`. Calls of `add` and `discard` that raise are repeated by the next eviction.
     """
 
     def add(self, entry: Entry) -> None:
@@ -77,8 +72,8 @@ class EvictionPolicy(Protocol):
         Args:
             keys: 32 bytes for each of its segments.
             hit: segments reused.
-            kept: none, or four depths at which it will leave entries, 0 for none: of a resend, its
-                end, its end if edited, and its junction (see `policies.retention`).
+            kept: none, or four depths at which it will leave entries, 0 for none: for a resend, its
+                end, its edited end, and its junction (see `policies.retention`).
         """
 
 
@@ -89,8 +84,8 @@ def is_policy(thing: Any) -> bool:
 
 
 class Ranked:
-    """Base of policies that give each entry a number when it is filed: the lowest goes first, the
-    deepest among equals. A heap with lazy deletion: O(log n).
+    """Base of policies that give each entry a rank when it is filed: the lowest goes first, the
+    deepest among equals. A heap with lazy deletion.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
-Whatever the setting, a prompt keeps its two resend boundaries (one token before its end, and its
-end), a request the last boundary that it reached, and the *junction*, where it left a chain whose
-dense blocks are cached but which has no resume point there. Alignment 32, ``retention="latest"``:
+Whatever the setting, a prompt keeps its resend boundaries (`resend_boundaries`), a request the last
+boundary that it reached, and the *junction*, where it left a chain whose dense blocks are cached
+but which has no resume point there. Alignment 32, ``retention="latest"``:
 
     tokens     0    32   64   96   128  160  192
     prompt 1   |=============================|---   200 tokens; resume point at 192
@@ -60,8 +60,7 @@ def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
 
 def affordable_interval(layout: Layout) -> int:
     """Tokens between resume points that take at most a quarter of the pages of the dense blocks
-    between them: a power of two times the alignment; 0 where hits need no points, or nothing else
-    is kept.
+    between them: a power of two times the alignment; 0 without dense blocks, or without points.
     """
     if not (layout.pages_per_segment and layout.pages_per_point):
         return 0
@@ -70,8 +69,8 @@ def affordable_interval(layout: Layout) -> int:
 
 
 def resend_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
-    """Boundaries of a prompt that are kept whatever the setting; 0 = none: of a resend, capped one
-    token before its end; of a longer sibling; and of a prompt whose last lines are edited.
+    """Boundaries of a prompt that are always kept, 0 for none: for a resend, capped one token before
+    its end; for a longer sibling; and for a prompt with edited last lines.
     """
     end = num_tokens // alignment * alignment
     edited = num_tokens // EDITED_TOKENS * EDITED_TOKENS // alignment * alignment
@@ -79,13 +78,8 @@ def resend_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
 
 
 def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> tuple[Int64, Int64]:
-    """Boundaries in (start, end] of each request at which a resume point is kept.
-
-    Args:
-        always: [n, m] boundaries kept whatever the setting; 0 = none.
-
-    Returns:
-        (requests [k], boundaries [k]) int64, sorted by request, then boundary, without repeats.
+    """Kept boundaries in (start, end] of each request, with those of `always` [n, m]: (requests [k],
+    boundaries [k]) int64, sorted by request, then boundary, without repeats.
     """
     if len(start) == 1:
         return kept_of_one(int(start[0]), int(end[0]), always[0].tolist(), interval)

@@ -9,6 +9,8 @@ from typing import Protocol
 from ..prefix.keys import KEY_BYTES
 from .base import Entry
 
+PATIENCE = 3.0  # mean waits after which half of the returns have come
+MEMORY = 16  # keys remembered, as a multiple of the cached entries
 DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 
 # Segments from the end of a prompt in which an earlier entry is looked for: about a millisecond.
@@ -104,8 +106,7 @@ NOTHING = ReturnCounts()
 class Returns:
     """Returns of prompts to the entries of one cache and its tiers, ranked by `policies`."""
 
-    def __init__(self, patience: float, memory: float) -> None:
-        self._patience, self._memory = patience, memory
+    def __init__(self) -> None:
         self.policies: list[Ranking] = []
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
@@ -201,7 +202,7 @@ class Returns:
         chance = self._chances.get(like)
         if chance is None:
             share, wait = self._rate(record.kind, record.continues)
-            chance = hazard(share, 1 + self._patience * wait, self._now - record.since)
+            chance = hazard(share, 1 + PATIENCE * wait, self._now - record.since)
             self._chances[like] = chance
         return chance
 
@@ -223,7 +224,7 @@ class Returns:
         """Set the record of `key`; forget the oldest ones."""
         records = self._records
         records[key] = record
-        while len(records) > 1024 + self._memory * sum(map(len, self.policies)):
+        while len(records) > 1024 + MEMORY * sum(map(len, self.policies)):
             records.popitem(last=False)
 
     def renew(self, record: Record, entry: Entry, *, is_used: bool) -> None:

@@ -1,13 +1,9 @@
-"""Table formats that other kernels read: FlashInfer's compressed rows of pages, and the linear
-tables of vLLM and FlashAttention.
+"""Table formats of other kernels: FlashInfer's compressed rows of pages, and linear tables.
 
-    asked with                    tokens described       for
-    slots, before a step          computed ones          its queries; its own rows are elsewhere
-    slots, after its commit       computed ones          the last query of steps of one token
-    its plan, before its commit   those and the step's   engines that write rows to pages first
-
-With a plan, the pages of a window group hold all rows if the cache was made with ``reads="pages"``,
-or if each request has one token.
+called with                   tokens described       for
+slots, before a step          computed ones          its queries; its own rows are elsewhere
+slots, after its commit       computed ones          the last query of steps of one token
+its plan, before its commit   those and the step's   engines that write rows to pages first
 """
 
 from __future__ import annotations
@@ -31,12 +27,11 @@ class PagedRows:
     """Pages of several requests one after another.
 
     Attributes:
-        indptr: [n + 1] int32, where each request's pages start in `indices`.
+        indptr: [n + 1] int32 start of each request's pages in `indices`.
         indices: [m] int32 page ids in token order.
-        last_page_len: [n] int32 tokens in the last page, 1..block_size; 0 for a request without
-            pages.
-        first_tokens: [n] int64 position of the first row of the first page: of a window group the
-            blocks before are gone.
+        last_page_len: [n] int32 tokens in the last page; 0 for a request without pages.
+        first_tokens: [n] int64 position of the first row of the first page, as earlier blocks of a
+            window group are gone.
     """
 
     indptr: Int32
@@ -47,20 +42,15 @@ class PagedRows:
 
 def paged_rows(cache: KVCache, group: int, slots: Any) -> PagedRows:
     """Pages that a query at the newest token of each request, or at the next, may read, in
-    compressed rows.
-
-    Of a window group the first page may hold nothing that the reader sees: a kernel masks by
-    position all the same.
+    compressed rows. The kernel masks windows by position: a first page may hold no visible row.
 
     Args:
-        cache: the allocator.
         group: a dense or window group.
-        slots: [n] ints, from `KVCache.admit`; or the newest `StepPlan`, or one of `KVCache.arrays`
-            whose requests have not advanced.
+        slots: [n] ints, from `KVCache.admit`; or a `StepPlan` that is not committed, whose rows all
+            have pages in this group (``reads="pages"``, or one token a request).
 
     Raises:
-        ValueError: an unknown slot or group, or a state group; or a plan of which not all
-            rows of the group have pages.
+        ValueError: another slot or group, or another plan.
 
     Source: FlashInfer's paged KV layout (``indptr``, ``indices``, ``last_page_len``).
     """
@@ -74,16 +64,8 @@ def paged_rows(cache: KVCache, group: int, slots: Any) -> PagedRows:
 
 
 def linear_table(cache: KVCache, group: int, slots: Any) -> Int32:
-    """Pages by block number, the null page where a block is out of the window.
-
-    Args:
-        cache, group, slots: as in `paged_rows`.
-
-    Returns:
-        [n, blocks of the longest request] int32.
-
-    Raises:
-        ValueError: as `paged_rows`.
+    """[n, blocks of the longest request] int32 pages by block number, the null page where a block
+    is out of the window. Arguments and errors are those of `paged_rows`.
     """
     return _linear(cache, group, slots)[0]
 

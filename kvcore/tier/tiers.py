@@ -23,7 +23,7 @@ from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.lookup import limited_by
 from ..prefix.tree import ResumePoint, Run
-from .jobs import Job, Transfer
+from .jobs import Job, begin_job
 from .match import Limit, TierMatch
 from .stores import Stores, by_path, run_at
 
@@ -39,31 +39,26 @@ LENGTH = attrgetter("num_tokens")
 class Tiers:
     """Keep what leaves the pool of a cache in host memory, and bring it back.
 
-    The host is a second pool with an index of the same kind: dense segments, each after its parent,
-    and resume points, each with its chain. The engine copies pages: `stores` and `load` return
-    jobs, `done` ends them. Call them between steps; `load`, `done` and `cancel` void a plan that is
-    not committed.
+    The host is a second pool with an index of the same kind. The engine copies pages: `stores` and
+    `load` return jobs, `done` ends them. Call them between steps; `load`, `done` and `cancel` void
+    a plan that is not committed.
 
     Args:
-        kv: cache, new or in use; one `Tiers` each. Its policy must have `coming`.
+        kv: cache, new or in use, without tiers. Its policy must have `coming`.
         num_pages: host pages, of the same size as pool pages; page 0 (never used) included.
         bytes_per_second: bandwidth from host to device.
         prefill_tokens_per_second: prefill rate of the engine.
-        page_bytes: bytes that the copy of a page moves, in all tensors together. Default:
-            `GroupSpec.page_bytes`, for one tensor.
-        policy: eviction policy of the host; its `asked` is never called. Default: `LRU`, or with
-            an `Adaptive` cache a policy that shares its statistics and ranks entries by seconds
-            saved per byte.
-        watermark: pool pages to be free or to have a copy. Default: an eighth of the pool.
+        page_bytes: bytes of a page in all tensors together; by default those in one tensor.
+        policy: eviction policy of the host, by default `LRU`; with an `Adaptive` cache one that
+            shares its statistics and ranks entries by seconds saved per byte.
+        watermark: pool pages to be free or to have a copy; by default an eighth.
 
     Attributes:
         index: content of the host.
         jobs: open jobs, oldest first.
         counters: see `stats`.
 
-    Raises:
-        ValueError: an argument is out of range, or `kv` is not a `KVCache` with caching and without
-            tiers.
+    A wrong argument of a call raises ValueError, and nothing has changed.
     """
 
     def __init__(
@@ -136,12 +131,10 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Find a prompt in both places, and decide whether to load more of it. Changes nothing. The
-        arguments and errors are those of `KVCache.match`.
-
-        The host has every segment before each of its resume points. So at most one load can help:
-        the part of the host's longest hit that the device lacks. It is worth its time if the
-        prefill of these tokens would take longer.
+        """Find a prompt in both places, and decide whether to load more of it, which is worth its
+        time if prefill would take longer. Changes nothing. The arguments are those of
+        `KVCache.match`. As the host has every segment before each of its resume points, one load
+        brings all that can help.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
         prompt = kv._lookup.prompt(token_ids, salt, extra_keys)
@@ -170,27 +163,26 @@ class Tiers:
         )  # fmt: skip
 
     def _pending(self, prompt: Prompt) -> Job | None:
-        loads = [job for job in self.jobs if job.kind == "load" and not job.transfer.is_void]
-        loads = [job for job in loads if prompt.keys.startswith(job.transfer.keys)]
+        loads = [job for job in self.jobs if job.kind == "load" and not job.is_void]
+        loads = [job for job in loads if prompt.keys.startswith(job.keys)]
         return max(loads, key=LENGTH, default=None)
 
     # Jobs.
 
     def stores(self, max_bytes: int) -> list[Job]:
-        """Begin to copy entries to the host before they are evicted. An entry stays cached while it
-        is copied. Parents are copied before children, and a resume point with the last segment of
-        its chain.
+        """Begin to copy entries to the host before they are evicted; they stay cached meanwhile.
+        Parents are copied before children, a resume point with the last segment of its chain.
 
         Args:
             max_bytes: approximate limit for all jobs together; a resume point is not split.
 
         Raises:
-            ValueError: `max_bytes` is not an int, or negative. Errors of the policies are raised,
-                too: no job is begun then.
+            ValueError: `max_bytes` is not an int, or negative. After an error of a policy no job
+                is begun, too.
         """
         room = as_int("max_bytes", max_bytes, 0) // self.page_bytes
         stores = [job for job in self.jobs if job.kind == "store"]
-        begun = {job.transfer.first_key for job in stores}
+        begun = {job.first_key for job in stores}
         made, width = list[Job](), self.index.pages_per_segment
         under_way = sum(len(job.sources) for job in stores)
         due = self._stores.due(self._device, self.index, under_way)
@@ -227,28 +219,21 @@ class Tiers:
         return self._load_seconds(entry.num_pages) < self._prefill_seconds(entry.gain)
 
     def _begin_store(self, run: Run, keys: bytes, points: list[ResumePoint]) -> Job | None:
-        found = Transfer.begin(self._device, self.index, run, keys, points)
-        if found is None:
+        job = self._begin("store", run, keys, points)
+        if job is None:
             return None
-        transfer = found[0]
         for point in points:
             self._device.withdraw(point)  # its eviction would free no page now
         if self._kv._event_writer is not None:
-            new = split_keys(keys[transfer.first * KEY_BYTES :])
-            transfer.contents = self._kv._event_writer.of_segments(new)
-        return self._job("store", *found)
+            new = split_keys(keys[job.first * KEY_BYTES :])
+            job.contents = self._kv._event_writer.of_segments(new)
+        return job
 
     def load(self, match: TierMatch) -> Job | None:
-        """Begin to load a prompt to the device; it is looked up again. Device pages are reserved,
-        and cached entries evicted for them as in `KVCache.plan`. Nothing becomes findable before
-        `done`.
-
-        Returns:
-            The job, or None and nothing has changed: nothing to load, or no room.
-
-        Raises:
-            ValueError: `match` is not a `TierMatch` of this cache. Errors of the policy are raised,
-            too.
+        """Begin to load a prompt, which is looked up again, to device pages, for which cached
+        entries are evicted as in `KVCache.plan`. Nothing becomes findable before `done`. None, and
+        nothing has changed, if there is nothing to load, or no room. ValueError if `match` is not a
+        `TierMatch` of this cache.
         """
         if not isinstance(match, TierMatch):
             raise refusal("match", "what `Tiers.match` returned", repr(match))
@@ -260,50 +245,40 @@ class Tiers:
         self._changed()
         run = index.end_at(index.find(keys, depth)[0], depth)
         point = index.point_at(run) if index.hybrid else None  # perhaps made of its neighbours
-        found = Transfer.begin(index, self._device, run, keys, [] if point is None else [point])
-        if found is None:
+        job = self._begin("load", run, keys, [] if point is None else [point])
+        if job is None:
             return None
         index.tick += 1
         index.use(run)
-        transfer = found[0]
         if self._kv._event_writer is not None:
-            event_writer = self._kv._event_writer
-            transfer.contents = event_writer.of_prompt(match.prompt, transfer.first, depth)
-        return self._job("load", *found)
+            job.contents = self._kv._event_writer.of_prompt(match.prompt, job.first, depth)
+        return job
 
-    def _job(
-        self, kind: Literal["store", "load"], transfer: Transfer, sources: Int32, targets: Int32
-    ) -> Job:
-        size, num_tokens = len(sources) * self.page_bytes, transfer.depth * self._kv.alignment
-        job = Job(kind, sources, targets, size, num_tokens, transfer)
-        self.jobs[job] = None
+    def _begin(
+        self, kind: Literal["store", "load"], run: Run, keys: bytes, points: list[ResumePoint]
+    ) -> Job | None:
+        ends = (self._device, self.index) if kind == "store" else (self.index, self._device)
+        job = begin_job(kind, *ends, run, keys, points, self.page_bytes, self._kv.alignment)
+        if job is not None:
+            self.jobs[job] = None
         return job
 
     def done(self, job: Job, *, failed: bool = False) -> bool:
-        """End a job: the copied entries become findable in the target.
-
-        Args:
-            job: open job.
-            failed: any copy failed: no entry is added, and the source entries of a failed load
-                leave the host, with everything found only through them.
-
-        Returns:
-            True if entries were added; False also if they were forgotten during the job.
-
-        Raises:
-            ValueError: the job is not open.
+        """End an open job: the copied entries become findable in the target. False if none did, as
+        a copy `failed`, or they were forgotten during the job. After a failed load its source
+        entries leave the host, with everything found only through them.
         """
-        transfer = self._close(job)
-        is_void = transfer.is_void
+        self._close(job)
+        is_void = job.is_void
         is_good = not (failed or is_void)
         if is_good:
-            transfer.target.index.tick += 1
-            segments, points = transfer.adopt()
+            job.target.index.tick += 1
+            segments, points = job.adopt()
             how = "stored" if job.kind == "store" else "loaded"
             self.counters[f"{how}_pages"] += len(job.sources)
             self.counters[f"{how}_segments"] += segments
             self.counters[f"{how}_points"] += points
-        transfer.end(used=job.kind == "load")
+        job.end(used=job.kind == "load")
         if failed:
             self.counters[f"{job.kind}_failures"] += 1
             if job.kind == "load" and not is_void:
@@ -311,15 +286,15 @@ class Tiers:
         return is_good
 
     def cancel(self, job: Job) -> None:
-        """End a job; no entry is added or dropped. ValueError if it is not open."""
-        self._close(job).end(used=False)
+        """End an open job; no entry is added or dropped."""
+        self._close(job)
+        job.end(used=False)
 
-    def _close(self, job: Job) -> Transfer:
+    def _close(self, job: Job) -> None:
         if job not in self.jobs:
             raise refusal("job", "one that is open", repr(job))
         self._changed()
         del self.jobs[job]
-        return job.transfer
 
     def _changed(self) -> None:
         """Void the newest plan: the stack of free pages may change."""
@@ -339,8 +314,8 @@ class Tiers:
 
     def _void_jobs(self) -> None:
         for job in self.jobs:
-            if not job.transfer.is_void:
-                job.transfer.void()
+            if not job.is_void:
+                job.void()
 
     def _drop(self, pages: Int32) -> None:
         """Evict host entries with any of `pages`, and everything found only through them."""

@@ -722,7 +722,7 @@ class Life:
         if self.copied[job]:
             way = "done"
         kv, match = self.kv, self.promised.pop(job, None)
-        is_void = job.transfer.is_void
+        is_void = job.is_void
         segments = kv.index.num_segments, self.tiers.index.num_segments
         if way == "cancel":
             self.tiers.cancel(job)

@@ -293,7 +293,7 @@ def test_adaptive_knows_a_chain_that_was_shortened():
 
 
 def test_adaptive_forgets_old_keys():
-    policy = Adaptive(memory=1)
+    policy = Adaptive()
     for i in range(5000):
         policy.asked(key(i), 0)
         policy.add(Fake(key(i), last_used=i))

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, Adaptive, EventLog, GroupSpec, KVCache, linear_table, paged_rows
+from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, linear_table, paged_rows
 from quire.kvcore.policies.base import Ranked
 from tests.kvcore.engine import Engine, groups
 from tests.kvcore.expected import digest
@@ -50,7 +50,6 @@ def test_arguments_of_a_cache(name, bad):
         (lambda: cache((16, None), GroupSpec("x", "window", 16, 8192, 64)), r"groups: expected one page size.*'g0': 4096, 'x': 8192"),
         (lambda: cache((4, None), STATE, replay_tokens=8), "replay_tokens: expected None with a state group"),
         (lambda: cache(GroupSpec("d", "dense", 4, 4096, lookahead=5)), "lookahead: expected at most one segment of 4"),
-        (lambda: Adaptive(patience=INF), "patience, memory: expected"), (lambda: Adaptive(memory=INF), "patience, memory: expected"),
         (lambda: EventLog(0), "capacity: expected"), (lambda: EventLog(max_bytes=0), "max_bytes: expected"),
         (lambda: EventLog().take(0), "most: expected"), (lambda: EventLog(identities=1), "identities: expected True or False, got 1"),
     ],

@@ -52,8 +52,8 @@ def test_blocks_that_points_of_a_job_share_are_copied_once():
     s = Setup(specs, pages=200, retention=32)
     s.serve(PROMPT)
     [job] = s.tiers.stores(1 << 30)
-    points = job.transfer.point_pages
-    assert job.transfer.depths == [4, 8, 12] and set(points[0]) & set(points[1]) - {0}
+    points = job.point_pages
+    assert job.depths == [4, 8, 12] and set(points[0]) & set(points[1]) - {0}
     assert len(job.sources) == 12 + len(set(points.ravel().tolist()) - {0})
     s.end(job)
     s.forget()

@@ -84,7 +84,7 @@ def test_a_budget_ends_within_a_chain():
     for pages, segments in ((1, 1), (0, None), (3, 4), (100, 12)):
         jobs = s.tiers.stores(pages * PAGE)
         s.end(*jobs)
-        assert [len(job.transfer.keys) // 32 for job in jobs] == [segments][: len(jobs)]
+        assert [len(job.keys) // 32 for job in jobs] == [segments][: len(jobs)]
         assert bool(s.points()) == (pages == 100)
     s.forget()
     assert s.load(LONGER).num_saved_tokens == 96
@@ -97,7 +97,7 @@ def test_a_segment_is_in_one_open_job():
     [first] = s.tiers.stores(1 << 30)
     assert not s.tiers.stores(1 << 30)
     s.end(first)
-    seen = [(len(job.transfer.segments), job.transfer.depths) for job in [first, *s.store()]]
+    seen = [(len(job.segments), job.depths) for job in [first, *s.store()]]
     assert sum(n for n, _ in seen) == 12 and {d for _, ds in seen for d in ds} == {4, 8, 12}
 
 
