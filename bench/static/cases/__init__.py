@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from quire.kernels.common.arch import Arch
 
-from ...cases.shapes import Case
+from ...cases.shapes import Case, LatentShape
 from ..launches import Launch, record
 
 # Compiled by default: each tile shape for the first, the samples for the others.
@@ -34,6 +32,8 @@ SAMPLES = """
     route-flash-score route-flash-table route-gemma4 combine-flash-shared
     sample-probs gather-pages scatter-pages
 """
+NUM_SEQS, PREFILL, CONTEXT, LATENT_CONTEXT = 16, 1024, 4096, 1 << 17
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,51 +59,59 @@ class StaticCase:
 
 
 def case(
-    name: str,
-    operator: Callable[..., object],
-    *arguments: Any,
-    dtype: str = "bfloat16",
-    key_bytes: int = 0,
+    name: str, operator: Callable[..., object], *arguments: Any, dtype: str = "bfloat16",
     **options: Any,
-) -> StaticCase:
-    """The case of ``operator(*arguments, **options)``; other arguments as in `StaticCase`."""
-    call = functools.partial(operator, *arguments, impl="triton", **options)
-    return StaticCase(name, call, dtype, key_bytes)
+) -> StaticCase:  # fmt: skip
+    """The case of ``operator(*arguments, **options)``."""
+    return StaticCase(
+        name, functools.partial(operator, *arguments, impl="triton", **options), dtype
+    )
 
 
-def problem_case(
-    name: str, case: Case, dtype: str, label: str, key_bytes: int, in_step: bool, **changes: Any
-) -> StaticCase:
-    """The case of the problem that ``bench.kernels`` makes of ``case``.
+def attention_case(
+    name: str, shape: Any, q_len: int | None, *, dtype: str = "bfloat16", label: str = "",
+    in_step: bool = True, **changes: Any,
+) -> StaticCase:  # fmt: skip
+    """The case of a problem of ``bench.kernels``.
 
     Args:
-        name, label, key_bytes: name, dtype and key_bytes of the `StaticCase`.
-        case: shape and batch.
+        shape: `Shape` or `LatentShape`.
+        q_len: new tokens of a sequence in decode; None: prefill.
         dtype: dtype of queries and plain pages.
+        label: dtype in the table; default: the same.
         in_step: True to hand over the step's own rows.
         changes: arguments in place of the problem's.
     """
+    phase, is_latent = "decode" if q_len else "prefill", isinstance(shape, LatentShape)
+    context = LATENT_CONTEXT if is_latent else CONTEXT
+    batch = Case(shape, phase, NUM_SEQS, context, q_len or PREFILL)
+    width = 1 if shape.fp8 else ITEM_BYTES[dtype]
+    if not is_latent:
+        key_bytes = 2 * shape.head_dim * width
+    elif shape.fp8 and shape.op != "index":
+        key_bytes = 576  # without its scales
+    else:
+        key_bytes = shape.head_dim * width
 
     def call() -> object:
         import torch
 
         from ...cases.make import make_problem
 
-        made = make_problem(case, torch.device("meta"), getattr(torch, dtype), copies=1)
+        made = make_problem(batch, torch.device("meta"), getattr(torch, dtype), copies=1)
         rows = made.in_step[0] if in_step and made.in_step is not None else {}
         arguments = made.shared | made.each[0] | made.results | rows | changes
         return made.operator(**arguments, impl="triton")
 
-    return StaticCase(name, call, label, key_bytes)
+    return StaticCase(name, call, label or dtype, key_bytes)
 
 
 @functools.cache
 def all_cases() -> dict[str, StaticCase]:
     """All cases of the modules of this package by name."""
-    modules = [
-        importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
-    ]
-    cases = [each for module in modules for each in module.cases()]
+    from . import attention, latent, layers
+
+    cases = [each for module in (attention, latent, layers) for each in module.cases()]
     found = {each.name: each for each in cases}
     if len(found) < len(cases):
         raise ValueError("name: expected one case of each name")
@@ -122,16 +130,6 @@ def meta(*shape: int, dtype: str = "bfloat16") -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def ints(*shape: int) -> Any:
-    """An int32 tensor without storage."""
-    return meta(*shape, dtype="int32")
-
-
-def longs(*shape: int) -> Any:
-    """An int64 tensor without storage."""
-    return meta(*shape, dtype="int64")
-
-
-def floats(*shape: int) -> Any:
-    """An fp32 tensor without storage."""
-    return meta(*shape, dtype="float32")
+ints = functools.partial(meta, dtype="int32")
+longs = functools.partial(meta, dtype="int64")
+floats = functools.partial(meta, dtype="float32")

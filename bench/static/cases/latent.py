@@ -9,14 +9,12 @@ from typing import Any
 
 from quire import kernels
 
-from ...cases.shapes import Case, LatentShape
-from . import StaticCase, case, floats, ints, longs, meta, problem_case
+from ...cases.shapes import LatentShape
+from . import NUM_SEQS, PREFILL, StaticCase, attention_case, case, floats, ints, longs, meta
 
-NUM_SEQS, NUM_PAGES, PREFILL, CONTEXT, NUM_ROWS = 16, 512, 1024, 1 << 17, 8192
+NUM_PAGES, NUM_ROWS = 512, 8192
 HEAD_DIM, ROPE_DIM, WINDOW, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 128, 64
 FP8 = "uint8"  # the dtype of quantized pages
-ITEM_BYTES = {"float32": 4, FP8: 1}
-ROW_BYTES = {"bfloat16": 2 * HEAD_DIM, FP8: 576, "float32": 4 * HEAD_DIM}
 
 
 def cases() -> list[StaticCase]:
@@ -46,7 +44,7 @@ def cases() -> list[StaticCase]:
         compressed("decode-hca-h8-fp8-q2", 8, 2, FP8),
         compressed("decode-hca-h16-q2", 16, 2),
         compressed("decode-hca-h16-fp8-q2", 16, 2, FP8),
-        compressed("prefill-csa-h16-fp8-p1", 16, pages=FP8, entry_rows=1),
+        compressed("prefill-csa-h16-fp8-p1", 16, pages=FP8, rows=1),
         compressed("decode-csa-h16-k512-fp32", 16, 1, "float32"),
         compressed("prefill-csa-h16-k512", 16),
         compressed("prefill-csa-h16-k512-fp8", 16, pages=FP8),
@@ -65,206 +63,128 @@ def cases() -> list[StaticCase]:
             index(f"{phase}-k512-fp8", q_len, FP8),
             index(f"{phase}-k1024-bf16", q_len, topk=1024),
             index(f"{phase}-k1024-fp8", q_len, FP8, topk=1024),
-            index(f"{phase}-small-pages", q_len, block_size=2),
-            index(f"{phase}-small-pages-fp8", q_len, FP8, block_size=2),
+            index(f"{phase}-small-pages", q_len, rows=2),
+            index(f"{phase}-small-pages-fp8", q_len, FP8, rows=2),
             index(f"{phase}-all-selected", q_len, max_seq_len=1 << 11),
             index(f"{phase}-fp32", q_len, "float32", dtype="float32"),
             index(f"{phase}-fp32-fp8", q_len, FP8, dtype="float32"),
         ]
+    plain, fp32 = meta(NUM_ROWS, HEAD_DIM), floats(NUM_ROWS, HEAD_DIM)
+    heads, index_heads = meta(NUM_ROWS * 64, HEAD_DIM), meta(NUM_ROWS * 64, INDEX_DIM)
+    fused = {"positions": longs(NUM_ROWS), "cos_sin": angles()}
+    norm = {**fused, "norm_weight": floats(HEAD_DIM)}
     return [
         *found,
-        write("bf16", "bfloat16"),
-        write("fp32", "float32", dtype="float32"),
-        write("fp8-p64", FP8),
-        write("fp8-p2", FP8, block_size=2),
-        write("fp8-only-write", FP8, fused=False),
-        rotated_heads("heads", HEAD_DIM),
-        rotated_heads("index-heads", INDEX_DIM, norm_weight=None),
-        compress("csa-bf16-decode", "bfloat16"),
-        compress("csa-fp8-prefill", FP8, PREFILL),
-        compress("csa-fp32-decode", "float32"),
-        compress("csa-fp8-bf16-rows", FP8, dtype="bfloat16"),
-        compress("hca-bf16-decode", "bfloat16", ratio=128, block_size=2),
-        compress("hca-fp8-prefill", FP8, PREFILL, ratio=128, block_size=2),
-        compress("index-bf16-prefill", "bfloat16", PREFILL, dim=INDEX_DIM),
-        compress("index-fp8-decode", FP8, dim=INDEX_DIM),
+        write("bf16", plain, pages("bfloat16"), out=plain, **norm),
+        write("fp32", fp32, pages("float32"), out=fp32, **norm, dtype="float32"),
+        write("fp8-p64", plain, pages(FP8), out=plain, **norm),
+        write("fp8-p2", plain, pages(FP8, 2), out=plain, **norm),
+        write("fp8-only-write", plain, pages(FP8)),
+        write("heads", heads, None, out=heads, **norm),
+        write("index-heads", index_heads, None, out=index_heads, **fused),
+        compress("csa-bf16-decode", pages("bfloat16")),
+        compress("csa-fp8-prefill", pages(FP8), PREFILL),
+        compress("csa-fp32-decode", pages("float32")),
+        compress("csa-fp8-bf16-rows", pages(FP8), dtype="bfloat16"),
+        compress("hca-bf16-decode", pages("bfloat16", 2), ratio=128),
+        compress("hca-fp8-prefill", pages(FP8, 2), PREFILL, ratio=128),
+        compress("index-bf16-prefill", index_pages("bfloat16"), PREFILL, dim=INDEX_DIM),
+        compress("index-fp8-decode", index_pages(FP8), dim=INDEX_DIM),
         overlap("compressor", HEAD_DIM),
         overlap("indexer", INDEX_DIM),
     ]
 
 
-def batch(shape: LatentShape, q_len: int | None) -> Case:
-    """Decode with ``q_len`` new tokens a sequence, or prefill (None)."""
-    phase = "decode" if q_len else "prefill"
-    return Case(shape, phase, NUM_SEQS, CONTEXT, q_len or PREFILL)
-
-
 def mla(
-    name: str,
-    num_heads: int,
-    q_len: int | None = None,
-    block_size: int = 64,
-    dtype: str = "bfloat16",
-    in_step: bool = True,
-    head_dim_v: int = 512,
-) -> StaticCase:
-    """One ``mla_attention``; q_len as in `batch`."""
-    head_dim = head_dim_v + ROPE_DIM
-    shape = LatentShape(
-        "", "mla", num_heads, head_dim, ROPE_DIM, head_dim_v, rows=block_size, scale=0.1, fp8=False
-    )
-    key_bytes = head_dim * (4 if dtype == "float32" else 2)
-    return problem_case(f"mla-{name}", batch(shape, q_len), dtype, dtype, key_bytes, in_step)
+    name: str, num_heads: int, q_len: int | None = None, block_size: int = 64,
+    head_dim_v: int = 512, **options: Any,
+) -> StaticCase:  # fmt: skip
+    """One ``mla_attention``; q_len and options as in `attention_case`."""
+    sizes = (num_heads, head_dim_v + ROPE_DIM, ROPE_DIM, head_dim_v)
+    shape = LatentShape("", "mla", *sizes, rows=block_size, scale=0.1, fp8=False)
+    return attention_case(f"mla-{name}", shape, q_len, **options)
 
 
 def compressed(
-    name: str,
-    num_heads: int,
-    q_len: int | None = None,
-    pages: str = "bfloat16",
-    topk: int = 512,
-    in_step: bool = True,
-    entry_rows: int | None = None,
-) -> StaticCase:
+    name: str, num_heads: int, q_len: int | None = None, pages: str = "bfloat16", topk: int = 512,
+    in_step: bool = True, rows: int | None = None,
+) -> StaticCase:  # fmt: skip
     """One ``compressed_attention``.
 
     Args:
         name: name of the case, with "csa" (top-k entries) or "hca" (all).
-        num_heads: query heads.
-        q_len: as in `batch`.
         pages: dtype of the pages.
-        topk: entries of a token.
-        in_step: True to hand over the step's own rows.
-        entry_rows: rows of a page of entries; None: 64 of csa, 2 of hca.
+        rows: rows of a page of entries; None: 64 of csa, 2 of hca.
     """
-    op = "csa" if "csa" in name else "hca"
-    shape = LatentShape(
-        "", op, num_heads, ratio=4 if op == "csa" else 128, topk=topk if op == "csa" else 0,
-        rows=entry_rows or (64 if op == "csa" else 2), fp8=pages == FP8,
-    )  # fmt: skip
+    kind: dict[str, Any] = {"op": "hca", "ratio": 128, "rows": rows or 2}
+    if "csa" in name:
+        kind = {"op": "csa", "ratio": 4, "rows": rows or 64, "topk": topk}
+    shape = LatentShape("", num_heads=num_heads, fp8=pages == FP8, **kind)
+    options = {} if in_step else {"cos_sin": angles()}
     dtype = "float32" if pages == "float32" else "bfloat16"
-    changes = {} if in_step else {"cos_sin": angles()}
-    name, key_bytes = f"compressed-{name}", ROW_BYTES[pages]
-    return problem_case(name, batch(shape, q_len), dtype, pages, key_bytes, in_step, **changes)
+    return attention_case(
+        f"compressed-{name}", shape, q_len, dtype=dtype, label=pages, in_step=in_step, **options
+    )
 
 
 def flash_mla(name: str, num_heads: int, pages: str) -> StaticCase:
     """One ``flash_mla_with_kvcache`` over lists of rows."""
     cache = meta(NUM_PAGES, 64, 1, 584 if pages == FP8 else HEAD_DIM, dtype=pages)
-    return case(
-        f"compressed-decode-{name}",
-        kernels.flash_mla_with_kvcache,
-        meta(NUM_SEQS, 1, num_heads, HEAD_DIM),
-        cache,
-        None,
-        None,
-        HEAD_DIM,
-        is_fp8_kvcache=pages == FP8,
-        indices=ints(NUM_SEQS, 1, WINDOW),
-        topk_length=ints(NUM_SEQS),
-        attn_sink=floats(num_heads),
-        extra_k_cache=cache,
-        extra_indices_in_kvcache=ints(NUM_SEQS, 1, 512),
-        extra_topk_length=ints(NUM_SEQS),
+    q = meta(NUM_SEQS, 1, num_heads, HEAD_DIM)
+    made = case(
+        f"compressed-decode-{name}", kernels.flash_mla_with_kvcache, q, cache, None, None, HEAD_DIM,
+        is_fp8_kvcache=pages == FP8, indices=ints(NUM_SEQS, 1, WINDOW), topk_length=ints(NUM_SEQS),
+        attn_sink=floats(num_heads), extra_k_cache=cache,
+        extra_indices_in_kvcache=ints(NUM_SEQS, 1, 512), extra_topk_length=ints(NUM_SEQS),
         dtype=pages,
-        key_bytes=ROW_BYTES[pages],
-    )
+    )  # fmt: skip
+    return StaticCase(made.name, made.call, pages, 576 if pages == FP8 else 2 * HEAD_DIM)
 
 
 def index(
-    name: str,
-    q_len: int | None,
-    pages: str = "bfloat16",
-    topk: int = 512,
-    max_seq_len: int = 1 << 17,
-    dtype: str = "bfloat16",
-    block_size: int = 64,
-) -> StaticCase:
+    name: str, q_len: int | None, pages: str = "bfloat16", topk: int = 512, rows: int = 64,
+    max_seq_len: int = 1 << 17, dtype: str = "bfloat16",
+) -> StaticCase:  # fmt: skip
     """One ``index_topk``, which scores the keys and selects in one or two launches."""
-    shape = LatentShape(
-        "", "index", INDEX_HEADS, INDEX_DIM, ratio=4, topk=topk, rows=block_size, fp8=pages == FP8
-    )
-    key_bytes, name = INDEX_DIM * ITEM_BYTES.get(pages, 2), f"index-{name}"
-    return problem_case(
-        name, batch(shape, q_len), dtype, dtype, key_bytes, False, max_seq_len=max_seq_len
-    )
+    sizes = {"ratio": 4, "topk": topk, "rows": rows, "fp8": pages == FP8}
+    shape = LatentShape("", "index", INDEX_HEADS, INDEX_DIM, **sizes)
+    return attention_case(f"index-{name}", shape, q_len, dtype=dtype, max_seq_len=max_seq_len)
 
 
-def write(
-    name: str, pages: str, dtype: str = "bfloat16", block_size: int = 64, fused: bool = True
-) -> StaticCase:
-    """One ``write_latent``; fused: with norm and RoPE, and a result."""
-    return case(
-        f"latent-{name}",
-        kernels.write_latent,
-        meta(NUM_ROWS, HEAD_DIM, dtype=dtype),
-        latent_pages(pages, block_size),
-        longs(NUM_ROWS),
-        **(rotation(HEAD_DIM) | {"out": meta(NUM_ROWS, HEAD_DIM, dtype=dtype)} if fused else {}),
-        dtype=dtype,
-    )
-
-
-def rotated_heads(name: str, dim: int, **options: Any) -> StaticCase:
-    """The ``write_latent`` that rotates heads of queries in place."""
-    x = meta(NUM_ROWS * 64, dim)
-    options = rotation(dim) | options
-    return case(f"latent-{name}", kernels.write_latent, x, None, None, out=x, **options)
+def write(name: str, x: Any, pages: Any, dtype: str = "bfloat16", **options: Any) -> StaticCase:
+    """One ``write_latent``; without pages it rotates heads of queries in place."""
+    slots = None if pages is None else longs(NUM_ROWS)
+    arguments = (f"latent-{name}", kernels.write_latent, x, pages, slots)
+    return case(*arguments, **options, dtype=dtype)
 
 
 def compress(
-    name: str,
-    pages: str,
-    q_len: int = 1,
-    ratio: int = 4,
-    block_size: int = 64,
-    dtype: str = "float32",
+    name: str, pages: Any, q_len: int = 1, ratio: int = 4, dtype: str = "float32",
     dim: int = HEAD_DIM,
-) -> StaticCase:
+) -> StaticCase:  # fmt: skip
     """One ``compress``; a window of ratio 4 overlaps the one before."""
     num_tokens, overlapping = NUM_SEQS * q_len, ratio == 4
     channels, ring = dim * (1 + overlapping), ratio * (1 + overlapping)
     # Projected side by side, as a model does.
     kv, gate = meta(num_tokens, 2, channels, dtype=dtype).unbind(1)
     return case(
-        f"compress-{name}",
-        kernels.compress,
-        kv,
-        gate,
-        floats(ratio, channels),
-        floats(NUM_SEQS, ring, 2, channels),
-        ints(NUM_SEQS),
-        ints(NUM_SEQS),
-        ints(NUM_SEQS + 1),
-        ratio=ratio,
-        overlap=overlapping,
-        norm_weight=floats(dim),
-        cos_sin=angles(),
-        pages=(index_pages if dim == INDEX_DIM else latent_pages)(pages, block_size),
-        slot_mapping=longs(num_tokens),
-        max_seqlen_q=q_len,
-    )
+        f"compress-{name}", kernels.compress, kv, gate, floats(ratio, channels),
+        floats(NUM_SEQS, ring, 2, channels), ints(NUM_SEQS), ints(NUM_SEQS), ints(NUM_SEQS + 1),
+        ratio=ratio, overlap=overlapping, norm_weight=floats(dim), cos_sin=angles(), pages=pages,
+        slot_mapping=longs(num_tokens), max_seqlen_q=q_len,
+    )  # fmt: skip
 
 
 def overlap(name: str, width: int) -> StaticCase:
     """One ``copy_overlap`` of a decode step."""
     count = 64
     kv, gate = floats(count, 2, 2 * width).unbind(1)
+    state, pages = floats(count + 1, 8, 2, 2 * width), floats(NUM_PAGES, 4, 2, width)
     return case(
-        f"overlap-{name}",
-        kernels.copy_overlap,
-        kv,
-        gate,
-        floats(4, 2 * width),
-        floats(count + 1, 8, 2, 2 * width),
-        floats(NUM_PAGES, 4, 2, width),
-        from_pages=longs(count),
-        state_index=longs(count),
-        state_rows=longs(count, 4),
-        tokens=longs(count * 4),
-        to_pages=longs(count * 4),
-        dtype="float32",
-    )
+        f"overlap-{name}", kernels.copy_overlap, kv, gate, floats(4, 2 * width), state, pages,
+        from_pages=longs(count), state_index=longs(count), state_rows=longs(count, 4),
+        tokens=longs(count * 4), to_pages=longs(count * 4), dtype="float32",
+    )  # fmt: skip
 
 
 def angles() -> Any:
@@ -272,20 +192,13 @@ def angles() -> Any:
     return floats(1 << 20, ROPE_DIM)
 
 
-def rotation(dim: int) -> dict[str, Any]:
-    """The arguments of ``write_latent`` for a norm and RoPE."""
-    return {"positions": longs(NUM_ROWS), "cos_sin": angles(), "norm_weight": floats(dim)}
-
-
-def latent_pages(dtype: str, block_size: int) -> Any:
+def pages(dtype: str, block_size: int = 64) -> Any:
     """Pages of latent rows."""
     size = (kernels.page_bytes(block_size),) if dtype == FP8 else (block_size, HEAD_DIM)
     return kernels.LatentPages(meta(NUM_PAGES, *size, dtype=dtype), block_size)
 
 
-def index_pages(dtype: str, block_size: int) -> Any:
+def index_pages(dtype: str) -> Any:
     """Pages of the indexer's keys."""
-    size = (block_size, INDEX_DIM)
-    if dtype == FP8:
-        size = (kernels.page_bytes(block_size, INDEX_DIM + 4),)
-    return kernels.IndexPages(meta(NUM_PAGES, *size, dtype=dtype), block_size)
+    size = (kernels.page_bytes(64, INDEX_DIM + 4),) if dtype == FP8 else (64, INDEX_DIM)
+    return kernels.IndexPages(meta(NUM_PAGES, *size, dtype=dtype), 64)

@@ -10,13 +10,11 @@ from . import StaticCase, case, floats, longs, meta
 
 NUM_ROWS, NUM_TOKENS = 256, 64
 STREAMS, TOP_K = 4, 6  # of DeepSeek-V4
+CLAMPED = {"activation": "silu", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}  # gpt-oss
 # hidden_size, width, experts, experts of a token; options of ``expert_mlp``.
 EXPERTS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
     "gemma4": ((2816, 704, 128, 8), {"activation": "gelu_tanh"}),
-    "gpt-oss": (
-        (2880, 2880, 32, 4),
-        {"activation": "silu", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0},
-    ),
+    "gpt-oss": ((2880, 2880, 32, 4), CLAMPED),
     "v4-flash": ((4096, 2048, 256, 6), {"activation": "silu", "limit": 10.0}),
 }
 
@@ -41,10 +39,28 @@ def cases() -> list[StaticCase]:
         rope("fp32", 32, 8, 128, norm=True, norm_v=True, dtype="float32"),
         product("llama", 14336, activation="silu"),
         product("gemma", 10240, activation="gelu_tanh"),
-        product("gpt-oss", 2880, activation="silu", limit=7.0, alpha=1.702, up_offset=1.0),
+        product("gpt-oss", 2880, **CLAMPED),
         product("limit", 2048, activation="silu", limit=10.0),
         product("fp32", 14336, dtype="float32", activation="gelu_tanh"),
-        *expert_cases(),
+        # Each tile shape of experts, with the tokens that lead to it.
+        experts("gemma4-decode", 32),
+        experts("gemma4-middle", 512),
+        experts("gemma4-prefill", 8192),
+        experts("gpt-oss-decode", 32),
+        experts("gpt-oss-middle", 256),
+        experts("gpt-oss-prefill", 8192),
+        experts("gpt-oss-mxfp4-decode", 32, "fp4"),
+        experts("gpt-oss-mxfp4-prefill", 8192, "fp4"),
+        experts("v4-flash-decode", 32),
+        experts("v4-flash-prefill", 8192),
+        experts("v4-flash-fp8-decode", 32, "fp8"),
+        experts("v4-flash-fp8-middle", 1024, "fp8"),
+        experts("v4-flash-fp8-prefill", 8192, "fp8"),
+        experts("v4-flash-fp4-decode", 32, "fp4"),
+        experts("v4-flash-fp4-middle", 1024, "fp4"),
+        experts("v4-flash-fp4-prefill", 8192, "fp4"),
+        experts("gemma4-fp32-decode", 32, dtype="float32"),
+        experts("gemma4-fp32-prefill", 8192, dtype="float32"),
         collapse("flash-decode", 4096, 32),
         collapse("flash-prefill", 4096, 8192),
         collapse("pro-decode", 7168, 32),
@@ -63,60 +79,32 @@ def cases() -> list[StaticCase]:
 
 
 def norm(
-    name: str,
-    size: int,
-    *,
-    dtype: str = "bfloat16",
-    out: str | None = None,
-    weight: bool = True,
-    residual: bool = False,
-    post: bool = False,
-    scalar: bool = False,
-    offset: float = 0.0,
-) -> StaticCase:
+    name: str, size: int, *, dtype: str = "bfloat16", out: str = "", weight: bool = True,
+    residual: bool = False, post: bool = False, scalar: bool = False, offset: float = 0.0,
+) -> StaticCase:  # fmt: skip
     """One ``residual_norm``; out: dtype of the result, default ``dtype``."""
     rows, scale = meta(NUM_ROWS, size, dtype=dtype), meta(size, dtype=dtype)
     return case(
-        f"residual-norm-{name}",
-        kernels.residual_norm,
-        rows,
-        scale if weight else None,
-        eps=1e-6,
-        offset=offset,
-        residual=rows if residual else None,
-        post_weight=scale if post else None,
+        f"residual-norm-{name}", kernels.residual_norm, rows, scale if weight else None, eps=1e-6,
+        offset=offset, residual=rows if residual else None, post_weight=scale if post else None,
         scalar=meta(1, dtype=dtype) if scalar else None,
-        out=meta(NUM_ROWS, size, dtype=out or dtype) if weight else None,
-        dtype=dtype,
-    )
+        out=meta(NUM_ROWS, size, dtype=out or dtype) if weight else None, dtype=dtype,
+    )  # fmt: skip
 
 
 def rope(
-    name: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    *,
-    dtype: str = "bfloat16",
-    norm: bool = False,
-    has_v: bool = True,
-    **options: Any,
-) -> StaticCase:
+    name: str, num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: str = "bfloat16",
+    norm: bool = False, has_v: bool = True, **options: Any,
+) -> StaticCase:  # fmt: skip
     """One ``norm_rope``."""
     weight = meta(head_dim, dtype=dtype) if norm else None
-    heads = num_heads + num_kv_heads * (1 + has_v)
+    x = meta(NUM_ROWS, num_heads + num_kv_heads * (1 + has_v), head_dim, dtype=dtype)
+    cos, sin = floats(2, NUM_ROWS, head_dim // 2).unbind(0)
     return case(
-        f"norm-rope-{name}",
-        kernels.norm_rope,
-        meta(NUM_ROWS, heads, head_dim, dtype=dtype),
-        *floats(2, NUM_ROWS, head_dim // 2).unbind(0),
-        num_kv_heads=num_kv_heads,
-        has_v=has_v,
-        q_weight=weight,
-        k_weight=weight if num_kv_heads else None,
-        **options,
+        f"norm-rope-{name}", kernels.norm_rope, x, cos, sin, num_kv_heads=num_kv_heads,
+        has_v=has_v, q_weight=weight, k_weight=weight if num_kv_heads else None, **options,
         dtype=dtype,
-    )
+    )  # fmt: skip
 
 
 def product(name: str, width: int, dtype: str = "bfloat16", **options: Any) -> StaticCase:
@@ -126,34 +114,9 @@ def product(name: str, width: int, dtype: str = "bfloat16", **options: Any) -> S
     return case(f"gated-product-{name}", kernels.gated_product, *parts, **options, dtype=dtype)
 
 
-def expert_cases() -> list[StaticCase]:
-    """Each tile shape, with the tokens that lead to it."""
-    return [
-        experts("gemma4-decode", "gemma4", 32),
-        experts("gemma4-middle", "gemma4", 512),
-        experts("gemma4-prefill", "gemma4", 8192),
-        experts("gpt-oss-decode", "gpt-oss", 32),
-        experts("gpt-oss-middle", "gpt-oss", 256),
-        experts("gpt-oss-prefill", "gpt-oss", 8192),
-        experts("gpt-oss-mxfp4-decode", "gpt-oss", 32, form="fp4"),
-        experts("gpt-oss-mxfp4-prefill", "gpt-oss", 8192, form="fp4"),
-        experts("v4-flash-decode", "v4-flash", 32),
-        experts("v4-flash-prefill", "v4-flash", 8192),
-        experts("v4-flash-fp8-decode", "v4-flash", 32, form="fp8"),
-        experts("v4-flash-fp8-middle", "v4-flash", 1024, form="fp8"),
-        experts("v4-flash-fp8-prefill", "v4-flash", 8192, form="fp8"),
-        experts("v4-flash-fp4-decode", "v4-flash", 32, form="fp4"),
-        experts("v4-flash-fp4-middle", "v4-flash", 1024, form="fp4"),
-        experts("v4-flash-fp4-prefill", "v4-flash", 8192, form="fp4"),
-        experts("gemma4-fp32-decode", "gemma4", 32, dtype="float32"),
-        experts("gemma4-fp32-prefill", "gemma4", 8192, dtype="float32"),
-    ]
-
-
-def experts(
-    name: str, model: str, num_tokens: int, form: str = "plain", dtype: str = "bfloat16"
-) -> StaticCase:
-    """One ``expert_mlp``; form: of the weights, "plain", "fp8" or "fp4"."""
+def experts(name: str, num_tokens: int, form: str = "plain", dtype: str = "bfloat16") -> StaticCase:
+    """One ``expert_mlp`` of a model; form: of the weights, "plain", "fp8" or "fp4"."""
+    [model] = [model for model in EXPERTS if name.startswith(model)]
     (hidden, width, num_experts, top_k), options = EXPERTS[model]
     gate_up, gate_up_scale = matrices((num_experts, 2, width, hidden), form, dtype)
     down, down_scale = matrices((num_experts, hidden, width), form, dtype)
@@ -161,22 +124,14 @@ def experts(
         if form == "plain":  # transposed, gate and up in turns
             gate_up = meta(num_experts, hidden, width, 2, dtype=dtype).permute(0, 3, 2, 1)
             down = meta(num_experts, width, hidden, dtype=dtype).transpose(1, 2)
-        options = options | {
-            "gate_up_bias": meta(num_experts, width, 2, dtype=dtype).transpose(1, 2),
-            "down_bias": meta(num_experts, hidden, dtype=dtype),
-        }
+        gate_up_bias = meta(num_experts, width, 2, dtype=dtype).transpose(1, 2)
+        down_bias = meta(num_experts, hidden, dtype=dtype)
+        options = options | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    x, chosen = meta(num_tokens, hidden, dtype=dtype), longs(num_tokens, top_k)
     return case(
-        f"experts-{name}",
-        kernels.expert_mlp,
-        meta(num_tokens, hidden, dtype=dtype),
-        longs(num_tokens, top_k),
-        gate_up,
-        down,
-        gate_up_scale=gate_up_scale,
-        down_scale=down_scale,
-        **options,
-        dtype=dtype,
-    )
+        f"experts-{name}", kernels.expert_mlp, x, chosen, gate_up, down,
+        gate_up_scale=gate_up_scale, down_scale=down_scale, **options, dtype=dtype,
+    )  # fmt: skip
 
 
 def matrices(shape: tuple[int, ...], form: str, dtype: str) -> tuple[Any, Any]:
@@ -196,31 +151,21 @@ def collapse(
 ) -> StaticCase:
     """One ``collapse_streams``; head: the one before the model's head."""
     rows = STREAMS if head else (2 + STREAMS) * STREAMS
-    return case(
-        f"collapse-{name}",
-        kernels.collapse_streams,
-        meta(num_tokens, STREAMS, hidden, dtype=dtype),
-        floats(rows, STREAMS * hidden),
-        floats(rows),
-        floats(1 if head else 3),
-        norm_weight=floats(hidden),
-        dtype=dtype,
-    )
+    streams = meta(num_tokens, STREAMS, hidden, dtype=dtype)
+    weights = floats(rows, STREAMS * hidden), floats(rows), floats(1 if head else 3)
+    norm = floats(hidden)
+    operator = kernels.collapse_streams
+    return case(f"collapse-{name}", operator, streams, *weights, norm_weight=norm, dtype=dtype)
 
 
 def expand(name: str, hidden: int, num_tokens: int, dtype: str = "bfloat16") -> StaticCase:
     """One ``expand_streams`` with the rows of experts."""
     return case(
-        f"expand-{name}",
-        kernels.expand_streams,
-        meta(num_tokens, STREAMS, hidden, dtype=dtype),
-        meta(num_tokens, hidden, dtype=dtype),
-        floats(num_tokens, STREAMS),
-        floats(num_tokens, STREAMS, STREAMS),
-        rows=meta(num_tokens * TOP_K, hidden, dtype=dtype),
-        weights=floats(num_tokens, TOP_K),
-        dtype=dtype,
-    )
+        f"expand-{name}", kernels.expand_streams, meta(num_tokens, STREAMS, hidden, dtype=dtype),
+        meta(num_tokens, hidden, dtype=dtype), floats(num_tokens, STREAMS),
+        floats(num_tokens, STREAMS, STREAMS), rows=meta(num_tokens * TOP_K, hidden, dtype=dtype),
+        weights=floats(num_tokens, TOP_K), dtype=dtype,
+    )  # fmt: skip
 
 
 def routing_cases() -> list[StaticCase]:
@@ -255,11 +200,8 @@ def sampling_cases() -> list[StaticCase]:
         logits = meta(NUM_TOKENS, vocabulary, dtype=dtype)
         return case(f"sample-{name}", kernels.sample_tokens, logits, **rows, dtype=dtype)
 
-    kinds = {
-        "temperature": "float32", "top_k": "int32", "top_p": "float32", "min_p": "float32",
-        "u": "float64",
-    }  # fmt: skip
-    draw = {name: meta(NUM_TOKENS, dtype=kind) for name, kind in kinds.items()}
+    draw = {name: floats(NUM_TOKENS) for name in ("temperature", "top_p", "min_p")}
+    draw |= {"top_k": meta(NUM_TOKENS, dtype="int32"), "u": meta(NUM_TOKENS, dtype="float64")}
     return [
         sample("greedy", 128256),
         sample("draw", 262144, **draw),
@@ -272,8 +214,8 @@ def page_cases() -> list[StaticCase]:
     """``gather_pages`` and ``scatter_pages`` of K/V pages."""
     pool = kernels.PoolPages([meta(512, 65536, dtype="uint8") for _ in range(10)])
     buffer, ids = meta(NUM_TOKENS, pool.num_bytes, dtype="uint8"), longs(NUM_TOKENS)
-    operators = {"gather-pages": kernels.gather_pages, "scatter-pages": kernels.scatter_pages}
+    arguments = (pool, ids, buffer, ids)
     return [
-        case(name, operator, pool, ids, buffer, ids, dtype="uint8")
-        for name, operator in operators.items()
+        case("gather-pages", kernels.gather_pages, *arguments, dtype="uint8"),
+        case("scatter-pages", kernels.scatter_pages, *arguments, dtype="uint8"),
     ]
