@@ -19,14 +19,15 @@ from .problem import (
     LOGIT_STD,
     Expected,
     Problem,
+    attend,
+    batch_arguments,
     budgeted,
     checked_rows,
-    lengths,
     num_copies,
     num_sms,
     random_generator,
 )
-from .shapes import Case, Shape
+from .shapes import Case
 
 E4M3 = torch.float8_e4m3fn
 
@@ -35,33 +36,31 @@ def make_attention(
     case: Case, device: torch.device, dtype: torch.dtype, copies: int | None, seed: int
 ) -> Problem:
     """Random tensors for a case; arguments as in `bench.cases.make.make_problem`."""
-    shape = case.shape
-    assert isinstance(shape, Shape)
-    copies = num_copies(device, case.cache_bytes, copies)
-    generator = random_generator(device, seed)
+    shape, generator = case.shape, random_generator(device, seed)
 
     def normal(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
 
     table, num_pages = _table(case, seed)
-    seq_lens, cu_seqlens_q = lengths(case, device)
     shared: dict[str, Any] = {
+        **batch_arguments(case, device),
         "block_table": table.to(device),
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max(case.q_lens),
-        "max_seq_len": case.context,
         "num_decodes": case.num_decodes,
         "softmax_scale": shape.softmax_scale,
         "sinks": normal(shape.num_heads).float() if shape.sinks else None,
-        "workspace": _workspace(case, shape, device),
+        "workspace": None,
     }
+    if device.type == "cuda" and case.num_decodes:
+        sizes = {name: getattr(shape, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+        sizes |= {"num_decodes": case.num_decodes, "max_seqlen_q": case.q_lens[0]}
+        numel = workspace_numel(**sizes, num_sms=num_sms(device))
+        shared["workspace"] = torch.empty(numel, device=device)
     operator = paged_attention
     if shape.sliding_window is not None:
         operator, shared["sliding_window"] = sliding_window_attention, shape.sliding_window
-    pages = (num_pages, 2, case.shape.block_size, shape.num_kv_heads, shape.head_dim)
+    pages = (num_pages, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
     each: list[dict[str, Any]] = []
-    for _ in range(copies):
+    for _ in range(num_copies(device, case.cache_bytes, copies)):
         q = normal(case.num_tokens, shape.num_heads, shape.head_dim)
         q.mul_(LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5))
         if shape.fp8:
@@ -78,7 +77,7 @@ def make_attention(
     lse = torch.empty(shape.num_heads, case.num_tokens, device=device)
     results = {"out": torch.empty_like(each[0]["q"]), "lse": lse}
     problem = Problem(case, operator, shared, each, results, in_step=[])
-    for copy in range(copies):
+    for copy in range(len(each)):
         new = [gathered(problem, s, copy, case.context - n) for s, n in enumerate(case.q_lens)]
         k, v = (torch.cat(rows).to(dtype) for rows in zip(*new, strict=True))
         problem.in_step.append({"k": k, "v": v})
@@ -113,13 +112,13 @@ def lowest_visible(case: Case, seq: int) -> int:
 
 def expect_attention(problem: Problem) -> Expected:
     """The float64 result of a sample of rows, and the budgets of the queries' dtype."""
-    sample, results = checked_rows(problem.case), []
-    dtype, device = problem.results["out"].dtype, problem.results["out"].device
-    for seq in dict.fromkeys(seq for seq, _, _ in sample):
-        rows = [row for s, row, _ in sample if s == seq]
+    case, dtype = problem.case, problem.results["out"].dtype
+    tokens, results = [], []
+    for seq, rows in checked_rows(case).items():
+        tokens += [sum(case.q_lens[:seq]) + row for row in rows]
         with bounding(weights=dtype):
             results.append(attention_rows(problem, seq, rows))
-    return budgeted(torch.tensor([token for *_, token in sample], device=device), results, dtype)
+    return budgeted(tokens, results, dtype)
 
 
 def attention_rows(problem: Problem, seq: int, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -140,31 +139,15 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int]) -> tuple[Ten
     hidden = distance < 0
     if shape.sliding_window is not None:
         hidden |= distance >= shape.sliding_window
-    group = shape.num_heads // shape.num_kv_heads
     out = torch.empty(queries.shape, dtype=torch.float64, device=keys.device)
     lse = torch.empty(queries.shape[:2], dtype=torch.float64, device=keys.device)
     for head in range(shape.num_heads):
-        key, value = keys[:, head // group].double(), values[:, head // group].double()
-        logits = (queries[:, head] @ key.T * shape.softmax_scale).masked_fill(hidden, -torch.inf)
-        lse[:, head] = torch.logsumexp(logits, 1)
-        if sinks is not None:
-            logits = torch.cat([logits, sinks[head].double().expand(len(rows), 1)], 1)
-        out[:, head] = torch.softmax(logits, 1)[:, : len(key)] @ value
+        kv_head = head * shape.num_kv_heads // shape.num_heads
+        key, value = keys[:, kv_head].double(), values[:, kv_head].double()
+        logits = queries[:, head] @ key.T * shape.softmax_scale
+        sink = None if sinks is None else sinks[head].expand(len(rows))
+        out[:, head], lse[:, head] = attend(logits, value, sink, hidden)
     return out, lse
-
-
-def _workspace(case: Case, shape: Shape, device: torch.device) -> Tensor | None:
-    if device.type != "cuda" or not case.num_decodes:
-        return None
-    numel = workspace_numel(
-        num_decodes=case.num_decodes,
-        max_seqlen_q=max(case.q_lens[: case.num_decodes]),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        num_sms=num_sms(device),
-    )
-    return torch.empty(numel, device=device)
 
 
 def _table(case: Case, seed: int) -> tuple[Tensor, int]:

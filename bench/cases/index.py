@@ -15,8 +15,8 @@ from quire.kernels import index_topk, index_topk_workspace_numel
 
 from ..common.bounds import Bounded, bounding
 from .latent import make_pages, shuffled_table, slots
-from .problem import Problem, checked_rows, lengths, num_copies, random_generator
-from .shapes import Case, LatentShape
+from .problem import Problem, batch_arguments, checked_rows, num_copies, random_generator
+from .shapes import Case
 from .work import case_bytes
 
 
@@ -24,22 +24,16 @@ def make_index(
     case: Case, device: torch.device, dtype: torch.dtype, copies: int | None, seed: int
 ) -> Problem:
     """Random tensors for "index"; arguments as in `bench.cases.make.make_problem`."""
-    shape = case.shape
-    assert isinstance(shape, LatentShape)
-    generator = random_generator(device, seed)
-    seq_lens, cu_seqlens_q = lengths(case, device)
-    table = shuffled_table(
-        case.batch, -(-shape.entries(case.context) // shape.rows), generator, device
-    )
+    shape, generator = case.shape, random_generator(device, seed)
+    width = -(-shape.entries(case.context) // shape.rows)
+    table = shuffled_table(case.batch, width, generator, device)
     weights = torch.randn(case.num_tokens, shape.num_heads, generator=generator, device=device)
     sizes = {"topk": shape.topk, "compress_ratio": shape.ratio, "max_seq_len": case.context}
     numel = index_topk_workspace_numel(num_tokens=case.num_tokens, **sizes)
     shared = {
+        **batch_arguments(case, device),
         "weights": weights * (shape.num_heads * shape.head_dim) ** -0.5,
         "block_table": table,
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": case.q_lens[0],
         "workspace": torch.empty(numel, device=device),
         **sizes,
     }
@@ -89,11 +83,10 @@ class ExpectedTopk:
                 return f"topk_indices: token {token} has one twice"
             if count < len(scores):
                 least, most = scores.value - scores.error, scores.value + scores.error
-                gap = (least[~taken].max() - most[taken].min()).item()
+                gap = float(least[~taken].max() - most[taken].min())
                 if gap > 0:
-                    return (
-                        f"topk_indices: one left out scores {gap:.3g} more than the budget allows"
-                    )
+                    excess = f"{gap:.3g} more than the budget allows"
+                    return f"topk_indices: one left out scores {excess}"
         return None
 
 
@@ -101,13 +94,13 @@ def expect_topk(problem: Problem) -> ExpectedTopk:
     """The float64 scores of a sample of tokens of the first copy."""
     case, shape, tensors = problem.case, problem.case.shape, problem.each[0]
     tokens, scores = [], []
-    for seq, row, token in checked_rows(case):
+    for seq, row in ((seq, row) for seq, rows in checked_rows(case).items() for row in rows):
+        token = seq * case.q_lens[0] + row
         visible = (case.context - case.q_lens[0] + row + 1) // shape.ratio
         entry = torch.arange(visible, device=tensors["q"].device)
-        table = problem.shared["block_table"][seq]
-        keys = tensors["pages"].read(slots(table, shape.rows, entry))
-        tokens.append(token)
+        keys = tensors["pages"].read(slots(problem.shared["block_table"][seq], shape.rows, entry))
         with bounding():
             products = torch.relu(keys.double() @ tensors["q"][token].double().T)
             scores.append(products @ problem.shared["weights"][token].double())
+        tokens.append(token)
     return ExpectedTopk(tokens, scores, shape.topk)

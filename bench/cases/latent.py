@@ -27,9 +27,10 @@ from .problem import (
     LOGIT_STD,
     Expected,
     Problem,
+    attend,
+    batch_arguments,
     budgeted,
     checked_rows,
-    lengths,
     num_copies,
     num_sms,
     random_generator,
@@ -44,43 +45,33 @@ def make_latent_attention(
     case: Case, device: torch.device, dtype: torch.dtype, copies: int | None, seed: int
 ) -> Problem:
     """Random tensors for a case; arguments as in `bench.cases.make.make_problem`."""
-    shape = case.shape
-    assert isinstance(shape, LatentShape)
-    generator = random_generator(device, seed)
+    shape, generator, q_len = case.shape, random_generator(device, seed), case.q_lens[0]
     pools = num_copies(device, case.cache_bytes, copies) if case.cache_bytes else 0
-    copies = num_copies(device, case_bytes(case), copies)
-    seq_lens, cu_seqlens_q = lengths(case, device)
-    shared: dict[str, Any] = {
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": case.q_lens[0],
-        "max_seq_len": case.context,
-        "num_decodes": case.num_decodes,
-        "softmax_scale": shape.softmax_scale,
-        "workspace": _workspace(case, shape, device),
-    }
     size = (case.num_tokens, shape.num_heads, shape.head_dim)
     std = LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5)
     each: list[dict[str, Any]] = []
-    for _ in range(copies):
+    for _ in range(num_copies(device, case_bytes(case), copies)):
         q = torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
         each.append({"q": q.mul_(std)})
     results = {
         "out": torch.empty(*size[:2], shape.head_dim_v, dtype=dtype, device=device),
         "lse": torch.empty(shape.num_heads, case.num_tokens, device=device),
     }
-    table = shuffled_table(
-        case.batch, -(-shape.entries(case.context) // shape.rows), generator, device
-    )
+    shared: dict[str, Any] = {
+        **batch_arguments(case, device),
+        "num_decodes": case.num_decodes,
+        "softmax_scale": shape.softmax_scale,
+        "workspace": _workspace(case, device),
+    }
+    width = -(-shape.entries(case.context) // shape.rows)
+    table = shuffled_table(case.batch, width, generator, device)
     entries = [make_pages(table, shape, shape.rows, dtype, generator) for _ in range(pools)]
+    operator = mla_attention if shape.op == "mla" else compressed_attention
     if shape.op == "mla":
         shared |= {"block_table": table, "head_dim_v": shape.head_dim_v}
-        for copy, tensors in enumerate(each):
-            tensors["pages"] = entries[copy % pools]
-        problem = Problem(case, mla_attention, shared, each, results, in_step=[])
     else:
         # Room for the rows that the first new token sees, the new ones, and a page at both ends.
-        width = -(-(shape.sliding_window - 1 + case.q_lens[0]) // shape.window_rows) + 1
+        width = -(-(shape.sliding_window - 1 + q_len) // shape.window_rows) + 1
         shared |= {
             "window_table": shuffled_table(case.batch, width, generator, device),
             "sliding_window": shape.sliding_window,
@@ -88,35 +79,27 @@ def make_latent_attention(
         }
         if pools:
             shared |= {"compressed_table": table, "compress_ratio": shape.ratio}
-        visible = (positions(case, device) + 1) // shape.ratio
+    visible = (positions(case, device) + 1) // shape.ratio
+    if shape.op == "csa":
+        shared["topk_lens"] = visible.clamp(max=shape.topk).int()
+    for copy, tensors in enumerate(each):
+        if shape.op != "mla":
+            window = (shared["window_table"], shape, shape.window_rows)
+            tensors["window_pages"] = make_pages(*window, dtype, generator)
+        if pools:
+            name = "pages" if shape.op == "mla" else "compressed_pages"
+            tensors[name] = entries[copy % pools]
         if shape.op == "csa":
-            shared["topk_lens"] = visible.clamp(max=shape.topk).int()
-        for copy, tensors in enumerate(each):
-            tensors["window_pages"] = make_pages(
-                shared["window_table"], shape, shape.window_rows, dtype, generator
-            )
-            if pools:
-                tensors["compressed_pages"] = entries[copy % pools]
-            if shape.op == "csa":
-                tensors["topk_indices"] = _spread_topk(visible, shape.topk, generator)
-        problem = Problem(case, compressed_attention, shared, each, results, in_step=[])
-    for copy in range(copies):
-        problem.in_step.append(_in_step(problem, copy))
+            tensors["topk_indices"] = _spread_topk(visible, shape.topk, generator)
+    problem = Problem(case, operator, shared, each, results, in_step=[])
+    # The step's own rows, and V4's fused inverse RoPE with angles of 0, which changes nothing.
+    new = torch.arange(case.context - q_len, case.context, device=device)
+    zero = torch.zeros(case.context, shape.rope_dim // 2, device=device)
+    rope = {} if shape.op == "mla" else {"cos_sin": torch.cat([zero.cos(), zero], 1)}
+    for copy in range(len(each)):
+        rows = [raw_rows(problem, copy, seq, new) for seq in range(case.batch)]
+        problem.in_step.append({"kv": torch.cat(rows).to(dtype), **rope})
     return problem
-
-
-def _in_step(problem: Problem, copy: int) -> dict[str, Tensor]:
-    """The step's own rows, and V4's fused inverse RoPE with angles of 0, which changes nothing."""
-    case, shape = problem.case, problem.case.shape
-    new = torch.arange(
-        case.context - case.q_lens[0], case.context, device=problem.each[0]["q"].device
-    )
-    rows = [raw_rows(problem, copy, seq, new) for seq in range(case.batch)]
-    found = {"kv": torch.cat(rows).to(problem.results["out"].dtype)}
-    if shape.op != "mla":
-        zero = torch.zeros(case.context, shape.rope_dim // 2, device=new.device)
-        found["cos_sin"] = torch.cat([zero.cos(), zero], 1)
-    return found
 
 
 def make_pages(
@@ -163,9 +146,8 @@ def slots(table: Tensor, rows: int, index: Tensor) -> Tensor:
 
 def positions(case: Case, device: torch.device) -> Tensor:
     """[num_tokens] int64: the position of every new token."""
-    return torch.arange(case.context - case.q_lens[0], case.context, device=device).repeat(
-        case.batch
-    )
+    new = torch.arange(case.context - case.q_lens[0], case.context, device=device)
+    return new.repeat(case.batch)
 
 
 def raw_rows(problem: Problem, copy: int, seq: int, position: Tensor) -> Tensor:
@@ -181,12 +163,28 @@ def raw_rows(problem: Problem, copy: int, seq: int, position: Tensor) -> Tensor:
 def expect_latent_attention(problem: Problem) -> Expected:
     """The float64 result of a sample of rows of the first copy, and the budgets of bf16."""
     tokens, results = [], []
-    for seq, row, token in checked_rows(problem.case):
-        tokens.append(token)
-        with bounding(weights=torch.bfloat16):
-            results.append(attend(problem, token, visible_rows(problem, seq, row)))
-    rows = torch.tensor(tokens, device=problem.results["out"].device)
-    return budgeted(rows, results, torch.bfloat16)
+    for seq, rows in checked_rows(problem.case).items():
+        for row in rows:
+            tokens.append(seq * problem.case.q_lens[0] + row)
+            with bounding(weights=torch.bfloat16):
+                results.append(latent_row(problem, seq, row))
+    return budgeted(tokens, results, torch.bfloat16)
+
+
+def latent_row(problem: Problem, seq: int, row: int) -> tuple[Tensor, Tensor]:
+    """Attention in float64 of one new token of a sequence of the first copy.
+
+    Returns:
+        out [1, num_heads, head_dim_v] and lse [1, num_heads].
+
+    Source: as ``quire.kernels.compressed_attention``; a test compares it with an oracle of loops.
+    """
+    shape, sinks = problem.case.shape, problem.shared.get("sinks")
+    keys = visible_rows(problem, seq, row).double()
+    q = problem.each[0]["q"][seq * problem.case.q_lens[0] + row].double()
+    logits = q @ keys.T * shape.softmax_scale
+    out, lse = attend(logits, keys[:, : shape.head_dim_v], sinks)
+    return out[None], lse[None]
 
 
 def visible_rows(problem: Problem, seq: int, row: int) -> Tensor:
@@ -194,11 +192,9 @@ def visible_rows(problem: Problem, seq: int, row: int) -> Tensor:
     case, shape, tensors = problem.case, problem.case.shape, problem.each[0]
     position = case.context - case.q_lens[0] + row
     device = tensors["q"].device
-    if shape.op == "mla":
-        return raw_rows(problem, 0, seq, torch.arange(position + 1, device=device))
-    lowest = max(0, position - shape.sliding_window + 1)
+    lowest = 0 if shape.op == "mla" else max(0, position - shape.sliding_window + 1)
     found = raw_rows(problem, 0, seq, torch.arange(lowest, position + 1, device=device))
-    if shape.op == "window":
+    if shape.op in ("mla", "window"):
         return found
     entry = torch.arange((position + 1) // shape.ratio, device=device)
     if shape.op == "csa":
@@ -208,39 +204,18 @@ def visible_rows(problem: Problem, seq: int, row: int) -> Tensor:
     return torch.cat([found, tensors["compressed_pages"].read(slots(table, shape.rows, entry))])
 
 
-def attend(problem: Problem, token: int, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention in float64 of one token of the first copy to ``keys`` [n, head_dim].
-
-    Returns:
-        out [1, num_heads, head_dim_v] and lse [1, num_heads].
-
-    Source: as ``quire.kernels.compressed_attention``; a test compares it with an oracle of loops.
-    """
-    shape, sinks, keys = problem.case.shape, problem.shared.get("sinks"), keys.double()
-    logits = problem.each[0]["q"][token].double() @ keys.T * shape.softmax_scale
-    lse = torch.logsumexp(logits, 1)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.double()[:, None]], 1)
-    out = torch.softmax(logits, 1)[:, : len(keys)] @ keys[:, : shape.head_dim_v]
-    return out[None], lse[None]
-
-
-def _workspace(case: Case, shape: LatentShape, device: torch.device) -> Tensor | None:
+def _workspace(case: Case, device: torch.device) -> Tensor | None:
+    shape = case.shape
     if device.type != "cuda" or not case.num_decodes:
         return None
-    if shape.op == "mla":
-        numel = workspace_numel(
-            num_decodes=case.num_decodes,
-            max_seqlen_q=max(case.q_lens[: case.num_decodes]),
-            num_heads=shape.num_heads,
-            num_kv_heads=1,
-            head_dim=shape.head_dim_v,
-            num_sms=num_sms(device),
-        )
-    else:
-        numel = compressed_attention_workspace_numel(
-            head_dim=shape.head_dim, num_sms=num_sms(device)
-        )
+    if shape.op != "mla":
+        count = num_sms(device)
+        numel = compressed_attention_workspace_numel(head_dim=shape.head_dim, num_sms=count)
+        return torch.empty(numel, device=device)
+    numel = workspace_numel(
+        num_decodes=case.num_decodes, max_seqlen_q=case.q_lens[0], num_heads=shape.num_heads,
+        num_kv_heads=1, head_dim=shape.head_dim_v, num_sms=num_sms(device),
+    )  # fmt: skip
     return torch.empty(numel, device=device)
 
 

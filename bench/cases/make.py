@@ -10,7 +10,7 @@ from .attention import expect_attention, make_attention
 from .index import expect_topk, make_index
 from .latent import expect_latent_attention, make_latent_attention
 from .problem import Problem
-from .shapes import Case, Shape
+from .shapes import Case, LatentShape
 
 
 def make_problem(
@@ -21,24 +21,21 @@ def make_problem(
     copies: int | None = None,
     seed: int = 0,
 ) -> Problem:
-    """Random tensors for a case.
+    """Random tensors for a case; on the device "meta" they have no values.
 
     Args:
-        case: shape and batch.
-        device: device of the tensors; on "meta" they have no values.
         dtype: dtype of queries and plain pages.
         copies: calls that read different tensors; default: enough to exceed the L2 cache.
-        seed: seed of the random numbers.
     """
-    if isinstance(case.shape, Shape):
-        return make_attention(case, device, dtype, copies, seed)
-    make = make_index if case.shape.op == "index" else make_latent_attention
+    make = make_attention
+    if isinstance(case.shape, LatentShape):
+        make = make_index if case.shape.op == "index" else make_latent_attention
     return make(case, device, dtype, copies, seed)
 
 
 def expect(problem: Problem) -> Any:
     """The expected result: an object with ``wrong(*result of a call)``, a message or None."""
-    shape = problem.case.shape
-    if isinstance(shape, Shape):
+    if not isinstance(problem.case.shape, LatentShape):
         return expect_attention(problem)
-    return (expect_topk if shape.op == "index" else expect_latent_attention)(problem)
+    is_index = problem.case.shape.op == "index"
+    return expect_topk(problem) if is_index else expect_latent_attention(problem)

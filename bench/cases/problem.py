@@ -84,18 +84,36 @@ class Expected:
         return None
 
 
-def budgeted(rows: Tensor, results: list[tuple[Bounded, Bounded]], dtype: torch.dtype) -> Expected:
+def budgeted(
+    tokens: list[int], results: list[tuple[Bounded, Bounded]], dtype: torch.dtype
+) -> Expected:
     """Expected rows with the budgets of a dtype.
 
     Args:
-        rows: [n] indices of tokens.
-        results: parts of (out [m, num_heads, *], lse [m, num_heads]) of these rows, float64 with
-            bounds.
-        dtype: of the result.
+        tokens: [n] indices of tokens.
+        results: parts of (out [m, num_heads, *], lse [m, num_heads]) of these, float64 with bounds.
+        dtype: dtype of the result.
     """
     exact, lse = (torch.cat(part) for part in zip(*results, strict=True))
-    budgets = allowed(exact, dtype), allowed(lse, torch.float32)
-    return Expected(rows, exact.value, lse.value, *budgets)
+    rows, budgets = torch.tensor(tokens, device=exact.device), allowed(exact, dtype)
+    return Expected(rows, exact.value, lse.value, budgets, allowed(lse, torch.float32))
+
+
+def attend(
+    logits: Tensor, values: Tensor, sinks: Tensor | None, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax in float64 of logits [n, keys] and its product with values [keys, dim]; and the lse.
+
+    Args:
+        sinks: [n] fp32 logits that join the denominator only.
+        hidden: [n, keys] True where a key is not seen.
+    """
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, -torch.inf)
+    lse = torch.logsumexp(logits, 1)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[:, None]], 1)
+    return torch.softmax(logits, 1)[:, : len(values)] @ values, lse
 
 
 def random_generator(device: torch.device, seed: int) -> torch.Generator:
@@ -104,13 +122,7 @@ def random_generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def num_copies(device: torch.device, size: float, asked: int | None = None) -> int:
-    """Copies of ``size`` bytes that exceed the L2 cache ``L2_MULTIPLE`` times; 1 on a CPU.
-
-    Args:
-        device: of the tensors.
-        size: bytes.
-        asked: this many instead.
-    """
+    """``asked`` copies, or those of ``size`` bytes that exceed the L2 cache; 1 on a CPU."""
     if asked is not None or device.type != "cuda":
         return asked or 1
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -122,20 +134,19 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def lengths(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """seq_lens [batch] and cu_seqlens_q [batch + 1], int32."""
-    seq_lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
-    q_lens = torch.tensor([0, *case.q_lens], device=device)
-    return seq_lens, q_lens.cumsum(0).int()
+def batch_arguments(case: Case, device: torch.device) -> dict[str, Any]:
+    """The arguments that all operators have: lengths of the batch."""
+    return {
+        "seq_lens": torch.full((case.batch,), case.context, dtype=torch.int32, device=device),
+        "cu_seqlens_q": torch.tensor([0, *case.q_lens], device=device).cumsum(0).int(),
+        "max_seqlen_q": max(case.q_lens),
+        "max_seq_len": case.context,
+    }
 
 
-def checked_rows(case: Case) -> list[tuple[int, int, int]]:
-    """(sequence, new token of it, token of the batch) of the sample that is compared."""
-    found = []
-    for seq in spread(case.batch, CHECKED_SEQS):
-        first = sum(case.q_lens[:seq])
-        found += [(seq, row, first + row) for row in spread(case.q_lens[seq], CHECKED_ROWS)]
-    return found
+def checked_rows(case: Case) -> dict[int, list[int]]:
+    """{sequence: new tokens of it} of the sample that is compared."""
+    return {seq: spread(case.q_lens[seq], CHECKED_ROWS) for seq in spread(case.batch, CHECKED_SEQS)}
 
 
 def spread(count: int, most: int) -> list[int]:

@@ -24,8 +24,20 @@ USUAL_BATCH, USUAL_CONTEXT = 16, 32768
 MAX_CACHE_BYTES = 40 * 2**30  # cases with more keys and values are left out
 
 
+class Scaled:
+    """A shape whose logits have a factor of their own, or head_dim ** -0.5."""
+
+    head_dim: int
+    scale: float | None
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the logits."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
 @dataclass(frozen=True)
-class Shape:
+class Shape(Scaled):
     """Attention over pages of K and V; fields as in ``quire.kernels.paged_attention``.
 
     Attributes:
@@ -42,11 +54,6 @@ class Shape:
     sinks: bool = False
     block_size: int = 16
     fp8: bool = False
-
-    @property
-    def softmax_scale(self) -> float:
-        """The given factor, or head_dim ** -0.5."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def kv_token_bytes(self) -> int:
@@ -79,7 +86,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class LatentShape:
+class LatentShape(Scaled):
     """One operator of DeepSeek-V3 or V4 on latent rows, each key and value of all query heads.
 
     Attributes:
@@ -110,11 +117,6 @@ class LatentShape:
     window_rows: int = 64
     scale: float | None = None
     fp8: bool = True
-
-    @property
-    def softmax_scale(self) -> float:
-        """The given factor, or head_dim ** -0.5."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def row_bytes(self) -> int:
@@ -291,10 +293,10 @@ def latent_headline() -> list[Case]:
 
 def all_cases() -> list[Case]:
     """Every case once, headline first; cases whose cache is too large are left out."""
-    found = dict.fromkeys([*attention_headline(), *latent_headline()])
+    found = [*attention_headline(), *latent_headline()]
     for shape in (*SHAPES.values(), *LATENT_SHAPES.values()):
-        found.update(dict.fromkeys(_variants(shape)))
-    return [case for case in found if case.cache_bytes <= MAX_CACHE_BYTES]
+        found += _variants(shape)
+    return [case for case in dict.fromkeys(found) if case.cache_bytes <= MAX_CACHE_BYTES]
 
 
 def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
@@ -319,10 +321,8 @@ def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
 
 def tiny_cases() -> list[Case]:
     """Cases of all phases that a CPU runs in seconds."""
-    return [
-        *(Case(shape, phase, 2, 40) for shape in TINY_SHAPES.values() for phase in PHASES),
-        *tiny_latent_cases(),
-    ]
+    cases = [Case(shape, phase, 2, 40) for shape in TINY_SHAPES.values() for phase in PHASES]
+    return cases + tiny_latent_cases()
 
 
 def tiny_latent_cases() -> list[Case]:

@@ -136,10 +136,6 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
             f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla "
             "--per-call 0.1 --seconds 8",
             "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")),
-        # FlexAttention, whose compilation takes long for each case.
-        Part("flex", 10, kernels(
-            "--set attention --impl quire,flex --seconds 6",
-            f"{tiny_kernels} --only 'global decode' --impl flex")),
     ]  # fmt: skip
     if num_gpus > 1:
         size = 2 ** min(3, num_gpus.bit_length() - 1)

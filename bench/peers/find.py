@@ -11,7 +11,7 @@ from ..common.results import commit
 from . import fa3, flashinfer, flashmla, vllm_triton
 from .peer import BOTH_SHAPES, Peer
 from .quire_calls import in_step_calls, quire_calls
-from .torch_attention import flex, sdpa
+from .sdpa import sdpa
 
 LOADERS: dict[str, Callable[[Path | None], Peer]] = {
     "flashinfer": flashinfer.flashinfer_peer,
@@ -43,5 +43,4 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
         except Exception as error:  # packages fail to load in many ways, each a reason to report
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     found.append(Peer("sdpa", torch.__version__, "contiguous K/V", sdpa))
-    found.append(Peer("flex", torch.__version__, "contiguous K/V", flex))
     return found, missing

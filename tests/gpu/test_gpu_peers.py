@@ -48,7 +48,6 @@ def latent_cases():
 
 
 LATENT_CASES = latent_cases()
-# FlexAttention is left out: it would be compiled for each case.
 COMPARED = [
     *[(name, case) for name in ("flashinfer", "fa3", "vllm-triton", "sdpa") for case in CASES],
     *[
