@@ -15,9 +15,8 @@ if __name__ == "__main__":
 
     run("quire.bench.deepseek_v4_memory")
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -35,16 +34,15 @@ CHUNK = 8192  # tokens of a prefill chunk in the table
 FP8, BF16 = CacheFormat(torch.bfloat16, fp8=True), CacheFormat(torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class CacheCost:
+class CacheCost(NamedTuple):
     """Bytes of one model's cache.
 
     Attributes:
-        token: of context: pages of entries and index keys.
-        request: besides, while it decodes: windows, rings, the resume point of the last boundary.
+        token: bytes of a token of context: pages of entries and index keys.
+        request: further bytes of a request that decodes: windows, rings, the last resume point.
         prefill: the same while it computes a chunk of `CHUNK` tokens.
-        resume_point: pages that a prefix needs to be resumed, besides its entries.
-        resume_pages: the same in pages.
+        resume_pages, resume_point: pages and bytes that a prefix needs to be resumed, besides its
+            entries.
     """
 
     token: float
@@ -61,19 +59,14 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
     tail = sum(group.tail_blocks for group in windows)
     # Blocks of the last rows and the open block; one more while looked-ahead tokens are unknown.
     live = sum(-(-(g.sliding_window - 1 + max_draft_tokens) // g.block_size) + 1 for g in windows)
-    waiting = sum(-(-max(g.lookahead for g in windows) // g.block_size) for g in windows)
-    held = live + tail + waiting
+    held = live + tail + sum(-(-max(g.lookahead for g in windows) // g.block_size) for g in windows)
     # A step with drafts may take a new block of each group before the oldest ones go.
     starting = len(windows) if max_draft_tokens else 0
     rings = ring_bytes(config, max_draft_tokens)
-    return CacheCost(
-        token=page / plan.groups[plan.index(COMPRESSED)].block_size,
-        request=(held + starting) * page + rings,
-        # A chunk writes only rows that outlive it: new live blocks, and tails of two boundaries.
-        prefill=(held + live + 2 * tail) * page + rings,
-        resume_point=tail * page,
-        resume_pages=tail,
-    )
+    token = page / plan.groups[plan.index(COMPRESSED)].block_size
+    # A chunk writes only rows that outlive it: new live blocks, and tails of two boundaries.
+    prefill = (held + live + 2 * tail) * page + rings
+    return CacheCost(token, (held + starting) * page + rings, prefill, tail * page, tail)
 
 
 def vllm_cost(config: DeepseekV4Config) -> CacheCost:
@@ -87,9 +80,9 @@ def vllm_cost(config: DeepseekV4Config) -> CacheCost:
     groups = [(window, 64), (window, 64), (csa, 4), (hca, 8)]  # (rows seen, tokens of a block)
 
     def blocks(tokens: int) -> int:
-        return sum(math.ceil((seen - 1 + tokens) / block) + 1 for seen, block in groups)
+        return sum(-(-(seen - 1 + tokens) // block) + 1 for seen, block in groups)
 
-    resume = sum(math.ceil((seen - 1) / block) for seen, block in groups)
+    resume = blocks(0) - len(groups)
     return CacheCost(page / 256, blocks(0) * page, blocks(CHUNK) * page, resume * page, resume)
 
 
@@ -107,10 +100,10 @@ def table() -> str:
             "vLLM, fp8": vllm_cost(config),
         }
         for label, c in rows.items():
+            mib = [size / 2**20 for size in (c.request, c.prefill, c.resume_point)]
             lines.append(
                 f"{name:18} {label:12} {c.token:10.0f} {c.token * 2**20 / 2**30:9.2f} "
-                f"{c.request / 2**20:14.1f} "
-                f"{c.prefill / 2**20:14.1f} {c.resume_point / 2**20:19.1f} {c.resume_pages:6}"
+                f"{mib[0]:14.1f} {mib[1]:14.1f} {mib[2]:19.1f} {c.resume_pages:6}"
             )
     return "\n".join(lines)
 

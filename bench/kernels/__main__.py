@@ -88,17 +88,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure cases until they or the seconds are spent; returns what --json writes.
+    """Measure cases until they or the seconds are spent; returns the dictionary of --json.
 
     Raises:
         DeviceLost: after what was measured is written.
     """
     peers, missing = wanted_peers(args.impl, args.peers)
-    rates = device_rates(device, torch.bfloat16)
+    rates = dataclasses.asdict(device_rates(device, torch.bfloat16))
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": describe_machine(device),
-        "rates": dataclasses.asdict(rates),
+        "rates": rates,
         "peers": {peer.name: {"version": peer.version, "note": peer.note} for peer in peers},
         "missing": missing,
         "rows": [],
@@ -111,7 +111,7 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
             result["not_run"] += [case.name for case in cases[i:]]
             break
         try:
-            result["rows"] += run_case(case, peers, device, result["rates"], args.per_call)
+            result["rows"] += run_case(case, peers, device, rates, args.per_call)
         except torch.OutOfMemoryError:
             result["not_run"].append(case.name)
         finally:
@@ -124,11 +124,9 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
 def wanted_peers(impl: str | None, folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     """The implementations that --impl names (None: all), and {name: reason} of missing ones."""
     found, missing = find_peers(folder)
-    if impl is None:
-        return found, missing
-    wanted, names = impl.split(","), {peer.name for peer in found}
-    unknown = sorted(set(wanted) - names - set(missing))
-    if unknown:
+    names = [peer.name for peer in found]
+    wanted = names if impl is None else impl.split(",")
+    if unknown := sorted(set(wanted) - set(names) - set(missing)):
         raise ValueError(f"impl: expected some of {sorted(names)}, got {unknown}")
     return [peer for peer in found if peer.name in wanted], missing
 
@@ -146,20 +144,18 @@ def compile_all(cases: list[Case], device: torch.device, args: argparse.Namespac
         with Workers(args.compile) as pool:
             found = list(pool.map(compile_case, *zip(*work, strict=True)))
     failures = [text for texts in found for text in texts]
-    for text in failures:
-        print(text)
-    print(f"{len(cases)} cases called once in {perf_counter() - start:.1f} s")
+    print(*failures, f"{len(cases)} cases called once in {perf_counter() - start:.1f} s", sep="\n")
     write_json(args.json, {"schema": SCHEMA, "cases": len(cases), "failures": failures})
     return 0
 
 
 def compile_case(case: Case, device: str, impl: str | None, folder: Path | None) -> list[str]:
     """Make the first call of each implementation that ``impl`` names; returns the failures."""
-    peers = [p for p in wanted_peers(impl, folder)[0] if isinstance(case.shape, p.shapes)]
     failures = []
-    for peer in peers:
+    for peer in wanted_peers(impl, folder)[0]:
         try:
-            peer.calls(make_problem(case, torch.device(device), copies=1))[0]()
+            if isinstance(case.shape, peer.shapes):
+                peer.calls(make_problem(case, torch.device(device), copies=1))[0]()
         except OSError:  # a full disk
             raise
         except Exception as error:
@@ -173,9 +169,6 @@ def run_case(
     """One row for each implementation of the case's operator: times, or why there are none.
 
     Args:
-        case: what to call.
-        peers: implementations.
-        device: to run on.
         rates: fields of `bench.common.floors.Rates`.
         seconds: timing of one implementation.
 
@@ -186,9 +179,8 @@ def run_case(
     expected = expect(problem)
     rows = []
     for peer in (peer for peer in peers if isinstance(case.shape, peer.shapes)):
-        row: dict[str, Any] = {
-            "case": case.name, "impl": peer.name, "ours": peer.ours, "wrong": None, "skipped": None,
-        }  # fmt: skip
+        row: dict[str, Any] = {"case": case.name, "impl": peer.name, "ours": peer.ours}
+        row |= {"wrong": None, "skipped": None}
         try:
             row |= _measure(peer, problem, expected, device, seconds)
         except Unsupported as reason:
@@ -199,16 +191,15 @@ def run_case(
             row["wrong" if peer.ours else "skipped"] = one_line(error)
             _require_device(device, error)
         rows.append(row)
-    moved, computed = case_bytes(case), case_flops(case)
-    others = [row["ms"] for row in rows if not row["ours"] and "ms" in row]
-    for row in rows:
-        if "ms" not in row:
-            continue
-        each = row["ms"] / 1e3
-        row["gb_per_s"] = moved / each / 1e9
-        row["tflop_per_s"] = computed / each / 1e12
-        row["copy_share"] = moved / each / rates["copy_bytes_per_s"]
-        row["matmul_share"] = computed / each / rates["matmul_flops_per_s"]
+    timed = [row for row in rows if "ms" in row]
+    others = [row["ms"] for row in timed if not row["ours"]]
+    for row in timed:
+        bytes_per_s, flops_per_s = (
+            1e3 * amount / row["ms"] for amount in (case_bytes(case), case_flops(case))
+        )
+        row["gb_per_s"], row["tflop_per_s"] = bytes_per_s / 1e9, flops_per_s / 1e12
+        row["copy_share"] = bytes_per_s / rates["copy_bytes_per_s"]
+        row["matmul_share"] = flops_per_s / rates["matmul_flops_per_s"]
         row["over_best_peer"] = row["ms"] / min(others) if others else None
     return rows
 
@@ -224,22 +215,14 @@ def _measure(
         wrong = expected.wrong(*calls[0]())
     if wrong is not None:
         return {"wrong": wrong}
-    return {
-        "ms": 1e3 * timing.p50,
-        "ms_p20": 1e3 * timing.p20,
-        "ms_p80": 1e3 * timing.p80,
-        "replays": timing.replays,
-        "copies": problem.copies,
-    }
+    times = {"ms": 1e3 * timing.p50, "ms_p20": 1e3 * timing.p20, "ms_p80": 1e3 * timing.p80}
+    return {**times, "replays": timing.replays, "copies": problem.copies}
 
 
 def _require_device(device: torch.device, cause: Exception) -> None:
     """Raise DeviceLost if the device does not answer."""
-    if device.type != "cuda":
-        return
     try:
-        torch.cuda.synchronize(device)
-        torch.zeros(1, device=device).item()
+        torch.zeros(1, device=device).item()  # waits for the device
     except RuntimeError:
         raise DeviceLost(str(cause)) from cause
 
@@ -247,11 +230,14 @@ def _require_device(device: torch.device, cause: Exception) -> None:
 def header(result: dict[str, Any]) -> str:
     """Machine, rates, and implementations that are present and missing."""
     machine, rates = result["machine"], result["rates"]
+    driver = f", driver {machine['driver']}" if machine["driver"] else ""
     lines = [
-        f"device    {machine['device']}" + (f", driver {machine['driver']}" if machine["driver"] else ""),
-        f"software  python {machine['python']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit']}",
-        f"rates     copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s read + written, matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s",
-    ]  # fmt: skip
+        f"device    {machine['device']}{driver}",
+        f"software  python {machine['python']}, torch {machine['torch']}, "
+        f"triton {machine['triton']}, commit {machine['commit']}",
+        f"rates     copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s read + written, "
+        f"matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s",
+    ]
     for name, peer in result["peers"].items():
         lines.append(f"present   {name} {peer['version']} ({peer['note']})")
     lines += [f"missing   {name} ({why})" for name, why in result["missing"].items()]
@@ -260,26 +246,19 @@ def header(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Times as aligned text; below them what was wrong, skipped or not run."""
-    rows = [("case", "impl", "ms p50", "p20", "p80", "GB/s", "of copy", "TFLOP/s", "of matmul",
-             "/ best peer")]  # fmt: skip
-    remarks = []
+    titles = "case,impl,ms p50,p20,p80,GB/s,of copy,TFLOP/s,of matmul,/ best peer"
+    rows, remarks = [tuple(titles.split(","))], []
     for row in result["rows"]:
         if "ms" not in row:
             why = f"WRONG: {row['wrong']}" if row["wrong"] else f"skipped: {row['skipped']}"
             remarks.append(f"{row['case']}  {row['impl']}  {why}")
             continue
-        rows.append(
-            (
-                row["case"],
-                row["impl"],
-                *(f"{row[key]:.4g}" for key in ("ms", "ms_p20", "ms_p80")),
-                f"{row['gb_per_s']:.0f}",
-                f"{row['copy_share']:.0%}",
-                f"{row['tflop_per_s']:.3g}",
-                f"{row['matmul_share']:.0%}",
-                "-" if row["over_best_peer"] is None else f"{row['over_best_peer']:.2f}",
-            )
-        )
+        ratio = row["over_best_peer"]
+        cells = [row["case"], row["impl"]]
+        cells += [f"{row[key]:.4g}" for key in ("ms", "ms_p20", "ms_p80")]
+        cells += [f"{row['gb_per_s']:.0f}", f"{row['copy_share']:.0%}"]
+        cells += [f"{row['tflop_per_s']:.3g}", f"{row['matmul_share']:.0%}"]
+        rows.append((*cells, "-" if ratio is None else f"{ratio:.2f}"))
     if result["not_run"]:
         remarks.append(f"out of time or memory: {len(result['not_run'])} cases not run")
     return "\n".join([*aligned(rows), *remarks])
@@ -296,6 +275,7 @@ def _parser() -> Parser:
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add("--seconds", type=number(), metavar="S", help="start no case after this time")
     add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")
-    add("--compile", type=integer(most=1024), metavar="N", help="call each case once in N processes, so that kernels are compiled; time nothing")  # fmt: skip
+    once = "call each case once in N processes, so that kernels are compiled; time nothing"
+    add("--compile", type=integer(most=1024), metavar="N", help=once)
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each case")
     return parser

@@ -13,8 +13,8 @@ from typing import Any
 from quire.kernels.common import launching
 from quire.kernels.common.arch import Arch, named
 
-from .cases import all_cases, launches_of
-from .launches import Launch
+from .cases import all_cases
+from .launches import Launch, record
 from .limits import resident_programs, resident_workgroups
 
 
@@ -96,7 +96,7 @@ def distinct(
         for name, case in cases:
             if only not in name or (arch in samples and not case.sample):
                 continue
-            for index, launch in enumerate(launches_of(case, named(arch))):
+            for index, launch in enumerate(record(case.call, named(arch))):
                 compiled = (arch, launch.name, repr(specialise(launch)))
                 if compiled in seen:
                     continue
@@ -170,7 +170,7 @@ def measure(name: str, arch: str, index: int) -> dict[str, Any]:
 
     started = processor_seconds()
     case = all_cases()[name]
-    launch = launches_of(case, named(arch))[index]
+    launch = record(case.call, named(arch))[index]
     used = usage(launch, named(arch))
     tile_bytes = 0  # of a kernel without tiles of keys
     if case.key_bytes and "BLOCK_N" in launch.values:

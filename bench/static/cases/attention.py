@@ -7,7 +7,7 @@ from typing import Any
 from quire import kernels
 
 from ...cases.shapes import Shape
-from . import NUM_SEQS, StaticCase, attention_case, case, floats, ints, longs, meta
+from ..case import NUM_SEQS, StaticCase, attention_case, case, floats, ints, longs, meta
 
 NUM_PAGES, NUM_KV_HEADS = 512, 4
 E4M3 = "float8_e4m3fn"

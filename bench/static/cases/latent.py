@@ -10,7 +10,7 @@ from typing import Any
 from quire import kernels
 
 from ...cases.shapes import LatentShape
-from . import NUM_SEQS, PREFILL, StaticCase, attention_case, case, floats, ints, longs, meta
+from ..case import NUM_SEQS, PREFILL, StaticCase, attention_case, case, floats, ints, longs, meta
 
 NUM_PAGES, NUM_ROWS = 512, 8192
 HEAD_DIM, ROPE_DIM, WINDOW, INDEX_DIM, INDEX_HEADS = 512, 64, 128, 128, 64

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire import kernels
 
-from . import StaticCase, case, floats, longs, meta
+from ..case import StaticCase, case, floats, longs, meta
 
 NUM_ROWS, NUM_TOKENS = 256, 64
 STREAMS, TOP_K = 4, 6  # of DeepSeek-V4

@@ -201,16 +201,17 @@ def test_resident_programs(arguments, programs):
 LISTED = """
 import json
 from quire.bench.static import cases, compiling
+from quire.bench.static.launches import record
 from quire.kernels.common.arch import named
 found = cases.all_cases()
 every = compiling.distinct(("sm_90",))
 kernels, samples, shapes = set(), set(), set()
 for name, arch, index in every:
-    launch = cases.launches_of(found[name], named(arch))[index]
+    launch = record(found[name].call, named(arch))[index]
     kernels.add(launch.name)
     shapes.add((launch.name, found[name].dtype, launch.values.get("HEAD_DIM"), compiling.config(launch)))
 for case in found.values():
-    launches = cases.launches_of(case, named("sm_80"))
+    launches = record(case.call, named("sm_80"))
     assert launches, case.name
     samples.update(launch.name for launch in launches if case.sample)
 default = compiling.distinct((), samples=cases.SAMPLE_ARCHS, tiles=("sm_90",))
