@@ -1,7 +1,7 @@
 """Chat templates: from messages to the model's text format.
 
-Templates run through transformers (extra "hf"), in Jinja's immutable sandbox, in this process.
-Template, messages and text are bounded in size; the time that a template takes is not.
+Templates run through transformers (extra "hf"), in Jinja's immutable sandbox, in this process. The
+time and the memory that a template takes are not bounded.
 
 Source: transformers ``utils/chat_template_utils``, as ``apply_chat_template`` uses it.
 """
@@ -24,8 +24,6 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
-MAX_TEMPLATE, MAX_CHAT = 10**6, 10**8  # characters
-
 
 @dataclass(frozen=True)
 class NamedTemplate:
@@ -37,7 +35,7 @@ class NamedTemplate:
 
 @dataclass(frozen=True)
 class TokenizerKeys:
-    """Keys read from ``tokenizer_config.json`` (in addition to ``*_token``) and chat_template.json."""
+    """Key read from ``tokenizer_config.json`` and chat_template.json."""
 
     chat_template: str | tuple[NamedTemplate, ...] | None = None
 
@@ -46,7 +44,7 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: jinja, at most 1,000,000 characters.
+        source: jinja.
         special_tokens: their texts by name, such as ``bos_token``.
         file: name of its file, for error messages.
         tool_use: used instead for chats with tools; None = the same for all.
@@ -72,10 +70,6 @@ class ChatTemplate:
                 "chat needs the packages transformers and jinja2 "
                 "(pip install 'quire-attention[hf]')"
             ) from error
-        if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
-            raise ValueError(
-                f"{file}: expected a text of at most {MAX_TEMPLATE} characters, got {shown(source)}"
-            )
         self._render, self._source, self._file = render_jinja_template, source, file
         self._special_tokens, self._tool_use = dict(special_tokens or {}), tool_use
         try:
@@ -96,8 +90,8 @@ class ChatTemplate:
         ``tokenizer_config.json``, or the one in ``chat_template.json``.
 
         Raises:
-            ValueError: the directory has none, or naming a file that is no UTF-8, no JSON, or
-                has a key of another type; what the constructor raises.
+            ValueError: the directory has none, or a file that is no UTF-8, no JSON, or has a key of
+                another type; errors of the constructor.
         """
         sources = _sources(path)
         if "default" not in sources:
@@ -125,14 +119,13 @@ class ChatTemplate:
 
         Args:
             messages: ``{"role": "system" | "user" | "assistant", "content": text}``, the earliest
-                first, with any other keys that the template reads; None = absent. With the tools
-                at most 100,000,000 characters.
+                first, with any other keys that the template reads; None = absent.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: True = end with the start of the model's answer.
             variables: what the template reads besides, such as ``enable_thinking``.
 
         Raises:
-            ValueError: the template refuses the messages, or they or their text are too long.
+            ValueError: the template refuses the messages.
         """
         if tools is not None and self._tool_use is not None:
             return self._tool_use.render(
@@ -140,31 +133,23 @@ class ChatTemplate:
             )
         try:
             given = [{k: v for k, v in m.items() if v is not None} for m in messages]
-            tools = None if tools is None else list(tools)
         except (TypeError, AttributeError) as error:
             raise ValueError(
                 f"messages: expected a list of dicts, got {shown(messages)}"
             ) from error
         try:
-            _expect_length("messages and tools", len(repr(given)) + len(repr(tools)))
             [text], _ = self._render(
                 [given],
-                tools=tools,
+                tools=None if tools is None else list(tools),
                 chat_template=self._source,
                 add_generation_prompt=add_generation_prompt,
                 **(self._special_tokens | variables),
             )
-            _expect_length("a text", len(text))
         except Exception as error:  # a template is a program, and may fail as one
             raise ValueError(
                 f"messages: the {self._file} refuses them: {str(error) or type(error).__name__}"
             ) from error
         return text
-
-
-def _expect_length(name: str, length: int) -> None:
-    if length > MAX_CHAT:
-        raise ValueError(f"expected {name} of at most {MAX_CHAT} characters, got {length}")
 
 
 def find_chat(path: Path) -> ChatTemplate | DeepseekV4Chat:
@@ -181,21 +166,19 @@ def find_chat(path: Path) -> ChatTemplate | DeepseekV4Chat:
 
 
 def _sources(path: Path) -> dict[str, tuple[str, str]]:
-    """Templates by name: what to call each in messages, and its source."""
+    """Templates by name: the file for messages, and the source."""
+    found = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         file = path / name
-        if not file.is_file():
+        if found or not file.is_file():
             continue
         data = read_json(file)
         with naming(file):
             source = read_fields(TokenizerKeys, data).chat_template
-        if source is not None:
-            named = source if isinstance(source, tuple) else (NamedTemplate("default", source),)
-            of = f"chat_template of {str(file)!r}"
-            found = {entry.name: (of, entry.template) for entry in named}
-            break
-    else:
-        found = {}
+        if isinstance(source, str):
+            source = (NamedTemplate("default", source),)
+        of = f"chat_template of {str(file)!r}"
+        found = {entry.name: (of, entry.template) for entry in source or ()}
     file = path / "chat_template.jinja"
     if file.is_file():
         found = {"default": _read_template(file)}
@@ -207,8 +190,7 @@ def _sources(path: Path) -> dict[str, tuple[str, str]]:
 def _read_template(file: Path) -> tuple[str, str]:
     name = f"chat template {str(file)!r}"
     try:
-        with open(file, encoding="utf-8") as opened:
-            return name, opened.read(MAX_TEMPLATE + 1)
+        return name, file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
 
@@ -219,17 +201,17 @@ def _special_tokens(path: Path) -> dict[str, str]:
     ``special_tokens_map.json`` counts only where tokenizer_config.json describes no added tokens.
     """
     tokens: dict[str, str] = {}
-    described = False
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path / name
-        if described or not file.is_file():
+        if not file.is_file():
             continue
         data = read_json(file)
-        described = "added_tokens_decoder" in data
         with naming(file):
             tokens |= {
                 key: checked(str, key, token.get("content") if isinstance(token, dict) else token)
                 for key, token in data.items()
                 if key.endswith("_token") and isinstance(token, str | dict)
             }
+        if "added_tokens_decoder" in data:
+            break
     return tokens

@@ -150,17 +150,11 @@ def output_file(text: str) -> Path:
     """The type of an option: a file that can be written; a missing one is not created."""
     path = Path(text)
     try:
-        if path.is_file() or not path.exists():
-            new = not path.exists()
+        is_new = not path.exists()
+        if is_new or path.is_file() or path.is_dir():  # opening a pipe would wait
             path.open("ab").close()
-            if new:
-                path.unlink()
-        elif path.is_dir() or not os.access(path, os.W_OK):
-            raise (
-                IsADirectoryError(None, "Is a directory")
-                if path.is_dir()
-                else PermissionError(None, "Permission denied")
-            )
+        if is_new:
+            path.unlink()
     except (OSError, ValueError) as error:
         raise Refused(
             f"expected a file that can be written, got {text!r}: {_reason(error)}"

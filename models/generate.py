@@ -8,11 +8,10 @@
     quire generate --model MODEL --tensor-parallel-size 2 --prompt "Once upon a time"
     torchrun --nproc-per-node 2 -m models.generate --model MODEL --prompt "Once upon a time"
 
-MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name, which has
-random weights. `python -m models.generate` is `quire generate`, and with --chat `quire chat`. One
-prompt is answered as a stream; several (--prompt again) are generated together and printed in order. Of several ranks, the first
-reads prompts and prints. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
-the running step; a second Ctrl-C does not.
+MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name (random
+weights). `python -m models.generate` is `quire generate`, and with --chat `quire chat`. One prompt
+is answered as a stream; several (--prompt again) are generated together and printed in order. In a
+chat, Ctrl-C ends an answer, and at the prompt the chat; a second one does not wait for the step.
 
 Exit status: 0; 2 after an error, with the reason on stderr; 130 after Ctrl-C; 141 when the reader
 of the output has gone.
@@ -54,43 +53,45 @@ from .parallel.launch import launched
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     args = _parser().parse_args(argv)
-    before = torch.get_num_threads()
+    _check(args)
+    torch.set_num_threads(args.threads)
+    _params(args, SamplingParams())  # refuses values before weights are read
+    size, rank = launched()
+    prompts = [] if args.chat or rank else _prompts(args)
+    model = args.model if args.model in named_configs() else locate_checkpoint(args.model)
+    if args.chat and isinstance(model, Path):
+        find_chat(model)
+    drafter = None
+    if args.speculate:
+        drafter = partial(make_drafter, args.drafter or "ngram", args.speculate)
+    config = EngineConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        num_pages=args.num_pages,
+        memory_fraction=args.memory_fraction,
+        kv_cache_dtype=args.kv_cache_dtype,
+        impl=args.impl,
+        decode_graphs=False if args.no_graphs else None,
+        tensor_parallel_size=args.tensor_parallel_size or size,
+    )
+    llm = LLM(
+        model,
+        engine=config,
+        drafter=drafter,
+        device=args.device,
+        dtype=args.dtype,
+        seed=args.model_seed,
+    )
+    params = _params(args, llm.default_params)
+    if args.stats:
+        print(llm.engine.memory.describe(), sampling(params), sep="\n", file=sys.stderr)
     try:
-        _check(args)
-        torch.set_num_threads(args.threads)
-        _params(args, SamplingParams())  # refuses values before weights are read
-        size, rank = launched()
-        prompts = [] if args.chat or rank else _prompts(args)
-        model = args.model if args.model in named_configs() else locate_checkpoint(args.model)
-        if args.chat and isinstance(model, Path):
-            find_chat(model)
-        llm = LLM(
-            model,
-            engine=replace(
-                _settings(args),
-                tensor_parallel_size=args.tensor_parallel_size or size,
-            ),
-            drafter=partial(make_drafter, args.drafter or "ngram", args.speculate)
-            if args.speculate
-            else None,
-            device=args.device,
-            dtype=args.dtype,
-            seed=args.model_seed,
-        )
-        params = _params(args, llm.default_params)
-        if args.stats:
-            print(llm.engine.memory.describe(), sampling(params), sep="\n", file=sys.stderr)
-        try:
-            if args.chat:
-                status = _chat(llm, params, args.system, args.model)
-            else:
-                status = _answer(llm, prompts, params)
-        finally:
-            if args.stats:
-                print(stats(llm), file=sys.stderr)
-        return status
+        if args.chat:
+            return _chat(llm, params, args.system, args.model)
+        return _answer(llm, prompts, params)
     finally:
-        torch.set_num_threads(before)
+        if args.stats:
+            print(stats(llm), file=sys.stderr)
 
 
 def sampling(params: SamplingParams) -> str:
@@ -113,7 +114,7 @@ def stats(llm: LLM) -> str:
         f"{totals.num_generated_tokens / seconds:.4g} generated/s",
         f"time      {totals.total:.3f} s: model and sampling {totals.model / seconds:.1%}, "
         f"allocator {totals.allocator / seconds:.1%}, "
-        f"rest {totals.rest / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms; "
+        f"rest {(totals.total - totals.model - totals.allocator) / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms; "
         f"device idle between steps {totals.idle / seconds:.1%}",
         f"cache     {cache['hit_tokens']} of {cache['prompt_tokens']} prompt tokens were cached; "
         f"{totals.num_preempted} preemptions",
@@ -227,14 +228,14 @@ def _utf8(name: str, read: Callable[[], str]) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that would change nothing."""
-    for name, ok, expected, got in (
-        ("drafter", args.drafter is None or args.speculate, "--speculate K with it", "none"),
-        ("system", args.system is None or args.chat, "--chat with it", "none"),
-        ("n", args.n == 1 or not args.chat, "1 in a chat", args.n),
-        ("stdin", sys.stdin or args.prompt or args.file, "a prompt", "a closed stream"),
-    ):
-        if not ok:
-            raise ValueError(f"{name}: expected {expected}, got {got}")
+    if args.drafter is not None and not args.speculate:
+        raise ValueError("drafter: expected --speculate K with it, got none")
+    if args.system is not None and not args.chat:
+        raise ValueError("system: expected --chat with it, got none")
+    if args.chat and args.n != 1:
+        raise ValueError(f"n: expected 1 in a chat, got {args.n}")
+    if not (sys.stdin or args.prompt or args.file):
+        raise ValueError("stdin: expected a prompt, got a closed stream")
 
 
 def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
@@ -248,18 +249,6 @@ def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams
         stop=args.stop,
         n=args.n,
         **given,
-    )
-
-
-def _settings(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        num_pages=args.num_pages,
-        memory_fraction=args.memory_fraction,
-        kv_cache_dtype=args.kv_cache_dtype,
-        impl=args.impl,
-        decode_graphs=False if args.no_graphs else None,
     )
 
 

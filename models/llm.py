@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from .deepseek_v4.mtp import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
 from .engine.memory import free_memory, weight_bytes
-from .engine.outputs import OutputDelta, RequestError, RequestOutput
+from .engine.outputs import OutputDelta, RequestOutput
 from .engine.report import StepReport
 from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
@@ -40,7 +40,7 @@ from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import join_ranks
 from .parallel.steps import StepSender
 from .progress import tqdm
-from .tokenizer import ByteTokenizer, Tokenizer, decode_of, find_tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -84,18 +84,19 @@ class ModelSource:
     dtype: torch.dtype | None
     seed: int
 
-    def build(self, device: torch.device, group: Group | None = None) -> nn.Module:
-        """The model, or one rank's part of it."""
+    def build(
+        self, device: torch.device, group: Group | None = None
+    ) -> tuple[nn.Module, Drafter | None]:
+        """The model, or one rank's part of it, and its drafter."""
         register_family(self.family)
         if self.directory is not None:
-            return load_model(self.directory, device=device, dtype=self.dtype, group=group)
-        dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        expect_room(self.config, device, dtype)
-        return random_model(self.config, seed=self.seed, device=device, dtype=dtype, group=group)
-
-    def parts(self, group: Group) -> tuple[nn.Module, Drafter | None]:
-        """The model of a rank, and its drafter."""
-        model = self.build(group.device, group)
+            model = load_model(self.directory, device=device, dtype=self.dtype, group=group)
+        else:
+            dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+            expect_room(self.config, device, dtype)
+            model = random_model(
+                self.config, seed=self.seed, device=device, dtype=dtype, group=group
+            )
         return model, self.drafter(model) if callable(self.drafter) else self.drafter
 
 
@@ -139,43 +140,39 @@ class LLM:
         dtype: torch.dtype | str | None = None,
         seed: int = 0,
     ) -> None:
-        built, configs = isinstance(model, nn.Module), named_configs()
-        if built and (device is not None or dtype is not None):
-            raise ValueError("device, dtype: expected None with a built model, which has its own")
-        settings = engine or EngineConfig()
-        if not built:
-            find_device(device)
-        dtype = None if dtype is None else find_dtype(dtype)
+        settings, is_built = engine or EngineConfig(), isinstance(model, nn.Module)
+        has_ranks = settings.tensor_parallel_size > 1
         self._directory: Path | None = None
-        if built:
+        if is_built:
+            if device is not None or dtype is not None:
+                raise ValueError("device, dtype: expected None with a built model")
+            if has_ranks:
+                raise ValueError("tensor_parallel_size: expected 1 with a built model")
             config = model.config
-        elif str(model) in configs:
-            config = configs[str(model)]
         else:
-            self._directory = locate_checkpoint(model)
-            config = load_config(self._directory)
+            device, dtype = find_device(device), None if dtype is None else find_dtype(dtype)
+            config = named_configs().get(str(model))
+            if config is None:
+                self._directory = locate_checkpoint(model)
+                config = load_config(self._directory)
+            # Refuses a number of ranks that does not fit before any process starts.
+            config.shard(settings.tensor_parallel_size)
         # Errors in small files come before weights are read.
         self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
         self._streams: dict[str, deque[OutputDelta]] = {}
-
-        has_ranks = settings.tensor_parallel_size > 1
-        if built and has_ranks:
-            raise ValueError("tensor_parallel_size: expected 1 with a built model")
-        if not built:
-            # Refuses a number of ranks that does not fit before any process starts.
-            config.shard(settings.tensor_parallel_size)
+        if is_built:
+            loaded = model, drafter(model) if callable(drafter) else drafter
+        else:
             source = ModelSource(
                 config, self._directory, family_of(config), settings, drafter, device, dtype, seed
             )
-        if has_ranks:
+            loaded = None if has_ranks else source.build(device)
+        if loaded is None:
             self.engine = self._with_ranks(source)
         else:
-            loaded = model if built else source.build(find_device(device))
-            self.engine = Engine(
-                loaded, settings, tokenizer=self.tokenizer,
-                drafter=drafter(loaded) if callable(drafter) else drafter,
-            )  # fmt: skip
+            model, drafter = loaded
+            self.engine = Engine(model, settings, tokenizer=self.tokenizer, drafter=drafter)
         self.model = self.engine.model
 
     def _with_ranks(self, source: ModelSource) -> Engine:
@@ -189,7 +186,7 @@ class LLM:
                 raise SystemExit(EXIT_STATUS) from error
             raise SystemExit(0)
         with ranks.failing():
-            model, drafter = source.parts(ranks.group)
+            model, drafter = source.build(ranks.group.device, ranks.group)
             sender = StepSender(ranks)
             engine = Engine(
                 model, source.engine, tokenizer=self.tokenizer, drafter=drafter, ranks=sender
@@ -250,11 +247,7 @@ class LLM:
                     bar.update(num_done - bar.n)
             finally:
                 self._abort(queued)
-        return [
-            self._with_text(outputs[sample], one)
-            for one, outputs in zip(params, queued.values(), strict=True)
-            for sample in sorted(outputs)
-        ]
+        return [outputs[sample] for outputs in queued.values() for sample in sorted(outputs)]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -374,21 +367,6 @@ class LLM:
             raise ValueError(
                 f"prompts: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
             ) from error
-
-    def _with_text(self, output: RequestOutput, params: SamplingParams) -> RequestOutput:
-        if self.tokenizer is None or output.text is not None:
-            return output
-        ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-        try:
-            decode = decode_of(self.tokenizer, params.skip_special_tokens)
-            return replace(output, text=decode(ids))
-        except Exception as cause:  # the other outputs are good
-            error = RequestError(
-                f"request {output.request_id!r}, sample {output.sample}: its text cannot be "
-                f"decoded: {type(cause).__name__}: {cause}"
-            )
-            error.__cause__ = cause
-            return replace(output, finish_reason="error", error=output.error or error)
 
 
 def default_params(directory: Path | None) -> SamplingParams:

@@ -34,20 +34,17 @@ class TextStream:
     part of one is held back.
 
     Args:
-        tokenizer: for its ``decode``.
+        decode: ids to text (`decode_of`).
         stop: strings that end the text.
         stop_ids: ids that have no text.
-        skip_special_tokens: False = with the texts of special tokens.
 
     Source: the two offsets of text-generation-inference's ``decode_token``.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: Collection[int],
-        skip_special_tokens: bool = True,
-    ) -> None:  # fmt: skip
-        self.text = ""
-        self._decode = decode_of(tokenizer, skip_special_tokens)
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str], stop_ids: Collection[int]
+    ) -> None:
+        self.text, self._decode = "", decode
         self._stop = tuple(stop)
         self._stop_ids = stop_ids
         self._longest = max(map(len, self._stop), default=0)

@@ -110,7 +110,7 @@ class DSparkDrafter(DeviceDrafter):
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """As `quire.models.engine.speculative.ModelDrafter.observe`; hidden: the taps.
+        """As `quire.models.engine.device_drafter.DeviceDrafter.observe`; hidden: the taps.
 
         Rows of rejected drafts are written too. Later steps overwrite them before they are seen.
         """

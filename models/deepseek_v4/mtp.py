@@ -39,7 +39,7 @@ class MTPDrafter(DeviceDrafter):
     def attach(
         self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        """As `quire.models.engine.device_drafter.DeviceDrafter.attach`."""
         super().attach(pool, builder, max_requests=max_requests, impl=impl)
         config, device = self.model.config, self.model.device
         num_layers = min(len(self.model.mtp), self.max_draft_tokens)
@@ -53,7 +53,7 @@ class MTPDrafter(DeviceDrafter):
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """As `quire.models.engine.speculative.ModelDrafter.observe`."""
+        """As `quire.models.engine.device_drafter.DeviceDrafter.observe`."""
         ids, rows, request_slots = self._receive(next_ids, last_rows, slots)
         attend = PagedAttend(batch.attn, self._pool, impl=self._impl)
         firsts = batch.attn.cu_seqlens_q[:-1].long()

@@ -1,7 +1,6 @@
-"""Base of drafters that read the model's hidden states: drafts greedy or drawn, on any ranks.
+"""Drafters that are a part of the model: they read its hidden states, and have layers and pages.
 
-A drafter gives `observe`, which takes its arguments through `_receive` and writes the rows of its
-layers, and `_drafts`.
+Their drafts stay on the device, greedy or drawn, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,17 +13,18 @@ import torch
 from torch import Tensor
 
 from quire.kernels import sample_tokens
-from quire.kvcore.device import BatchBuilder, Staging
+from quire.kvcore.device import Batch, BatchBuilder, Staging
 
 from .request import Request
 from .sampler import DRAFT, draw_columns, uniform
 
 if TYPE_CHECKING:
     from ..parallel.steps import StepSender
+    from .scheduler import Step
 
 
 class DeviceDrafter:
-    """A `ModelDrafter` and `SamplingDrafter`, but for `observe` and `_drafts`.
+    """Base of these drafters. A subclass gives `observe` and `_drafts`.
 
     Args:
         model: the engine's model.
@@ -44,7 +44,7 @@ class DeviceDrafter:
     def attach(
         self, pool: Any, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        """Called once, by the engine with these pages and tables."""
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(self.model.device)
         # By slot: the newest token, which has no row yet.
@@ -53,12 +53,28 @@ class DeviceDrafter:
     def _receive(
         self, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments of `observe` on the device, of all ranks; keeps the newest tokens."""
-        if self.sender is not None:
-            self.sender.observe(next_ids, last_rows, slots)
+        """The arguments of `observe` on the device; keeps the newest tokens."""
         ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
         self._newest[request_slots] = ids[rows]
         return ids, rows, request_slots
+
+    def observe(
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """Write the rows of its layers; called in each step after sampling, before the commit.
+
+        Args:
+            hidden: of the step's rows, as the model returns them with ``return_hidden=True``.
+            next_ids: [num_tokens] int64, the token after each row that stays.
+            last_rows: [num_seqs] int64, each sequence's last row that stays.
+            slots: [num_seqs] int64.
+        """
+        raise NotImplementedError
 
     def _drafts(
         self,
@@ -82,16 +98,47 @@ class DeviceDrafter:
         """
         raise NotImplementedError
 
+    def observe_step(self, step: Step) -> None:
+        """Call `observe`, on all ranks, for a step whose drafts were verified."""
+        plan = step.plan
+        next_ids = np.empty(len(step.input_ids), dtype=np.int64)
+        next_ids[:-1] = step.input_ids[1:]
+        ends = zip(step.requests, plan.cu_seqlens_q[1:], plan.seq_lens, strict=True)
+        for request, row, end in ends:
+            if end < request.num_tokens:
+                next_ids[row - 1] = request.tokens[end]
+        # A request whose row gives no token ends.
+        next_ids[step.rows] = np.maximum(step.sampled.ids, 0)
+        stay = plan.num_new_tokens if step.accepted is None else step.accepted
+        arrays = next_ids, plan.cu_seqlens_q[:-1] + stay - 1, plan.slots
+        if self.sender is not None:
+            self.sender.observe(*arrays)
+        self.observe(step.batch, step.hidden, *arrays)
+
+    def set_drafts(self, requests: Sequence[Request], sampled: Tensor, *, draws: bool) -> None:
+        """Give requests placeholders of their drafts, which stay in ``sampled`` [n] int64.
+
+        draws: True = drafts of sampled requests are drawn.
+        """
+        ids, probs = self.sample(requests) if draws else (self.propose(requests), None)
+        count = ids.shape[1]
+        sampled[: ids.numel()] = ids.flatten()
+        for i, request in enumerate(requests):
+            placeholders = -1 - np.arange(i * count, (i + 1) * count)
+            request.set_drafts(placeholders, None if probs is None else probs[i])
+
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request]) -> Tensor:
-        """As `quire.models.engine.speculative.ModelDrafter`."""
+        """Greedy drafts [num_requests, num_drafts] int64, on the device."""
         return self._chain(requests, greedy)
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> tuple[Tensor, list[Tensor | None]]:
-        """As `quire.models.engine.speculative.ModelDrafter`.
+        """Drafts, drawn under the temperature and filters of the request, and their probs.
 
-        Drawn under the temperature and filters of the request.
+        Returns:
+            (ids as of `propose`, probs [num_drafts, vocab_size] fp32 of each request; None = not
+            drawn).
         """
         params = [request.params for request in requests]
         if not any(p.temperature > 0 for p in params):

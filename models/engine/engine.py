@@ -12,13 +12,6 @@ One step, `Engine._step`::
 
 With `EngineConfig.async_scheduling` a step is launched before the tokens of the previous step are
 on the host. Its input ids are placeholders, which the device replaces (`BatchBuilder.sampled`).
-Then the engine waits for these tokens, commits them as the step's input, and delivers them. A
-request that ends by one of them has computed one row too many, whose token is dropped.
-
-A model has ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size),
-``dtype``, ``device``, ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
-``model(input_ids, positions, attn, pool, logits_rows=, impl=)``, with ``return_hidden=True`` too
-where a `ModelDrafter` reads its hidden states.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ from torch import nn
 
 from ..config.fields import shown
 from ..interrupts import interrupts_wait
-from ..tokenizer import TextStream, Tokenizer
+from ..tokenizer import TextStream, Tokenizer, decode_of
 from .config import EngineConfig
 from .outputs import NewTokens, OutputQueue, RequestOutput
 from .report import (
@@ -52,14 +45,10 @@ from .request import Request, SamplingParams, checked_prompt
 from .runner import ModelRunner
 from .sampler import Sampler, derived_seed
 from .scheduler import Scheduler, Step
-from .speculative import Drafter, ModelDrafter, SamplingDrafter, set_drafts, show_step
+from .speculative import Drafter, set_drafts
 
 if TYPE_CHECKING:
     from ..parallel.steps import StepSender
-
-MEMORY_SETTINGS = (
-    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "host_cache_gib",
-)  # fmt: skip
 
 
 class Engine:
@@ -73,9 +62,12 @@ class Engine:
     a step runs, from another thread or from within the step, raises RuntimeError.
 
     Args:
-        model: module with the attributes in this file's docstring.
+        model: has ``config`` (vocab_size, max_position_embeddings, eos_token_ids,
+            activation_size), ``dtype``, ``device`` and ``make_cache`` (`model_cache`). It is called
+            as ``model(input_ids, positions, attn, pool, logits_rows=, impl=)``, with
+            ``return_hidden=True`` too where a `DeviceDrafter` reads its hidden states.
         config: settings; None = `EngineConfig()`.
-        tokenizer: for stop strings and streamed text.
+        tokenizer: for texts of outputs, stop strings and streams.
         drafter: speculates; None = one token a step.
         ranks: makes the other ranks run the steps of this one, which is rank 0; None = one rank.
 
@@ -114,21 +106,16 @@ class Engine:
                 rejection_sample_method=config.rejection_sample_method,
                 impl=runner.impl,
             )
-        except (MemoryError, RecursionError) as error:
-            settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
-            raise ValueError(
-                f"config: expected an engine that fits the memory, got {settings}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        except MemoryError as error:
+            raise ValueError(f"config: expected settings that fit the memory: {error}") from error
         self.clock, self.totals = runner.clock, EngineTotals()
         self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
         self.tiers, self.max_model_len = runner.tiers, runner.memory.max_model_len
         self.scheduler = Scheduler(self.kv, self.clock, config, self.tiers)
         self.outputs = OutputQueue(self.scheduler)
-        self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
-            drafter, SamplingDrafter
-        )
-        self._in_flight: Step | None = None  # its tokens are not known yet
+        is_standard = config.rejection_sample_method == "standard"
+        self._drafts_are_drawn = is_standard and hasattr(drafter, "sample")
+        self._in_flight: Step | None = None  # launched, its tokens are not known yet
         self._seeds = np.random.default_rng(config.seed)
         self._num_added = 0
         self._is_stepping = False
@@ -181,39 +168,33 @@ class Engine:
                 f"request_id: expected a new id, a string or None, got {shown(request_id)}"
             )
         arrival = time.perf_counter()
-        try:
-            match = self.kv.match(prompt, salt=salt)
-            self.totals.hashing += time.perf_counter() - arrival
-            seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-            eos = () if params.ignore_eos else self.model.config.eos_token_ids
-            stop_ids = frozenset(params.stop_token_ids) | frozenset(eos)
-            has_text = self.tokenizer is not None and (stream or params.stop)
-            samples = [
-                Request(
-                    request_id=request_id,
-                    prompt_token_ids=prompt,
-                    params=params,
-                    capacity=min(len(prompt) + params.max_tokens, self.max_model_len),
-                    stop_ids=stop_ids,
-                    salt=salt,
-                    arrival=arrival,
-                    match=match,
-                    sample=sample,
-                    seed=derived_seed(seed, sample),
-                    text=TextStream(
-                        self.tokenizer, params.stop, stop_ids, params.skip_special_tokens
-                    )
-                    if has_text
-                    else None,
-                    stream=stream,
-                )
-                for sample in range(params.n)
-            ]
-        except (MemoryError, RecursionError) as error:
-            raise ValueError(
-                f"prompt_token_ids: expected a request that fits the memory, got {len(prompt)} ids "
-                f"for n={params.n} samples: {type(error).__name__}: {error}"
-            ) from error
+        match = self.kv.match(prompt, salt=salt)
+        self.totals.hashing += time.perf_counter() - arrival
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        eos = () if params.ignore_eos else self.model.config.eos_token_ids
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(eos)
+        decode = None
+        if self.tokenizer is not None:
+            decode = decode_of(self.tokenizer, params.skip_special_tokens)
+        has_text = decode is not None and (stream or params.stop)
+        samples = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=params,
+                capacity=min(len(prompt) + params.max_tokens, self.max_model_len),
+                stop_ids=stop_ids,
+                salt=salt,
+                arrival=arrival,
+                match=match,
+                sample=sample,
+                seed=derived_seed(seed, sample),
+                text=TextStream(decode, params.stop, stop_ids) if has_text else None,
+                decode=decode,
+                stream=stream,
+            )
+            for sample in range(params.n)
+        ]
         self.outputs.add(samples)
         self._num_added += 1
         return request_id
@@ -245,8 +226,7 @@ class Engine:
         """End the other ranks and wait for copies of the host tier; later steps raise RuntimeError."""
         self._expect_between_steps("close")
         if self.tiers is not None:
-            with torch.cuda.device_of(self.tiers.copier.addresses):
-                self.tiers.close()
+            self.tiers.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -280,73 +260,95 @@ class Engine:
                 self._is_stepping = False
 
     def _step(self) -> StepReport | None:
-        self.clock.start()
-        step, delivered = None, None
-        if self._in_flight is not None:
-            step = self.scheduler.schedule_ahead()
-            self.outputs.end_failed()
-            if step is None:  # it depends on the tokens in flight
-                delivered = self._receive(self._in_flight)
-        while step is None:
+        clock, scheduler, outputs, runner = self.clock, self.scheduler, self.outputs, self.runner
+        clock.start()
+        before = self._in_flight
+        while True:
             if self.drafter is not None:
                 self._draft()
-            step = self.scheduler.schedule()
-            self.outputs.end_failed()
-            if step is None:
-                self.clock.forget_device()
-                if delivered is not None or self.outputs.finished:
-                    return self._report(delivered)
-                if self.tiers is None or not self.tiers.is_loading:
-                    return None
-                self.tiers.wait()  # all waiting requests wait for pages
+            step = scheduler.schedule(ahead=before is not None)
+            if step is not None or before is not None or outputs.finished:
+                break
+            clock.forget_device()
+            if self.tiers is None or not self.tiers.is_loading:
+                return None
+            self.tiers.wait()  # all waiting requests wait for pages
+        due = before if runner.is_async else step  # the step whose tokens this call delivers
         try:
-            self._forward(step)
-            due = self._in_flight if self.runner.is_async else step
+            if step is not None:
+                self._forward(step)
             new = [] if due is None else self._tokens(due)
-            if self._in_flight is not None:
-                step.learn(self._in_flight.sampled.ids)
+            if step is not None and before is not None:
+                step.learn(before.sampled.ids)
         except BaseException:
             self._take_back(step)
             raise
-        self.clock.switch(ALLOCATOR)
-        # There are no pages to copy: `BatchBuilder` refuses groups with states.
-        self.kv.commit(step.plan, step.input_ids, step.accepted)
-        self.clock.switch(DELIVER)
+        if step is not None:
+            clock.switch(ALLOCATOR)
+            # There are no pages to copy: `BatchBuilder` refuses groups with states.
+            self.kv.commit(step.plan, step.input_ids, step.accepted)
+        clock.switch(DELIVER)
+        self._in_flight = ahead = step if runner.is_async else None
+        numbers = {}
         if due is not None:
-            self._deliver(due, new, ahead=step if self.runner.is_async else None)
-            delivered = due
-        if self.runner.is_async:
-            self._in_flight = step
-            step.set_placeholders()
-        return self._report(delivered)
+            if due.taken_back:
+                new = [tokens for tokens in new if tokens.request not in due.taken_back]
+            num_generated, has_nan = outputs.deliver(new, time.perf_counter())
+            if has_nan:  # any row so far may be NaN: none may be found, nor may one have been
+                if ahead is not None:
+                    scheduler.take_back_admitted(ahead)
+                scheduler.clear_cache()
+            num_decodes = due.num_new_tokens.count(1)
+            numbers = dict(
+                q_lens=due.plan.num_new_tokens,
+                seq_lens=due.plan.seq_lens,
+                num_tokens=len(due.input_ids),
+                num_decodes=num_decodes,
+                num_prefills=len(due.requests) - num_decodes,
+                num_preempted=due.num_preempted,
+                num_generated=num_generated,
+                num_drafts=sum(due.num_drafts),
+                num_accepted=sum(len(tokens.ids) - 1 for tokens in new) if due.has_drafts else 0,
+            )
+        if ahead is not None:
+            ahead.set_placeholders()
+        if not outputs.unfinished:
+            clock.forget_device()
+        clock.switch(DELIVER)
+        times = clock.take_idle(), np.array(clock.wall), np.array(clock.cpu)
+        report = StepReport(*times, *outputs.take(), **numbers)
+        self.totals.add(report)
+        return report
 
     def _draft(self) -> None:
-        before = self.clock.switch(MODEL if self.runner.has_hidden else DRAFT)
+        """Ask the drafter for drafts of the requests that wait for their next token."""
+        clock, drafter, draws = self.clock, self.drafter, self._drafts_are_drawn
+        requests = [r for r, count in self.scheduler.pending().items() if count == 1]
+        if not requests:
+            return
         if self.runner.has_hidden:
-            self.clock.begin_device()
-        failed = set_drafts(
-            self.drafter,
-            self.scheduler.decoding(),
-            draws=self._drafts_are_drawn,
-            vocab_size=self.model.config.vocab_size,
-            sampled=self.runner.builder.sampled,
-        )
-        for request, error in failed:
-            self.scheduler.fail(request, error)
-        self.clock.switch(before)
+            before = clock.switch(MODEL)
+            clock.begin_device()
+            drafter.set_drafts(requests, self.runner.builder.sampled, draws=draws)
+        else:
+            before = clock.switch(DRAFT)
+            vocab_size = self.model.config.vocab_size
+            for request, error in set_drafts(drafter, requests, vocab_size, draws=draws):
+                self.scheduler.fail(request, error)
+        clock.switch(before)
 
     def _forward(self, step: Step) -> None:
         """Run the model and sample; on a GPU, all of it begins and nothing is waited for."""
         clock, runner, ranks = self.clock, self.runner, self._ranks
         clock.switch(TENSORS)
         clock.begin_device()
-        plan, rows = step.plan, step.rows
-        shape = runner.shape_of(plan, len(rows))
+        plan, ids, rows = step.plan, step.input_ids, step.rows
+        shape = None if runner.graphs is None else runner.graphs.shape_of(plan, len(rows))
         if ranks is not None:
-            plan = ranks.run(plan, step.input_ids, rows, shape)
-        logits, step.hidden, step.batch = runner.run(plan, step.input_ids, rows, shape)
+            plan = ranks.run(plan, ids, rows, shape)
+        logits, step.hidden, step.batch = runner.run(plan, ids, rows, shape)
         clock.switch(SAMPLE)
-        num_unknown = max(0, -int(step.input_ids.min())) if step.has_drafts else 0
+        num_unknown = max(0, -int(ids.min())) if step.has_drafts else 0
         step.sampled = self._sampler(
             logits,
             [step.requests[i] for i in step.ready],
@@ -361,74 +363,24 @@ class Engine:
         clock.end_device()
 
     def _tokens(self, step: Step) -> list[NewTokens]:
+        """Wait for the tokens of a step, and verify its drafts."""
         self.clock.switch(WAIT)
         step.sampled.wait()
         self.clock.switch(DELIVER)
         if step.has_drafts:
             step.learn(step.sampled.drafts)
         new = step.verify()
-        if isinstance(self.drafter, ModelDrafter):
+        if self.runner.has_hidden:
             self.clock.switch(MODEL)
-            show_step(self.drafter, step)
+            self.drafter.observe_step(step)
             self.clock.end_device()
-            self.clock.switch(DELIVER)
         return new
 
-    def _receive(self, step: Step) -> Step:
-        """Wait for a step that none was launched behind, and deliver its tokens."""
-        try:
-            new = self._tokens(step)
-        except BaseException:
-            self._take_back()
-            raise
-        self._in_flight = None
-        self._deliver(step, new)
-        return step
-
-    def _deliver(self, step: Step, new: list[NewTokens], ahead: Step | None = None) -> None:
-        """Give requests the tokens of a step; ``ahead`` was launched behind it."""
-        if step.taken_back:
-            new = [tokens for tokens in new if tokens.request not in step.taken_back]
-        step.num_generated, has_nan = self.outputs.deliver(new, time.perf_counter())
-        step.num_accepted = sum(len(tokens.ids) - 1 for tokens in new) if step.has_drafts else 0
-        if has_nan:
-            # Any row so far may be NaN: none may be found, also by requests admitted since.
-            if ahead is not None:
-                ahead.taken_back = self.scheduler.take_back_admitted(ahead)
-            self.scheduler.clear_cache()
-
-    def _take_back(self, step: Step | None = None) -> None:
+    def _take_back(self, step: Step | None) -> None:
         """A step failed: its requests, and those whose tokens are not known, wait again."""
         self.clock.forget_device()
         in_flight, self._in_flight = self._in_flight, None
         steps = [one for one in (step, in_flight) if one is not None]
-        self.scheduler.take_back([request for one in steps for request in one.requests])
+        self.scheduler.take_back({request for one in steps for request in one.requests})
         if in_flight is not None:
             self.scheduler.clear_cache()  # only its tokens would have shown bad rows
-        self.outputs.end_failed()
-
-    def _report(self, step: Step | None) -> StepReport:
-        clock = self.clock
-        clock.switch(DELIVER)
-        finished, deltas = self.outputs.take()
-        times = clock.take_idle(), np.array(clock.wall), np.array(clock.cpu)
-        if step is None:
-            report = StepReport(*times, finished, deltas)
-        else:
-            num_decodes = step.num_new_tokens.count(1)
-            report = StepReport(
-                *times,
-                finished,
-                deltas,
-                q_lens=step.plan.num_new_tokens,
-                seq_lens=step.plan.seq_lens,
-                num_tokens=len(step.input_ids),
-                num_decodes=num_decodes,
-                num_prefills=len(step.requests) - num_decodes,
-                num_preempted=step.num_preempted,
-                num_generated=step.num_generated,
-                num_drafts=sum(step.num_drafts),
-                num_accepted=step.num_accepted,
-            )
-        self.totals.add(report)
-        return report

@@ -1,18 +1,11 @@
 """Decode steps of a few batch sizes, captured once as CUDA graphs and replayed.
 
-A step writes its integers into the buffers that the graph reads: one copy from pinned memory, and
-the table entries that changed. The gathering of block tables is part of the graph. A batch is
-padded to the next size; a padding row has length 0 and slot -1: it sees nothing and writes nothing.
+A step writes its integers into the buffers that the graph reads, in one copy. A batch is padded to
+the next size; a padding row has length 0 and slot -1: it sees nothing and writes nothing. Steps with
+drafts have graphs of 1 + max_draft_tokens rows a sequence, filled up behind the drafts::
 
-A step with drafts runs through graphs of 1 + max_draft_tokens rows a sequence. Where a sequence has
-fewer drafts, filler follows them: rows that no other row sees and that are written nowhere, as if
-they were drafts that are taken back. With room for three drafts, of which the first sequence has
-two, and one sequence of padding:
-
-    row            0     1     2     3       4     5     6     7       8     9     10    11
-    input          last  d1    d2    filler  last  d1    d2    d3      0     0     0     0
-    position       40    41    42    43      7     8     9     10      (none)
-    slot           168   169   170   -1      39    40    41    42      -1    -1    -1    -1
+    input   last d1 d2 filler | last d1 d2 d3 | 0  0  0  0      2 drafts, 3 drafts, padding
+    slot    168 169 170 -1    | 39  40 41 42  | -1 -1 -1 -1
 """
 
 from __future__ import annotations
@@ -68,7 +61,7 @@ class DecodeGraphs:
         group: ranks that replay the same shapes.
 
     Attributes:
-        shapes: captured shapes, in ascending order of their rows.
+        shapes: captured shapes, by their rows.
     """
 
     def __init__(
@@ -94,11 +87,8 @@ class DecodeGraphs:
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self) -> None:
-        """Capture every shape that can be; the steps of others use a larger one, or none.
-
-        The largest comes first: the others then find their memory in its. Shapes that another rank
-        cannot capture are dropped here too.
-        """
+        """Capture every shape that can be on all ranks; steps of others use a larger one, or none."""
+        # The largest comes first: the others then find their memory in its.
         failed: dict[Shape, Exception] = {}
         for shape in reversed(self.shapes):
             try:
@@ -120,9 +110,14 @@ class DecodeGraphs:
             dropped = [Shape(*shape) for shapes in lists for shape in shapes]
         self.shapes = [shape for shape in self.shapes if shape not in dropped]
 
-    def shape_of(self, plan: StepPlan) -> Shape | None:
-        """The smallest captured shape for a step of decodes and drafts; None = none."""
+    def shape_of(self, plan: StepPlan, num_rows: int) -> Shape | None:
+        """The smallest captured shape for a step; None = none, as for one with a prefill chunk.
+
+        num_rows: rows of the step whose logits are wanted.
+        """
         counts, rows = plan.num_new_tokens, 1
+        if num_rows < len(plan.positions):
+            return None
         if len(plan.positions) > len(counts):
             rows = max((shape.rows for shape in self.shapes), default=0)
         if (plan.seq_lens - counts).max() + rows > self._max_seq_len or counts.max() > rows:
@@ -188,7 +183,7 @@ class DecodeGraphs:
 
 
 def _even(count: int) -> int:
-    """Width of a row of int64 after which the next starts at 16 bytes, as kernels expect."""
+    """Width of a row of int64 after which the next starts at a multiple of 16 bytes."""
     return count + count % 2
 
 
@@ -251,10 +246,5 @@ class CudaCapture:
 
 
 def default_capture(device: torch.device) -> Capture:
-    """CUDA graphs on a GPU; on a CPU the same work called again."""
-    return CudaCapture(device) if device.type == "cuda" else call_again
-
-
-def call_again(work: Callable[[], None]) -> Callable[[], None]:
-    """Stand in for a capture where there is no GPU: a replay does the work again."""
-    return work
+    """CUDA graphs on a GPU; on a CPU a replay does the work again."""
+    return CudaCapture(device) if device.type == "cuda" else lambda work: work

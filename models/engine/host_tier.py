@@ -1,13 +1,9 @@
 """The host tier of an engine: pages in host memory, their copies, and the choice of both.
 
-`HostTier.advance` runs between two steps:
-
-1. End the jobs whose copies have ended. Their requests can be admitted.
-2. Begin a load for each waiting request for which a load is quicker than a prefill. The request
-   waits for it while others run; it gets one load per wait.
-3. Begin stores of entries that will be evicted soon.
-
-A load is a prefetch into the prefix cache: if it fails, its request runs with the shorter hit.
+Between two steps `HostTier.advance` ends the jobs whose copies have ended, begins a load for each
+waiting request for which it is quicker than a prefill, and stores of entries that will be evicted
+soon. A request gets one load per wait, and others run meanwhile. A load is a prefetch into the
+prefix cache: if it fails, its request runs with the shorter hit.
 """
 
 from __future__ import annotations
@@ -43,10 +39,36 @@ DIRECTIONS = {"store": "to_host", "load": "to_device"}
 
 
 class HostTier:
-    """Loads and stores of one engine. The stepping thread calls it between steps."""
+    """Loads and stores of one engine. The stepping thread calls it between steps.
 
-    def __init__(self, tiers: Tiers, copier: PageCopier) -> None:
-        self.tiers, self.copier = tiers, copier
+    Raises:
+        ValueError: ``config.host_cache_gib`` is less than one page.
+        MemoryError: not enough free host memory.
+    """
+
+    def __init__(
+        self, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig, device: torch.device
+    ) -> None:
+        pages = PoolPages(pool.tensors)
+        size = pages.num_bytes
+        if memory.host_bytes < size:
+            raise ValueError(
+                f"host_cache_gib: expected at least {size / GIB:.3g} (one page of {size} bytes), "
+                f"got {memory.host_bytes} bytes"
+            )
+        num_pages = max(2, memory.host_bytes // size)
+        link, prefill = RATES[device.type]
+        # The pages of a whole step should be free or have a copy.
+        step = sum(-(-config.max_num_batched_tokens // g.block_size) for g in memory.groups)
+        self.tiers = Tiers(
+            kv,
+            num_pages=num_pages,
+            bytes_per_second=link,
+            prefill_tokens_per_second=prefill,
+            page_bytes=size,
+            watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
+        )
+        self.copier = PageCopier(pages, HostPages(num_pages, size, device))
         self._loading: dict[Request, Job] = {}  # waiting request -> its load
         self._settled: set[Request] = set()  # waiting requests without another load to come
         self._ended: list[Copying] = []
@@ -131,43 +153,10 @@ class HostTier:
         return had_jobs
 
     def close(self) -> None:
-        """Wait for copies. A second time it does nothing."""
-        if self._is_closed:
-            return
+        """Wait for copies; later steps fail."""
         self._is_closed = True
         self._loading.clear()
         self.settle()
-
-
-def make_host_tier(
-    kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig, device: torch.device
-) -> HostTier:
-    """Make the host tier of an engine with ``host_cache_gib``.
-
-    Raises:
-        ValueError: ``host_cache_gib`` is less than one page.
-        MemoryError: not enough free host memory.
-    """
-    pages = PoolPages(pool.tensors)
-    size = pages.num_bytes
-    if memory.host_bytes < size:
-        raise ValueError(
-            f"host_cache_gib: expected at least {size / GIB:.3g} (one page of {size} bytes), got "
-            f"{memory.host_bytes} bytes"
-        )
-    num_pages = max(2, memory.host_bytes // size)
-    link, prefill = RATES[device.type]
-    # The pages of a whole step should be free or have a copy.
-    step = sum(-(-config.max_num_batched_tokens // g.block_size) for g in memory.groups)
-    tiers = Tiers(
-        kv,
-        num_pages=num_pages,
-        bytes_per_second=link,
-        prefill_tokens_per_second=prefill,
-        page_bytes=size,
-        watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
-    )
-    return HostTier(tiers, PageCopier(pages, HostPages(num_pages, size, device)))
 
 
 @dataclass(eq=False)
@@ -183,10 +172,9 @@ class Copying:
 class PageCopier:
     """Copy the pages of jobs beside the model.
 
-    A GPU has one stream for each direction, and one kernel launch copies a job. It waits for the
-    work that the model's stream has at that time: a running step may still read pages that a load
-    fills, and it writes pages that a store copies. The model never waits: until the host sees the
-    end of a job, its pages are free or only read. On a CPU a job has ended when `start` returns.
+    A GPU has one stream for each direction. A copy waits for the work that the model's stream has at
+    that time; the model never waits, as the pages of a job are free or only read until the host sees
+    its end. On a CPU a job has ended when `start` returns.
 
     Attributes:
         num_bytes: bytes copied since the start, by direction.
@@ -200,11 +188,6 @@ class PageCopier:
         self.num_bytes = dict.fromkeys(DIRECTIONS.values(), 0)
         for direction in self._streams:  # compile now, not while a request waits
             self._copy(direction, np.zeros(1), np.zeros(1))
-
-    @property
-    def addresses(self) -> Tensor:
-        """A tensor on the device of the pool."""
-        return self._pool.addresses
 
     @property
     def has_jobs(self) -> bool:

@@ -2,8 +2,8 @@
 
     bytes of pages = (free memory - activations of the largest step) * memory_fraction
 
-with the weights already loaded. A request of n tokens needs, of each dense group, its blocks of n
-tokens; of a window group at most its ring and one more block, however long the request is.
+with the weights already loaded. A request needs its blocks of each dense group; of a window group at
+most its ring and one more block, however long the request is.
 """
 
 from __future__ import annotations
@@ -57,12 +57,7 @@ def model_cache(
     max_draft_tokens: int = 0,
     drafter_layers: bool = False,
 ) -> ModelCache:
-    """Cache of a model, from its ``make_cache``.
-
-    Args:
-        max_requests: requests running at once.
-        max_draft_tokens: drafts of a request in a step.
-        drafter_layers: True if layers that only draft run too.
+    """Cache of a model for max_requests with as many drafts, and for layers that only draft.
 
     Raises:
         NotImplementedError: a kv_cache_dtype that is not in the model's ``kv_cache_dtypes``.

@@ -1,12 +1,9 @@
-"""Outputs of requests, and the queue that collects them.
-
-`OutputQueue` keeps the unfinished requests, delivers new tokens to them, and ends them.
-"""
+"""Outputs of requests, and the queue that collects them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,8 +48,7 @@ class RequestOutput:
         finish_reason: "stop" (stop_reason has the id or string); "length" (max_tokens or the
             longest sequence was reached); "abort"; "nan" (the model's logits give no token);
             "error" (another failure).
-        num_cached_tokens: prompt tokens found in the prefix cache when the request was first
-            admitted.
+        num_cached_tokens: prompt tokens found in the prefix cache on the first admission.
         limited_by: the limit of that hit (`quire.kvcore.Match.limited_by`, with a host tier
             `quire.kvcore.tier.TierMatch.limited_by`); "" if the request was never admitted.
         dense_tokens: prompt tokens whose full-attention rows were cached then, on the device or the
@@ -135,6 +131,7 @@ class OutputQueue:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        scheduler.on_failure = self._fail
         self.unfinished: dict[str, list[Request]] = {}  # samples by request id
         # Samples that wait until the prompt of the first one, the key, is computed.
         self.siblings: dict[Request, list[Request]] = {}
@@ -143,7 +140,6 @@ class OutputQueue:
 
     def take(self) -> tuple[list[RequestOutput], list[OutputDelta]]:
         """Outputs and deltas since the last call."""
-        self.end_failed()
         taken = self.finished, self.deltas
         self.finished, self.deltas = [], []
         return taken
@@ -201,21 +197,14 @@ class OutputQueue:
                 self._end(request, reason, error, before)
         return num_generated, has_nan
 
-    def end_failed(self) -> None:
-        """End the requests that the scheduler took out."""
-        for request, cause in self._scheduler.failed:
-            self._end(request, "error", failure(request, cause), request.num_tokens)
-        self._scheduler.failed.clear()
+    def _fail(self, request: Request, cause: Exception) -> None:
+        self._end(request, "error", failure(request, cause), request.num_tokens)
 
     def _end(self, request: Request, reason: str, error: RequestError | None, before: int) -> None:
         for one in (request, *self.siblings.pop(request, ())):
             output = self._take_out(one, reason, error)
             if one.stream:
-                try:
-                    self.deltas.append(_delta(one, before, output))
-                except Exception as cause:
-                    output = replace(output, finish_reason="error", error=failure(one, cause))
-                    self.deltas.append(_delta(one, before, output))
+                self.deltas.append(_delta(one, before, output.finish_reason, output.error))
             self.finished.append(output)
 
     def _take_out(self, request: Request, reason: str, error: RequestError | None) -> RequestOutput:
@@ -235,13 +224,9 @@ def failure(request: Request, cause: Exception) -> RequestError:
     return error
 
 
-def _delta(request: Request, before: int, output: RequestOutput | None = None) -> OutputDelta:
-    try:
-        text = request.text.take() if request.text is not None else ""
-    except Exception:
-        if output is None or output.error is None:
-            raise
-        text = ""
+def _delta(
+    request: Request, before: int, reason: str | None = None, error: RequestError | None = None
+) -> OutputDelta:
+    text = "" if request.text is None else request.text.take()
     ids = tuple(request.tokens[before:].tolist())
-    reason, error = (None, None) if output is None else (output.finish_reason, output.error)
     return OutputDelta(request.request_id, request.sample, ids, text, reason, error)

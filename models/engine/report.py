@@ -1,4 +1,4 @@
-"""Time and numbers of steps: the clock of a step, its report, and sums over steps."""
+"""Times and numbers of steps: the clock of a step, its report, and sums over steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from .outputs import OutputDelta, RequestOutput
 PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver")
 """Parts of a step:
 
-schedule    choice of requests, and of their new tokens
+schedule    choice of requests and of their new tokens
 allocator   calls of `quire.kvcore`: match, admit, plan, commit, release
-draft       guesses of a drafter that is no part of the model
-tensors     the plan as tensors, and table entries that changed
-model       forward passes, those of a drafter that is a part of the model included
+draft       a drafter that is no part of the model
+tensors     the plan as tensors, and changed table entries
+model       forward passes, also those of a drafter that is a part of the model
 sample      from logits to ids on the device
-wait        for ids on their way to the host. On a GPU model and sample only start the work, and the
-            host waits here; on a CPU this part is zero
-deliver     drafts verified; tokens, text and outputs handed to requests; the report
+wait        for the ids. A GPU only starts model and sample; the host waits for both here
+deliver     drafts verified, outputs handed to requests, the report
 """
 SCHEDULE, ALLOCATOR, DRAFT, TENSORS, MODEL, SAMPLE, WAIT, DELIVER = range(len(PARTS))
 MODEL_MATH = (MODEL, SAMPLE, WAIT)
@@ -33,9 +32,7 @@ MODEL_MATH = (MODEL, SAMPLE, WAIT)
 class StepClock:
     """Split the time of a step into `PARTS`, and measure the device's idle time between steps.
 
-    One part runs at any time, so they add up to the whole step. A GPU is idle between two events in
-    its stream: the end of a step's sampling, and the start of the next step. On a CPU the host's
-    time counts.
+    A GPU is idle between two events of its stream, a CPU between two readings of the host's clock.
 
     Attributes:
         wall, cpu: [len(PARTS)] seconds since `start`; cpu: of the calling thread alone.
@@ -73,11 +70,11 @@ class StepClock:
         self._device_end = self._now()
 
     def forget_device(self) -> None:
-        """No step follows: do not count the time from here on."""
+        """Do not count the time from here to the next step."""
         self._device_end = None
 
     def take_idle(self) -> float:
-        """Idle seconds that became known since the last call; a GPU's once it began the step."""
+        """Idle seconds that became known since the last call."""
         seconds = 0.0
         while self._gaps and (not self._on_gpu or self._gaps[0][1].query()):
             end, begin = self._gaps.popleft()
@@ -97,8 +94,8 @@ def outside_model(seconds: np.ndarray) -> np.ndarray:
     return 1.0 - seconds[..., MODEL_MATH].sum(axis=-1) / np.maximum(total, 1e-12)
 
 
-class _Split:
-    """Sums of a split; for classes with ``wall`` [len(PARTS)] seconds."""
+class _Times:
+    """Sums of ``wall`` [len(PARTS)] seconds."""
 
     wall: np.ndarray
 
@@ -114,36 +111,30 @@ class _Split:
 
     @property
     def total(self) -> float:
-        """Seconds of everything."""
+        """Seconds of all parts."""
         return float(self.wall.sum())
 
-    @property
-    def rest(self) -> float:
-        """Seconds neither in the allocator nor in the model: scheduling, tensors, bookkeeping."""
-        return self.total - self.allocator - self.model
 
-
-def _no_sequences() -> np.ndarray:
-    return np.zeros(0, dtype=np.int64)
+_NO_SEQUENCES = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class StepReport(_Split):
+class StepReport(_Times):
     """Numbers of the step whose tokens came to the host; zeros of a call that delivered none.
 
-    With `EngineConfig.async_scheduling` it was launched by the call before. The times are those of
+    With `EngineConfig.async_scheduling` the call before launched that step. The times are those of
     this call, which launches the next one, and waits.
 
     Attributes:
+        idle: seconds without work for the device before a step, as far as they became known.
+        wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and of CPU of the engine's thread.
+        finished: requests that ended in it.
+        deltas: its additions to streamed requests.
         q_lens, seq_lens: [num_seqs], new tokens of each sequence, and its KV tokens including them
             (and rejected drafts).
         num_tokens: new tokens computed.
         num_decodes, num_prefills: sequences with one new token, and with more.
         num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and accepted.
-        idle: seconds without work for the device before a step, as far as they became known.
-        wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and of CPU of the engine's thread.
-        finished: requests that ended in it.
-        deltas: its additions to streamed requests.
     """
 
     idle: float
@@ -151,8 +142,8 @@ class StepReport(_Split):
     cpu: np.ndarray
     finished: list[RequestOutput]
     deltas: list[OutputDelta]
-    q_lens: np.ndarray = field(default_factory=_no_sequences)
-    seq_lens: np.ndarray = field(default_factory=_no_sequences)
+    q_lens: np.ndarray = field(default_factory=lambda: _NO_SEQUENCES)
+    seq_lens: np.ndarray = field(default_factory=lambda: _NO_SEQUENCES)
     num_tokens: int = 0
     num_decodes: int = 0
     num_prefills: int = 0
@@ -163,7 +154,7 @@ class StepReport(_Split):
 
 
 @dataclass
-class EngineTotals(_Split):
+class EngineTotals(_Times):
     """Sums over all steps; times in seconds.
 
     Attributes:
@@ -185,11 +176,14 @@ class EngineTotals(_Split):
     def add(self, report: StepReport) -> None:
         """Add one step."""
         self.num_steps += report.num_tokens > 0
-        self.num_tokens += report.num_tokens
         self.num_generated_tokens += report.num_generated
-        self.num_preempted += report.num_preempted
-        self.num_drafts += report.num_drafts
-        self.num_accepted += report.num_accepted
-        self.idle += report.idle
-        self.wall += report.wall
-        self.cpu += report.cpu
+        for name in (
+            "num_tokens",
+            "num_preempted",
+            "num_drafts",
+            "num_accepted",
+            "idle",
+            "wall",
+            "cpu",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(report, name))

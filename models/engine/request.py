@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
-from itertools import islice
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 MAX_TOP_LOGPROBS = 64
 MAX_SAMPLES = 16_384
-# Of all stop strings together: each streamed token is compared with all of them.
-MAX_STOP_CHARACTERS = 4096
-MAX_STOP_IDS = 2**20
 LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they make of them
 
 
@@ -33,10 +29,8 @@ LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they
 class SamplingParams:
     """Settings of a request's generation. The defaults decode greedily.
 
-    Numbers may be of any kind, numpy's, fractions and decimals included; they become ints and
-    floats.
-
-    The order is that of transformers: penalty, temperature, top_k, top_p, min_p.
+    The order is that of transformers: penalty, temperature, top_k, top_p, min_p. Numbers may be
+    numpy's; they become ints and floats.
 
     Attributes:
         max_tokens: tokens to generate at most.
@@ -44,9 +38,7 @@ class SamplingParams:
             last token.
         ignore_eos: True = the model's own stop ids do not end the output.
         stop: strings that end the output; the text ends before the first of them. They need a
-            tokenizer. At most 4,096 characters in all.
-        skip_special_tokens: False = the text has the special tokens of the output too, but for the
-            id that stops it.
+            tokenizer.
         temperature: divides the logits, at most 1e30; 0 = greedy, and then top_k, top_p and min_p
             change nothing.
         top_k: only the k likeliest tokens, ties by lowest id; 0 = all.
@@ -58,6 +50,8 @@ class SamplingParams:
             alone, not on other requests; None = a seed of the engine.
         n: samples of the prompt, at most 16,384; they share its pages.
         logprobs: number of the likeliest tokens to report at each position; None = none.
+        skip_special_tokens: False = the text has the special tokens of the output too, but for the
+            id that stops it.
 
     Raises:
         ValueError: a value out of range.
@@ -78,23 +72,19 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        def to(name: str, value: object) -> None:
+        def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        ids = _several("stop_token_ids", self.stop_token_ids, Integral, MAX_STOP_IDS)
-        to("stop_token_ids", tuple(_number("stop_token_ids", i, Integral, "ints") for i in ids))
-        to("stop", _several("stop", self.stop, str, MAX_STOP_CHARACTERS))
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, Integral)
+        put("stop_token_ids", tuple(_number("stop_token_ids", i, Integral, "ints") for i in ids))
+        put("stop", _as_tuple("stop", self.stop, str))
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop: expected strings that are not empty, got {shown(text)}")
-        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
-            raise ValueError(
-                f"stop: expected at most {MAX_STOP_CHARACTERS} characters in all, got {length}"
-            )
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(given := getattr(self, name), bool | np.bool_):
                 raise ValueError(f"{name}: expected True or False, got {shown(given)}")
-            to(name, bool(given))
+            put(name, bool(given))
         for name, kind, low, high, expected in (
             ("max_tokens", Integral, 1, None, "an int >= 1"),
             ("temperature", Real, 0, LARGEST, "a number in [0, 1e30]"),
@@ -108,7 +98,7 @@ class SamplingParams:
         ):
             given = getattr(self, name)
             if given is not None or name not in ("seed", "logprobs"):
-                to(name, _number(name, given, kind, expected, low, high))
+                put(name, _number(name, given, kind, expected, low, high))
 
     @property
     def is_plain(self) -> bool:
@@ -124,7 +114,8 @@ class Request:
         prompt_token_ids: [prompt_len] int32, never changed.
         capacity: most tokens of prompt and output together.
         host_match: look-up in the host tier before its last load.
-        text: its growing text; None where it is not needed before the end.
+        text: its growing text, where stop strings or a stream need it.
+        decode: ids to text, for the end; None = no tokenizer.
         slot: kvcore slot while running, else -1.
         num_output_placeholders: 1 while its next token is known to the device alone, else 0.
         buffer: [capacity] int32, known tokens, then drafts; until `reserve` the prompt's own.
@@ -144,6 +135,7 @@ class Request:
     sample: int = 0
     seed: int = 0
     text: TextStream | None = None
+    decode: Callable[[list[int]], str] | None = None
     stream: bool = False
     slot: int = -1
     num_output_placeholders: int = 0
@@ -183,14 +175,6 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.prompt_len
-
-    def note_limit(self) -> None:
-        """Keep what limited the hit, on admission; the host tier's look-up says more."""
-        match = self.match
-        host = self.host_match
-        if host is not None and host.num_saved_tokens == match.num_saved_tokens:
-            match = host
-        self.limited_by, self.dense_tokens = match.limited_by, match.dense_tokens
 
     def reserve(self) -> None:
         """Allocate memory for tokens and drafts; until then samples share the prompt's."""
@@ -235,19 +219,22 @@ class Request:
 
     def output(self, finish_reason: str, error: RequestError | None = None) -> RequestOutput:
         """The output; "error" where the rest of the text cannot be decoded."""
-        text = None
-        if self.text is not None:
-            try:
-                text = self.text.finish()
-            except Exception as cause:
-                text = self.text.text
-                if error is None:
-                    finish_reason, error = "error", failure(self, cause)
         tokens = self.tokens.tolist()
+        generated = tokens[self.prompt_len :]
+        text = None
+        try:
+            if self.text is not None:
+                text = self.text.finish()
+            elif self.decode is not None:
+                text = self.decode(generated[:-1] if finish_reason == "stop" else generated)
+        except Exception as cause:
+            text = None if self.text is None else self.text.text
+            if error is None:
+                finish_reason, error = "error", failure(self, cause)
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=tuple(tokens[: self.prompt_len]),
-            token_ids=tuple(tokens[self.prompt_len :]),
+            token_ids=tuple(generated),
             finish_reason=finish_reason,
             num_cached_tokens=max(self.num_cached_tokens, 0),
             limited_by=self.limited_by,
@@ -272,41 +259,30 @@ def checked_prompt(prompt: Any, vocab_size: int, max_model_len: int) -> np.ndarr
     Raises:
         ValueError: no list of ids, an id out of range, or more than max_model_len - 1 of them.
     """
+    expected = "prompt_token_ids: expected "
     try:
         length = len(prompt)
         if 0 < length < max_model_len:
             prompt = np.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(
-            f"prompt_token_ids: expected a list of ids, got {shown(prompt)}"
-        ) from error
+        raise ValueError(f"{expected}a list of ids, got {shown(prompt)}") from error
     if not 0 < length < max_model_len:
-        raise ValueError(
-            f"prompt_token_ids: expected 1..{max_model_len - 1} ids (max_model_len - 1), "
-            f"got {length}"
-        )
+        limit = max_model_len - 1
+        raise ValueError(f"{expected}1..{limit} ids (max_model_len - 1), got {length}")
     if prompt.ndim != 1:
-        raise ValueError(
-            f"prompt_token_ids: expected a list of ids, got shape {list(prompt.shape)}"
-        )
+        raise ValueError(f"{expected}a list of ids, got shape {list(prompt.shape)}")
     if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size:
-        raise ValueError(
-            f"prompt_token_ids: expected ints in 0..{vocab_size - 1}, got {shown(prompt.tolist())}"
-        )
+        raise ValueError(f"{expected}ints in 0..{vocab_size - 1}, got {shown(prompt.tolist())}")
     return prompt.astype(np.int32)
 
 
-def _several(name: str, value: Any, kind: type, most: int) -> tuple[Any, ...]:
-    """``value`` as a tuple: one alone, a list and None will do too."""
+def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:
+    """``value`` as a tuple; a value of ``kind`` alone, a list and None will do too."""
     if isinstance(value, kind):
         return (value,)
     if value is not None and not isinstance(value, Iterable):
         raise ValueError(f"{name}: expected a sequence, got {shown(value)}")
-    value = value.tolist() if hasattr(value, "tolist") else value
-    values = () if value is None else tuple(islice(value, most + 1))
-    if len(values) > most:
-        raise ValueError(f"{name}: expected at most {most}, got more")
-    return values
+    return () if value is None else tuple(value)
 
 
 def _number(
@@ -318,13 +294,10 @@ def _number(
     high: float | None = None,
 ) -> Any:
     """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
-    kinds, plain = ((int, Integral), int) if kind is Integral else ((float, Real, Decimal), float)
-    try:
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise TypeError  # asked of int and float first: abstract classes take long
-        number = plain(value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
+    number = None
+    if isinstance(value, kind) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            number = int(value) if kind is Integral else float(value)
     ok = number is not None and (low is None or number >= low) and (high is None or number <= high)
     if not ok:
         raise ValueError(f"{name}: expected {expected}, got {shown(value)}")

@@ -18,11 +18,12 @@ from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder
 
 from .config import EngineConfig
+from .device_drafter import DeviceDrafter
 from .graphs import DecodeGraphs, Shape, sizes_to_capture
-from .host_tier import make_host_tier
-from .memory import ModelCache, model_cache, plan_memory
+from .host_tier import HostTier
+from .memory import model_cache, plan_memory
 from .report import MODEL, TENSORS, StepClock
-from .speculative import Drafter, ModelDrafter
+from .speculative import Drafter
 
 # Tokens, or a length, below which all steps take the same kernels.
 SHORTEST_WARM_UP = 64
@@ -61,7 +62,7 @@ class ModelRunner:
             model.expect_impl(self.impl or ("triton" if on_gpu else "torch"))
 
         num_drafts = 0 if drafter is None else drafter.max_draft_tokens
-        self.has_hidden = isinstance(drafter, ModelDrafter)
+        self.has_hidden = isinstance(drafter, DeviceDrafter)
         cache = model_cache(
             model,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -76,10 +77,41 @@ class ModelRunner:
             num_pages = min(group.channel.all_gather(self.memory.num_pages))
             alike = replace(config, num_pages=num_pages, memory_fraction=None)
             self.memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
-        self._make_tables(model, cache, config, is_first=group is None or group.rank == 0)
+        memory = self.memory
+        replay_tokens = None
+        if config.replay:
+            if not hasattr(model.config, "replay_tokens"):
+                raise ValueError(
+                    "replay: expected False for "
+                    f"{type(model).__name__}{getattr(model, 'no_replay', '')}; "
+                    "supported with models of full and sliding attention"
+                )
+            replay_tokens = model.config.replay_tokens
+        self.kv = None
+        if group is None or group.rank == 0:
+            self.kv = KVCache(
+                memory.groups,
+                num_pages=memory.num_pages,
+                max_requests=config.max_num_seqs,
+                max_model_len=memory.max_model_len,
+                retention=config.retention,
+                enable_caching=config.enable_caching,
+                max_draft_tokens=num_drafts,
+                replay_tokens=replay_tokens,
+                track_deltas=True,
+            )
+        self.tables = self.kv
+        if config.tensor_parallel_size > 1:
+            self.tables = WorkerTables(
+                memory.groups,
+                max_requests=config.max_num_seqs,
+                max_model_len=memory.max_model_len,
+                max_draft_tokens=num_drafts,
+            )
+        self.pool = cache.allocate(memory.num_pages)
         self.tiers = None
         if config.host_cache_gib is not None:
-            self.tiers = make_host_tier(self.kv, self.pool, self.memory, config, device)
+            self.tiers = HostTier(self.kv, self.pool, self.memory, config, device)
 
         self.clock = StepClock(device)
         # Drafts are guessed from tokens that the host knows.
@@ -114,48 +146,6 @@ class ModelRunner:
                 if on_gpu or config.impl == "triton":
                     warm_up(self.forward, self.builder, config, max_model_len)
 
-    def _make_tables(
-        self, model: nn.Module, cache: ModelCache, config: EngineConfig, *, is_first: bool
-    ) -> None:
-        memory = self.memory
-        replay_tokens = None
-        if config.replay:
-            if not hasattr(model.config, "replay_tokens"):
-                raise ValueError(
-                    "replay: expected False for "
-                    f"{type(model).__name__}{getattr(model, 'no_replay', '')}; "
-                    "supported with models of full and sliding attention"
-                )
-            replay_tokens = model.config.replay_tokens
-        self.kv = None
-        if is_first:
-            self.kv = KVCache(
-                memory.groups,
-                num_pages=memory.num_pages,
-                max_requests=config.max_num_seqs,
-                max_model_len=memory.max_model_len,
-                retention=config.retention,
-                enable_caching=config.enable_caching,
-                max_draft_tokens=memory.max_draft_tokens,
-                replay_tokens=replay_tokens,
-                track_deltas=True,
-            )
-        self.tables = self.kv
-        if config.tensor_parallel_size > 1:
-            self.tables = WorkerTables(
-                memory.groups,
-                max_requests=config.max_num_seqs,
-                max_model_len=memory.max_model_len,
-                max_draft_tokens=memory.max_draft_tokens,
-            )
-        self.pool = cache.allocate(memory.num_pages)
-
-    def shape_of(self, plan: StepPlan, num_rows: int) -> Shape | None:
-        """The graph of a step; None if it has none, as one with a prefill chunk."""
-        if self.graphs is None or num_rows < len(plan.positions):
-            return None
-        return self.graphs.shape_of(plan)
-
     def run(
         self,
         plan: StepPlan | StepArrays,
@@ -170,7 +160,7 @@ class ModelRunner:
             shape: graph to replay; None = no graph.
 
         Returns:
-            (logits [num_rows, vocab_size], hidden states, batch); without a `ModelDrafter` the
+            (logits [num_rows, vocab_size], hidden states, batch); without a `DeviceDrafter` the
             hidden states are None.
         """
         self.clock.switch(TENSORS)

@@ -1,11 +1,8 @@
 """Logits to the next tokens of every request.
 
-Without drafts a request has one row of logits and gets one token. With drafts d_1..d_k it has k + 1
-rows; row i gives the token after d_1..d_i (`quire.models.engine.speculative`).
-
 A token is drawn by inversion: the first id whose cumulative probability exceeds u, a hash of seed
 and position. So a request draws the same tokens in any batch, after any preemption, and with drafts
-under "strict".
+under "strict". A request has 1 + its drafts rows of logits (`quire.models.engine.speculative`).
 
 Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64
     (Steele et al. 2014) for the hash; Leviathan et al. (arXiv 2211.17192) for rejection sampling.
@@ -71,7 +68,7 @@ class Sampled:
 
 
 class Sampler:
-    """Draw the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
+    """Draw the next tokens of a step; ids and what goes with them reach the host in one copy.
 
     Args:
         max_requests: slots of the allocator.
@@ -302,8 +299,7 @@ def rejection_sample(
     else:
         accepted = u_accept * probs.gather(1, at).squeeze(1).double() < p
         rest = (target - probs).clamp_min(0)
-    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is
-    # right.
+    # Where p = q nothing is left over: what rounding rejects is drawn from p itself.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
     return torch.where(accepted, drafts, draw(rest, u_draw, impl))
 

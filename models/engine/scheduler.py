@@ -11,9 +11,9 @@ head of the queue. No request is admitted then until one has ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Step:
         num_preempted: requests preempted for it.
         admitted: requests admitted for it.
         sampled: tokens of ``ready``, on the device and later on the host.
-        batch, hidden: inputs and hidden states, for a `ModelDrafter`.
+        batch, hidden: inputs and hidden states, for a `DeviceDrafter`.
         accepted: [num_seqs] computed tokens that stay; None = all.
         taken_back: requests whose tokens are dropped, as they wait again.
     """
@@ -68,8 +68,6 @@ class Step:
     hidden: Tensor | None = None
     accepted: np.ndarray | None = None
     taken_back: frozenset[Request] = frozenset()
-    num_generated: int = 0
-    num_accepted: int = 0
 
     def learn(self, ids: Sequence[int]) -> None:
         """Replace placeholders of its input and drafts by ids [num_placeholders]."""
@@ -117,8 +115,10 @@ class Scheduler:
 
     Attributes:
         waiting, running: requests in order of arrival and of admission.
-        failed: requests taken out by an error of their own, with the error.
+        on_failure: called for a request that was taken out by an error of its own.
     """
+
+    on_failure: Callable[[Request, Exception], None]
 
     def __init__(
         self, kv: KVCache, clock: StepClock, config: EngineConfig, tiers: HostTier | None = None
@@ -128,7 +128,6 @@ class Scheduler:
         self.max_num_seqs = config.max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.failed: list[tuple[Request, Exception]] = []
         self._starved = False  # pages ran out and no request has ended since
 
     def pending(self) -> dict[Request, int]:
@@ -140,15 +139,16 @@ class Scheduler:
             counts[request] = 0 if is_full else num_sampled - computed[request.slot]
         return counts
 
-    def decoding(self) -> list[Request]:
-        """Running requests that wait for their next token."""
-        return [request for request, count in self.pending().items() if count == 1]
-
-    def schedule(self) -> Step | None:
+    def schedule(self, *, ahead: bool = False) -> Step | None:
         """Choose and plan the next step; admit and preempt as needed. None = nothing to do.
 
-        A request that cannot be admitted, or whose next token does not fit though it runs alone, is
-        added to ``failed``.
+        A request that cannot be admitted, or whose next token does not fit though it runs alone,
+        fails.
+
+        Args:
+            ahead: True = the tokens of the step before are not known. Then nothing is preempted, as
+                output becomes prompt: None where pages run out. Requests that this admits may find
+                rows that turn out to be NaN (`take_back_admitted`).
         """
         if self.tiers is not None:
             self._advance_tiers()
@@ -158,6 +158,9 @@ class Scheduler:
             step = self._plan(chosen, admitted, num_preempted)
             if isinstance(step, Step):
                 return step
+            if ahead:
+                self._preempt(admitted)
+                return None
             if self.tiers is not None and self.tiers.settle():
                 continue  # pages that copies held
             self._starved = True
@@ -173,26 +176,10 @@ class Scheduler:
             if victim not in admitted:
                 num_preempted += 1
                 victim.num_preemptions += 1
-            self._preempt(victim)
+            self._preempt([victim])
             chosen.pop(victim, None)
             if not chosen:
                 chosen, _ = self._choose()  # the victims had the whole budget
-        return None
-
-    def schedule_ahead(self) -> Step | None:
-        """The next step, before the tokens of the one before are known.
-
-        None where they must be known first: to preempt, as output becomes prompt. Requests that it
-        admits may find rows that turn out to be NaN (`take_back_admitted`).
-        """
-        if self.tiers is not None:
-            self._advance_tiers()
-        chosen, admitted = self._choose()
-        step = self._plan(chosen, admitted) if chosen else None
-        if isinstance(step, Step):
-            return step
-        for request in [r for r in reversed(self.running) if r in admitted]:
-            self._preempt(request)
         return None
 
     def finish(self, request: Request) -> None:
@@ -206,30 +193,26 @@ class Scheduler:
     def fail(self, request: Request, error: Exception) -> None:
         """Take a request out because of an error of its own."""
         self.finish(request)
-        self.failed.append((request, error))
+        self.on_failure(request, error)
 
-    def take_back(self, requests: Iterable[Request]) -> None:
+    def take_back(self, requests: Collection[Request]) -> None:
         """Preempt the requests of a step that failed; which rows it wrote is unknown."""
-        failed = set(requests)
-        for request in [r for r in reversed(self.running) if r in failed]:
+        for request in {*requests}.intersection(self.running):
             request.num_preemptions += 1
-            self._preempt(request)
+        self._preempt(requests)
         self._starved = False
 
-    def take_back_admitted(self, step: Step) -> frozenset[Request]:
-        """Preempt and return the requests that a step admitted: their hits may be bad."""
-        taken = [r for r in reversed(self.running) if r in step.admitted]
-        for request in taken:
+    def take_back_admitted(self, step: Step) -> None:
+        """Preempt the requests that a step admitted: their hits may be bad."""
+        step.taken_back = step.admitted.intersection(self.running)
+        for request in step.taken_back:
             if request.num_preemptions == 0:
                 request.num_cached_tokens = -1
-            self._preempt(request)
-        return frozenset(taken)
+        self._preempt(step.taken_back)
 
     def clear_cache(self) -> None:
         """Forget all cached rows."""
-        before = self._clock.switch(ALLOCATOR)
-        self.kv.clear()
-        self._clock.switch(before)
+        self._timed(self.kv.clear)
 
     def _choose(self) -> tuple[dict[Request, int], set[Request]]:
         """New tokens of each request of the next step, and the requests admitted just now."""
@@ -259,13 +242,11 @@ class Scheduler:
         return chosen, admitted
 
     def _plan(
-        self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int = 0
+        self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int
     ) -> Step | OutOfPages:
         requests = sorted(chosen, key=lambda request: chosen[request] != 1)  # decodes first
         counts = [chosen[r] for r in requests]
-        before = self._clock.switch(ALLOCATOR)
-        plan = self.kv.plan([r.slot for r in requests], counts)
-        self._clock.switch(before)
+        plan = self._timed(self.kv.plan, [r.slot for r in requests], counts)
         if not isinstance(plan, StepPlan):
             return plan
         ids, ready, drafts, rows = [], [], [], []
@@ -292,23 +273,24 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request a slot; False if that failed."""
-        before = self._clock.switch(ALLOCATOR)
         try:
             request.reserve()
             # The cache has changed since the request came: look up again, without hashing.
-            request.match = self.kv.match(request.match.prompt, salt=request.salt)
+            match = self._timed(self.kv.match, request.match.prompt, salt=request.salt)
             resumed = request.num_cached_tokens >= 0
-            request.slot = self.kv.admit(request.key, request.match, resumed=resumed)
+            slot = self._timed(self.kv.admit, request.key, match, resumed=resumed)
         except Exception as error:
             self.fail(request, error)
             return False
-        finally:
-            self._clock.switch(before)
-        self.running.append(request)
+        request.match, request.slot = match, slot
         self._stop_waiting(request)
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = int(self.kv.num_computed[request.slot])
-            request.note_limit()
+        self.running.append(request)
+        if not resumed:
+            request.num_cached_tokens = int(self.kv.num_computed[slot])
+            host = request.host_match  # the host tier's look-up says more
+            if host is not None and host.num_saved_tokens == match.num_saved_tokens:
+                match = host
+            request.limited_by, request.dense_tokens = match.limited_by, match.dense_tokens
         return True
 
     def _next_waiting(self) -> Request | None:
@@ -327,23 +309,28 @@ class Scheduler:
         for request, error in self.tiers.advance(self.waiting, room):
             self.fail(request, error)
 
-    def _preempt(self, request: Request) -> None:
-        self._release(request)
-        request.num_output_placeholders = 0  # a token not known yet is sampled again
-        before = self._clock.switch(ALLOCATOR)
-        try:
-            # Prompt and output so far are the new prompt, whose cached part is found again.
-            request.match = self.kv.match(request.tokens, salt=request.salt)
-        except Exception as error:
-            self.failed.append((request, error))
-        else:
-            self.waiting.appendleft(request)
-        finally:
-            self._clock.switch(before)
+    def _preempt(self, requests: Collection[Request]) -> None:
+        """Let running requests wait at the head of the queue, in order of their admission."""
+        for request in [r for r in reversed(self.running) if r in requests]:
+            self._release(request)
+            request.num_output_placeholders = 0  # a token not known yet is sampled again
+            try:
+                # Prompt and output so far are the new prompt, whose cached part is found again.
+                request.match = self._timed(self.kv.match, request.tokens, salt=request.salt)
+            except Exception as error:
+                self.on_failure(request, error)
+            else:
+                self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
-        before = self._clock.switch(ALLOCATOR)
-        self.kv.release(request.key)
-        self._clock.switch(before)
+        self._timed(self.kv.release, request.key)
         request.slot = -1
         self.running.remove(request)
+
+    def _timed(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the allocator, on the clock of its own part."""
+        before = self._clock.switch(ALLOCATOR)
+        try:
+            return call(*arguments, **options)
+        finally:
+            self._clock.switch(before)

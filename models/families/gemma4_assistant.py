@@ -196,7 +196,7 @@ class Gemma4Drafter(DeviceDrafter):
     def attach(
         self, pool: PageTensors, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
+        """As `quire.models.engine.device_drafter.DeviceDrafter.attach`."""
         super().attach(pool, builder, max_requests=max_requests, impl=impl)
         shape = (max_requests, self.model.config.hidden_size)
         # By slot: the hidden state of the last row that stays.
@@ -207,7 +207,7 @@ class Gemma4Drafter(DeviceDrafter):
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:  # fmt: skip
-        """As `quire.models.engine.speculative.ModelDrafter.observe`."""
+        """As `quire.models.engine.device_drafter.DeviceDrafter.observe`."""
         _, rows, request_slots = self._receive(next_ids, last_rows, slots)
         self._hidden[request_slots] = hidden[rows]
 

@@ -1,11 +1,8 @@
 """The collectives of the ranks that run one model: NCCL on GPUs, in graphs too, and gloo on CPUs.
 
-A rank computes a part of every product: the heads of an attention layer, the width of an MLP and of
-every expert, the rows of the vocabulary::
-
-    sum          parts of a row-parallel product, added up    two a layer
-    gather       logits of the sampled rows, side by side     one a step
-    from_first   tokens or drafts of rank 0, on the device    one a step at most
+sum          parts of a row-parallel product, added up    two a layer
+gather       logits of the sampled rows, side by side     one a step
+from_first   tokens or drafts of rank 0, on the device    one a step at most
 """
 
 from __future__ import annotations

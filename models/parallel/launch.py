@@ -1,15 +1,10 @@
-"""Ranks: processes that are there already, or that rank 0 starts.
+"""Ranks: processes that are there already (``torchrun``, torch.distributed), or that rank 0 starts.
 
-Under ``torchrun``, and wherever ``torch.distributed`` is initialized, each process is a rank.
-Elsewhere rank 0 starts the others on its own machine::
-
-    rank 0                                        rank 1
-    listens, starts the others  ----- stdin --->  heartbeat, before torch is imported
-    heartbeat  <--------------------------------> heartbeat
-    channel    ------------- work --------------> channel
-    process group  <------- gloo, NCCL ---------> process group
-    weights, pool, graphs                         weights, pool, graphs
-    Engine     -------- channel: steps ---------> follow
+rank 0                                        rank 1
+listens, starts the others  ----- stdin --->  heartbeat, before torch is imported
+channel    ------------- work --------------> channel
+process group  <------- gloo, NCCL ---------> process group
+Engine     -------- channel: steps ---------> follow
 """
 
 from __future__ import annotations
@@ -114,7 +109,7 @@ class Ranks:
     def follow(self) -> None:
         """Run the steps of rank 0 until it closes."""
         with self.failing():
-            model, drafter = self.source.parts(self.group)
+            model, drafter = self.source.build(self.group.device, self.group)
             follow(self.group, model, self.source.engine, drafter)
         self.close()
 
@@ -168,12 +163,12 @@ def join_ranks(source: ModelSource) -> Ranks:
     """
     if source.engine.host_cache_gib is not None:
         raise NotImplementedError("host_cache_gib: supported with tensor_parallel_size=1")
-    size, timeout = source.engine.tensor_parallel_size, RANK_TIMEOUT
+    size = source.engine.tensor_parallel_size
     store, rank, found = _found()
     if found != size and (found > 1 or dist.is_initialized()):
         raise ValueError(f"tensor_parallel_size: expected {found}, the ranks, got {size}")
     if rank != 0:
-        return _join(store, rank, size, timeout)
+        return _join(store, rank, size)
     if dist.is_initialized() and store.check([ONE_MODEL]):
         raise ValueError(
             "tensor_parallel_size: expected ranks without a model; `close` the one they have, or "
@@ -186,14 +181,15 @@ def join_ranks(source: ModelSource) -> Ranks:
             "tensor_parallel_size: expected arguments that can be sent to another process, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    host = LOCAL if found == 1 else ""
-    heartbeat, channel = Heartbeat(0, size, timeout, (host, 0)), Channel(0, size, (host, 0))
+    address = (LOCAL if found == 1 else "", 0)
+    heartbeat, channel = Heartbeat(0, size, RANK_TIMEOUT, address), Channel(0, size, address)
     if found == 1:
         store = dist.TCPStore(LOCAL, 0, size, is_master=True, wait_for_workers=False)
-        processes = _start(heartbeat, channel, store.port)
-        return Ranks(heartbeat, channel, store, 0, pickled, processes)
-    store.set(PORTS, f"{heartbeat.port} {channel.port}")
-    return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=0), pickled)
+        processes, local_rank = _start(heartbeat, channel, store.port), 0
+    else:
+        store.set(PORTS, f"{heartbeat.port} {channel.port}")
+        processes, local_rank = {}, dist.get_node_local_rank(fallback_rank=0)
+    return Ranks(heartbeat, channel, store, local_rank, pickled, processes)
 
 
 def run_rank(heartbeat: Heartbeat, spec: Mapping[str, Any]) -> None:
@@ -220,16 +216,19 @@ def _start(heartbeat: Heartbeat, channel: Channel, port: int) -> dict[int, subpr
     return processes
 
 
-def _join(store: Any, rank: int, size: int, timeout: float) -> Ranks:
+def _join(store: Any, rank: int, size: int) -> Ranks:
     """Meet rank 0, which is there already or is about to come."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when it is over
     try:
-        store.wait([PORTS], datetime.timedelta(seconds=timeout))
+        store.wait([PORTS], datetime.timedelta(seconds=RANK_TIMEOUT))
     except dist.DistStoreError as error:
-        raise RankError(f"rank 0 died: it did not come within {timeout:g} s") from error
+        raise RankError(f"rank 0 died: it did not come within {RANK_TIMEOUT:g} s") from error
     beats, messages = map(int, store.get(PORTS).split())
-    host = _host_of_first(store)
-    heartbeat = Heartbeat(rank, size, timeout, (host, beats))
+    first = store
+    while hasattr(first, "underlying_store"):
+        first = first.underlying_store
+    host = getattr(first, "host", LOCAL)
+    heartbeat = Heartbeat(rank, size, RANK_TIMEOUT, (host, beats))
     channel = Channel(rank, size, (host, messages))
     return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=rank))
 
@@ -243,14 +242,13 @@ def _found() -> tuple[Any, int, int]:
     return None, 0, 1
 
 
-def _device_of(device: torch.device | str | None, local_rank: int) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type != "cuda":
-        return found
-    if found.index is not None:
-        raise ValueError(f"device: expected 'cuda' or 'cpu' with several ranks, got {device!r}")
+def _device_of(device: torch.device, local_rank: int) -> torch.device:
+    if device.type != "cuda":
+        return device
+    if device.index is not None:
+        raise ValueError(
+            f"device: expected 'cuda' or 'cpu' with several ranks, got {str(device)!r}"
+        )
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"tensor_parallel_size: expected a GPU for each rank of this machine, got "
@@ -258,9 +256,3 @@ def _device_of(device: torch.device | str | None, local_rank: int) -> torch.devi
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _host_of_first(store: Any) -> str:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "host", LOCAL)

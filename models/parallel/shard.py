@@ -1,18 +1,10 @@
 """Sharding: the part of each weight that a rank holds.
 
-A configuration's ``shard`` divides heads, and the widths of MLPs and experts, by the number of
-ranks. The rest follows from the shapes of the whole model and of the rank's (`cut_of`): the axis in
-which they differ is cut, rank after rank, and weights of equal shapes are on every rank::
-
-    q_proj, k_proj, v_proj, sinks, gate_proj, up_proj     rows
-    o_proj, down_proj                                     columns, products summed
-    experts: gate_up_proj, down_proj                      each expert's width, in both
-    embed_tokens, lm_head, embed_tokens_per_layer         ids
-    DeepSeek-V4: q_b_proj, o_a_proj by heads and groups   rows; o_b_proj columns
-    norms, routers, compressors, indexers, hyper-connections, MTP's projections    whole on each
-
-With fewer KV heads than ranks, a head is on several ranks. A width that is no multiple is filled up
-with zeros, which add nothing.
+The axis in which the shapes of the whole model and of the rank's differ is cut, rank after rank;
+weights of equal shapes (norms, routers, compressors, indexers) are on every rank. q, k, v, gate and
+up projections are cut by rows, o and down projections by columns, experts by width, embeddings by
+ids. With fewer KV heads than ranks, a head is on several ranks; a width that is no multiple is
+filled up with zeros, which add nothing.
 """
 
 from __future__ import annotations

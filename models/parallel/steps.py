@@ -20,9 +20,10 @@ from torch import nn
 from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables, step_arrays
 
 from ..engine.config import EngineConfig
+from ..engine.device_drafter import DeviceDrafter
 from ..engine.graphs import Shape
 from ..engine.runner import ModelRunner
-from ..engine.speculative import Drafter, ModelDrafter
+from ..engine.speculative import Drafter
 from .group import Group
 from .heartbeat import RankError
 
@@ -40,18 +41,9 @@ class StepSender:
         self.ranks, self.group = ranks, ranks.group
 
     def attach(self, kv: KVCache, tables: WorkerTables, drafter: Any) -> None:
-        """Called once by the engine, with its allocator and this rank's copy of the tables.
-
-        Raises:
-            NotImplementedError: a drafter that the other ranks cannot run.
-        """
+        """Called once by the engine, with its allocator and this rank's copy of the tables."""
         self._kv, self._tables = kv, tables
-        if isinstance(drafter, ModelDrafter):
-            if not hasattr(drafter, "follow"):
-                raise NotImplementedError(
-                    "drafter: supported with tensor_parallel_size > 1 are the model's own drafter "
-                    f"and those that read tokens alone, such as NGramDrafter; got {type(drafter).__name__}"
-                )
+        if isinstance(drafter, DeviceDrafter):
             drafter.sender = self
 
     @contextmanager
@@ -83,7 +75,7 @@ class StepSender:
         return arrays
 
     def observe(self, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray) -> None:
-        """Make the other ranks call `ModelDrafter.observe` for the step that ran last."""
+        """Make the other ranks call `DeviceDrafter.observe` for the step that ran last."""
         self._send(OBSERVE, next_ids, last_rows, slots)
 
     def draft(self, slots: np.ndarray, seq_lens: np.ndarray, is_greedy: bool) -> None:

@@ -50,22 +50,6 @@ def test_a_dropped_row_of_nan_is_not_found():
     assert engine.kv.match([*tokens, *outputs[0].token_ids, 9]).num_tokens == 0
 
 
-def test_requests_are_admitted_while_a_step_runs():
-    """One after another, some with a hit: all steps but the last are launched ahead."""
-    model = ToyModel()
-    engine = Engine(model, EngineConfig(num_pages=300, async_scheduling=True))
-    ahead, outputs, work = counting(engine), {}, {}
-    for n in range(1, 31):
-        tokens = [*([5 + n % 3] * 40), n]
-        work[engine.add_request(tokens, SamplingParams(9, ignore_eos=True))] = tokens
-        outputs |= {o.request_id: o for o in engine.step().finished}
-    outputs |= {o.request_id: o for o in finish(engine)}
-    for request_id, tokens in work.items():
-        assert outputs[request_id].token_ids == alone(model, tokens, SamplingParams(9, ignore_eos=True))  # fmt: skip
-    assert sum(o.num_cached_tokens > 0 for o in outputs.values()) == 27
-    assert ahead == {True: 37, False: 1}
-
-
 class Careless(ToyModel):
     """In its first pass it writes other rows than it should, and tells of it by its logits; the second one's are wrong."""
 
@@ -92,14 +76,15 @@ def test_who_was_admitted_ahead_and_found_bad_rows_begins_anew(n):
         async_scheduling=True, max_num_seqs=5, max_num_batched_tokens=len(tokens)
     )
     engine = Engine(model, config)
-    found, schedule = [], engine.scheduler.schedule_ahead
+    found, schedule = [], engine.scheduler.schedule
 
-    def note():
-        step = schedule()
-        found.append([r.num_cached_tokens for r in (step.admitted if step else ())])
+    def note(*, ahead):
+        step = schedule(ahead=ahead)
+        if ahead:
+            found.append([r.num_cached_tokens for r in (step.admitted if step else ())])
         return step
 
-    engine.scheduler.schedule_ahead = note
+    engine.scheduler.schedule = note
     prompts = [tokens, *([*tokens, 8 + i] for i in range(n)), [7] * 9]
     for i, ids in enumerate(prompts):
         engine.add_request(ids, params, request_id=str(i))
@@ -118,17 +103,17 @@ def test_what_is_admitted_ahead_is_not_kept_where_pages_are_short():
     model, params = ToyModel(), SamplingParams(30, ignore_eos=True)
     config = test_isolation.config(async_scheduling=True, num_pages=14, max_num_batched_tokens=64)
     engine = Engine(model, config)
-    work, waited, schedule = {}, [], engine.scheduler.schedule_ahead
+    work, waited, schedule = {}, [], engine.scheduler.schedule
 
-    def note():
+    def note(*, ahead):
         before = [*engine.scheduler.running], [*engine.scheduler.waiting]
-        step = schedule()
-        if step is None:
+        step = schedule(ahead=ahead)
+        if step is None and ahead:
             assert before == ([*engine.scheduler.running], [*engine.scheduler.waiting])
             waited.append(len(before[1]))
         return step
 
-    engine.scheduler.schedule_ahead = note
+    engine.scheduler.schedule = note
     for n in range(4):
         work[engine.add_request([5 + n] * 40, params)] = [5 + n] * 40
     outputs = {o.request_id: o for o in finish(engine)}

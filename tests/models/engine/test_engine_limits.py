@@ -1,8 +1,7 @@
 """Settings and shapes that an engine refuses when it is made, and shapes that it takes."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,7 +11,6 @@ from quire.kvcore.device import BatchBuilder
 from quire.models.config.model import FULL
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.engine import runner
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
@@ -104,48 +102,6 @@ def test_default_blocks_of_deepseek_v4_fit_every_window_and_ratio(window, csa, h
         assert (logits.amax(dim=-1) - chosen < 1e-3).all()
 
 
-def test_more_than_the_memory_is_refused_by_name(monkeypatch):
-    toy = ToyModel()
-    with pytest.raises(ValueError, match="num_pages: expected pages that fit the memory, got 1"):
-        Engine(toy, EngineConfig(num_pages=10**13))
-    with pytest.raises(ValueError, match=r"num_pages: expected an int <= .*, got 1"):
-        Engine(toy, EngineConfig(num_pages=10**40))
-    with pytest.raises(ValueError, match="max_requests: expected an int <= 2147483647, got 1"):
-        Engine(toy, EngineConfig(num_pages=100, max_num_seqs=10**13, max_num_batched_tokens=10**13))
-
-    def no_memory(*args, **options):
-        raise MemoryError
-
-    monkeypatch.setattr(runner, "KVCache", no_memory)
-    with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=4, "):  # fmt: skip
-        Engine(toy, EngineConfig(num_pages=100, max_num_seqs=4))
-
-
-@pytest.mark.parametrize("kind", [MemoryError, RecursionError])
-def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, monkeypatch):
-    engine = Engine(ToyModel(), EngineConfig(num_pages=100))
-
-    def fails(*_, **__):
-        raise kind("no room")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.kv, "match", fails)
-        with pytest.raises(ValueError, match=f"prompt_token_ids: expected a request that fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
-            engine.add_request([5, 6, 7], SamplingParams(n=2))
-        assert not engine.has_work and not engine.outputs.siblings
-        patch.setattr("quire.models.engine.runner.KVCache", fails)
-        with pytest.raises(
-            ValueError, match=f"config: expected an engine .*: {kind.__name__}: no room"
-        ):
-            Engine(ToyModel(), EngineConfig(num_pages=100))
-    first = engine.add_request([5, 6, 7], SamplingParams(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.kv, "admit", fails)
-        [output] = engine.step().finished
-    assert output.request_id == first and isinstance(output.error.__cause__, kind)
-    assert outputs(engine, PROMPTS, SamplingParams(2))[0].error is None
-
-
 def test_memory_of_many_samples_is_that_of_the_running_ones():
     engine = Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=2))
     engine.add_request([5] * 500, SamplingParams(1000, n=16_384))
@@ -158,45 +114,6 @@ def test_memory_of_many_samples_is_that_of_the_running_ones():
     assert not engine.has_work and not engine.scheduler.waiting
     engine.abort(engine.add_request([5] * 500, SamplingParams(1000, n=3)))  # before its prompt
     assert not engine.has_work and not engine.scheduler.waiting and not engine.outputs.siblings
-
-
-WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fraction": ("0.5", True, [0.5], 0, 1.5, -1)}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
-def test_settings_of_another_type_are_named(name):
-    kinds = {
-        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "tensor_parallel_size"), WRONG[int]),
-        **dict.fromkeys(("enable_caching", "replay", "decode_graphs", "async_scheduling"), WRONG[bool]),
-        "memory_fraction": WRONG["fraction"],
-        "retention": ("no such", -4, 2.5),
-        **dict.fromkeys(("kv_cache_dtype",), ("fp4", 8)),
-        "host_cache_gib": ("0.5", True, [0.5], 0, float("nan")),
-        "impl": ("cuda", 1),
-        "rejection_sample_method": ("none", 1),
-    }  # fmt: skip
-    optional = (
-        "max_model_len",
-        "num_pages",
-        "decode_graphs",
-        "async_scheduling",
-    )
-    for value in kinds[name]:
-        if value is None and name in optional:
-            continue
-        with pytest.raises(ValueError, match=rf"^{name}: "):
-            Engine(ToyModel(), EngineConfig(**{"num_pages": 100, name: value}))
-
-
-def test_pages_are_given_by_number_or_by_memory():
-    with pytest.raises(ValueError, match=r"expected one of them at most, got 50, 0\.5"):
-        EngineConfig(num_pages=50, memory_fraction=0.5)
-
-
-def test_numbers_of_numpy_are_settings_too():
-    config = EngineConfig(max_num_seqs=np.int64(3), num_pages=np.int32(100), seed=np.uint8(1))
-    assert type(config.max_num_seqs) is type(config.num_pages) is type(config.seed) is int
-    Engine(ToyModel(), config)
 
 
 def test_a_batch_refuses_state_groups():

@@ -102,15 +102,15 @@ def assert_equal_each_alone(model, work, outputs, longest):
 
 def counting(engine):
     """Counts the steps that ran ahead, and those that could not."""
-    ahead, schedule = Counter(), engine.scheduler.schedule_ahead
+    counts, schedule = Counter(), engine.scheduler.schedule
 
-    def count():
-        step = schedule()
-        ahead[step is not None] += 1
+    def count(*, ahead=False):
+        step = schedule(ahead=ahead)
+        counts[step is not None] += ahead
         return step
 
-    engine.scheduler.schedule_ahead = count
-    return ahead
+    engine.scheduler.schedule = count
+    return counts
 
 
 CASES = {

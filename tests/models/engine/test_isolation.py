@@ -20,7 +20,7 @@ from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer, TextStream
 from tests.support.models.few import few
-from tests.support.models.toy import VOCAB, ToyModel
+from tests.support.models.toy import ToyModel
 
 BAD = 63  # an id whose rows are spoiled
 PROMPTS = {"a": [5, 6, 7] * 9, "b": [8, 9] * 20, "bad": [11, BAD, 12] * 7, "c": [13] * 33}
@@ -110,16 +110,6 @@ def test_logits_that_give_no_token_end_their_request_alone(kind, way, mode):
     for key, output in whole.items():
         assert spoiled[key].token_ids == output.token_ids and spoiled[key].error is None
         assert spoiled[key].logprobs == output.logprobs
-
-
-@pytest.mark.parametrize("way", PARAMS)
-def test_masked_tokens_are_no_fault(way):
-    def spoil(row):
-        return row.masked_fill(torch.arange(VOCAB) != 20, -math.inf)
-
-    engine = Engine(SpoiledModel(spoil), config())
-    output = run(engine, {"bad": PROMPTS["bad"]}, PARAMS[way])[("bad", 0)]
-    assert output.token_ids == (20,) * 12 and output.finish_reason == "length"
 
 
 def test_samples_of_a_prompt_without_a_token_all_end():
@@ -293,40 +283,6 @@ def test_text_that_cannot_be_decoded_at_the_end_leaves_the_other_outputs(monkeyp
     assert first.finish_reason == "error" and isinstance(first.error.__cause__, KeyError)
     assert len(first.token_ids) == 4 and first.text is None
     assert second.error is None and second.text == decode(second.token_ids)
-
-
-# Values of every kind.
-
-
-def test_prompts_of_any_kind_and_only_ids():
-    engine = Engine(ToyModel(), config())
-    ids = PROMPTS["a"]
-    expected = run(engine, {"a": ids}, PARAMS["greedy"])[("a", 0)].token_ids
-    kinds = [np.array(ids, dtype=d) for d in ("u1", "i2", "u8", "i8")]
-    kinds += [torch.tensor(ids), torch.tensor(ids, dtype=torch.uint8), tuple(ids), [np.int64(i) for i in ids]]  # fmt: skip
-    for kind in kinds:
-        assert run(engine, {"a": kind}, PARAMS["greedy"])[("a", 0)].token_ids == expected
-    mine = np.array(ids)
-    engine.add_request(mine, PARAMS["greedy"], request_id="mine")
-    mine[:] = 60  # the engine has its own
-    assert [o.token_ids for o in run(engine, {}, None).values()] == [expected]
-    wrong = ["text", b"abc", None, {1: 2}, [[1], [2, 3]], [10**30], [1.0], [True], torch.ones(3), object(),
-             range(10**12), np.array([5, -1]), torch.zeros((2, 2), dtype=torch.int64), [torch.tensor(1.5)], iter([1])]  # fmt: skip
-    for prompt in wrong:
-        with pytest.raises(ValueError, match=r"^prompt_token_ids: expected "):
-            engine.add_request(prompt)
-    for given in (
-        {"params": {"max_tokens": 3}},
-        {"request_id": 5},
-        {"request_id": []},
-        {"salt": "x"},
-    ):
-        with pytest.raises(ValueError, match=f"^{next(iter(given))}: expected "):
-            engine.add_request(ids, **given)
-    for unknown in ("x", 5, [], None):
-        with pytest.raises(ValueError, match=r"^request_id: expected an unfinished request"):
-            engine.abort(unknown)
-    assert not engine.has_work
 
 
 # One thread.

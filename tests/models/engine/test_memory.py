@@ -24,7 +24,6 @@ from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import draw_columns
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import build
-from tests.support.models.toy import ToyModel
 
 GROUPS = {
     "dense": [GroupSpec("d", "dense", 16, 100)],
@@ -209,10 +208,3 @@ def test_sampling_holds_what_the_plan_says(filters, keeps):
 
     share = peak_bytes(work) / (rows * vocab_size * 4 * LOGITS_COPIES)
     assert (0.85 if filters else 0.5) < share <= 1
-
-
-def test_kv_cache_dtype_is_refused_by_name():
-    with pytest.raises(
-        NotImplementedError, match=r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"
-    ):
-        Engine(ToyModel(), EngineConfig(num_pages=50, kv_cache_dtype="fp8"))

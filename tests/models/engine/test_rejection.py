@@ -149,24 +149,6 @@ def test_outputs_have_the_targets_distribution(kind, name, budget):
     assert excess(outputs, expected) < Z
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [1500])
-def test_acceptance_rate_of_drafts_that_are_not_drawn(budget):
-    """One draft x a request: both methods keep it with probability p(x)."""
-    model, params = Chain(), PARAMS["temperature"]
-    p = torch.stack(
-        [torch.tensor(plain_probabilities(row.tolist(), params)) for row in model.table]
-    )
-    first = p[PROMPT[-1]]
-    rate = float((first[:, None] * p * torch.eye(V)[model.table.argmax(dim=1)]).sum())
-    for method in ("strict", "standard"):
-        guess = drafter("guess, good", model, params, 1)
-        more = {"num_tokens": 3, "num_outputs": budget, "method": method}
-        _, drafts, accepted = run(model, guess, params, **more)
-        assert drafts == budget
-        assert abs(accepted / drafts - rate) < Z * math.sqrt(rate * (1 - rate) / drafts), method
-
-
 @pytest.mark.parametrize("name", PARAMS)
 def test_the_same_seeds_and_drafts_give_the_same_outputs(name):
     """Whatever else runs beside a request. Under "strict", the same seeds are enough."""

@@ -6,7 +6,6 @@ from quire.models.config.named import CONFIGS, get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
-from tests.support.models.toy import ToyModel
 
 # Sliding layers with keys and values of their own, of 16 tokens each.
 NUM_WINDOWS = {"gemma3-tiny": 5, "gemma4-tiny": 4, "gemma4-e-tiny": 4, "gpt-oss-tiny": 2}
@@ -88,10 +87,3 @@ def test_tokens_that_restore_the_windows():
 def test_models_without_windows_never_replay():
     model = random_model(get_config("llama-tiny"), device=DEVICE)
     assert Engine(model, EngineConfig(num_pages=50, replay=True)).kv.replay_tokens is None
-
-
-def test_other_caches_are_refused():
-    with pytest.raises(
-        ValueError, match=r"replay: expected False for .*; supported with models of full and"
-    ):
-        Engine(ToyModel(), EngineConfig(num_pages=50, replay=True))

@@ -392,7 +392,7 @@ def test_pages_that_copies_hold_are_waited_for(monkeypatch):
 def test_settings():
     with pytest.raises(ValueError, match=r"^enable_caching: expected True with host"):
         EngineConfig(host_cache_gib=1, enable_caching=False)
-    with pytest.raises(ValueError, match=r"host_cache_gib=1000000.*: MemoryError|fit the memory"):
+    with pytest.raises(ValueError, match="fit the memory"):
         toy_engine(host_cache_gib=1e6)
     with pytest.raises(ValueError, match=r"^host_cache_gib: expected at least .*\(one page of"):
         toy_engine(host_cache_gib=1e-12)

@@ -265,22 +265,6 @@ def test_what_ranks_refuse():
         LLM("llama-tiny", engine=config, drafter=lambda model: None)
 
 
-class OtherDrafter(MTPDrafter):
-    """A drafter with layers of its own that other ranks do not know."""
-
-    follow = None
-
-    def __getattribute__(self, name):
-        if name == "follow":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
-def test_a_drafter_of_another_model_is_refused():
-    with pytest.raises(NotImplementedError, match=r"^drafter: supported with tensor_parallel_size > 1 are the model.s own drafter"):  # fmt: skip
-        run_on_ranks(2, config_of("deepseek-v4-tiny"), run, drafter=OtherDrafter, num_pages=600)
-
-
 # Processes.
 
 

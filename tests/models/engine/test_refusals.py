@@ -1,0 +1,160 @@
+"""Settings, prompts and sampling parameters of another type or out of range: each is refused by its name."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.models.config.named import get_config
+from quire.models.engine.config import EngineConfig
+from quire.models.engine.engine import Engine
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.loading.random_weights import random_model
+from tests.support.models.toy import ToyModel
+
+INTS, FLAGS = ("4", 4.0, True, -1, [4]), ("yes", 1, 0)
+SETTINGS = {
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "tensor_parallel_size"), (*INTS, None)),
+    **dict.fromkeys(("max_model_len", "num_pages"), INTS),
+    **dict.fromkeys(("enable_caching", "replay"), (*FLAGS, None)),
+    **dict.fromkeys(("decode_graphs", "async_scheduling"), FLAGS),
+    "memory_fraction": ("0.5", True, [0.5], 0, 1.5, -1),
+    "retention": ("no such", -4, 2.5),
+    "kv_cache_dtype": ("fp4", 8),
+    "host_cache_gib": ("0.5", True, [0.5], 0, float("nan")),
+    "impl": ("cuda", 1),
+    "rejection_sample_method": ("none", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EngineConfig.__dataclass_fields__)
+def test_settings_of_another_type_are_named(name):
+    for value in SETTINGS[name]:
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            Engine(ToyModel(), EngineConfig(**{"num_pages": 100, name: value}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory_fraction": 0.5}, r"expected one of them at most, got 20, 0\.5"),
+        ({"max_num_seqs": 5, "max_num_batched_tokens": 4}, r"max_num_seqs: expected 1\.\.max_num_batched_tokens=4, got 5"),
+        ({"max_model_len": 5000}, r"max_model_len: expected 2\.\.4096, got 5000"),
+        ({"num_pages": 4}, r"num_pages: expected at least 5 .*of 2 tokens, got 4"),
+        ({"num_pages": 40, "max_model_len": 800}, r"expected at least 60 \(960 KiB\) for one request of 800 tokens, got 40"),
+        ({"num_pages": 10**13}, "num_pages: expected pages that fit the memory, got 1"),
+        ({"num_pages": 10**40}, "num_pages: expected an int <= .*, got 1"),
+        ({"max_num_seqs": 10**13, "max_num_batched_tokens": 10**13}, "max_requests: expected an int <= 2147483647, got 1"),
+        ({"host_cache_gib": 1, "enable_caching": False}, "^enable_caching: expected True with host"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range(settings, message):
+    model = random_model(get_config("gemma3-tiny"))
+    with pytest.raises(ValueError, match=message):
+        Engine(model, EngineConfig(**{"num_pages": 20} | settings))
+
+
+def test_settings_that_a_model_does_not_support():
+    with pytest.raises(NotImplementedError, match=r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"):  # fmt: skip
+        Engine(ToyModel(), EngineConfig(num_pages=50, kv_cache_dtype="fp8"))
+    with pytest.raises(ValueError, match=r"replay: expected False for .*; supported with models of full and"):  # fmt: skip
+        Engine(ToyModel(), EngineConfig(num_pages=50, replay=True))
+
+
+def test_memory_that_is_not_there(monkeypatch):
+    def no_memory(*args, **options):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("quire.models.engine.runner.KVCache", no_memory)
+    with pytest.raises(ValueError, match="config: expected settings that fit the memory: no room"):
+        Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=4))
+
+
+def test_prompts_of_any_kind_and_only_ids():
+    engine, ids = Engine(ToyModel(), EngineConfig(num_pages=60, max_model_len=64)), [5, 6, 7] * 9
+
+    def run(prompt):
+        engine.add_request(prompt, SamplingParams(4, ignore_eos=True))
+        while engine.has_work:
+            report = engine.step()
+        return report.finished[0].token_ids
+
+    kinds = [np.array(ids, dtype=d) for d in ("u1", "i2", "u8", "i8")]
+    kinds += [torch.tensor(ids), torch.tensor(ids, dtype=torch.uint8), tuple(ids), [np.int64(i) for i in ids]]  # fmt: skip
+    assert {run(kind) for kind in kinds} == {run(ids)}
+    mine = np.array(ids)
+    engine.add_request(mine, SamplingParams(4, ignore_eos=True))
+    mine[:] = 60  # the engine has its own
+    while engine.has_work:
+        report = engine.step()
+    assert report.finished[0].token_ids == run(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ([], r"1\.\.63 ids .*got 0"), ([5] * 64, r"1\.\.63 ids .*got 64"), (range(10**12), r"1\.\.63 ids"),
+        ([3, 64], r"ints in 0\.\.63, got \[3, 64\]"), ([-1], r"ints in 0\.\.63, got \[-1\]"), ([0.5], "ints in"),
+        ([True], "ints in"), (torch.ones(3), "ints in"), (np.array([5, -1]), "ints in"), ([10**30], ""),
+        ([[1, 2]], r"a list of ids, got shape \[1, 2\]"), (torch.zeros((2, 2), dtype=torch.int64), "a list of ids"),
+        (7, "a list of ids, got 7"), ([[1], [2, 3]], "a list of ids"), ("text", ""), (b"abc", ""), (None, "a list of ids"),
+        ({1: 2}, ""), (object(), "a list of ids"), ([torch.tensor(1.5)], ""), (iter([1]), "a list of ids"),
+    ],
+)  # fmt: skip
+def test_what_is_no_prompt(prompt, expected):
+    engine = Engine(ToyModel(), EngineConfig(max_model_len=64, num_pages=60))
+    with pytest.raises(ValueError, match=f"^prompt_token_ids: expected {expected}"):
+        engine.add_request(prompt)
+    assert not engine.has_work
+
+
+def test_arguments_of_requests():
+    engine = Engine(ToyModel(), EngineConfig(num_pages=60))
+    engine.add_request([5], request_id="a")
+    for name, given in (("params", {"max_tokens": 3}), ("request_id", 5), ("request_id", []), ("request_id", "a"), ("salt", "x")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: expected "):
+            engine.add_request([5], **{name: given})
+    for unknown in ("x", 5, [], None):
+        with pytest.raises(ValueError, match=r"^request_id: expected an unfinished request"):
+            engine.abort(unknown)
+    assert engine.unfinished == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("temperature", -1, r"a number in \[0, 1e30\], got -1"), ("temperature", "1", r"a number in \[0, 1e30\], got '1'"),
+        ("temperature", float("nan"), "a number"), ("temperature", 1e31, "a number"),
+        ("top_k", -1, r"an int >= 0 \(0 = all\), got -1"), ("top_k", 10**30, "an int"), ("top_k", 2.5, "an int"),
+        ("top_p", 0, r"a number in \(0, 1\], got 0"), ("min_p", 2, r"a number in \[0, 1\], got 2"),
+        ("repetition_penalty", 0, r"a number in \[1e-30, 1e30\], got 0"),
+        ("n", 0, r"an int in 1\.\.16384, got 0"), ("n", 2.0, r"an int in 1\.\.16384, got 2.0"),
+        ("logprobs", 65, r"None or 0\.\.64, got 65"), ("logprobs", True, r"None or 0\.\.64, got True"),
+        ("max_tokens", 0, "an int >= 1, got 0"), ("max_tokens", 2.5, "an int >= 1, got 2.5"),
+        ("max_tokens", None, "an int >= 1, got None"), ("seed", 1.5, "None or an int, got 1.5"),
+        ("stop", ("a", ""), "strings that are not empty, got ''"), ("stop", (5,), "strings that are not empty, got 5"),
+        ("stop", 7, "a sequence, got 7"), ("stop_token_ids", ("a",), "ints, got 'a'"),
+        ("stop_token_ids", 2.5, "a sequence, got 2.5"), ("ignore_eos", "no", "True or False, got 'no'"),
+        ("skip_special_tokens", 1, "True or False, got 1"),
+    ],
+)  # fmt: skip
+def test_sampling_parameters(name, value, expected):
+    with pytest.raises(ValueError, match=f"^{name}: expected {expected}"):
+        SamplingParams(**{name: value})
+
+
+def test_numbers_of_numpy():
+    params = SamplingParams(np.int64(3), temperature=np.float32(1), stop=None, stop_token_ids=7)
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    assert params.stop == () and params.stop_token_ids == (7,)
+    assert SamplingParams(stop="a", stop_token_ids=[1, 2]).stop == ("a",)
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
+    config = EngineConfig(max_num_seqs=np.int64(3), num_pages=np.int32(100), seed=np.uint8(1))
+    assert type(config.max_num_seqs) is type(config.num_pages) is type(config.seed) is int
+
+
+def test_drafters():
+    with pytest.raises(ValueError, match="max_draft_tokens: expected >= 1, got 0"):
+        NGramDrafter(0)
+    with pytest.raises(ValueError, match="min_ngram <= max_ngram, got 3 and 2"):
+        NGramDrafter(2, max_ngram=2, min_ngram=3)
