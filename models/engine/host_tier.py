@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,6 @@ class HostTier:
         self.copier = PageCopier(pages, HostPages(num_pages, size, device))
         self._loading: dict[Request, Job] = {}  # waiting request -> its load
         self._settled: set[Request] = set()  # waiting requests without another load to come
-        self._ended: list[Copying] = []
         self._is_closed = False
 
     @property
@@ -88,32 +87,30 @@ class HostTier:
         self._loading.pop(request, None)
         self._settled.discard(request)
 
-    def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
+    def advance(
+        self, waiting: Iterable[Request], room: int, fail: Callable[[Request, Exception], None]
+    ) -> None:
         """End jobs, then begin loads and stores.
 
         Args:
             waiting: waiting requests in order of arrival.
             room: number of requests that may be admitted.
-
-        Returns:
-            (request, exception) of each failed look-up.
+            fail: called for each request whose look-up fails.
         """
         if self._is_closed:
             raise RuntimeError("expected an engine that is open, got one after its close()")
         self._end(self.copier.poll())
-        failed = []
         for request in list(islice(waiting, max(0, room))):
             if request not in self._loading and request not in self._settled:
                 try:
                     self._look_up(request)
                 except Exception as error:
-                    failed.append((request, error))
+                    fail(request, error)
         storing = sum(job.num_bytes for job in self.tiers.jobs if job.kind == "store")
         if storing < STORE_BYTES:
             for job in self.tiers.stores(STORE_BYTES - storing):
                 self.copier.start(job)
         self._end(self.copier.poll())
-        return failed
 
     def _look_up(self, request: Request) -> None:
         match = request.host_match = self.tiers.match(request.match.prompt)
@@ -130,7 +127,6 @@ class HostTier:
             request.host_match = replace(match, num_saved_tokens=saved, limited_by="no-room")
 
     def _end(self, ended: list[Copying]) -> None:
-        ended, self._ended = [*self._ended, *ended], []
         for copying in ended:
             job = copying.job
             came = self.tiers.done(job, failed=copying.error is not None)
@@ -141,13 +137,12 @@ class HostTier:
                     request.num_loaded_tokens += max(0, job.num_tokens - before)
 
     def wait(self) -> None:
-        """Wait until some copies have ended; `advance` ends their jobs."""
-        self._ended += self.copier.wait()
+        """Wait until some copies have ended."""
+        self._end(self.copier.wait())
 
     def settle(self) -> bool:
         """Wait for all copies, which hold pages; False if there are none."""
         had_jobs = bool(self.tiers.jobs)
-        self._end([])
         while self.copier.has_jobs:
             self._end(self.copier.wait())
         return had_jobs

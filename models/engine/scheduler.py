@@ -244,8 +244,8 @@ class Scheduler:
     def _plan(
         self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int
     ) -> Step | OutOfPages:
-        requests = sorted(chosen, key=lambda request: chosen[request] != 1)  # decodes first
-        counts = [chosen[r] for r in requests]
+        requests = sorted(chosen, key=chosen.__getitem__)  # decodes first
+        counts = list(map(chosen.__getitem__, requests))
         plan = self._timed(self.kv.plan, [r.slot for r in requests], counts)
         if not isinstance(plan, StepPlan):
             return plan
@@ -306,8 +306,7 @@ class Scheduler:
 
     def _advance_tiers(self) -> None:
         room = 0 if self._starved else self.max_num_seqs - len(self.running)
-        for request, error in self.tiers.advance(self.waiting, room):
-            self.fail(request, error)
+        self.tiers.advance(self.waiting, room, self.fail)
 
     def _preempt(self, requests: Collection[Request]) -> None:
         """Let running requests wait at the head of the queue, in order of their admission."""

@@ -105,40 +105,11 @@ def test_stop_strings_and_what_is_held_back(words, stop, pieces, found):
     assert streamed(words, stop) == (pieces, found)
 
 
-def test_every_split_of_a_text_gives_the_same_text():
-    text, stop = "xxabaababcyy", ("ababc",)
-    for mask in range(1 << (len(text) - 1)):
-        words, word = [], ""
-        for i, character in enumerate(text):
-            word += character
-            if i == len(text) - 1 or mask >> i & 1:
-                words.append(word)
-                word = ""
-        pieces, found = streamed(words, stop)
-        assert ("".join(pieces), found) == ("xxaba", "ababc"), words
-
-
 def write_tokenizer(path, kind):
     """A tokenizer.json of a common kind, with three special tokens in front; returns it and its vocabulary."""
     tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
     decoders, special = tokenizers.decoders, ["<eos>", "<|channel>", "<channel|>"]
-    words = [
-        "▁",
-        "▁▁",
-        "▁▁▁▁",
-        ".",
-        "▁leading",
-        "▁x",
-        "a",
-        "▁a",
-        "b",
-        "世",
-        "▁世",
-        "!",
-        "stop",
-        "▁stop",
-        "\n",
-    ]
+    words = ["▁", "▁▁", "▁▁▁▁", ".", "▁leading", "▁x", "a", "▁a", "b", "世", "▁世", "!", "stop", "▁stop", "\n"]  # fmt: skip
     if kind == "byte-level":
         letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         vocabulary = [*special, *letters, "Ġa", "Ġstop", "ĠĠ"]
@@ -290,99 +261,146 @@ def test_bad_streams_are_refused_at_once(llm):
 
 # The command line.
 
+BASE = ["--model", "gemma3-tiny", "--num-pages", "99", "--ignore-eos", "--max-tokens", "5"]
 
-def test_prompts_files_and_stdin(capsys, tmp_path, monkeypatch):
-    base = ["--model", "gemma3-tiny", "--max-tokens", "5", "--ignore-eos", "--num-pages", "300"]
-    assert generate.main([*base, "--prompt", "hello"]) == 0
-    expected = capsys.readouterr().out
-    assert expected.endswith("\n") and len(expected) > 1
-    (tmp_path / "prompt.txt").write_text("hello\n", encoding="utf-8")
-    assert generate.main([*base, "--file", str(tmp_path / "prompt.txt")]) == 0
-    assert capsys.readouterr().out == expected
-    with open(tmp_path / "prompt.txt", encoding="utf-8") as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        assert generate.main(base) == 0
-    assert capsys.readouterr().out == expected
+
+@pytest.fixture
+def run(capsys):
+    """Runs the command; returns (status, stdout, stderr)."""
     threads = torch.get_num_threads()
-    for other in range(1, min(2, os.cpu_count()) + 1):
-        assert generate.main([*base, "--prompt", "hello", "--threads", str(other)]) == 0
-        assert capsys.readouterr().out == expected and torch.get_num_threads() == threads
-    assert generate.main([*base, "--prompt", "hello", "--prompt", "hello", "--n", "2"]) == 0
-    assert capsys.readouterr().out == 4 * expected  # greedy samples are equal
-    sampled = [*base, "--prompt", "hello", "--temperature", "2", "--seed"]
-    outs = []
-    for seed in ("1", "1", "2"):
-        assert generate.main([*sampled, seed]) == 0
-        outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1] != outs[2]
+
+    def run(*arguments):
+        return generate.main([*arguments]), *capsys.readouterr()
+
+    yield run
+    torch.set_num_threads(threads)
 
 
-def test_statistics_and_speculation(capsys):
-    command = ["--model", "gemma4-tiny", "--prompt", "ab" * 20, "--max-tokens", "20"]
-    command += ["--ignore-eos", "--num-pages", "99"]
-    assert generate.main(command) == 0
-    plain = capsys.readouterr()
-    assert plain.err == ""
-    assert generate.main([*command, "--stats", "--speculate", "3"]) == 0
-    out, err = capsys.readouterr()
-    assert out == plain.out, "speculation does not show"
-    for word in ("pool", "99 pages", "tokens    20 generated", "model and sampling", "drafts"):
-        assert word in err
+def test_prompts_files_and_stdin(run, tmp_path, monkeypatch):
+    status, expected, _ = run(*BASE, "--prompt", "hello")
+    assert status == 0 and expected.endswith("\n") and len(expected) > 1
+    file = tmp_path / "prompt.txt"
+    file.write_text("hello\n", encoding="utf-8")
+    assert run(*BASE, "--file", str(file)) == (0, expected, "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert run(*BASE) == (0, expected, "")
+    for threads in range(1, min(2, os.cpu_count()) + 1):
+        assert run(*BASE, "--prompt", "hello", "--threads", str(threads))[1] == expected
+        assert torch.get_num_threads() == threads
+    # Greedy samples are equal.
+    assert run(*BASE, "--prompt", "hello", "--prompt", "hello", "--n", "2")[1] == 4 * expected
+    sampled = [run(*BASE, "--prompt", "hello", "--temperature", "2", "--seed", s) for s in "112"]
+    assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
+def test_drafters_do_not_show_and_statistics_go_to_stderr(run):
+    command = [*BASE, "--model", "deepseek-v4-tiny", "--prompt", "abc" * 7, "--max-tokens", "8"]
+    _, plain, err = run(*command)
+    assert err == ""
+    for drafter in ("ngram", "mtp"):
+        _, out, err = run(*command, "--speculate", "2", "--drafter", drafter, "--stats")
+        assert out == plain
+        for word in (
+            "pool",
+            "99 pages",
+            "tokens    8 generated",
+            "model and sampling",
+            "drafts    ",
+        ):
+            assert word in err
+    assert "drafts    0 of 0" not in err  # of mtp
+    status, _, err = run(*BASE, "--prompt", "a", "--speculate", "1", "--drafter", "mtp")
+    assert status == 2 and "error: model: expected one with MTP layers" in err
+
+
+def test_a_chat_continues_from_its_own_answers(run, tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="renders chat templates")
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
-    base = ["--model", str(tmp_path), "--chat", "--max-tokens", "6", "--ignore-eos"]
-    base += ["--num-pages", "300"]
-    assert generate.main(base) == 2
-    assert "chat: expected a chat_template.jinja" in capsys.readouterr().err
+    base = [*BASE, "--model", str(tmp_path), "--chat"]
+    status, _, err = run(*base)
+    assert status == 2 and "chat: expected a chat_template.jinja" in err
     (tmp_path / "chat_template.jinja").write_text(
         "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}[a]"
     )
-    (tmp_path / "lines").write_text("hi\n\nthere\n", encoding="utf-8")
-    with open(tmp_path / "lines", encoding="utf-8") as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        assert generate.main([*base, "--system", "s"]) == 0
-    out = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\nthere\n"))
+    _, out, _ = run(*base, "--system", "s")
     llm, tokenizer = LLM(tmp_path, engine=SETTINGS), ByteTokenizer()
 
     def answer(text):
         ids = tokenizer.encode(text, special=False)
-        return llm.generate([ids], SamplingParams(6, ignore_eos=True), progress=False)[0].text
+        return llm.generate([ids], SamplingParams(5, ignore_eos=True), progress=False)[0].text
 
     first = answer("[s]s[u]hi[a]")
     second = answer(f"[s]s[u]hi[a]{first}[u]there[a]")
     assert out == f"{first}\n{second}\n"
 
 
+def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"one\n{'x' * 200}\ntwo\n"))
+    status, out, err = run(*BASE, "--chat", "--max-model-len", "90")
+    message = "error: prompt_token_ids: expected 1..89 ids (max_model_len - 1), got 245\n"
+    assert (status, err) == (2, message)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert run(*BASE, "--chat") == (0, out, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "gemma-9"], "error: model: there is no"),
-        (["--model", "gemma3-tiny", "--top-p", "0"], "error: top_p: expected a finite number > 0, got 0"),
-        (["--model", "gemma3-tiny", "--num-pages", "3"], "error: num_pages: expected at least 5"),
-        (["--model", "gemma3-tiny", "--max-model-len", "8"], "error: prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
-        (["--model", "gemma3-tiny", "--threads", "0"], "error: threads: expected an int in 1.."),
-        (["--model", "gemma3-tiny", "--memory-fraction", "2"], "error: memory_fraction: expected a number in (0, 1], got 2"),
-        (["--model", "gemma3-tiny", "--max-num-seqs", "0"], "error: max_num_seqs: expected an int >= 1, got 0"),
-        (["--model", "gemma3-tiny", "--max-model-len", "0"], "error: max_model_len: expected an int >= 1, got 0"),
-        (["--model", "gemma3-tiny", "--device", "nowhere"], "error: device: expected one of this machine's, got 'nowhere': "),
-        (["--model", "gemma3-tiny", "--device", "cuda:99"], "error: device: expected one of this machine's, got 'cuda:99': "),
-        (["--model", "gemma3-tiny", "--speculate", "-1"], "error: speculate: expected an int in 0..128, got -1"),
-        (["--model", "gemma3-tiny", "--drafter", "ngram"], "error: drafter: expected --speculate K with it, got none"),
-        (["--model", "gemma3-tiny", "--system", "s"], "error: system: expected --chat with it, got none"),
-        (["--model", "gemma3-tiny", "--chat", "--n", "2"], "error: n: expected 1 in a chat, got 2"),
-        (["--model", "gemma3-tiny", "--file", "nowhere.txt"], "error: file: cannot read 'nowhere.txt': No such file"),
+        (["--model", "gemma-9"], "model: there is no"),
+        (["--top-p", "0"], "top_p: expected a finite number > 0, got 0"),
+        (["--num-pages", "3"], "num_pages: expected at least 5"),
+        (["--max-model-len", "8"], "prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
+        (["--threads", "0"], "threads: expected an int in 1.."),
+        (["--memory-fraction", "2"], "memory_fraction: expected a number in (0, 1], got 2"),
+        (["--max-num-seqs", "0"], "max_num_seqs: expected an int >= 1, got 0"),
+        (["--max-model-len", "0"], "max_model_len: expected an int >= 1, got 0"),
+        (["--device", "nowhere"], "device: expected one of this machine's, got 'nowhere': "),
+        (["--device", "cuda:99"], "device: expected one of this machine's, got 'cuda:99': "),
+        (["--speculate", "-1"], "speculate: expected an int in 0..128, got -1"),
+        (["--drafter", "ngram"], "drafter: expected --speculate K with it, got none"),
+        (["--system", "s"], "system: expected --chat with it, got none"),
+        (["--chat", "--n", "2"], "n: expected 1 in a chat, got 2"),
+        (["--file", "nowhere.txt"], "file: cannot read 'nowhere.txt': No such file"),
+        (["--prompt", "\udcff"], "prompt: expected UTF-8 text"),
+        (["--prompt", ""], "prompt: expected a prompt"),
     ],
 )  # fmt: skip
-def test_errors_name_the_argument(arguments, message, capsys):
+def test_errors_name_the_argument(arguments, message, run):
     has_prompt = {"--file", "--chat"} & {*arguments}
-    assert generate.main([*arguments, *([] if has_prompt else ["--prompt", "a long prompt"])]) == 2
-    assert message in capsys.readouterr().err
+    base = ["--model", "gemma3-tiny", *([] if has_prompt else ["--prompt", "a long prompt"])]
+    status, _, err = run(*base, *arguments)
+    assert status == 2 and f"error: {message}" in err
 
 
-def test_an_error_of_one_of_several_prompts(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("stdin", "arguments", "message"),
+    [
+        (None, [], "a prompt, got a closed stream"),
+        (None, ["--chat"], "a prompt, got a closed stream"),
+        ("\udcff\n", [], "UTF-8 text"),  # bytes that are no text, as Python hands them over
+        ("\udcff\n", ["--chat"], "UTF-8 text"),
+        ("", [], "a prompt, got an empty text"),
+    ],
+)
+def test_what_is_no_prompt_on_stdin(stdin, arguments, message, run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+    status, _, err = run(*BASE, *arguments)
+    assert status == 2 and f"error: stdin: expected {message}" in err
+    assert run(*BASE, "--prompt", "a")[0] == 0
+
+
+def test_files_that_are_no_prompt(run, tmp_path):
+    for content, message in (
+        (b"\xff\n", "file: expected UTF-8"),
+        (b"\n", "file: expected a prompt"),
+    ):
+        (tmp_path / "prompt").write_bytes(content)
+        status, _, err = run(*BASE, "--file", str(tmp_path / "prompt"))
+        assert status == 2 and message in err
+
+
+def test_an_error_of_one_of_several_prompts(run, monkeypatch):
     answer = LLM.generate
 
     def fail_one(self, *args, **options):
@@ -390,143 +408,71 @@ def test_an_error_of_one_of_several_prompts(monkeypatch, capsys):
         return [replace(first, error=RequestError("spoiled")), second]
 
     monkeypatch.setattr(LLM, "generate", fail_one)
-    command = ["--model", "gemma3-tiny", "--num-pages", "99", "--max-tokens", "2"]
-    assert generate.main([*command, "--prompt", "a", "--prompt", "b"]) == 2
-    assert capsys.readouterr().err == "error: spoiled\n"
+    status, _, err = run(*BASE, "--prompt", "a", "--prompt", "b")
+    assert (status, err) == (2, "error: spoiled\n")
 
 
-def test_a_closed_stdin(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", None)
-    for more in ([], ["--chat"]):
-        assert generate.main(["--model", "gemma3-tiny", *more]) == 2
-        assert "error: stdin: expected a prompt, got a closed stream" in capsys.readouterr().err
-    command = ["--model", "gemma3-tiny", "--num-pages", "99", "--max-tokens", "1"]
-    assert generate.main([*command, "--prompt", "a"]) == 0
-
-
-def test_small_files_are_read_before_weights(tmp_path, monkeypatch, capsys):
+def test_small_files_are_read_before_weights(tmp_path, monkeypatch, run):
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     monkeypatch.setattr(llm_module, "load_model", None)
-    command = ["--model", str(tmp_path), "--max-tokens", "1"]
-    assert generate.main([*command, "--chat"]) == 2
-    assert "error: chat: expected a chat_template.jinja" in capsys.readouterr().err
+    command = [*BASE, "--model", str(tmp_path)]
+    assert "error: chat: expected a chat_template.jinja" in run(*command, "--chat")[2]
     for name, message in (
         ("tokenizer.json", "error: path: expected a tokenizer in"),
         ("generation_config.json", "error: path: expected JSON in"),
         ("config.json", "error: path: expected JSON in"),
     ):
         (tmp_path / name).write_text("{")
-        assert generate.main([*command, "--prompt", "a"]) == 2
-        assert message in capsys.readouterr().err
+        status, _, err = run(*command, "--prompt", "a")
+        assert status == 2 and message in err
 
 
-def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, capsys):
+def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, run):
     monkeypatch.setattr(llm_module, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(llm_module.sys, "platform", "linux")
-    assert generate.main(["--model", "gemma4-small", "--device", "cpu", "--prompt", "a"]) == 2
+    status, _, err = run(*BASE, "--model", "gemma4-small", "--device", "cpu", "--prompt", "a")
     message = "error: model: 'gemma4-small' takes 0.01055 GiB of memory, and 0.0009766 GiB are free"
-    assert message in capsys.readouterr().err
-    assert generate.main(["--model", "gemma4-tiny", "--device", "cpu", "--prompt", "a", "--max-tokens", "1"]) == 0  # fmt: skip
+    assert status == 2 and message in err
+    assert run(*BASE, "--model", "gemma4-tiny", "--device", "cpu", "--prompt", "a")[0] == 0
 
 
-def test_triton_on_a_cpu_is_refused(monkeypatch, capsys):
+def test_triton_on_a_cpu_is_refused(monkeypatch, run):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    command = ["--model", "gemma3-tiny", "--device", "cpu", "--prompt", "a"]
-    assert generate.main([*command, "--impl", "triton"]) == 2
-    assert "error: impl: 'triton' is supported on GPUs" in capsys.readouterr().err
-    with pytest.raises(
-        ValueError, match=r"impl: expected one of \['triton', 'torch', None\], got 'cuda'"
-    ):
-        LLM("gemma3-tiny", engine=replace(SETTINGS, impl="cuda"))
+    status, _, err = run(*BASE, "--device", "cpu", "--prompt", "a", "--impl", "triton")
+    assert status == 2 and "error: impl: 'triton' is supported on GPUs" in err
 
 
-def test_texts_that_are_no_prompt(capsys, tmp_path, monkeypatch):
-    file = tmp_path / "prompt"
-    for content, message in (
-        (b"\xff\n", "file: expected UTF-8"),
-        (b"\n", "file: expected a prompt"),
-    ):
-        file.write_bytes(content)
-        assert generate.main(["--model", "gemma3-tiny", "--file", str(file)]) == 2
-        assert message in capsys.readouterr().err
-    # Bytes that are no text, as Python hands them over.
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\n"))
-    assert generate.main(["--model", "gemma3-tiny"]) == 2
-    assert "error: stdin: expected UTF-8 text" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\n"))
-    assert generate.main(["--model", "gemma3-tiny", "--chat", "--num-pages", "99"]) == 2
-    assert "error: stdin: expected UTF-8 text" in capsys.readouterr().err
-    assert generate.main(["--model", "gemma3-tiny", "--prompt", "\udcff"]) == 2
-    assert "error: prompt: expected UTF-8 text" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    assert generate.main(["--model", "gemma3-tiny"]) == 2
-    assert "error: stdin: expected a prompt, got an empty text" in capsys.readouterr().err
-    assert generate.main(["--model", "gemma3-tiny", "--prompt", "a", "--prompt", ""]) == 2
-    assert "error: prompt: expected a prompt" in capsys.readouterr().err
-
-
-def test_drafters_of_the_command_line(capsys):
-    base = ["--prompt", "abcabcabc", "--max-tokens", "8", "--ignore-eos", "--num-pages", "99"]
-    v4 = ["--model", "deepseek-v4-tiny", *base]
-    assert generate.main(v4) == 0
-    plain = capsys.readouterr().out
-    for drafter in ("ngram", "mtp"):
-        assert generate.main([*v4, "--speculate", "2", "--drafter", drafter, "--stats"]) == 0
-        out, err = capsys.readouterr()
-        assert out == plain and "drafts    " in err
-    assert "drafts    0 of 0" not in err  # of mtp
-    base = ["--model", "gemma3-tiny", *base, "--speculate", "1", "--drafter", "mtp"]
-    assert generate.main(base) == 2
-    assert "error: model: expected one with MTP layers" in capsys.readouterr().err
-
-
-def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"one\n{'x' * 200}\ntwo\n"))
-    base = ["--model", "gemma3-tiny", "--num-pages", "99", "--max-tokens", "3", "--ignore-eos"]
-    assert generate.main([*base, "--chat", "--max-model-len", "90"]) == 2
-    out, err = capsys.readouterr()
-    assert err == "error: prompt_token_ids: expected 1..89 ids (max_model_len - 1), got 245\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert generate.main([*base, "--chat"]) == 0
-    assert capsys.readouterr().out == out
-
-
-def test_a_checkpoint_says_how_it_is_sampled(tmp_path, capsys):
-    model = random_model(get_config("gemma3-tiny"))
-    save_checkpoint(model, tmp_path)
-    file = tmp_path / "generation_config.json"
-
-    def of_file(**content):
-        file.write_text(json.dumps(content))
-        return LLM(tmp_path, engine=SETTINGS).default_params
-
-    assert LLM(tmp_path, engine=SETTINGS).default_params == SamplingParams()
-    assert of_file(temperature=0.5, top_k=3, repetition_penalty=1.5) == SamplingParams(
-        repetition_penalty=1.5
-    )
-    for top_k in (None, -1):
-        assert of_file(do_sample=True, top_k=top_k) == SamplingParams(temperature=1.0)
-    with pytest.raises(ValueError, match=r"top_p: expected a number in \(0, 1\], got 5"):
-        of_file(do_sample=True, top_p=5)
+def test_a_checkpoint_says_how_it_is_sampled(tmp_path, run):
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     full = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
-    assert of_file(do_sample=True, eos_token_id=1, **full) == SamplingParams(**full)
-
-    llm = LLM(tmp_path, engine=SETTINGS)
-    params = [SamplingParams(16, **full, seed=7), SamplingParams(16, seed=7)]
+    greedy = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.5}
+    for content, params in (
+        ({}, {}),
+        (greedy, {"repetition_penalty": 1.5}),
+        ({"do_sample": True, "top_k": None}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),
+        ({"do_sample": True, "top_p": 5}, None),
+        ({"do_sample": True, "eos_token_id": 1, **full}, full),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        if params is None:
+            with pytest.raises(ValueError, match=r"top_p: expected a number in \(0, 1\], got 5"):
+                LLM(tmp_path, engine=SETTINGS)
+        else:
+            llm = LLM(tmp_path, engine=SETTINGS)
+            assert llm.default_params == SamplingParams(**params)
+    params = [
+        SamplingParams(5, **full, seed=7, ignore_eos=True),
+        SamplingParams(5, ignore_eos=True),
+    ]
     sampled, greedy = (o.text for o in llm.generate(["a", "a"], params, progress=False))
-    assert sampled != greedy
-    command = ["--model", str(tmp_path), "--prompt", "a", "--num-pages", "99", "--max-tokens", "16"]
-    assert generate.main([*command, "--seed", "7", "--stats"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{sampled}\n"
-    assert (
-        "sampling  temperature 2, top_k 50, top_p 0.9, min_p 0.01, repetition_penalty 1.1\n" in err
-    )
-    plain = ["--temperature", "0", "--repetition-penalty", "1", "--stats"]
-    assert generate.main([*command, *plain]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{greedy}\n" and "sampling  greedy\n" in err
+    command = [*BASE, "--model", str(tmp_path), "--prompt", "a", "--stats"]
+    _, out, err = run(*command, "--seed", "7")
+    said = "sampling  temperature 2, top_k 50, top_p 0.9, min_p 0.01, repetition_penalty 1.1\n"
+    assert out == f"{sampled}\n" and said in err
+    _, out, err = run(*command, "--temperature", "0", "--repetition-penalty", "1")
+    assert out == f"{greedy}\n" != f"{sampled}\n" and "sampling  greedy\n" in err
     one, two = LLM(tmp_path, engine=SETTINGS), LLM(tmp_path, engine=SETTINGS)
     [output] = one.generate("a", progress=False)
     assert "".join(d.text for d in two.stream("a")) == output.text

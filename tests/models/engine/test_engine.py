@@ -176,7 +176,7 @@ def test_reports_tell_the_lengths_of_each_sequence():
     run.add(prompt(30), max_tokens=2), run.add(prompt(50), max_tokens=1)
     run.run()
     lengths = [(r.q_lens.tolist(), r.seq_lens.tolist()) for r in run.reports]
-    assert lengths == [([30, 10], [30, 10]), ([1, 39], [31, 49]), ([1], [50])]
+    assert lengths == [([10, 30], [10, 30]), ([1, 39], [31, 49]), ([1], [50])]
     output = run.outputs["0"]
     assert output.ttft > 0 and len(output.itl) == 1 and min(output.itl) > 0
 

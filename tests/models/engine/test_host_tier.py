@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import PoolPages
 from quire.models.engine import host_tier
 from quire.models.engine.host_tier import HostPages, PageCopier
 
@@ -16,56 +15,9 @@ NUM_PAGES, PAGE_BYTES, NUM_TENSORS = 12, 64, 3
 ROW_BYTES = PAGE_BYTES * NUM_TENSORS
 
 
-def made():
-    """(copier, tensors of its pool with random bytes, host pages)."""
-    generator = torch.Generator().manual_seed(5)
-    tensors = [torch.randint(256, (NUM_PAGES, PAGE_BYTES), generator=generator, dtype=torch.uint8) for _ in range(NUM_TENSORS)]  # fmt: skip
-    host = HostPages(9, ROW_BYTES, CPU)
-    return PageCopier(PoolPages(tensors), host), tensors, host
-
-
 def job(kind, sources, targets):
     pages = (np.array(x, dtype=np.int32) for x in (sources, targets))
     return SimpleNamespace(kind=kind, **dict(zip(("sources", "targets"), pages, strict=True)), num_bytes=len(sources) * ROW_BYTES)  # fmt: skip
-
-
-def run(copier, *arguments):
-    one = job(*arguments)
-    copier.start(one)
-    [ended] = copier.wait()
-    assert ended.job is one and not copier.has_jobs
-    assert copier.wait() == []
-    return ended
-
-
-def rows(tensors, pages):
-    return torch.cat([tensor[pages] for tensor in tensors], 1)
-
-
-def test_to_the_host_and_back():
-    """As if they had never left, and nothing else changed."""
-    copier, tensors, host = made()
-    before, others = rows(tensors, [2, 7, 5]), [i for i in range(NUM_PAGES) if i not in (1, 3, 4)]
-    untouched = rows(tensors, others)
-    assert run(copier, "store", [2, 7, 5], [4, 1, 8]).error is None
-    assert run(copier, "load", [4, 1, 8], [1, 4, 3]).error is None
-    assert rows(tensors, [1, 4, 3]).equal(before) and host.rows[[4, 1, 8]].equal(before)
-    assert rows(tensors, others).equal(untouched)
-    assert copier.num_bytes == {"to_host": 3 * ROW_BYTES, "to_device": 3 * ROW_BYTES}
-
-
-@pytest.mark.parametrize("kind", ["store", "load"])
-def test_a_copy_that_fails(monkeypatch, kind):
-    copier, _tensors, _host = made()
-
-    def fail(*args):
-        raise RuntimeError("copy")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(copier, "_copy", fail)
-        assert str(run(copier, kind, [1, 2], [3, 4]).error) == "copy"
-    assert copier.num_bytes == {"to_host": 0, "to_device": 0}
-    assert run(copier, kind, [1, 2], [3, 4]).error is None
 
 
 def test_on_a_gpu_copies_run_behind_the_model_and_are_awaited(monkeypatch):
