@@ -178,29 +178,27 @@ class Sampler:
     ) -> Tensor:
         """Replace tokens ``drawn`` [num_rows] by `rejection_sample` in the rows before a draft.
 
-        mass: [num_rows, vocab_size], unnormalized probabilities of each row.
+        mass: [num_rows, vocab_size], probabilities of each row.
         """
-        numbers = [_draws(requests, num_rows, purpose) for purpose in (ACCEPT, RESAMPLE)]
-        parts: dict[bool, list[tuple[np.ndarray, Request]]] = {False: [], True: []}
-        row = 0
+        rows, drafts, given, row = [], [], [], 0
         for request, count in zip(requests, num_rows, strict=True):
             if count > 1 and request.params.temperature > 0:
-                at = np.arange(row, row + count - 1)
-                parts[request.draft_probs is not None].append((at, request))
+                rows += range(row, row + count - 1)
+                drafts.append(request.drafts[: count - 1])
+                given.append(request.draft_probs)
             row += count
-        for has_probs, part in parts.items():
-            if not part:
-                continue
-            at = np.concatenate([where for where, _ in part])
-            drafts = np.concatenate([r.drafts[: len(where)] for where, r in part])
-            index, tokens, *u = self._staging.send(
-                [at, drafts.astype(np.int64), *(n[at] for n in numbers)]
-            )
-            tokens = known_ids(tokens, self._sampled)
-            probs = torch.cat([r.draft_probs[: len(w)] for w, r in part]) if has_probs else None
-            stay = rejection_sample(mass[index], tokens, probs, *u, self._impl)
-            drawn = drawn.index_copy(0, index, stay)
-        return drawn
+        if not rows:
+            return drawn
+        u = [_draws(requests, num_rows, purpose)[rows] for purpose in (ACCEPT, RESAMPLE)]
+        arrays = np.array(rows), np.concatenate(drafts).astype(np.int64), *u
+        index, tokens, *u = self._staging.send(arrays)
+        tokens, target = known_ids(tokens, self._sampled), mass[index]
+        probs = torch.zeros_like(target).scatter_(1, tokens[:, None], 1.0)  # of drafts not drawn
+        if any(one is not None for one in given):
+            parts = zip(probs.split([len(d) for d in drafts]), given, strict=True)
+            probs = torch.cat([p if one is None else one[: len(p)] for p, one in parts])
+        stay = rejection_sample(target, tokens, probs, *u, self._impl)
+        return drawn.index_copy(0, index, stay)
 
     def _mark_seen(self, request: Request) -> None:
         assert self._seen is not None
@@ -276,7 +274,7 @@ def draw(mass: Tensor, u: Tensor, impl: str | None = None) -> Tensor:
 def rejection_sample(
     target: Tensor,
     drafts: Tensor,
-    probs: Tensor | None,
+    probs: Tensor,
     u_accept: Tensor,
     u_draw: Tensor,
     impl: str | None = None,
@@ -288,20 +286,14 @@ def rejection_sample(
 
     Args:
         target: [num_rows, vocab_size] fp32, p of each row.
-        probs: [num_rows, vocab_size] fp32, distribution q of each draft; None = they were not
-            drawn: q is 1 at the draft.
+        probs: [num_rows, vocab_size] fp32, distribution q of each draft: 1 at one not drawn.
         u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
     """
-    at = drafts[:, None]
-    p = target.gather(1, at).squeeze(1).double()
-    if probs is None:
-        accepted, rest = u_accept < p, target.scatter(1, at, 0.0)
-    else:
-        accepted = u_accept * probs.gather(1, at).squeeze(1).double() < p
-        rest = (target - probs).clamp_min(0)
+    p, q = (x.gather(1, drafts[:, None]).squeeze(1).double() for x in (target, probs))
+    rest = (target - probs).clamp_min(0)
     # Where p = q nothing is left over: what rounding rejects is drawn from p itself.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
-    return torch.where(accepted, drafts, draw(rest, u_draw, impl))
+    return torch.where(u_accept * q < p, drafts, draw(rest, u_draw, impl))
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:

@@ -122,22 +122,6 @@ def test_what_is_admitted_ahead_is_not_kept_where_pages_are_short():
         assert outputs[request_id].token_ids == alone(model, tokens, params)
 
 
-def test_a_request_that_cannot_be_admitted_ahead_fails_alone():
-    engine = Engine(ToyModel(), test_isolation.config(async_scheduling=True))
-    engine.add_request([5] * 9, SamplingParams(9, ignore_eos=True))
-    engine.step()
-    admit = engine.kv.admit
-    engine.kv.admit = lambda *args: (_ for _ in ()).throw(RuntimeError("injected"))
-    request_id, seen = engine.add_request([6] * 9, SamplingParams(9)), []
-    engine.model.register_forward_hook(lambda *_: seen.append(engine.unfinished))
-    report = engine.step()
-    assert request_id not in seen[0], "nobody can abort it"
-    assert [o.finish_reason for o in report.finished] == ["error"] and report.num_generated == 1
-    engine.kv.admit = admit
-    outputs = finish(engine)
-    assert [len(o.token_ids) for o in outputs] == [9]
-
-
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_through_graphs(name):
     """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""

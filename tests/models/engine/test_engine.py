@@ -193,23 +193,6 @@ def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
     assert torch.equal(run.logits[cold][0], run.logits[hit][0])
 
 
-@pytest.mark.parametrize("model", ["gemma3-tiny", "gemma4-tiny"], indirect=True)
-def test_a_preempted_request_hits_its_own_output(model):
-    """Prompt and output so far are found again, so a resumed request computes less than one segment."""
-    run = Recorder(model)
-    alignment = run.engine.kv.alignment
-    request_id = run.add(prompt(40), max_tokens=alignment + 50)
-    run.run(max_steps=alignment + 41)
-    [request] = run.engine.scheduler.running
-    num_tokens = request.num_tokens
-    assert num_tokens == 40 + alignment + 41
-    run.engine.scheduler._preempt([request])
-    run.run(max_steps=1)
-    assert run.reports[-1].num_tokens == num_tokens - (num_tokens - 1) // alignment * alignment
-    run.run()
-    run.check(request_id)
-
-
 @pytest.mark.parametrize(
     ("name", "num_pages", "retention"),
     [

@@ -65,8 +65,7 @@ def test_rejection_sampling_gives_the_targets_distribution(kind):
         p = p / p.sum()
     drafts = torch.multinomial(q, n, replacement=True, generator=generator)
     u = [torch.from_numpy(uniform([11] * n, range(n), purpose)) for purpose in (ACCEPT, RESAMPLE)]
-    probs = None if kind == "one-hot" else q.expand(n, -1)
-    ids = rejection_sample(p.expand(n, -1), drafts, probs, *u)
+    ids = rejection_sample(p.expand(n, -1), drafts, q.expand(n, -1), *u)
     counts, expected = torch.bincount(ids, minlength=10).double(), n * p.double()
     assert (counts[expected == 0] == 0).all()
     alive = expected > 0
