@@ -804,7 +804,9 @@ class KVCache:
         """Distinct slots of requests and a number of each, as arrays [n] (perhaps the caller's own,
         not to be kept); one int is one request.
         """
-        slots, numbers = np.atleast_1d(as_ints("slots", slots), as_ints(name, values))
+        slots, numbers = as_ints("slots", slots), as_ints(name, values)
+        slots = slots if slots.ndim else slots[None]
+        numbers = numbers if numbers.ndim else numbers[None]
         if slots.ndim != 1 or numbers.shape != slots.shape or not len(slots):
             shapes = f"{list(slots.shape)} and {list(numbers.shape)}"
             raise refusal(f"slots, {name}", "two vectors of one length > 0", shapes)

@@ -34,12 +34,11 @@ class GroupSpec:
     Args:
         name: unique among the groups of a model; appears in errors and reports.
         kind: ``"dense"``, ``"window"`` or ``"state"``.
-        block_size: tokens that a block covers; of a state group, tokens between possible snapshots.
+        block_size: tokens that a block covers; in a state group, tokens between snapshots.
         page_bytes: bytes of one page, the same in all groups of a pool.
         sliding_window: W tokens including the query itself; window groups only.
-        lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a
-            drafter's do). A request that ends right at a boundary never computes that boundary's
-            lookahead, so the next hit is one boundary shorter.
+        lookahead: rows at position t depend on the tokens up to t + lookahead, as a drafter's do. A
+            request that ends at a boundary leaves the next hit one boundary shorter.
 
     Raises:
         ValueError: a field is out of range, or `sliding_window` does not fit `kind`.
@@ -93,14 +92,14 @@ class GroupClass:
 
     Attributes:
         tables: [k] groups of this spec.
-        per_segment, tail: blocks in one aligned segment, and in a resume point.
+        per_segment, tail: blocks in a segment, and in a resume point.
         reach: rows before a position that a query there, or after a rollback, can see.
         live: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
         holds_all: a step gives pages to all of its rows, not only to those that outlive it.
-        width: columns of one table; of a state the live page and the newest snapshot.
-        offset, tail_offset, segment_offset: first column in the fused table, in a resume point's
-            pages, and in a segment's pages.
+        width: columns of a table; for a state, the live page and the newest snapshot.
+        offset, tail_offset, segment_offset: first column in the fused table, in the pages of a
+            resume point, and in those of a segment.
     """
 
     def __init__(
@@ -141,8 +140,7 @@ class GroupClass:
         return self.num_tables * self.width
 
     def tails(self, pages: Int32) -> Int32:
-        """The part of this class of resume points' `pages` [.., pages_per_point]: a view
-        [.., num_tables, tail]."""
+        """View [.., num_tables, tail] of `pages` [.., pages_per_point] of resume points."""
         part = pages[..., self.tail_offset : self.tail_offset + self.num_tables * self.tail]
         return part.reshape(*pages.shape[:-1], self.num_tables, self.tail)
 
@@ -207,9 +205,8 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """Largest distance in segments of two resume points that hold all tails in between; 0: none
-        do. `exact`: count only rows that a point's own boundary sees (after a replay others may be
-        wrong)."""
+        """Largest distance in segments of two resume points that hold all tails in between. `exact`:
+        count only rows that a point's own boundary sees, as after a replay others may be wrong."""
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
             return 0
@@ -229,9 +226,8 @@ class Layout:
     def tail_between(
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:
-        """Pages of the tail at `depth` between two resume points no further apart than `span`.
-        `first`, `before`: depth of the point before it and its pages, 0 and None for the start;
-        `last`, `after`: of the point after it.
+        """Pages of the tail at `depth` between two resume points no further apart than `span`: one
+        at `first` with pages `before` (0 and None for the start), one at `last` with `after`.
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:

@@ -206,8 +206,8 @@ class Adaptive:
 
     def _record(self, entry: Entry) -> Record:
         key, returns = entry.key, self._returns
-        record = returns.find(key)
-        if (record is None or not record.kind) and not returns.is_left(key):
+        record = returns.records.get(key)
+        if (record is None or not record.kind) and key not in returns.left:
             self._look_before(entry)
         if record is None:
             # A chain that was only shortened is what it was.
@@ -220,9 +220,9 @@ class Adaptive:
     def _look_before(self, entry: Entry) -> None:
         """File the entries of the chain before `entry` first: they show if it ends an answer."""
         waiting, node, returns = list[Entry](), entry.shorter, self._returns
-        while node is not None and node in self._new and not returns.knows(node.key):
+        while node is not None and node in self._new and node.key not in returns.records:
             waiting.append(node)
-            node = node.shorter if not returns.is_left(node.key) else None
+            node = None if node.key in returns.left else node.shorter
         for node in reversed(waiting):
             del self._new[node]
             self._file(node, self._record(node))

@@ -104,12 +104,17 @@ NOTHING = ReturnCounts()
 
 
 class Returns:
-    """Returns of prompts to the entries of one cache and its tiers, ranked by `policies`."""
+    """Returns of prompts to the entries of one cache and its tiers, ranked by `policies`.
+
+    Attributes:
+        records: key of an entry, cached or not -> its record.
+        left: key of an entry that a prompt will leave, not cached yet -> (prompt, kind).
+    """
 
     def __init__(self) -> None:
         self.policies: list[Ranking] = []
-        self._records: OrderedDict[bytes, Record] = OrderedDict()
-        self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
+        self.records: OrderedDict[bytes, Record] = OrderedDict()
+        self.left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
         self._kinds: dict[tuple[str, bool], ReturnCounts] = {}
         self._sums: dict[str, ReturnCounts] = {}
         self._all = ReturnCounts()
@@ -126,10 +131,10 @@ class Returns:
         self._chances.clear()
         end, went_on = len(keys) // KEY_BYTES, False
         for depth in range(end, max(0, end - RECALLED), -1):
-            record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+            record = self.records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
             if record is not None:
                 went_on = self._return_to(record, 2 * depth >= end)
-                used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
+                used = self.records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
                 if 0 < hit < depth and used is not None:
                     self._credit(used)
                     self._become(used, "superseded" if 2 * hit >= end else "shared")
@@ -139,10 +144,10 @@ class Returns:
         for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
             if hit < depth <= end:
                 key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                self._left[key] = self._visit, name
-                self._left.move_to_end(key)
-        while len(self._left) > 1024:
-            self._left.popitem(last=False)
+                self.left[key] = self._visit, name
+                self.left.move_to_end(key)
+        while len(self.left) > 1024:
+            self.left.popitem(last=False)
 
     def _return_to(self, record: Record, most: bool) -> bool:
         """Count a prompt that starts with the prefix of `record`, which is `most` of it or not;
@@ -208,21 +213,9 @@ class Returns:
 
     # Entries.
 
-    def knows(self, key: bytes) -> bool:
-        """True if `key` has a record."""
-        return key in self._records
-
-    def is_left(self, key: bytes) -> bool:
-        """True if a prompt will leave an entry of `key` that is not cached yet."""
-        return key in self._left
-
-    def find(self, key: bytes) -> Record | None:
-        """The record of `key`."""
-        return self._records.get(key)
-
     def remember(self, key: bytes, record: Record) -> None:
         """Set the record of `key`; forget the oldest ones."""
-        records = self._records
+        records = self.records
         records[key] = record
         while len(records) > 1024 + MEMORY * sum(map(len, self.policies)):
             records.popitem(last=False)
@@ -230,9 +223,9 @@ class Returns:
     def renew(self, record: Record, entry: Entry, *, is_used: bool) -> None:
         """Bring the record of `entry` up to date; `is_used`: it may have been used since."""
         key = entry.key
-        if key in self._records:
-            self._records.move_to_end(key)
-        left = self._left.pop(key, None)
+        if key in self.records:
+            self.records.move_to_end(key)
+        left = self.left.pop(key, None)
         if left is not None and left[0] is not record.visit:
             # The prompt that returned here makes it anew: what its return left was never cached.
             if record.open and record.since == left[0].at:
@@ -252,6 +245,6 @@ class Returns:
     def _answered(self, entry: Entry) -> Visit | None:
         shorter, visit = entry.shorter, self._visit
         if shorter is not None:
-            known = self._records.get(shorter.key)
+            known = self.records.get(shorter.key)
             visit = known.visit if known is not None else None
         return visit if visit is not None and entry.depth > visit.end else None

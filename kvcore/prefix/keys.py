@@ -34,11 +34,11 @@ class Prompt:
     """A tokenised prompt with its segment keys, hashed once. It never changes.
 
     Attributes:
-        alignment, lookahead, seed: of the cache that made it. num_tokens: prompt length.
+        alignment, lookahead, seed: of the cache that made it.
         root: key before the first segment, of the seed and the salt.
         num_segments, keys: segments whose key is known, and 32 bytes for each.
-        last_key: what the next key is made of: the last key (or root), with the marks after it.
-        marks: of its extra keys.
+        last_key: the last key (or root) with the marks after it, from which the next one is made.
+        marks: starts and ends of its extra keys.
         is_keyed: its keys are the caller's own (`of_keys`).
         tokens, salt: [num_tokens] int32, and bytes; None unless the cache has events or debug.
     """

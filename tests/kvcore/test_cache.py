@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, OutOfPages, StepPlan
-from quire.kvcore.pages import PagePool
 from tests.kvcore.engine import Engine, groups
 from tests.kvcore.expected import digest
 
@@ -82,31 +81,6 @@ def test_auto_retention_spends_up_to_a_quarter_of_the_dense_pages_on_resume_poin
         assert 8 * layout.pages_per_point < 2 * layout.pages_per_segment
 
 
-def test_concurrent_requests_with_one_prefix_keep_one_copy():
-    e = engine()
-    prompt = tokens(256)
-    for rid in range(4):
-        e.admit(rid, prompt + tokens(40, rid + 1))
-    for _ in range(5):
-        e.step(dict.fromkeys(range(4), 59))
-        e.check()
-    segments = 256 // 32 + 4 * (295 // 32 - 256 // 32)
-    assert e.kv.stats()["cached_segments"] == segments
-    for rid in range(4):
-        e.release(rid)
-        e.check()
-
-
-def test_disabled_caching_never_hits_and_frees_everything():
-    e = engine(enable_caching=False)
-    prompt = tokens(300)
-    e.run("a", prompt, tokens(50, 1))
-    match = e.kv.match(prompt)
-    assert (match.num_tokens, match.limited_by) == (0, "caching-disabled")
-    assert e.kv.num_free_pages == e.kv.num_pages - 1
-    e.check()
-
-
 def test_only_survivors_get_pages():
     e = engine(max_model_len=1 << 16, num_pages=4000, retention="latest")
     e.admit("a", tokens(40000))
@@ -166,21 +140,6 @@ def test_eviction_takes_whole_resume_points_least_recently_used_first():
     for run in e.kv.index.runs():
         for point in run.points.values():
             assert (e.kv.pool.holds[point.pages] > 0).all(), "a point is whole or gone"
-
-
-def test_pages_of_many_points_are_counted_like_those_of_few():
-    """Together they are close enough to be counted in one go, in tens they are not."""
-    pages = np.random.default_rng(0).integers(1, 200, 900, dtype=np.int32)
-    pages = pages[pages != 77]
-    together, alone = PagePool(400), PagePool(400)
-    for pool in (together, alone):
-        pool.use_new(pages[:20].tolist())  # pages that a request reads are not held only
-    together.hold(pages)
-    for some in np.split(pages, np.arange(10, len(pages), 10)):
-        alone.hold(some)
-    assert (together.counts == alone.counts).all()
-    held = set(pages.tolist()) - set(pages[:20].tolist())
-    assert together.num_held_only == alone.num_held_only == len(held)
 
 
 def test_describe_tells_what_can_hit():

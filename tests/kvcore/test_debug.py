@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, EventLog, GroupSpec, KVCache
+from quire.kvcore import LRU, GroupSpec, KVCache
 from tests.kvcore.engine import groups
 
 SPECS = ((4, None), (4, 10), GroupSpec("state", "state", 4, 4096))
@@ -103,14 +103,6 @@ def test_tokens_that_are_not_the_prompts_are_named():
     with pytest.raises(ValueError, match="tokens: expected 4 at position 1 of slot 0"):
         kv.publish(0, 2, [3, 3])
     kv.publish(0, 2, [3, 4])
-
-
-def test_a_prompt_without_tokens_is_refused():
-    kv, plain = cache(), cache(debug=False)
-    with pytest.raises(ValueError, match="a prompt made by a cache with events or debug"):
-        kv.match(plain.match([1] * 9).prompt)
-    assert kv.match(cache(debug=False, events=EventLog()).match([1] * 9).prompt).num_tokens == 0
-    assert plain.match(kv.match([1] * 9).prompt).num_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["slot_mapping", "state_pages", "copies"])

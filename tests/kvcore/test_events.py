@@ -242,23 +242,3 @@ def test_the_extra_keys_of_a_block_are_those_over_its_tokens():
             assert event.start == 12
             expected = [((0, at, b"adapter"),) for at in (16, 20, 24)]
         assert over == expected
-
-
-def test_only_a_log_with_identities_names_them():
-    log = EventLog()
-    kv = cache(log, (4, None), (4, 6))
-    run(kv, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], salt=b"tenant-secret", extra_keys=EXTRA)
-    kv.announce()
-    events = log.take()[1]
-    assert len(events) > 2 and not any("secret" in repr(e) or "cat" in repr(e) for e in events)
-
-
-def test_a_slot_is_another_identity_when_it_is_used_again():
-    log = EventLog(identities=True)
-    kv = cache(log, (4, None))
-    run(kv, "a", [1, 2, 3, 4, 5], salt=b"t", extra_keys=((0, None, b"x"),))
-    run(kv, "b", [1, 2, 3, 4, 5])
-    assert [(e.request_id, e.salt, e.extra_keys) for e in stored(log)] == [
-        ("a", b"t", (((0, 4, b"x"),),)),
-        ("b", b"", ()),
-    ]

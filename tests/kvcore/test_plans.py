@@ -118,9 +118,3 @@ def test_keys_that_are_published_void_a_plan_of_another_request():
     kv.publish(keyed, 8, keys=b"k" * 64)
     with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
         kv.commit(plan, [1] * 9)
-
-
-def test_a_plan_is_committed_once():
-    e, plan = planned()
-    e.kv.commit(plan, [3] * 20)
-    refused(e, plan)

@@ -43,15 +43,6 @@ def test_why_a_short_hit_is_not_longer():
     assert e.kv.match([1, 2], max_tokens=0).limited_by == "prompt-too-short"
 
 
-def test_a_resume_point_goes_with_its_page_and_leaves_the_segments():
-    e = engine(retention="latest")
-    e.run("a", PROMPT)
-    (run,) = e.kv.index.runs()
-    page = int(run.points[9].pages[-1])
-    assert e.kv.evict_pages([page]).tolist() == []
-    assert (e.kv.match(PROMPT).num_tokens, e.kv.match(PROMPT).dense_tokens) == (0, 288)
-
-
 def test_a_request_that_comes_back_is_counted_once():
     e = engine((8, None), num_pages=14)
     e.run("warm", PROMPT[:41])

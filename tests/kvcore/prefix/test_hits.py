@@ -7,7 +7,7 @@ import pytest
 
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.prefix.replays import replay_range
-from tests.kvcore.engine import Engine, Text, groups
+from tests.kvcore.engine import Engine, groups
 
 REPLAYS = ((16, None), (4, 9), (8, 9))  # alignment 16; two window groups of 8 rows before the query
 
@@ -51,39 +51,6 @@ def test_intervals_within_a_tail_keep_no_more_points_than_the_longest_of_them(re
     for shared in range(100, 4900, 311):
         hit = kv.match(np.where(prompt < shared, prompt, prompt + 9000)).num_tokens
         assert hit == shared // 32 * 32
-
-
-def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, list[int]]:
-    """Window blocks that the resume points of `prompt` hold, by boundary in tokens."""
-    rows, size = e.device.memory, e.specs[group].block_size
-    identity = Text(prompt, b"").rows(e.device.tags[group], 0)
-    block_of = {int(identity[b * size]): b for b in range(len(prompt) // size)}
-    found = {}
-    for run in e.kv.index.runs():
-        for depth, point in run.points.items():
-            c = e.kv.layout.classes[group]
-            assert c.tables.tolist() == [group]
-            pages = point.pages[c.tail_offset : c.tail_offset + c.tail]
-            found[depth * e.kv.alignment] = [block_of[int(rows[p, 0])] for p in pages if p]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("window_block", "window", "length", "expected"),
-    [(8, 8, 64, {32: [3], 64: [7]}), (16, 32, 112, {32: [0, 1], 64: [2, 3], 96: [4, 5]})],
-    ids=["one-block-a-segment", "last-block-past-the-boundary"],
-)
-def test_only_blocks_that_can_serve_a_hit_are_cached(window_block, window, length, expected):
-    """vLLM PR 42258: the blocks of a window group that no aligned hit can use stay out."""
-    e = Engine(
-        groups((32, None), (window_block, window)),
-        num_pages=100, max_requests=2, max_model_len=256, retention="dense",
-    )  # fmt: skip
-    prompt = np.random.default_rng(0).integers(0, 1000, length).tolist()
-    e.run("a", prompt, chunk=length)
-    assert cached_window_blocks(e, prompt, 1) == expected
-    for boundary in expected:
-        assert e.kv.match([*prompt[:boundary], 1001]).num_tokens == boundary
 
 
 def test_a_long_prefill_does_not_flood_the_cache():
@@ -144,26 +111,3 @@ def test_a_replay_is_offered_where_it_saves_tokens():
     e.run("again", tokens(200)[:190])  # leaves points at 176 and before
     assert e.kv.match(tokens(200)).num_tokens == 176
     assert e.kv.match(tokens(200)).replay_from is None
-
-
-@pytest.mark.parametrize("chunk", [1, 40])
-def test_a_replay_writes_no_dense_page_and_makes_the_boundary_resumable(chunk):
-    e = without_points(32)
-    in_use = e.kv.num_pages - e.kv.num_free_pages
-    e.admit("new", tokens(200))
-    slot = e.slots["new"]
-    assert e.computed("new") == 160 and e.kv._chains.cached[slot] == 192
-    dense = e.kv.table(0)[slot].copy()
-    while e.computed("new") < 192:
-        plan = e.step({"new": min(chunk, 192 - e.computed("new"))})
-        assert isinstance(plan, StepPlan)
-        assert (plan.slot_mapping[0] == -1).all() and len(plan.replay_rows) == len(plan.positions)
-        assert (e.kv.table(0)[slot] == dense).all()
-        e.check()
-    assert e.kv.match(tokens(200)).num_tokens == 192, "the boundary is a resume point now"
-    e.finish_prompt("new")
-    e.decode("new", [1, 2, 3])
-    e.release("new")
-    e.check()
-    assert e.kv.num_pages - e.kv.num_free_pages > in_use
-    assert e.kv.stats()["replays"] == 1 and e.kv.stats()["replayed_tokens"] == 32

@@ -37,21 +37,6 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("specs", MIXES.values(), ids=MIXES)
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_a_prompt_is_hit_by_a_resend_a_longer_one_and_the_next_turn(specs, chunk):
-    e = engine(specs)
-    a = e.kv.alignment
-    prompt, answer = tokens(3 * a), tokens(2 * a + 5, 1)
-    assert e.run("a", prompt, answer, chunk).num_tokens == 0
-    e.check()
-    match = e.run("resend", prompt, chunk=chunk)
-    assert (match.num_tokens, match.limited_by) == (2 * a, "prompt-end")
-    assert e.run("sibling", [*prompt, 1], chunk=chunk).num_tokens == 3 * a
-    assert e.run("next turn", [*prompt, *answer, 1, 2]).num_tokens == 5 * a
-    e.check()
-
-
 def test_cut_ends_chunks_where_a_point_is_due():
     e = engine(MAMBA, retention=64)
     e.admit("a", tokens(200))
@@ -65,35 +50,6 @@ def test_cut_ends_chunks_where_a_point_is_due():
     plain = engine((DENSE,))
     plain.admit("a", tokens(200))
     assert plain.kv.cut([plain.slots["a"]], [150]).tolist() == [150]
-
-
-def test_copies_name_what_to_move_and_when():
-    e = engine(MAMBA)
-    prompt = tokens(64)
-    e.admit("a", prompt)
-    plan = e.kv.plan([e.slots["a"]], [32])
-    assert plan.copies[:, 0].tolist() == [0], "a new state starts from the null page"
-    live = plan.copies[:, 1]
-    assert plan.state_pages[1:, 0].tolist() == live.tolist()
-    after = e.kv.commit(plan, prompt[:32])
-    assert after[:, 0].tolist() == live.tolist() and not set(after[:, 1]) & set(live.tolist())
-    plan = e.kv.plan([e.slots["a"]], [5])
-    assert len(plan.copies) == 0
-    assert len(e.kv.commit(plan, prompt[32:37])) == 0, "37 is no boundary"
-    e.kv.check_invariants()
-
-
-@pytest.mark.parametrize("others", [(), ((16, 64),), ((16, 64), (8, 40))], ids=["2", "3", "4"])
-def test_a_drafter_costs_no_hits(others):
-    """vLLM PR 44082: hits went to 0 with a drafter in one of three groups."""
-    plain = engine((DENSE, (16, 64), *others))
-    drafted = engine((DENSE, DRAFT, *others))
-    prompt, answer = tokens(320), tokens(100, 1)
-    for e in (plain, drafted):
-        e.run("a", prompt, answer)
-        e.check()
-    for query in (prompt, [*prompt, answer[0]], [*prompt, *answer, 7], prompt[:200]):
-        assert plain.kv.match(query).num_tokens == drafted.kv.match(query).num_tokens
 
 
 def test_multi_token_drafters():

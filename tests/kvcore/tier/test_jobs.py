@@ -6,27 +6,7 @@ import pytest
 
 from quire.kvcore import GroupSpec, Ranked
 from quire.kvcore.tier.jobs import TransferEnd
-from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, STATE, WINDOWS, Setup
-
-
-@pytest.mark.parametrize("specs", [HYBRID, DENSE, STATE], ids=["hybrid", "dense", "state"])
-def test_a_prefix_comes_back_as_it_left(specs):
-    s = Setup(specs)
-    s.serve(PROMPT)
-    before = s.e.kv.match(LONGER).num_tokens
-    s.behind()
-    assert s.e.kv.match(LONGER).num_tokens == 0
-    assert s.load(LONGER).num_saved_tokens == before > 0
-    assert s.serve(LONGER) == before  # and every row that it reads is right
-
-
-def test_segments_without_pages_come_back_too():
-    """A segment of window groups alone is a key without pages; it counts as any other."""
-    s = Setup(WINDOWS)
-    s.behind(PROMPT, PROMPT[::-1])  # of the last one only its point is evicted
-    assert s.load(LONGER).num_saved_tokens == 100
-    assert s.tiers.stats()["tier_loaded_segments/host"] == 25
-    assert s.serve(LONGER) == 100
+from tests.kvcore.tier.setup import HYBRID, LONGER, PAGE, PROMPT, Setup
 
 
 def test_a_point_whose_segments_are_there_comes_alone():
@@ -71,15 +51,6 @@ def test_an_entry_under_store_stays_readable_and_is_not_evicted():
     s.forget()
     assert s.e.kv.match(LONGER).num_tokens == 0
     assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
-
-
-def test_a_segment_that_came_twice_is_kept_once():
-    s = Setup(pages=200)
-    s.behind(PROMPT)
-    jobs = [s.tiers.load(s.tiers.match(LONGER)) for _ in range(2)]
-    s.end(*jobs)
-    assert s.e.kv.index.num_segments == 12
-    assert s.tiers.stats()["tier_loaded_segments/host"] == 12
 
 
 def test_a_policy_that_raises_leaves_everything_as_it_was():

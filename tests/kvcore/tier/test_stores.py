@@ -41,18 +41,6 @@ def test_what_is_clean_is_not_written_again():
         assert not s.tiers.stores(1 << 30), "it bounces, and is written once"
 
 
-def test_what_the_host_lost_is_stored_again_after_its_next_use():
-    s = Setup()
-    s.serve(PROMPT)
-    assert s.store()
-    s.tiers.index.clear()
-    assert not s.store()
-    s.serve(LONGER)
-    assert s.store()
-    s.forget()
-    assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
-
-
 def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again():
     """Use on the device counts: of two copies the host evicts that of the entry used earlier."""
     s = Setup(pages=200, host=32)
