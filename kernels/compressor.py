@@ -22,12 +22,11 @@ import triton
 import triton.language as tl
 
 from .common import checks, launching, strided
-from .common.checks import MODEL_DTYPES, expect_int, expect_tensor
+from .common.checks import MODEL_DTYPES, expect_device, expect_int, expect_tensor
 from .common.latent_pages import IndexPages, LatentPages
 from .common.query_tiles import LOG2E
 from .latent_write import (
     expect_angles,
-    expect_device,
     expect_norm,
     norm_and_rotate,
     normed,

@@ -23,12 +23,13 @@ from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import (
     MODEL_DTYPES,
     expect_apart,
+    expect_device,
     expect_ids,
     expect_positive,
     expect_tensor,
     implementation,
 )
-from .common.latent_pages import DIMS, IndexPages, LatentPages
+from .common.latent_pages import IndexPages, LatentPages
 from .common.tile_shapes import MAX_REGISTERS
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -136,8 +137,8 @@ def _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out) ->
         expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=device)
     elif out is None or slot_mapping is not None:
         raise ValueError("pages: expected LatentPages, or None with out and without slot_mapping")
-    elif head_dim not in DIMS:
-        raise NotImplementedError(f"x: head_dim {head_dim} is not one of {list(DIMS)}")
+    elif head_dim not in checks.HEAD_DIMS:
+        raise NotImplementedError(f"x: head_dim {head_dim} is not one of {list(checks.HEAD_DIMS)}")
     if (positions is None) != (cos_sin is None):
         missing = "positions" if positions is None else "cos_sin"
         raise ValueError(f"{missing}: expected positions and cos_sin or neither, got None")
@@ -170,12 +171,6 @@ def expect_norm(norm_weight: torch.Tensor, eps: float, dim: int, device: torch.d
     """Require a ``norm_weight`` [dim] and an ``eps`` in [2**-100, 2**30]."""
     expect_tensor("norm_weight", norm_weight, (dim,), MODEL_DTYPES, device=device)
     expect_positive("eps", eps, least=-100)
-
-
-def expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Require a tensor on a device."""
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
 
 
 @torch.no_grad()

@@ -1,12 +1,8 @@
 """Pages of a pool: rows of keys and values written to their slots, and whole pages copied.
 
-Rows: one program copies or quantizes some heads of one row; it skips a row with slot -1. e4m3
-pages get the bits of ``common.e4m3``, except for the sign of a NaN. Division is IEEE's and rounding
-is integer arithmetic: sm_80 has no instruction for it, and the interpreter's cast is not exact.
-
-Whole pages: a page of one tensor is divided into pieces of BLOCK words of 4 bytes, which the
-programs of one launch take in turn. Few programs should saturate the link to host memory (not
-measured yet), so that the other multiprocessors stay free for the model.
+A program of ``write_kv`` writes some heads of one row; e4m3 pages get the bits of ``common.e4m3``,
+except for the sign of a NaN. Copies divide pages into pieces of BLOCK words of 4 bytes, which the
+programs of one launch take in turn: few, so that the other multiprocessors stay free for the model.
 
 Source: PagedAttention (arXiv 2309.06180) 4.3; vLLM 0.33 ``v1/kv_offload`` and SGLang ``sgl-kernel``
     transfers for copies by a kernel and by copy engines.
@@ -17,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any
 
 import torch
 import triton
@@ -27,18 +22,7 @@ from torch import Tensor
 from .common import checks, e4m3, launching, strided
 from .common.autograd import without_grad
 from .common.bits import INF_BITS, rounded_to_e4m3
-from .common.checks import (
-    MODEL_DTYPES,
-    check_pages,
-    check_scales,
-    expect_apart,
-    expect_head_dim,
-    expect_ids,
-    expect_int,
-    expect_tensor,
-    implementation,
-    scale_kind,
-)
+from .common.checks import MODEL_DTYPES, expect_apart, expect_ids, expect_int, expect_tensor
 from .common.tile_shapes import next_power_of_2
 
 LARGEST = tl.constexpr(e4m3.E4M3_MAX)
@@ -67,9 +51,7 @@ def write_kv(
     v_scale: float | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Write rows of keys and values to their slots in the pages, in place.
-
-    e4m3 pages get quantized rows (``common.e4m3``).
+    """Write rows of keys and values to their slots in the pages, quantized in e4m3 pages.
 
     Args:
         k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
@@ -77,10 +59,9 @@ def write_kv(
             torch.float8_e4m3fn, any strides with last stride 1 (two views of one pool, head-major
             pages). No two of the slots written may share memory.
         slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
-        k_scale, v_scale: scales of e4m3 pages, both of one kind; None with other pages. One scale
-            of all rows, which is read, is a number in 2**-30 .. 2**30, or fp32 [] (or [1]). Scales
-            of each row, which are written, are fp32 [num_pages, block_size, num_kv_heads], any
-            strides.
+        k_scale, v_scale: scales of e4m3 pages, both of one kind; None with other pages. Read: a
+            number in 2**-30 .. 2**30, or fp32 [] or [1], of all rows. Written: fp32 [num_pages,
+            block_size, num_kv_heads], any strides, one of each row.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:
@@ -90,11 +71,11 @@ def write_kv(
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
-    chosen = implementation(impl, k)
+    chosen = checks.implementation(impl, k)
     expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
     expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
-    check_pages(k_pages, v_pages, k.dtype, k.device)
-    check_scales(k_scale, v_scale, k_pages)
+    checks.check_pages(k_pages, v_pages, k.dtype, k.device)
+    checks.check_scales(k_scale, v_scale, k_pages)
     num_rows, num_kv_heads, head_dim = k.shape
     if k.shape[1:] != k_pages.shape[2:]:
         raise ValueError(
@@ -107,16 +88,15 @@ def write_kv(
         expect_ids("slot_mapping", slot_mapping[slot_mapping >= 0], num_slots)
     if chosen == "torch":
         return _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
-    expect_head_dim("k_pages", head_dim)
+    checks.expect_head_dim("k_pages", head_dim)
     block = min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
-    kind = scale_kind(k_scale)
+    kind = checks.scale_kind(k_scale)
     if kind != "none":  # as bytes: not every architecture has the type
         k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
-    scales = (k_scale, v_scale)
     if kind == "rows":
-        k_scale, v_scale = map(strided.pages, scales)
+        k_scale, v_scale = strided.pages(k_scale), strided.pages(v_scale)
     elif kind == "number":
-        k_scale, v_scale = map(float, scales)
+        k_scale, v_scale = float(k_scale), float(v_scale)
     with torch.cuda.device_of(k):
         launching.launch(
             _write_kv_kernel,
@@ -148,7 +128,7 @@ def _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None
         if scale is None:
             pages[page, row] = new
             continue
-        of_rows = scale_kind(scale) == "rows"
+        of_rows = checks.scale_kind(scale) == "rows"
         values, scales = e4m3.quantize(new, None if of_rows else scale)
         # Torch does not index e4m3 tensors everywhere; their bytes it does.
         pages.view(torch.uint8)[page, row] = values.view(torch.uint8)
@@ -219,8 +199,8 @@ class PoolPages:
 
     Args:
         tensors: [num_pages, page_bytes] uint8 each, on one device, with equal strides, the last one
-            1. Addresses, page_bytes and the page stride are multiples of 4; copies are fastest if
-            they are multiples of 16. The tensors may be views of one memory.
+            1; may be views of one memory. Addresses, page_bytes and the page stride are multiples
+            of 4; copies are fastest if they are multiples of 16.
 
     Attributes:
         addresses: [num_tensors] int64, addresses of the tensors, on their device.
@@ -238,26 +218,25 @@ class PoolPages:
         tensors = self.tensors
         if not isinstance(tensors, (list, tuple)) or not tensors:
             raise ValueError(f"tensors: expected at least one tensor in a list, got {tensors!r}")
-        same: Any = None
-        device = tensors[0].device if isinstance(tensors[0], Tensor) else None
+        first = tensors[0]
         for i, tensor in enumerate(tensors):
             name = f"tensors[{i}]"
+            device = first.device if i else None
             expect_tensor(name, tensor, (None, None), torch.uint8, device=device)
             expect_int(f"{name}: page_bytes", tensor.shape[1], 1)
             expect_apart(name, tensor)
             _expect_alignment(name, tensor)
-            same = same or (tuple(tensor.shape), tensor.stride())
-            if (tuple(tensor.shape), tensor.stride()) != same:
+            if tensor.shape != first.shape or tensor.stride() != first.stride():
                 raise ValueError(
-                    f"{name}: expected {list(same[0])} with strides {same[1]} as tensors[0], got "
-                    f"{list(tensor.shape)} with strides {tensor.stride()}"
+                    f"{name}: expected {list(first.shape)} with strides {first.stride()} as "
+                    f"tensors[0], got {list(tensor.shape)} with strides {tensor.stride()}"
                 )
-        (_, page_bytes), (page_stride, _) = same
         found = [tensor.data_ptr() for tensor in tensors]
-        addresses = torch.tensor(found, dtype=torch.int64, device=device)
+        addresses = torch.tensor(found, dtype=torch.int64, device=first.device)
+        aligned = gcd(*found, first.shape[1], first.stride(0)) % FASTEST == 0
         object.__setattr__(self, "tensors", tuple(tensors))
         object.__setattr__(self, "addresses", addresses)
-        object.__setattr__(self, "is_aligned", gcd(*found, page_bytes, page_stride) % FASTEST == 0)
+        object.__setattr__(self, "is_aligned", aligned)
 
     @property
     def device(self) -> torch.device:
@@ -288,10 +267,7 @@ def gather_pages(
     *,
     impl: str | None = None,
 ) -> None:
-    """Copy pages of a pool to rows of a buffer, byte by byte.
-
-    A row of the buffer holds one page of all tensors, one tensor after the other. ``scatter_pages``
-    copies it back.
+    """Copy pages of a pool to rows of a buffer, each one page of all tensors, one after the other.
 
     Args:
         pages: page tensors.
@@ -323,30 +299,47 @@ def scatter_pages(
     """Copy rows of a buffer to pages of a pool: the reverse of ``gather_pages``.
 
     Args:
-        pages, buffer, impl: see ``gather_pages``.
+        pages, buffer, impl: as in ``gather_pages``.
         page_ids: [num_copies] int64 in [0, pages.num_pages), distinct.
         rows: [num_copies] int64 in [0, num_rows); None = 0, 1, ...
 
     Raises:
-        ValueError: invalid shape, dtype, stride, alignment or device; with torch and on a CPU, an
-            id or a row out of range.
+        ValueError: as in ``gather_pages``.
 
-    Source: see ``gather_pages``.
+    Source: as in ``gather_pages``.
     """
     _copy(pages, page_ids, buffer, rows, impl, gather=False)
 
 
 def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
-    # _check_copy refuses anything but PoolPages.
-    chosen = implementation(impl, pages.addresses if isinstance(pages, PoolPages) else None)
-    _check_copy(pages, page_ids, buffer, rows, gather)
+    if not isinstance(pages, PoolPages):
+        raise ValueError(f"pages: expected PoolPages, got {type(pages).__name__}")
+    chosen = checks.implementation(impl, pages.addresses)
+    expect_tensor("buffer", buffer, (None, pages.num_bytes), torch.uint8)
+    _expect_alignment("buffer", buffer)
+    if gather:
+        expect_apart("buffer", buffer)
+    if buffer.device != pages.device and not (buffer.is_cpu and buffer.is_pinned()):
+        raise ValueError(
+            f"buffer: expected a tensor on {pages.device} or in pinned host memory, got one on "
+            f"{buffer.device}"
+        )
+    device = pages.device if chosen == "triton" else None
+    expect_tensor("page_ids", page_ids, (None,), torch.int64, device=device)
+    num_copies = page_ids.shape[0]
+    if rows is not None:
+        expect_tensor("rows", rows, (num_copies,), torch.int64, device=device)
+    elif num_copies > buffer.shape[0]:
+        raise ValueError(
+            f"buffer: expected uint8 [>= {num_copies}, {pages.num_bytes}], got uint8 "
+            f"{list(buffer.shape)}"
+        )
+    if chosen == "torch" or checks.is_readable(page_ids):
+        expect_ids("page_ids", page_ids, pages.num_pages)
+        if rows is not None:
+            expect_ids("rows", rows, len(buffer))
     if chosen == "torch":
         return _copy_torch(pages, page_ids, buffer, rows, gather)
-    for name, ids in (("page_ids", page_ids), ("rows", rows)):
-        if ids is not None:
-            expect_tensor(name, ids, (None,), torch.int64, device=pages.device)
-            if checks.is_readable(ids):
-                expect_ids(name, ids, pages.num_pages if name == "page_ids" else len(buffer))
     num_tensors, words = len(pages.tensors), pages.page_bytes // ALIGNMENT
     block = min(BLOCK, next_power_of_2(words))
     num_pieces = page_ids.shape[0] * num_tensors * triton.cdiv(words, block)
@@ -373,55 +366,23 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
     return None
 
 
-def _check_copy(pages, page_ids, buffer, rows, gather: bool) -> None:
-    if not isinstance(pages, PoolPages):
-        raise ValueError(f"pages: expected PoolPages, got {type(pages).__name__}")
-    expect_tensor("buffer", buffer, (None, pages.num_bytes), torch.uint8)
-    _expect_alignment("buffer", buffer)
-    if gather:
-        expect_apart("buffer", buffer)
-    if buffer.device != pages.device and not (buffer.is_cpu and buffer.is_pinned()):
-        raise ValueError(
-            f"buffer: expected a tensor on {pages.device} or in pinned host memory, got one on "
-            f"{buffer.device}"
-        )
-    expect_tensor("page_ids", page_ids, (None,), torch.int64)
-    num_copies = page_ids.shape[0]
-    if rows is not None:
-        expect_tensor("rows", rows, (num_copies,), torch.int64)
-    elif num_copies > buffer.shape[0]:
-        raise ValueError(
-            f"buffer: expected uint8 [>= {num_copies}, {pages.num_bytes}], got uint8 "
-            f"{list(buffer.shape)}"
-        )
-
-
 def _expect_alignment(name: str, tensor: Tensor) -> None:
     """Require rows that begin and end at multiples of `ALIGNMENT` bytes; ValueError otherwise."""
-    for what, number in (("size", tensor.shape[1]), ("stride", tensor.stride(0))):
+    for what, number in (
+        ("rows whose size", tensor.shape[1]),
+        ("rows whose stride", tensor.stride(0)),
+        ("an address that", tensor.data_ptr()),
+    ):
         if number % ALIGNMENT:
             raise ValueError(
-                f"{name}: expected rows whose {what} is a multiple of {ALIGNMENT} bytes, got "
-                f"{number}"
+                f"{name}: expected {what} is a multiple of {ALIGNMENT} bytes, got {number}"
             )
-    if tensor.data_ptr() % ALIGNMENT:
-        raise ValueError(
-            f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
-            f"{tensor.data_ptr():#x}"
-        )
 
 
 @torch.no_grad()
 def _copy_torch(pages, page_ids, buffer, rows, gather: bool) -> None:
-    """One copy per page and tensor.
-
-    On a CPU each is a memcpy (``index_copy_`` would move single bytes). Between a GPU and pinned
-    memory a copy engine runs it, and no multiprocessor is needed; each copy takes some microseconds
-    to begin.
-    """
-    expect_ids("page_ids", page_ids, pages.num_pages)
-    if rows is not None:
-        expect_ids("rows", rows, len(buffer))
+    """One copy per page and tensor: a memcpy on a CPU (``index_copy_`` would move single bytes), a
+    copy engine's between a GPU and pinned memory."""
     ids = page_ids.tolist()
     places = range(len(ids)) if rows is None else rows.tolist()
     for tensor, cells in zip(pages.tensors, buffer.split(pages.page_bytes, 1), strict=True):

@@ -1,31 +1,66 @@
-"""Paged and sliding-window attention: the public functions. Next: `call`, the checked arguments; then
-`launch` and `kernel`, or `torch_impl`, chosen by name: no call falls back to another.
-
-Triton is imported by the launches alone, so ``impl="torch"`` works without it.
+"""Paged and sliding-window attention: the public functions, and the checks of their arguments.
 
 A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of
 block b of sequence s: a ring table (window layers) reuses its entries. Without a window the table is
 linear, and its last entry stands for all later blocks. A sequence has fewer than 2**30 tokens.
 
-Values in device memory are not checked: a wrong page id reads what is there. On a CPU, and with
-``impl="torch"``, wrong page ids, lengths and prefix sums are refused. Triton's interpreter
-(TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns: give it fp32 or fp16.
-
-Outputs (``out``, ``lse``, ``workspace``, pages) must share no memory with other arguments. Results
-have no gradient. Kernels run on the device of the tensors, on its current stream.
+Values in device memory are not checked; on a CPU and with ``impl="torch"`` they are. Outputs must
+share no memory with other arguments, and have no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ..common import checks
 from ..common.checks import MODEL_DTYPES, expect_apart, expect_int, expect_tensor
-from .call import AttentionCall, check_attention, check_values
 from .tiles import plan_decode
+
+
+@dataclass(eq=False)
+class AttentionCall:
+    """The arguments of one call, as in ``paged_attention``; `check_attention` fills in defaults."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    context_only: bool = False
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
+    max_seq_len: int | None = None
+    num_decodes: int | None = None
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
+    sliding_window: int | None = None
+
+    @property
+    def paged_context(self) -> bool:
+        """True if the pages hold only the keys before the step."""
+        return self.k is not None or self.context_only
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k_pages.shape[2]
 
 
 def paged_attention(
@@ -60,35 +95,28 @@ def paged_attention(
     query sees are never read, and may hold anything.
 
     Args:
-        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; the sequences one
-            after another.
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, sequence after sequence. (The last
+            stride of every tensor is 1 where nothing else is said; other strides are free.)
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or
-            torch.float8_e4m3fn, any strides with last stride 1 (two views of one pool, head-major
-            pages). num_heads is a multiple of num_kv_heads.
-        block_table: [num_seqs, width] int32, physical page ids; any row stride. Of a table shorter
-            than seq_lens the last entry is looked up again.
-        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding
-            row.
+            torch.float8_e4m3fn; may be two views of one pool. num_heads is a multiple of
+            num_kv_heads.
+        block_table: [num_seqs, width] int32, physical page ids.
+        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0: padding.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles.
-            Where all sequences take the decode path it is trusted: with too small a value, rows of
-            longer sequences stay unwritten. (Device values are not read; only fewer than q's rows
-            in all is refused.) Elsewhere the result does not depend on it.
-        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the step's new rows, ragged like q; both or
-            neither. They are never quantized. Without them the pages must hold every row that a
-            query sees, as those of a kvcore window group do with ``reads="pages"``.
-        context_only: True = leave out the step's own keys: every query sees the keys [0, seq_len -
-            q_len), all of them in the pages. The other part is a call with ``k`` and ``v`` and
-            seq_lens = q_len; ``merge_partials`` joins the two. Needs ``k`` and ``v`` None.
-        k_scale, v_scale: scales of e4m3 pages, both of one kind; None with other pages. A key is
-            its quantized values times its scale. One scale of all rows is a number in 2**-30 ..
-            2**30, or fp32 [] (or [1]). Scales of each row are fp32 [num_pages, block_size,
-            num_kv_heads], any strides, as ``write_kv`` writes them.
-        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode
-            work.
-        num_decodes: host int, number of sequences at the front that take the split-KV path, which
-            is for few new tokens; the others take the prefill path. Default: all if max_seqlen_q
-            <= 1, else none. Any choice gives the right result.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. Trusted where all
+            sequences take the decode path: further rows of longer ones stay unwritten. Elsewhere
+            the result does not depend on it.
+        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the step's new rows, never quantized;
+            both or neither.
+        context_only: True = every query sees the keys [0, seq_len - q_len), all in the pages, and
+            none of the step's own. ``merge_partials`` joins the result with that of a call over
+            ``k`` and ``v`` with seq_lens = q_len. Needs ``k`` and ``v`` None.
+        k_scale, v_scale: scales of e4m3 pages, of one kind; None with other pages. A number in
+            2**-30 .. 2**30, or fp32 [] or [1], for all rows; or fp32 [num_pages, block_size,
+            num_kv_heads], any strides, one a row.
+        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
+        num_decodes: host int, sequences at the front that take the split-KV path, which is for few
+            new tokens. Default: all if max_seqlen_q <= 1, else none. Any choice is right.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
         softcap: logits become softcap * tanh(logit / softcap), in 2**-30 .. 2**30; None = no cap.
         sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
@@ -96,7 +124,7 @@ def paged_attention(
         out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
         lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
             logits, without the sink.
-        workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the split; None allocates.
+        workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the KV splits; None allocates.
             Calls that may run at the same time need different ones.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
@@ -148,15 +176,12 @@ def sliding_window_attention(
     """``paged_attention`` over the last ``sliding_window`` keys only: 0 <= p - j < sliding_window.
 
     Only tiles with a visible key are visited, so the cost does not grow with the context. The table
-    may be a ring. Its width * block_size must cover the window and, without new rows, the step's
-    own keys. A linear table works as well.
+    is a ring or linear. Its width * block_size must cover the window and, without new rows, the
+    step's own keys.
 
     Args:
-        sliding_window: tokens that a query sees, its own included; >= 1. From 2**30 on a query sees
-            all.
-        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, k_scale,
-            v_scale, max_seq_len, num_decodes,
-            softmax_scale, softcap, sinks, out, lse, workspace, impl: as in ``paged_attention``.
+        sliding_window: tokens that a query sees, its own included; >= 1. From 2**30 on all.
+        Others: as in ``paged_attention``.
 
     Returns:
         ``out`` [num_tokens, num_heads, head_dim].
@@ -166,25 +191,17 @@ def sliding_window_attention(
 
     Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
     """
-    expect_int("sliding_window", sliding_window, 1)
     call = AttentionCall(
         q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
         k=k, v=v, k_scale=k_scale, v_scale=v_scale, max_seq_len=max_seq_len,
         num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
-        out=out, lse=lse, workspace=workspace, sliding_window=sliding_window,
+        out=out, lse=lse, workspace=workspace, sliding_window=checks.window_tokens(sliding_window),
     )  # fmt: skip
     return _attention(call, impl)
 
 
 def attention_for(sliding_window: int | None) -> Callable[..., torch.Tensor]:
-    """``sliding_window_attention`` with this window, or ``paged_attention`` if it is None.
-
-    Args:
-        sliding_window: as in ``sliding_window_attention``; None = no window.
-
-    Returns:
-        A function of ``paged_attention``'s arguments.
-    """
+    """``sliding_window_attention`` with this window, or ``paged_attention`` if it is None."""
     if sliding_window is None:
         return paged_attention
     return partial(sliding_window_attention, sliding_window=sliding_window)
@@ -199,8 +216,7 @@ def merge_partials(
     lse: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Merge attention results over disjoint sets of keys into the result over their union; fold the
-    sink in once.
+    """Merge attention results over disjoint sets of keys into the result over their union.
 
     out = sum_p exp(lse_p - z) out_p with z = log(sum_p exp(lse_p) + exp(sink)). A part with lse
     -inf counts nothing; its rows may hold anything.
@@ -209,13 +225,11 @@ def merge_partials(
         partial_out: [num_parts, num_tokens, num_heads, head_dim] bf16, fp16 or fp32, each part
             normalised, without sinks.
         partial_lse: [num_parts, num_heads, num_tokens] fp32, natural log.
-        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
-            nothing.
+        sinks, impl: as in ``paged_attention``.
         out: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32; None allocates in partial_out's
             dtype.
         lse: [num_heads, num_tokens] fp32, filled in place with the merged natural-log lse, without
             the sink.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
         ``out``; where no part has a key, out is 0 and lse -inf.
@@ -237,9 +251,8 @@ def merge_partials(
     checks.check_outputs(num_heads, num_tokens, device, sinks, lse)
     if out is None:
         out = torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
-    else:
-        expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
-        expect_apart("out", out)
+    expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
+    expect_apart("out", out)
     if chosen == "triton":
         from .launch import merge_partials as merge
     else:
@@ -260,52 +273,112 @@ def workspace_numel(
 
     Args:
         num_decodes: most sequences on the decode path.
-        max_seqlen_q: value passed to the attention call; 1 for batches that also hold prefill
-            sequences.
+        max_seqlen_q: as in the attention call; 1 for batches that also hold prefill sequences.
         num_heads, num_kv_heads, head_dim: sizes of the layer.
-        num_sms: streaming multiprocessors,
-            ``torch.cuda.get_device_properties(device).multi_processor_count``.
+        num_sms: ``torch.cuda.get_device_properties(device).multi_processor_count``.
 
     Returns:
-        Elements, independent of the sequence lengths.
+        Elements: a row of head_dim + 1 values for each KV split, token and head, whatever the
+        lengths.
 
     Raises:
         ValueError: a value is not a positive int, or num_heads is not a multiple of num_kv_heads.
 
-    Source: ``plan_decode``: one partial row of head_dim + 1 values for each KV split,
-        token and head.
+    Source: FlashDecoding (split-KV); ``plan_decode``.
     """
-    for name, value in (
-        ("num_decodes", num_decodes),
-        ("max_seqlen_q", max_seqlen_q),
-        ("num_heads", num_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", head_dim),
-        ("num_sms", num_sms),
-    ):
+    sizes = {
+        "num_decodes": num_decodes,
+        "max_seqlen_q": max_seqlen_q,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "num_sms": num_sms,
+    }
+    for name, value in sizes.items():
         expect_int(name, value, 1)
-    if num_heads % num_kv_heads:
-        raise ValueError(
-            f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
-        )
-    return plan_decode(
-        num_decodes=num_decodes,
-        max_seqlen_q=max_seqlen_q,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        num_sms=num_sms,
-    ).workspace_numel
+    _expect_multiple("num_heads", num_heads, num_kv_heads)
+    return plan_decode(**sizes).workspace_numel
 
 
 def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
     chosen = checks.implementation(impl, call.q)
-    call = check_attention(call)
+    check_attention(call)
     if chosen == "torch":  # reads lengths and page ids, and checks them
         from .torch_impl import attention
     else:
         from .launch import attention
 
         if checks.is_readable(call.q):
-            check_values(call)
+            _check_values(call)
     return attention(call)
+
+
+def check_attention(call: AttentionCall) -> None:
+    """Check all of a call but values in memory, and fill in ``num_decodes``, ``softmax_scale`` and
+    ``out``.
+
+    Raises:
+        ValueError: as in ``paged_attention``.
+    """
+    q, k, v = call.q, call.k, call.v
+    expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
+    (num_tokens, num_heads, head_dim), device = q.shape, q.device
+    checks.check_pages(call.k_pages, call.v_pages, q.dtype, device)
+    checks.check_scales(call.k_scale, call.v_scale, call.k_pages)
+    num_kv_heads = call.k_pages.shape[2]
+    if call.k_pages.shape[3] != head_dim:
+        raise ValueError(f"k_pages: expected head_dim {head_dim}, got {call.k_pages.shape[3]}")
+    _expect_multiple("q: num_heads", num_heads, num_kv_heads)
+    num_seqs = checks.expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
+    call.num_decodes = checks.expect_decodes(
+        num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes
+    )
+    expect_tensor("block_table", call.block_table, (num_seqs, None), torch.int32, device=device)
+    expect_int("block_table: width", call.block_table.shape[1], 1)
+    if (k is None) != (v is None):
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing}: expected new rows of both k and v or of neither, got None")
+    if not isinstance(call.context_only, bool):
+        raise ValueError(f"context_only: expected a bool, got {call.context_only!r}")
+    if call.context_only and k is not None:
+        raise ValueError("context_only: expected False with new rows k and v, got True")
+    if k is not None and v is not None:
+        for name, rows in (("k", k), ("v", v)):
+            expect_tensor(name, rows, (num_tokens, num_kv_heads, head_dim), q.dtype, device=device)
+            if num_tokens > 1 and checks.MAX_TILE * rows.stride(0) >= 2**31:
+                raise ValueError(
+                    f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
+                )
+    checks.check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
+    call.out = checks.output(call.out, tuple(q.shape), q)
+    call.softmax_scale = checks.softmax_factor(call.softmax_scale, head_dim)
+    if call.softcap is not None:
+        checks.expect_positive("softcap", call.softcap)
+        call.softcap = float(call.softcap)
+
+
+def _check_values(call: AttentionCall) -> None:
+    """Check values in CPU tensors: lengths, prefix sums, and the ids of pages that queries see."""
+    checks.expect_lengths("seq_lens", call.seq_lens.tolist())
+    checks.expect_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), call.q.shape[0])
+    q_lens = call.cu_seqlens_q.diff()
+    context = call.seq_lens - q_lens
+    end = context if call.paged_context else call.seq_lens
+    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
+    lowest = torch.zeros_like(end)
+    if call.sliding_window is not None:
+        lowest = (context - call.sliding_window + 1).clamp(min=0)
+    first, last = lowest // block_size, (end + block_size - 1) // block_size
+    if call.sliding_window is None:
+        last = last.clamp(max=width)
+    last = torch.where((q_lens > 0) & (lowest < end), last, first)
+    block = first[:, None] + torch.arange(max([0, *(last - first).tolist()]))
+    pages = call.block_table.gather(1, block.long() % width)
+    checks.expect_ids("block_table", pages[block < last[:, None]], call.k_pages.shape[0])
+
+
+def _expect_multiple(name: str, num_heads: int, num_kv_heads: int) -> None:
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{name}: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
+        )

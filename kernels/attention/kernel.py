@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..common import query_tiles, split_kv
 from ..common.bits import widen
-from ..common.query_tiles import LOG2E
+from ..common.query_tiles import KEEP_INVARIANTS, LOG2E
 from ..common.strided import Pages
 
 # e4m3 K and V are multiplied in fp16, which holds e4m3 exactly. On sm_89+ one instruction converts
@@ -166,8 +166,7 @@ def _attend_tiles(
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = _skip_gap(first, gap_at, gap)
     page = _load_page(source, tile, count > 0, WINDOW, BLOCK_SIZE, BLOCK_N)
-    # Hoisted, the addresses of all loops of a program would be kept in registers at once.
-    for i in tl.range(0, count, disable_licm=True):
+    for i in tl.range(0, count, disable_licm=KEEP_INVARIANTS):
         k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         in_range, row_mask, visible = None, None, None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..common import launching, strided
 from ..common.arch import Arch
-from ..common.checks import expect_head_dim
+from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import arch_and_sms
-from ..common.merging import block_parts, merge_partials_kernel, merge_splits
+from ..common.merging import block_parts, merge_options, merge_partials_kernel, merge_splits_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
-from .call import AttentionCall
 from .kernel import Scoring, Shape, attention_kernel
 from .tiles import DecodePlan, plan_decode, select_config
+
+if TYPE_CHECKING:
+    from .api import AttentionCall
 
 
 def attention(call: AttentionCall) -> torch.Tensor:
@@ -51,8 +55,10 @@ def attention(call: AttentionCall) -> torch.Tensor:
 
 def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tokens: int = 0) -> int:  # fmt: skip
     """Launch decode (``plan``) or prefill (None); returns the tokens of a query tile."""
-    head_dim, num_kv_heads = call.q.shape[2], call.k_pages.shape[2]
-    quantized = call.scales != "none"
+    (_, num_heads, head_dim), num_kv_heads = call.q.shape, call.k_pages.shape[2]
+    k_pages, v_pages, k_scale, v_scale = call.k_pages, call.v_pages, call.k_scale, call.v_scale
+    scales = scale_kind(k_scale)
+    quantized = scales != "none"
     tile = select_config(
         head_dim,
         call.q.element_size(),
@@ -61,26 +67,11 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         rows=None if plan is None else plan.block_m,
     )
     block_q, heads, head_tiles = tile_heads(call.group, tile.block_m)
-    shape = Shape(
-        HEAD_DIM=head_dim,
-        VALUE_DIM=head_dim // tile.value_parts,
-        GROUP=call.group,
-        BLOCK_Q=block_q,
-        HEADS=heads,
-        HEAD_TILES=head_tiles,
-        BLOCK_SIZE=call.k_pages.shape[1],
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        SCALES=call.scales,
-        WIDENS_E4M3=quantized and arch.widens_e4m3,
-        NEW_KV=call.paged_context,
-        DECODE=plan is not None,
-    )
-    partial_out, first_lse = None, 0
+    partial_out, first_lse, target_splits = None, 0, 0
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     items = num_tiles = call.q.shape[0] // block_q + call.num_seqs
     if plan is not None:
-        items = plan.max_splits
+        items, target_splits = plan.max_splits, plan.target_splits
         partial_out, first_lse = launching.partials(
             plan.workspace_numel, head_dim, call.workspace, call.q.device
         )
@@ -88,14 +79,13 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
     if call.softcap is not None:
         inner_scale = call.softmax_scale / call.softcap
         outer_scale = call.softcap * LOG2E.value
-    # As bytes: not every architecture has the type.
-    k_pages = call.k_pages.view(torch.uint8) if quantized else call.k_pages
-    v_pages = call.v_pages.view(torch.uint8) if quantized else call.v_pages
-    k_scale, v_scale = call.k_scale, call.v_scale
-    if call.scales == "rows":
+    if quantized:  # as bytes: not every architecture has the type
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    if scales == "rows":
         k_scale, v_scale = strided.pages(k_scale), strided.pages(v_scale)
-    elif call.scales == "number":  # Triton would compile a kernel for the number 1
+    elif scales == "number":  # Triton would compile a kernel for the number 1
         k_scale, v_scale = float(k_scale), float(v_scale)
+    out, lse = strided.rows(call.out), strided.lse_rows(call.lse)
     launching.launch(
         attention_kernel,
         (items * num_kv_heads * head_tiles,),
@@ -110,39 +100,61 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         seq_lens=call.seq_lens,
         cu_seqlens_q=call.cu_seqlens_q,
         sinks=call.sinks,
-        out=strided.rows(call.out),
-        lse=strided.lse_rows(call.lse),
+        out=out,
+        lse=lse,
         partial_out=partial_out,
         first_lse=first_lse,
         num_seqs=call.num_seqs,
         num_decodes=call.num_decodes,
         decode_tokens=decode_tokens,
         num_tiles=num_tiles,
-        target_splits=0 if plan is None else plan.target_splits,
+        target_splits=target_splits,
         num_kv_heads=num_kv_heads,
         scoring=Scoring(call.sliding_window, inner_scale, outer_scale),
-        SHAPE=shape,
+        SHAPE=Shape(
+            HEAD_DIM=head_dim,
+            VALUE_DIM=head_dim // tile.value_parts,
+            GROUP=call.group,
+            BLOCK_Q=block_q,
+            HEADS=heads,
+            HEAD_TILES=head_tiles,
+            BLOCK_SIZE=k_pages.shape[1],
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            SCALES=scales,
+            WIDENS_E4M3=quantized and arch.widens_e4m3,
+            NEW_KV=call.paged_context,
+            DECODE=plan is not None,
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **arch.register_limit(MAX_REGISTERS),
     )
-    if plan is not None and partial_out is not None:
-        merge_splits(
-            call.out,
-            call.lse,
-            arch,
+    if partial_out is not None:
+        launching.launch(
+            merge_splits_kernel,
+            (call.num_decodes * num_heads,),
             partial_out=partial_out,
             first_lse=first_lse,
             sinks=call.sinks,
+            cos_sin=None,
+            out=out,
+            lse=lse,
             seq_lens=call.seq_lens,
             cu_seqlens_q=call.cu_seqlens_q,
             num_decodes=call.num_decodes,
             decode_tokens=block_q,
-            target_splits=plan.target_splits,
+            target_splits=target_splits,
             sliding_window=call.sliding_window,
-            round_up=True,
-            new_kv=call.paged_context,
-            block_q=block_q,
+            ratio=None,
+            most_entries=0,
+            num_heads=num_heads,
+            NEW_KV=call.paged_context,
+            BLOCK_Q=block_q,
+            ROPE_DIM=0,
+            ROUND_UP=True,
+            EMPTY_LSE=float("-inf"),
+            **merge_options(arch, target_splits, head_dim),
         )
     return block_q
 
@@ -156,14 +168,12 @@ def merge_partials(
 ) -> torch.Tensor:
     """Launch checked arguments, shaped as in ``quire.kernels.merge_partials``; returns ``out``."""
     num_parts, num_tokens, num_heads, head_dim = partial_out.shape
-    parts = strided.Pages(partial_out, *partial_out.stride()[:3])
-    lses = strided.Pages(partial_lse, partial_lse.stride(0), 1, partial_lse.stride(1))
     with torch.cuda.device_of(out):
         launching.launch(
             merge_partials_kernel,
             (num_tokens * num_heads,),
-            partial_out=parts,
-            partial_lse=lses,
+            partial_out=strided.pages(partial_out),
+            partial_lse=strided.Pages(partial_lse, partial_lse.stride(0), 1, partial_lse.stride(1)),
             sinks=sinks,
             out=strided.rows(out),
             lse=strided.lse_rows(lse),

@@ -1,7 +1,7 @@
 """Launch choices of paged attention as pure functions of host integers: tiles, and split-KV decode.
 
-With Triton 3.7.1, tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on
-sm_80 and sm_90 (``python -m bench.static``). Nothing is autotuned on the call path.
+Tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on sm_80 and sm_90
+(``python -m bench.static``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PREFILL = {
 }
 # The same over e4m3 pages, which take more registers (of Triton 3.9 most).
 E4M3_PREFILL = {
-    "hopper": _HOPPER | {128: Config(128, 32, 8, 5), 256: Config(64, 16, 8, 2)},
+    "hopper": _HOPPER | {256: Config(64, 32, 8, 2)},
     "blackwell": {
         32: Config(64, 64, 4, 3),
         64: Config(128, 64, 8, 2),
@@ -65,39 +65,24 @@ E4M3_PREFILL = {
 }
 # Decode by head_dim: keys of a tile, stages, and the most rows.
 DECODE = {32: (64, 4, 64), 64: (64, 4, 64), 128: (64, 3, 64), 256: (32, 3, 64), 512: (16, 3, 32)}
-E4M3_DECODE = {
-    32: (64, 4, 64),
-    64: (32, 5, 64),
-    128: (32, 4, 64),
-    256: (32, 3, 32),
-    512: (16, 5, 16),
-}
 
 
 def select_config(
     head_dim: int, dtype_bytes: int, arch: Arch, *, quantized: bool, rows: int | None
 ) -> Config:
-    """Tile shape of the attention kernel.
+    """Tile shape for queries of ``dtype_bytes`` and e4m3 (``quantized``) or other pages.
 
-    Args:
-        head_dim: a power of two in 16..512.
-        dtype_bytes: of the queries, 2 (bf16, fp16) or 4 (fp32).
-        arch: of the GPU.
-        quantized: whether the pages are e4m3.
-        rows: query rows of a decode, ``DecodePlan.block_m``; None: prefill. The tile may have fewer
-            where registers are short.
-
-    Returns:
-        The table's tile, with as many of its stages as shared memory holds.
+    rows: of a decode, ``DecodePlan.block_m``, as far as registers allow; None: prefill. The tile
+    has as many of its stages as shared memory holds.
     """
     dim = max(32, head_dim)
     if dtype_bytes == 4:
         # Without tensor cores: small tiles, for both phases and every GPU.
         tile = Config(16, 32 if dim <= 64 else 16, 4 if dim == 32 else 8, 1 if dim == 512 else 2)
     elif rows is not None:
-        block_n, num_stages, most_rows = (E4M3_DECODE if quantized else DECODE)[dim]
-        rows = min(rows, most_rows)
-        many = rows * dim >= (1 << 13 if quantized else 1 << 14)
+        block_n, num_stages, most_rows = DECODE[dim]
+        rows = min(rows, 16 if quantized and dim == 512 and not arch.widens_e4m3 else most_rows)
+        many = rows * dim >= 1 << 14 or (quantized and rows == 64)
         tile = Config(rows, block_n, 8 if many else 4, num_stages)
     else:
         kind = arch.tiles if arch.tiles in ("hopper", "blackwell") else "other"
@@ -134,16 +119,10 @@ def plan_decode(
     max_seq_len: int | None = None,
     sliding_window: int | None = None,
 ) -> DecodePlan:
-    """Plan split-KV decode.
+    """Plan split-KV decode of ``num_decodes`` sequences of at most ``max_seqlen_q`` new tokens; a
+    longer one is still right, but not split.
 
-    Args:
-        num_decodes: sequences on the decode path.
-        max_seqlen_q: new tokens of the longest of them. A longer one is still right, but not split.
-        num_heads, num_kv_heads, head_dim: of the layer.
-        num_sms: streaming multiprocessors of the device.
-        dtype_bytes: 2 or 4; fp32 tiles have 16 rows only, and need no more workspace.
-        max_seq_len: upper bound of the sequence lengths; None if unknown.
-        sliding_window: tokens a query sees; None if all.
+    Tiles of fp32 queries (dtype_bytes 4) have 16 rows only, and need no more workspace.
     """
     group = num_heads // num_kv_heads
     block_m = tile_rows(group, max_seqlen_q, most=MAX_ROWS if dtype_bytes == 2 else 16)

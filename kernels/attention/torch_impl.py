@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,9 @@ import torch.nn.functional as F
 from ..common import e4m3
 from ..common.autograd import without_grad
 from ..common.checks import expect_ids, expect_lengths, expect_offsets
-from .call import AttentionCall
+
+if TYPE_CHECKING:
+    from .api import AttentionCall
 
 # Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the
 # whole pool.

@@ -3,8 +3,7 @@
 No other module tells architectures apart by name. ``launching.arch_of`` makes an `Arch` of a device,
 `named` of a name, without a GPU.
 
-Source: CUDA programming guide, table of compute capabilities; AMD instruction set architecture
-    documents of CDNA 3 and CDNA 4; LLVM's user guide of the AMDGPU backend.
+Source: CUDA programming guide, table of compute capabilities; AMD ISA documents of CDNA 3 and 4.
 """
 
 from __future__ import annotations
@@ -39,10 +38,9 @@ class Arch:
         return "hip", self.name, self.lanes
 
     def register_limit(self, registers: int) -> dict[str, Any]:
-        """The launch option that keeps a thread to so many registers; none on AMD.
+        """The launch option that limits the registers of a thread; none on AMD.
 
-        Left alone, ptxas aims for one program more an SM and spills a few registers. LLVM's AMDGPU
-        backend takes what the wavefronts of one program leave.
+        Left alone, ptxas aims for one program more an SM and spills a few registers.
         """
         return {"maxnreg": registers} if self.maker == "nvidia" else {}
 
@@ -57,11 +55,7 @@ _CDNA4 = Arch("gfx950", "amd", "cdna4", 160 << 10, lanes=64, widens_e4m3=True)
 
 @cache
 def named(name: str) -> Arch:
-    """The architecture of that name.
-
-    Args:
-        name: "sm_" and the compute capability's digits, or "gfx" and AMD's; what follows a colon,
-            as in "gfx942:sramecc+:xnack-", is left out.
+    """The architecture of a name such as "sm_90" or "gfx942:sramecc+:xnack-".
 
     Raises:
         ValueError: that is no name of an architecture.

@@ -1,8 +1,7 @@
-"""Argument checks of the public functions, with one error format, and the choice of an
-implementation.
+"""Argument checks of the public functions, and the choice of an implementation.
 
-A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. No check synchronises with
-a device: values are checked for CPU tensors only.
+A check raises ValueError, if nothing else is said, with a message such as ``block_table: expected
+int32 [4, *], got int64 [4, 9]``. Values are checked in CPU tensors only: no check waits for a device.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ MAX_TILE = 128
 
 
 def expect_impl(impl: str | None, device_type: str) -> None:
-    """Require one of ``IMPLS`` or None, ValueError otherwise, that runs on a device ("cpu" or
-    "cuda"); NotImplementedError for Triton on a CPU, unless its interpreter is on."""
+    """Require one of ``IMPLS`` or None that runs on a device ("cpu" or "cuda").
+
+    NotImplementedError for Triton on a CPU, unless its interpreter is on.
+    """
     if impl is not None and impl not in IMPLS:
-        names = ", ".join(map(repr, IMPLS))
-        raise ValueError(f"impl: expected {names} or None, got {impl!r}")
+        raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
     if impl == "triton" and device_type == "cpu":
         import triton
 
@@ -58,15 +58,8 @@ def expect_tensor(
     device: torch.device | None = None,
     any_stride: bool = False,
 ) -> None:
-    """Require a tensor of a shape, of one of some dtypes, with stride 1 in the last dimension;
-    ValueError otherwise.
-
-    Args:
-        name: of the argument, the start of the message.
-        shape: expected sizes; None matches any size and prints as ``*``.
-        device: required device; None accepts any.
-        any_stride: accept any stride of the last dimension.
-    """
+    """Require a tensor of one of some dtypes and a shape (None: any size), with stride 1 in the
+    last dimension unless ``any_stride``, on a device (None: any)."""
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     right = isinstance(tensor, torch.Tensor) and tensor.dtype in accepted
     right = right and len(shape) == tensor.dim()
@@ -80,37 +73,44 @@ def expect_tensor(
     # A dimension of size 0 or 1 is never stepped over, so its stride says nothing.
     if shape and not any_stride and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride()}")
-    if device is not None and tensor.device != device:
+    if device is not None:
+        expect_device(name, tensor, device)
+
+
+def expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Require a tensor on a device."""
+    if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
 
 
 def expect_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Require a host integer in [low, high] (high None: no upper bound); ValueError otherwise."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if not is_int or value < low or (high is not None and value > high):
+    """Require a host integer in [low, high]; high None: no upper bound."""
+    if type(value) is not int or value < low or (high is not None and value > high):
         bound = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name}: expected an int {bound}, got {value!r}")
 
 
 def expect_positive(name: str, value: Any, *, least: int = -30, most: int = 30) -> None:
-    """Require a host number in [2**least, 2**most], of which the kernels' products are normal fp32
-    numbers; ValueError otherwise."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    """Require a host number in [2**least, 2**most], whose products are normal fp32 numbers."""
+    if not _is_finite(value) or value <= 0:
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
     if not 2.0**least <= value <= 2.0**most:
         raise ValueError(f"{name}: expected a number in [2**{least}, 2**{most}], got {value!r}")
 
 
 def expect_number(name: str, value: Any) -> None:
-    """Require a finite host number; ValueError otherwise."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not -float("inf") < value < float("inf"):
+    """Require a finite host number."""
+    if not _is_finite(value):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
 
 
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -float("inf") < value < float("inf")
+
+
 def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
-    """The given factor of q . k, in [2**-30, 2**16], or the default; ValueError otherwise."""
+    """The given factor of q . k, in [2**-30, 2**16], or the default."""
     if softmax_scale is None:
         return head_dim**-0.5
     # Larger ones would take ordinary logits to where fp32 has no digits left for their differences.
@@ -119,14 +119,13 @@ def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
 
 
 def window_tokens(sliding_window: Any) -> int:
-    """The given window, >= 1, as far as a sequence reaches; ValueError otherwise."""
+    """The given window, >= 1, as far as a sequence reaches."""
     expect_int("sliding_window", sliding_window, 1)
     return min(sliding_window, MAX_TOKENS)
 
 
 def expect_apart(name: str, tensor: torch.Tensor) -> None:
-    """Require a tensor that is written to to have no two elements in one place (expanded tensors
-    have); ValueError otherwise."""
+    """Require a tensor to write to, no two elements in one place (expanded tensors have some)."""
     if tensor.is_contiguous():
         return
     end = 1
@@ -134,26 +133,23 @@ def expect_apart(name: str, tensor: torch.Tensor) -> None:
         if size > 1 and tensor.numel():
             if stride < end:
                 raise ValueError(
-                    f"{name}: expected elements that share no memory, got {list(tensor.shape)} with strides {tensor.stride()}"
+                    f"{name}: expected elements that share no memory, got {list(tensor.shape)} "
+                    f"with strides {tensor.stride()}"
                 )
             end += stride * (size - 1)
 
 
 def expect_ids(name: str, ids: torch.Tensor, count: int, what: str = "ids") -> None:
-    """Require values in [0, count), which waits for the device; ValueError otherwise."""
+    """Require values in [0, count)."""
     if ids.numel():
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= count:
-            raise ValueError(
-                f"{name}: expected {what} in [0, {count}), got {low if low < 0 else high}"
-            )
+            bad = low if low < 0 else high
+            raise ValueError(f"{name}: expected {what} in [0, {count}), got {bad}")
 
 
 def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
-    """Require prefix sums: from 0 on, never falling, up to ``total`` at most.
-
-    ValueError otherwise.
-    """
+    """Require prefix sums: from 0 on, never falling, up to ``total`` at most."""
     if offsets[0] != 0 or list(offsets) != sorted(offsets) or offsets[-1] > total:
         raise ValueError(
             f"{name}: expected prefix sums from 0 to at most {total}, got {list(offsets)}"
@@ -161,7 +157,7 @@ def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
 
 
 def expect_lengths(name: str, lengths: Sequence[int]) -> None:
-    """Require lengths of sequences, below MAX_TOKENS; negative ones are padding. ValueError otherwise."""
+    """Require lengths of sequences, below MAX_TOKENS; negative ones are padding."""
     for length in lengths:
         if not -MAX_TOKENS <= length < MAX_TOKENS:
             raise ValueError(
@@ -178,8 +174,7 @@ def check_outputs(
     workspace: Any = None,
     sinks_name: str = "sinks",
 ) -> None:
-    """Require optional ``sinks``, ``lse`` and ``workspace`` as attention takes them; ValueError
-    otherwise."""
+    """Require optional ``sinks``, ``lse`` and ``workspace`` as attention takes them."""
     if sinks is not None:
         expect_tensor(sinks_name, sinks, (num_heads,), torch.float32, device=device)
     if lse is not None:
@@ -189,12 +184,17 @@ def check_outputs(
         expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
 
 
-def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
-    """Require lengths, prefix sums and the longest sequence of a ragged batch; ValueError otherwise.
+def output(out: torch.Tensor | None, shape: tuple[int, ...], q: torch.Tensor) -> torch.Tensor:
+    """``out``, required to have that shape and the dtype and device of q; None: a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    expect_tensor("out", out, shape, q.dtype, device=q.device)
+    expect_apart("out", out)
+    return out
 
-    Returns:
-        Sequences in the batch.
-    """
+
+def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: torch.device) -> int:
+    """Require lengths, prefix sums and the longest sequence of a ragged batch; returns its size."""
     expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
     num_seqs = seq_lens.shape[0]
     expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
@@ -203,7 +203,7 @@ def expect_batch(seq_lens: Any, cu_seqlens_q: Any, max_seqlen_q: Any, device: to
 
 
 def expect_longest(num_tokens: int, num_seqs: int, max_seqlen_q: int) -> None:
-    """Require a max_seqlen_q by which the sequences can hold all tokens; ValueError otherwise."""
+    """Require a max_seqlen_q by which the sequences can hold all tokens."""
     if num_seqs * max_seqlen_q < num_tokens:
         raise ValueError(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens,"
@@ -227,10 +227,7 @@ def expect_decodes(
 
 
 def expect_head_dim(name: str, head_dim: int) -> None:
-    """Require a head dimension that the Triton kernels are built for.
-
-    NotImplementedError otherwise.
-    """
+    """Require a head dimension of the Triton kernels; NotImplementedError otherwise."""
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"{name}: head_dim {head_dim} is not one of {list(HEAD_DIMS)}")
 
@@ -238,17 +235,21 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 def check_pages(
     k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Require a K and a V page tensor ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal
-    shape, both of ``dtype`` or both e4m3; ValueError otherwise."""
+    """Require K and V pages ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape, both
+    of ``dtype`` or both e4m3."""
     expect_tensor("k_pages", k_pages, (None,) * 4, (dtype, E4M3), device=device)
     expect_tensor("v_pages", v_pages, tuple(k_pages.shape), k_pages.dtype, device=device)
-    for axis, what in ((0, "num_pages"), (1, "block_size"), (2, "num_kv_heads")):
-        if k_pages.shape[axis] < 1:
-            expect_int(f"k_pages: {what}", k_pages.shape[axis], 1)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        # The kernels address rows within a page with 32 bits.
-        if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
-            raise ValueError(f"{name}: expected pages of < 2**31 elements, got {pages.stride()}")
+    for axis, what in enumerate(("num_pages", "block_size", "num_kv_heads")):
+        if not k_pages.shape[axis]:
+            raise ValueError(f"k_pages: {what}: expected an int >= 1, got 0")
+    expect_short_pages("k_pages", k_pages)
+    expect_short_pages("v_pages", v_pages)
+
+
+def expect_short_pages(name: str, pages: torch.Tensor) -> None:
+    """Require pages [num_pages, block_size, ...] whose rows 32 bits can address within a page."""
+    if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
+        raise ValueError(f"{name}: expected pages of < 2**31 elements, got {pages.stride()}")
 
 
 def scale_kind(scale: float | torch.Tensor | None) -> str:
@@ -265,34 +266,27 @@ def check_scales(
     v_scale: float | torch.Tensor | None,
     k_pages: torch.Tensor,
 ) -> None:
-    """Require scales of one kind for e4m3 pages, and none for others.
-
-    Shapes as in ``quire.kernels.write_kv``, ValueError otherwise.
-    """
-    named = (("k_scale", k_scale), ("v_scale", v_scale))
+    """Require scales of one kind for e4m3 pages, as in ``quire.kernels.write_kv``, and none for
+    others."""
     rows = tuple(k_pages.shape[:3])
-    for name, scale in named:
+    expected = f"a number, float32 [] or float32 {list(rows)} with float8_e4m3fn pages"
+    if k_pages.dtype != E4M3:
+        expected = f"None with pages of {_names((k_pages.dtype,))}"
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if k_pages.dtype != E4M3:
-            if scale is not None:
-                raise ValueError(
-                    f"{name}: expected None with pages of {_names((k_pages.dtype,))}, got {_described(scale)}"
-                )
-            continue
-        expected = f"a number, float32 [] or float32 {list(rows)} with float8_e4m3fn pages"
-        if not isinstance(scale, torch.Tensor):
-            if not isinstance(scale, (int, float)) or isinstance(scale, bool):
-                raise ValueError(f"{name}: expected {expected}, got {_described(scale)}")
-            expect_positive(name, scale)
-            continue
-        if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (1,), rows):
+            right = scale is None
+        elif isinstance(scale, torch.Tensor):
+            right = scale.dtype == torch.float32 and tuple(scale.shape) in ((), (1,), rows)
+        else:
+            right = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not right:
             raise ValueError(f"{name}: expected {expected}, got {_described(scale)}")
-        if scale.device != k_pages.device:
-            raise ValueError(
-                f"{name}: expected a tensor on {k_pages.device}, got one on {scale.device}"
-            )
-        # The kernels address rows within a page with 32 bits.
-        if scale.dim() == 3 and scale.shape[1] * scale.stride(1) >= 2**31:
-            raise ValueError(f"{name}: expected pages of < 2**31 elements, got {scale.stride()}")
+        if isinstance(scale, torch.Tensor):
+            expect_device(name, scale, k_pages.device)
+            if scale.dim() == 3:
+                expect_short_pages(name, scale)
+        elif scale is not None:
+            expect_positive(name, scale)
     if scale_kind(k_scale) != scale_kind(v_scale):
         raise ValueError(
             f"v_scale: expected the kind of k_scale, {_described(k_scale)}, got {_described(v_scale)}"
@@ -310,12 +304,12 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def is_readable(tensor: torch.Tensor) -> bool:
-    """True for CPU tensors, whose values are checked; reading those of a device would wait for it."""
+    """True for CPU tensors, whose values are checked."""
     return tensor.is_cpu
 
 
 def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
-    """Require values in [low, high] where they are looked at; ValueError otherwise."""
+    """Require values in [low, high] where they are checked."""
     if is_readable(tensor) and tensor.numel():
         least, most = (bound.item() for bound in tensor.aminmax())
         if not (low <= least and most <= high):  # NaN is refused too

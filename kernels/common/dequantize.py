@@ -5,12 +5,8 @@
              an E8M0 scale for 32 columns
     mxfp4    the same in blocks: [.., num_blocks, 16] bytes and [.., num_blocks] scales
 
-Scales are floating-point numbers, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as
-bytes: a numeric cast would round or destroy it.
-
-Source: OCP Microscaling Formats 1.0 (E2M1, E8M0); ``weight_scale_inv`` of transformers'
-    fine-grained fp8; ``weight_scale`` of compressed-tensors; ``_blocks`` and ``_scales`` of gpt-oss
-    checkpoints; DeepSeek-V4 checkpoints.
+Source: OCP Microscaling Formats 1.0 (E2M1, E8M0); ``weight_scale_inv`` of transformers' fp8;
+    ``weight_scale`` of compressed-tensors; gpt-oss and DeepSeek-V4 checkpoints.
 """
 
 from __future__ import annotations
@@ -27,30 +23,25 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Scales as fp32.
-
-    Args:
-        scale: floating-point numbers, which stay as they are, or E8M0 (float8_e8m0fnu, or its bytes
-            as uint8), which become powers of two; byte 255 is NaN.
-    """
+    """Scales as fp32: floating-point numbers, or E8M0 (float8_e8m0fnu, or its bytes as uint8), where
+    byte b is 2^(b - 127) and 255 is NaN."""
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
-    # The byte is an fp32 exponent, but that 2^-127 (byte 0) is a subnormal number.
+    # Read as bytes: a cast would round. The byte is an fp32 exponent, but that 2^-127 (byte 0) is a
+    # subnormal number.
     exponent = scale.view(torch.uint8).int()
     bits = (exponent << 23).clamp(min=0x400000)
     return bits.view(torch.float32).masked_fill(exponent == 255, float("nan"))
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 values times their scales, rounded once.
+    """e4m3 values times their scales, in fp32, rounded once.
 
     Args:
         weight: [..., out_size, in_size] fp8.
-        scale: floating point or E8M0. One number; or with as many axes as the weight (the last ones
-            may be left out: [out_size] is one of each output channel), along each of them 1, all,
-            or one of each block. Blocks are powers of two long, the last one of an axis may be cut
-            off.
-        dtype: of the result; the product is fp32.
+        scale: floating point or E8M0: one number; or the weight's leading axes or all, each of size
+            1, full, or one for each block (a power of two long, the last one may be cut off).
+        dtype: of the result.
 
     Returns:
         [..., out_size, in_size] of ``dtype``.
@@ -67,10 +58,7 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def block_size(size: int, num_blocks: int) -> int:
-    """Length of the blocks that ``num_blocks`` scales along an axis of ``size`` are of.
-
-    The least power of two that is enough.
-    """
+    """Length of each of ``num_blocks`` blocks of an axis: the least power of two that is enough."""
     return 1 << (-(-size // num_blocks) - 1).bit_length()
 
 
@@ -90,11 +78,7 @@ def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """e2m1 values, times two to the power of their block's exponent; exact.
-
-    Args:
-        blocks: [..., num_blocks, 16] uint8, two values a byte, the earlier one in the low bits.
-        scales: [..., num_blocks] uint8, exponent + 127.
+    """e2m1 values [..., num_blocks, 16] uint8 times E8M0 scales [..., num_blocks] uint8, exactly.
 
     Returns:
         [..., num_blocks * 32] fp32.

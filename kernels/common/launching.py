@@ -21,12 +21,8 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> None:
-    """Launch a kernel on the current device and stream; an empty grid runs nothing.
-
-    Args:
-        kernel, grid: programs to run.
-        arguments: arguments and launch options by name.
-    """
+    """Launch a kernel, with arguments and launch options by name, on the current device and stream; an
+    empty grid runs nothing."""
     if min(grid) <= 0:
         return
     if torch.version.hip is None:
@@ -38,11 +34,10 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> N
 
 @contextmanager
 def without_buffer_operations() -> Iterator[None]:
-    """On AMD, kernels are compiled without buffer instructions, whose offsets have 32 bits.
+    """Compile for AMD without buffer instructions, whose offsets have 32 bits.
 
-    Triton would use them for tensors in memory of less than 2 GiB, and compile another kernel for
-    each way in which the tensors of a call are smaller or larger than that; and Triton 3.7.1 fails
-    where pointers into two such tensors, or into one such and another, are chosen between.
+    With them, Triton compiles another kernel for each way in which the tensors of a call are smaller
+    or larger than 2 GiB, and 3.7.1 fails where a kernel chooses between pointers into two such.
     """
     with knobs.amd.scope():
         knobs.amd.use_buffer_ops = False
@@ -52,19 +47,10 @@ def without_buffer_operations() -> Iterator[None]:
 def partials(
     numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
-    """Memory for the partial results of KV splits: rows of ``dim`` values, then the lse of each.
+    """Memory of ``numel`` elements for the partial results of KV splits: rows of ``dim`` values, then
+    the lse of each, which begin at the element that is returned with it.
 
-    Args:
-        numel: elements of both together; 0: nothing is split, and there is no memory.
-        dim: values of a row.
-        workspace: fp32 memory for them; None: new memory is made.
-        device: of new memory.
-
-    Returns:
-        (the memory, its element where the lse begin).
-
-    Raises:
-        ValueError: the workspace is smaller.
+    No memory for 0 elements; ValueError if the workspace is smaller.
     """
     if numel == 0:
         return None, 0
@@ -91,8 +77,7 @@ def arch_and_sms(tensor: torch.Tensor) -> tuple[Arch, int]:
 
 
 def arch_of(device: torch.device | int | None = None) -> Arch:
-    """The architecture of a device of ``torch.cuda``, which under ROCm is an AMD one; None: the
-    current device."""
+    """The architecture of a GPU, NVIDIA's or (under ROCm) AMD's; None: the current device."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip is None:
         return named(f"sm_{properties.major}{properties.minor}")

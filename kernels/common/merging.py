@@ -5,11 +5,12 @@
 Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge.
 """
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from . import launching, split_kv, strided
+from . import split_kv
 from .arch import Arch
 from .query_tiles import LOG2E
 
@@ -25,16 +26,10 @@ def _exp(x):
 
 
 @triton.jit
-def merge_rows(
-    rows,
-    lses,
-    num_parts,
-    stride_part,
-    lse_stride_part,
-    sink,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
+def _merge_rows(
+    rows, lses, num_parts, stride_part, lse_stride_part, sinks, head,
+    HEAD_DIM: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
     """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse."""
     part = tl.arange(0, BLOCK_PARTS)
     dim = tl.arange(0, HEAD_DIM)
@@ -50,12 +45,14 @@ def merge_rows(
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weight = _exp(part_lse - base)  # [BLOCK_PARTS]
         decay = _exp(row_max - base)
-        values = tl.load(
-            rows + index[:, None] * stride_part + dim[None, :], mask=live[:, None], other=0.0
-        ).to(tl.float32)
+        cells = rows + index[:, None] * stride_part + dim[None, :]
+        values = tl.load(cells, mask=live[:, None], other=0.0).to(tl.float32)
         acc = acc * decay + tl.sum(values * weight[:, None], 0)
         row_sum = row_sum * decay + tl.sum(weight, 0)
         row_max = new_max
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head)
     joint = tl.maximum(row_max, sink)
     base = tl.where(joint == float("-inf"), 0.0, joint)
     share = _exp(row_max - base)
@@ -65,61 +62,11 @@ def merge_rows(
 
 
 @triton.jit
-def load_sink(sinks, head):
-    """The sink of a head; -inf, which adds nothing, where there are none."""
-    if sinks is not None:
-        sink = tl.load(sinks + head)
-    else:
-        sink = float("-inf")
-    return sink
-
-
-@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_splits", "ratio", "most_entries"])  # fmt: skip
-def merge_splits_kernel(
-    partial_out, first_lse, sinks, cos_sin, out, lse, seq_lens, cu_seqlens_q, num_decodes,
-    decode_tokens, target_splits, sliding_window, ratio, most_entries, num_heads,
-    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    ROUND_UP: tl.constexpr, EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-):  # fmt: skip
-    """Merge the KV splits of one head of one decode sequence, if it has several.
-
-    Args:
-        cos_sin: ``strided.Matrix``; the inverse RoPE of the query's position turns the trailing
-            ROPE_DIM channels; None: none does.
-        num_decodes ... most_entries, ROUND_UP: as in ``split_kv.Batch``.
-        EMPTY_LSE: the lse of a query without keys.
-    """
-    seq = tl.program_id(0) // num_heads
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
-    first_token = seq
-    q_len = 1
-    context = 0
-    if seq_lens is not None:
-        first_token = tl.load(cu_seqlens_q + seq)
-        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-        context = tl.load(seq_lens + seq) - q_len
-    if q_len > decode_tokens:
-        return
-    batch = split_kv.Batch(
-        seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, sliding_window, ratio,
-        most_entries, ROUND_UP,
-    )  # fmt: skip
-    first, num_parts = split_kv.splits_of(seq, batch, NEW_KV, BLOCK_Q)
-    if num_parts <= 1:
-        return
-    sink = load_sink(sinks, head)
-    for t in range(0, q_len):
-        part = (first + t // BLOCK_Q * num_parts).to(tl.int64)
-        row = (part * BLOCK_Q + t % BLOCK_Q) * num_heads + head
-        merged, merged_lse = merge_rows(
-            partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_parts,
-            BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS,
-        )  # fmt: skip
-        if cos_sin is not None:
-            merged = _inverse_rope(merged, context + t, cos_sin, HEAD_DIM, ROPE_DIM)
-        if EMPTY_LSE > 0:
-            merged_lse = tl.where(merged_lse == float("-inf"), EMPTY_LSE, merged_lse)
-        _store(merged, merged_lse, out, lse, (first_token + t).to(tl.int64), head, HEAD_DIM)
+def _store(merged, merged_lse, out, lse, token, head, HEAD_DIM: tl.constexpr):
+    row = out.data + token * out.stride_token + head * out.stride_head
+    tl.store(row + tl.arange(0, HEAD_DIM), merged.to(out.data.dtype.element_ty))
+    if lse is not None:
+        tl.store(lse.data + token * lse.stride_token + head * lse.stride_head, merged_lse)
 
 
 @triton.jit
@@ -136,6 +83,48 @@ def _inverse_rope(row, position, cos_sin, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.c
     return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM])
 
 
+@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_splits", "ratio", "most_entries"])  # fmt: skip
+def merge_splits_kernel(
+    partial_out, first_lse, sinks, cos_sin, out, lse, seq_lens, cu_seqlens_q, num_decodes,
+    decode_tokens, target_splits, sliding_window, ratio, most_entries, num_heads,
+    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    ROUND_UP: tl.constexpr, EMPTY_LSE: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the KV splits of one head of one decode sequence, if it has several.
+
+    cos_sin: for the inverse RoPE of the trailing ROPE_DIM channels, or None. num_decodes ...
+    most_entries, ROUND_UP: as in ``split_kv.Batch``. EMPTY_LSE: the lse of a query without keys.
+    """
+    seq = tl.program_id(0) // num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    first_token, q_len, context = seq, 1, 0
+    if seq_lens is not None:
+        first_token = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+        context = tl.load(seq_lens + seq) - q_len
+    if q_len > decode_tokens:
+        return
+    batch = split_kv.Batch(
+        seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, sliding_window, ratio,
+        most_entries, ROUND_UP,
+    )  # fmt: skip
+    first, num_parts = split_kv.splits_of(seq, batch, NEW_KV, BLOCK_Q)
+    if num_parts <= 1:
+        return
+    for t in range(0, q_len):
+        part = (first + t // BLOCK_Q * num_parts).to(tl.int64)
+        row = (part * BLOCK_Q + t % BLOCK_Q) * num_heads + head
+        merged, merged_lse = _merge_rows(
+            partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_parts,
+            BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sinks, head, HEAD_DIM, BLOCK_PARTS,
+        )  # fmt: skip
+        if cos_sin is not None:
+            merged = _inverse_rope(merged, context + t, cos_sin, HEAD_DIM, ROPE_DIM)
+        if EMPTY_LSE > 0:
+            merged_lse = tl.where(merged_lse == float("-inf"), EMPTY_LSE, merged_lse)
+        _store(merged, merged_lse, out, lse, (first_token + t).to(tl.int64), head, HEAD_DIM)
+
+
 @triton.jit(do_not_specialize=["num_parts"])
 def merge_partials_kernel(
     partial_out, partial_lse, sinks, out, lse, num_parts, num_heads,
@@ -144,25 +133,13 @@ def merge_partials_kernel(
     """Merge one row of dense parts: ``strided.Pages`` [num_parts, num_tokens, num_heads, ...]."""
     token = (tl.program_id(0) // num_heads).to(tl.int64)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    merged, merged_lse = merge_rows(
+    merged, merged_lse = _merge_rows(
         partial_out.data + token * partial_out.stride_row + head * partial_out.stride_head,
         partial_lse.data + token * partial_lse.stride_row + head * partial_lse.stride_head,
-        num_parts,
-        partial_out.stride_page,
-        partial_lse.stride_page,
-        load_sink(sinks, head),
-        HEAD_DIM,
+        num_parts, partial_out.stride_page, partial_lse.stride_page, sinks, head, HEAD_DIM,
         BLOCK_PARTS,
-    )
+    )  # fmt: skip
     _store(merged, merged_lse, out, lse, token, head, HEAD_DIM)
-
-
-@triton.jit
-def _store(merged, merged_lse, out, lse, token, head, HEAD_DIM: tl.constexpr):
-    row = out.data + token * out.stride_token + head * out.stride_head
-    tl.store(row + tl.arange(0, HEAD_DIM), merged.to(out.data.dtype.element_ty))
-    if lse is not None:
-        tl.store(lse.data + token * lse.stride_token + head * lse.stride_head, merged_lse)
 
 
 def block_parts(num_parts: int, head_dim: int) -> int:
@@ -170,56 +147,12 @@ def block_parts(num_parts: int, head_dim: int) -> int:
     return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
 
 
-def merge_splits(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    arch: Arch,
-    *,
-    partial_out: torch.Tensor,
-    first_lse: int,
-    sinks: torch.Tensor | None,
-    seq_lens: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    num_decodes: int,
-    decode_tokens: int,
-    target_splits: int,
-    sliding_window: int | None,
-    round_up: bool,
-    new_kv: bool,
-    block_q: int,
-    ratio: int | None = None,
-    most_entries: int = 0,
-    cos_sin: torch.Tensor | None = None,
-    empty_lse: float = float("-inf"),
-) -> None:
-    """Launch the merge of KV splits into ``out`` and ``lse``; arguments as of its kernel."""
-    num_heads, head_dim = out.shape[1:]
-    launching.launch(
-        merge_splits_kernel,
-        (num_decodes * num_heads,),
-        partial_out=partial_out,
-        first_lse=first_lse,
-        sinks=sinks,
-        cos_sin=strided.matrix(cos_sin),
-        out=strided.rows(out),
-        lse=strided.lse_rows(lse),
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        num_decodes=num_decodes,
-        decode_tokens=decode_tokens,
-        target_splits=target_splits,
-        sliding_window=sliding_window,
-        ratio=ratio,
-        most_entries=most_entries,
-        num_heads=num_heads,
-        NEW_KV=new_kv,
-        BLOCK_Q=block_q,
-        HEAD_DIM=head_dim,
-        ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
-        ROUND_UP=round_up,
-        EMPTY_LSE=empty_lse,
+def merge_options(arch: Arch, target_splits: int, head_dim: int) -> dict[str, Any]:
+    """Tile and launch options of ``merge_splits_kernel``."""
+    return {
+        "HEAD_DIM": head_dim,
         # Of one query tile, however many others there are.
-        BLOCK_PARTS=block_parts(target_splits, head_dim),
-        num_warps=4,
+        "BLOCK_PARTS": block_parts(target_splits, head_dim),
+        "num_warps": 4,
         **arch.register_limit(MERGE_REGISTERS),
-    )
+    }

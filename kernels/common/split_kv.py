@@ -14,10 +14,9 @@ Where an SM holds several programs the number of splits is rounded up: long quer
 Where it holds one, it is rounded down: what is left over would be another wave. A split has at
 least MIN_SPLIT_KEYS keys, half of that where the number is rounded down.
 
-Every program derives this from the lengths in device memory: the host needs none, and a captured
-graph stays right. Splits of a query tile that has several leave partial results, numbered among
-those alone (rounded down, there are no more than target_splits); `merging.merge_splits_kernel`
-combines them by their lse. The others write the output themselves.
+Every program derives this from the lengths in device memory, so a captured graph stays right.
+Splits of a query tile that has several leave partial results, numbered among those alone (rounded
+down, at most target_splits), for `merging.merge_splits_kernel`. The others write the output.
 
 Source: FlashDecoding (split-KV); FlashInfer (arXiv 2501.01005) 2.2.
 """
@@ -64,7 +63,7 @@ def paged_range(seq_len, q_len, sliding_window, NEW_KV: tl.constexpr):
 
 @triton.jit
 def split_range(low, high, split, num_splits, BLOCK_N: tl.constexpr):
-    """The part of keys [low, high) that one of ``num_splits`` splits has: whole tiles inside."""
+    """The share of keys [low, high) of one of ``num_splits`` splits, in whole tiles."""
     first = low // BLOCK_N
     tiles = (tl.cdiv(high, BLOCK_N) - first).to(tl.int64)
     begin = (first + tiles * split // num_splits).to(tl.int32) * BLOCK_N

@@ -1,8 +1,8 @@
 """Kernel arguments: a tensor and its strides, in elements, as one named tuple.
 
 ``data`` is the tensor, and in a kernel its pointer. Triton specialises each field as it does a loose
-argument: a stride that is a multiple of 16 keeps that hint, a stride of 1 and None are constants. An
-argument that is None as a whole is one, too.
+argument: a stride that is a multiple of 16 keeps that hint, a stride of 1 and None are constants.
+Functions return None for None.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Rows(NamedTuple):
-    """Rows of tokens and heads, [num_tokens, num_heads, channels]."""
+    """[num_tokens, num_heads, channels]."""
 
     data: Any
     stride_token: Any
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Rows in pages, [num_pages, block_size, num_kv_heads, channels] or without channels."""
+    """[num_pages, block_size, num_kv_heads, channels], or without channels."""
 
     data: Any
     stride_page: Any
@@ -30,7 +30,7 @@ class Pages(NamedTuple):
 
 
 class PagedRows(NamedTuple):
-    """Rows of channels in pages, [num_pages, block_size, channels]."""
+    """[num_pages, block_size, channels]."""
 
     data: Any
     stride_page: Any
@@ -46,14 +46,14 @@ class Table(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Rows of channels, [num_rows, channels]."""
+    """[num_rows, channels]."""
 
     data: Any
     stride_row: Any
 
 
 class Cells(NamedTuple):
-    """Rows of channels with any stride, [num_rows, channels]."""
+    """[num_rows, channels] with any stride."""
 
     data: Any
     stride_row: Any
@@ -61,7 +61,7 @@ class Cells(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """A stack of matrices, [num_matrices, parts, rows, columns]; strides of missing axes are 0."""
+    """[num_matrices, parts, rows, columns]; strides of missing axes are 0."""
 
     data: Any
     stride_matrix: Any
@@ -71,12 +71,12 @@ class Matrices(NamedTuple):
 
 
 def rows(tensor: torch.Tensor | None) -> Rows | None:
-    """``Rows`` of a tensor; None for None."""
+    """``Rows`` of a tensor."""
     return None if tensor is None else Rows(tensor, *tensor.stride()[:2])
 
 
 def lse_rows(tensor: torch.Tensor | None) -> Rows | None:
-    """``Rows`` of an lse [num_heads, num_tokens] with adjacent tokens; None for None."""
+    """``Rows`` of an lse [num_heads, num_tokens] with adjacent tokens."""
     return None if tensor is None else Rows(tensor, 1, tensor.stride(0))
 
 
@@ -91,7 +91,7 @@ def table(tensor: torch.Tensor) -> Table:
 
 
 def matrix(tensor: torch.Tensor | None) -> Matrix | None:
-    """``Matrix`` of a tensor; None for None."""
+    """``Matrix`` of a tensor."""
     return None if tensor is None else Matrix(tensor, tensor.stride(0))
 
 
@@ -103,7 +103,7 @@ def cells(tensor: torch.Tensor) -> Cells:
 def matrices(
     tensor: torch.Tensor | None, *, parts: bool = True, columns: bool = True
 ) -> Matrices | None:
-    """``Matrices`` of a tensor, with or without the axes of parts and columns; None for None."""
+    """``Matrices`` of a tensor, with or without the axes of parts and columns."""
     if tensor is None:
         return None
     strides = list(tensor.stride())

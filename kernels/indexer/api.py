@@ -7,9 +7,8 @@ from itertools import pairwise
 import torch
 
 from ..common import checks
-from ..common.checks import expect_int, expect_tensor
+from ..common.checks import expect_device, expect_int, expect_tensor
 from ..common.latent_pages import IndexPages
-from ..latent_write import expect_device
 from .kernel import launch, make_plan
 
 MAX_TOPK = 4096

@@ -1,16 +1,13 @@
-"""Attention over latent rows: MLA of DeepSeek-V2 and V3, and the attention of DeepSeek-V4.
-
-Next: `call`, the checked arguments; then `launch` and `kernel`, or `torch_impl` on a CPU.
-"""
+"""Attention over latent rows: MLA of DeepSeek-V2 and V3, and the attention of DeepSeek-V4."""
 
 from __future__ import annotations
 
 import torch
 
 from ..common import checks
-from ..common.latent_pages import LatentPages
+from ..common.latent_pages import LatentPages, RowPages
 from ..common.tile_shapes import MAX_ROWS
-from .call import LatentCall, MlaPages, check_batch, check_latent_pages, check_values
+from .call import LatentCall, check_batch, check_latent_pages, run
 
 MLA_SCORE_DIMS = (16, 32, 64, 128)
 
@@ -38,37 +35,23 @@ def mla_attention(
         out_i = sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:head_dim_v],   j <= p_i
 
     Queries are in latent form: q = (q_nope absorbed through the key up-projection, q_rope), and the
-    value up-projection follows. Query i of sequence s stands at position
-    p = seq_lens[s] - q_len + i. With ``kv`` the pages hold keys [0, seq_len - q_len), and ``kv``
-    the last q_len keys; without it all keys are in the pages. Rows and table entries of keys that
-    no query sees are never read.
+    value up-projection follows. Sequences, positions p and new rows are as in ``paged_attention``.
 
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; any number of heads,
             so also a tensor-parallel shard.
         pages: [num_pages, block_size, head_dim] q's dtype, any page and row stride, last stride 1.
-        block_table: [num_seqs, width] int32, physical page ids; entry b holds block b; any row
-            stride. Of a table shorter than seq_lens the last entry is looked up again.
-        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding
-            row.
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence; trusted as in
-            ``paged_attention``.
+        block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, lse, impl: as
+            in ``paged_attention``.
         softmax_scale: factor of q . row, in 2**-30 .. 2**16: of the model's uncompressed head size
             (192 ** -0.5 in V2 and V3, times YaRN's factor), so there is no default.
         head_dim_v: leading channels of a row that are its value; head_dim - head_dim_v further ones
             (the roped key) only score.
-        kv: [num_tokens, head_dim] q's dtype, the step's own rows, ragged like q.
-        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
-        num_decodes: host int, number of sequences at the front that take the split-KV path, as in
-            ``paged_attention``.
+        kv: [num_tokens, head_dim] q's dtype, the step's own rows, ragged like q; None: all keys are
+            in the pages.
         out: [num_tokens, num_heads, head_dim_v] q's dtype, filled in place; None allocates.
-        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
-            logits.
         workspace: [n] fp32 scratch of the KV splits, n >= ``quire.kernels.workspace_numel`` of
-            num_kv_heads 1 and head_dim ``head_dim_v``; None allocates. Calls that may run at the
-            same time need different ones.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+            num_kv_heads 1 and head_dim ``head_dim_v``; None allocates.
 
     Returns:
         ``out``. A query that sees no key gets out 0 and lse -inf.
@@ -94,26 +77,20 @@ def mla_attention(
     checks.expect_tensor("pages", pages, (None, None, head_dim), q.dtype, device=q.device)
     for axis, what in ((0, "num_pages"), (1, "block_size")):
         checks.expect_int(f"pages: {what}", pages.shape[axis], 1)
-    # The kernel addresses rows within a page with 32 bits.
-    if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
-        raise ValueError(f"pages: expected pages of < 2**31 elements, got {pages.stride()}")
+    checks.expect_short_pages("pages", pages)
     max_seqlen_q, num_decodes = check_batch(
         q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv
     )
     checks.check_outputs(num_heads, num_tokens, q.device, None, lse, workspace)
-    num_seqs = seq_lens.shape[0]
-    checks.expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=q.device)
+    shape = (seq_lens.shape[0], None)
+    checks.expect_tensor("block_table", block_table, shape, torch.int32, device=q.device)
     checks.expect_int("block_table: width", block_table.shape[1], 1)
-    out_shape = (num_tokens, num_heads, head_dim_v)
-    if out is None:
-        out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
-    checks.expect_tensor("out", out, out_shape, q.dtype, device=q.device)
-    checks.expect_apart("out", out)
+    out = checks.output(out, (num_tokens, num_heads, head_dim_v), q)
     checks.expect_positive("softmax_scale", softmax_scale, most=16)
     call = LatentCall(
-        q, MlaPages(pages), block_table, seq_lens, cu_seqlens_q, head_dim_v, max_seqlen_q,
-        num_decodes, float(softmax_scale), out, kv=kv, max_seq_len=max_seq_len, lse=lse,
-        workspace=workspace,
+        q, RowPages(pages, pages.shape[1]), block_table, seq_lens, cu_seqlens_q, head_dim_v,
+        max_seqlen_q, num_decodes, float(softmax_scale), out, kv=kv, max_seq_len=max_seq_len,
+        lse=lse, workspace=workspace,
     )  # fmt: skip
     return run(call, chosen)
 
@@ -152,24 +129,19 @@ def compressed_attention(
     read, and may hold anything.
 
     Args:
-        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1, roped; the sequences
-            one after another. Any number of heads.
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1, roped; any number of
+            heads.
         window_pages: raw rows, roped; q's dtype, or quantized (q bf16 or fp32).
         window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a
             linear table. Only the last width * storage_block_size positions in the pages are seen,
             as later rows overwrite earlier ones. With width 0 and no ``kv`` a query sees entries
             alone.
-        seq_lens: [num_seqs] int32, tokens of each sequence including this step's, fewer than 2**30;
-            0 for a padding row.
-        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        sliding_window: raw rows that a query sees, its own included; >= 1. From 2**30 on a query
-            sees all.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence. Where all sequences
-            take the decode path, the call trusts it: rows of longer sequences stay unwritten.
-            Elsewhere the result does not depend on it.
-        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows. Then only positions before
-            the step are read from the pages. With quantized pages pass the rows that
-            ``write_latent`` returns, rounded as in the pages. None: the pages hold all.
+        seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, softmax_scale, sinks, out,
+            lse, impl: as in ``paged_attention``.
+        sliding_window: raw rows that a query sees, its own included; >= 1. From 2**30 on all.
+        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: only positions before the
+            step are read from the pages. With quantized pages pass the rows that ``write_latent``
+            returns, rounded as in the pages. None: the pages hold all.
         compressed_pages: entries of all closed windows, also of those that this step closed; the
             same format as ``window_pages``.
         compressed_table: [num_seqs, width] int32, page of entry w at w // storage_block_size.
@@ -179,21 +151,11 @@ def compressed_attention(
             once, in any order. -1 = none; entries that the query does not see yet count nothing.
         topk_lens: [num_tokens] int32, number of leading indices of a row that count: below 0 none,
             above topk all; None = all.
-        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
-            nothing.
-        softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
         cos_sin: [max_position, rope_dim] fp32, cosines then sines. The inverse RoPE of the query's
             position is applied to the trailing rope_dim channels of the output, because values
             carry the rotation of their own positions. None = not applied.
-        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
-        num_decodes: host int, number of sequences at the front that take the split-KV path, as in
-            ``paged_attention``.
-        out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
-        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
-            logits, without the sink.
         workspace: [n] fp32, n >= ``compressed_attention_workspace_numel(...)``, scratch of the KV
             splits; None allocates. Calls that may run at the same time need different ones.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
         ``out``. A query that sees no key gets out 0 and lse -inf.
@@ -211,10 +173,8 @@ def compressed_attention(
     max_seqlen_q, num_decodes = check_batch(
         q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv
     )
-    num_tokens, num_seqs, device = q.shape[0], seq_lens.shape[0], q.device
-    checks.check_outputs(q.shape[1], num_tokens, device, sinks, lse, workspace)
-    int32 = torch.int32
-    checks.expect_tensor("window_table", window_table, (num_seqs, None), int32, device=device)
+    (num_tokens, num_heads, head_dim), num_seqs, device = q.shape, seq_lens.shape[0], q.device
+    checks.check_outputs(num_heads, num_tokens, device, sinks, lse, workspace)
     given = tuple(x is not None for x in (compressed_pages, compressed_table, compress_ratio))
     if any(given) and not all(given):
         raise ValueError(
@@ -222,29 +182,27 @@ def compressed_attention(
             f"compress_ratio together or none, got {given}"
         )
     if compressed_table is not None:
-        checks.expect_tensor(
-            "compressed_table", compressed_table, (num_seqs, None), int32, device=device
-        )
-        checks.expect_int("compressed_table: width", compressed_table.shape[1], 1)
         checks.expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
-    if topk_indices is not None:
-        if compressed_pages is None:
-            raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
-        checks.expect_tensor("topk_indices", topk_indices, (num_tokens, None), int32, device=device)
-    if topk_lens is not None:
-        if topk_indices is None:
-            raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
-        checks.expect_tensor("topk_lens", topk_lens, (num_tokens,), int32, device=device)
-    if cos_sin is not None:
-        shape = (None, window_pages.rope_dim)
-        checks.expect_tensor("cos_sin", cos_sin, shape, torch.float32, device=device)
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    checks.expect_tensor("out", out, tuple(q.shape), q.dtype, device=device)
-    checks.expect_apart("out", out)
+    if topk_indices is not None and compressed_pages is None:
+        raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
+    if topk_lens is not None and topk_indices is None:
+        raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
+    int32, float32 = torch.int32, torch.float32
+    for name, tensor, shape, dtype in (
+        ("window_table", window_table, (num_seqs, None), int32),
+        ("compressed_table", compressed_table, (num_seqs, None), int32),
+        ("topk_indices", topk_indices, (num_tokens, None), int32),
+        ("topk_lens", topk_lens, (num_tokens,), int32),
+        ("cos_sin", cos_sin, (None, window_pages.rope_dim), float32),
+    ):
+        if tensor is not None or name == "window_table":
+            checks.expect_tensor(name, tensor, shape, dtype, device=device)
+    if compressed_table is not None:
+        checks.expect_int("compressed_table: width", compressed_table.shape[1], 1)
     call = LatentCall(
-        q, window_pages, window_table, seq_lens, cu_seqlens_q, q.shape[2], max_seqlen_q,
-        num_decodes, checks.softmax_factor(softmax_scale, q.shape[2]), out,
+        q, window_pages, window_table, seq_lens, cu_seqlens_q, head_dim, max_seqlen_q,
+        num_decodes, checks.softmax_factor(softmax_scale, head_dim),
+        checks.output(out, tuple(q.shape), q),
         sliding_window=checks.window_tokens(sliding_window), kv=kv, entries=compressed_pages,
         entry_table=compressed_table, ratio=compress_ratio, topk_indices=topk_indices,
         topk_lens=topk_lens, sinks=sinks, cos_sin=cos_sin, max_seq_len=max_seq_len, lse=lse,
@@ -258,8 +216,7 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
 
     Args:
         head_dim: channels of a row.
-        num_sms: streaming multiprocessors,
-            ``torch.cuda.get_device_properties(device).multi_processor_count``.
+        num_sms: ``torch.cuda.get_device_properties(device).multi_processor_count``.
 
     Returns:
         Elements: two partial rows of head_dim + 1 values for each of 64 query rows of a program on
@@ -273,14 +230,3 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
     checks.expect_int("head_dim", head_dim, 1)
     checks.expect_int("num_sms", num_sms, 1)
     return 2 * num_sms * MAX_ROWS * (head_dim + 1)
-
-
-def run(call: LatentCall, chosen: str) -> torch.Tensor:
-    """Compute a checked call by the implementation of that name; returns ``out``."""
-    if checks.is_readable(call.q):
-        check_values(call)
-    if chosen == "triton":
-        from .launch import attention
-    else:
-        from .torch_impl import attention
-    return attention(call)

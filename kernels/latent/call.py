@@ -1,5 +1,5 @@
 """The checked arguments of one call of ``mla_attention``, ``compressed_attention`` or
-``flash_mla_with_kvcache``."""
+``flash_mla_with_kvcache``, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -8,71 +8,42 @@ from dataclasses import dataclass
 import torch
 
 from ..common import checks
-from ..common.latent_pages import LatentPages
+from ..common.latent_pages import LatentPages, RowPages
 from ..common.tile_shapes import MAX_ROWS
 
 
 @dataclass(frozen=True, eq=False)
-class MlaPages:
-    """Pages of MLA, [num_pages, block_size, head_dim], as ``LatentPages``, which have other widths."""
-
-    data: torch.Tensor
-    fp8: bool = False
-
-    @property
-    def storage_block_size(self) -> int:
-        """Rows of a page."""
-        return self.data.shape[1]
-
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows [..., head_dim] fp32 of flat indices; zeros for negative ones."""
-        page, row = slots.clamp(min=0) // self.data.shape[1], slots % self.data.shape[1]
-        return torch.where((slots >= 0)[..., None], self.data[page, row], 0).float()
-
-
-@dataclass(frozen=True, eq=False)
 class LatentCall:
-    """The arguments of one call, checked.
-
-    Named and shaped as in ``compressed_attention``, but for
-
-    Attributes:
-        pages, table: of raw rows; with ``slots`` table is [num_tokens, width] flat indices.
-        entries, entry_table, ratio: of compressed entries; with ``slots`` there is no table, and
-            ``topk_indices`` are flat indices.
-        head_dim_v: leading channels of a row that are its value.
-        sliding_window: None: a query sees all raw rows before it.
-        slots: whether keys come as lists of flat indices, page * rows of a page + row; every token
-            is a sequence, and seq_lens and cu_seqlens_q are None.
-        window_lens, topk_lens: how many elements of a list count, each for ``tokens_per_len``
-            tokens.
-    """
+    """The arguments of one call, checked; named and shaped as in ``compressed_attention``, but for
+    those with a comment."""
 
     q: torch.Tensor
-    pages: LatentPages | MlaPages
-    table: torch.Tensor
+    pages: RowPages  # of raw rows
+    table: torch.Tensor  # of raw rows; with ``slots`` [num_tokens, width] flat indices
     seq_lens: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
-    head_dim_v: int
+    head_dim_v: int  # leading channels of a row that are its value
     max_seqlen_q: int
     num_decodes: int
     softmax_scale: float
     out: torch.Tensor
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # None: a query sees all raw rows before it
     kv: torch.Tensor | None = None
     entries: LatentPages | None = None
     entry_table: torch.Tensor | None = None
     ratio: int | None = None
-    topk_indices: torch.Tensor | None = None
+    topk_indices: torch.Tensor | None = None  # with ``slots`` flat indices of entries
     topk_lens: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     cos_sin: torch.Tensor | None = None
     max_seq_len: int | None = None
     lse: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
+    # True for keys as lists of flat indices, page * rows of a page + row: every token is a
+    # sequence; there are no lengths, and entries have no table.
     slots: bool = False
-    window_lens: torch.Tensor | None = None
-    tokens_per_len: int = 1
+    window_lens: torch.Tensor | None = None  # elements of a list of raw rows that count
+    tokens_per_len: int = 1  # tokens that share an element of window_lens and topk_lens
 
     @property
     def num_seqs(self) -> int:
@@ -83,6 +54,14 @@ class LatentCall:
     def lists(self) -> bool:
         """True if every token has its own list of keys; a query tile then holds one token."""
         return self.slots or self.topk_indices is not None
+
+    def lists_of_rows(self) -> list[tuple[RowPages, torch.Tensor, torch.Tensor | None]]:
+        """Pages, flat indices and lengths of each kind of rows, with ``slots``."""
+        found: list[tuple[RowPages, torch.Tensor, torch.Tensor | None]] = []
+        found.append((self.pages, self.table, self.window_lens))
+        if self.entries is not None and self.topk_indices is not None:
+            found.append((self.entries, self.topk_indices, self.topk_lens))
+        return found
 
     @property
     def bounded(self) -> bool:
@@ -175,19 +154,17 @@ def check_latent_pages(
     compressed_pages: LatentPages | None,
     names: tuple[str, str] = ("window_pages", "compressed_pages"),
 ) -> None:
-    """Require queries and pages that go together, as ``compressed_attention`` says; the caller's
-    ``names`` of both kinds of pages."""
+    """Check that queries and pages go together; ``names`` are those of both kinds of pages."""
     checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
-    head_dim = q.shape[2]
     checks.expect_int("q: num_heads", q.shape[1], 1)
     for name, pages in zip(names, (window_pages, compressed_pages), strict=True):
         if pages is None and name != names[0]:
             continue
         if not isinstance(pages, LatentPages):
             raise ValueError(f"{name}: expected LatentPages, got {type(pages).__name__}")
-        if pages.head_dim != head_dim or pages.rope_dim != window_pages.rope_dim:
+        if pages.head_dim != q.shape[2] or pages.rope_dim != window_pages.rope_dim:
             raise ValueError(
-                f"{name}: expected head_dim {head_dim} and rope_dim {window_pages.rope_dim}, "
+                f"{name}: expected head_dim {q.shape[2]} and rope_dim {window_pages.rope_dim}, "
                 f"got {pages.head_dim} and {pages.rope_dim}"
             )
         if pages.fp8 != window_pages.fp8:
@@ -200,8 +177,7 @@ def check_latent_pages(
             )
         if not pages.fp8 and pages.data.dtype != q.dtype:
             raise ValueError(f"{name}: expected {q.dtype} pages, got {pages.data.dtype}")
-        if pages.data.device != q.device:
-            raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
+        checks.expect_device(name, pages.data, q.device)
         checks.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
         num_rows = pages.data.shape[0] * pages.storage_block_size
         if num_rows >= 2**31:  # lists of physical rows are int32 (``flash_mla_with_kvcache``)
@@ -211,27 +187,32 @@ def check_latent_pages(
         raise NotImplementedError(f"{names[0]}: rope_dim {rope_dim} is not a power of two >= 2")
 
 
-def check_values(call: LatentCall) -> None:
-    """Require ids of pages, rows and positions that there are, wherever a query looks; ValueError
-    otherwise.
+def run(call: LatentCall, chosen: str) -> torch.Tensor:
+    """Compute a checked call by the implementation of that name; returns ``out``."""
+    if checks.is_readable(call.q):
+        _check_values(call)
+    if chosen == "triton":
+        from .launch import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)
 
-    It reads device memory, so it is for CPU tensors.
-    """
-    num_pages, rows = call.pages.data.shape[0], call.pages.storage_block_size
+
+def _check_values(call: LatentCall) -> None:
+    """Check the ids of pages, rows and positions, in CPU tensors, wherever a query looks."""
     if call.seq_lens is None or call.cu_seqlens_q is None:
-        lists = [("indices", call.pages, call.table, call.window_lens)]
-        if call.entries is not None and call.topk_indices is not None:
-            lists.append(
-                ("extra_indices_in_kvcache", call.entries, call.topk_indices, call.topk_lens)
-            )
-        for name, pages, table, lens in lists:
-            live = listed(table, lens, call.tokens_per_len)
+        for name, (pages, indices, lens) in zip(
+            ("indices", "extra_indices_in_kvcache"), call.lists_of_rows(), strict=False
+        ):
             count = pages.data.shape[0] * pages.storage_block_size
-            checks.expect_ids(name, table[live], count, "rows")
+            checks.expect_ids(
+                name, indices[listed(indices, lens, call.tokens_per_len)], count, "rows"
+            )
         return
-    bounds, lengths = call.cu_seqlens_q.tolist(), call.seq_lens.tolist()
+    bounds = call.cu_seqlens_q.tolist()
     checks.expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
-    for s, seq_len in enumerate(lengths):
+    rows = call.pages.storage_block_size
+    for s, seq_len in enumerate(call.seq_lens.tolist()):
         first, last = bounds[s], bounds[s + 1]
         if first == last or seq_len <= 0:
             continue
@@ -239,11 +220,9 @@ def check_values(call: LatentCall) -> None:
             position = torch.tensor([seq_len - 1])
             checks.expect_ids("cos_sin", position, call.cos_sin.shape[0], "positions")
         low, high = call.raw_range(first - last, 0, seq_len, last - first)
-        blocks = call.blocks(
-            torch.arange(low // rows, -(-high // rows) if low < high else low // rows)
-        )
+        blocks = torch.arange(low // rows, -(-high // rows) if low < high else low // rows)
         name = "block_table" if call.sliding_window is None else "window_table"
-        checks.expect_ids(name, call.table[s, blocks], num_pages)
+        checks.expect_ids(name, call.table[s, call.blocks(blocks)], call.pages.data.shape[0])
         if call.entries is None or call.entry_table is None or call.ratio is None:
             continue
         count = min(seq_len // call.ratio, call.entry_room)

@@ -14,8 +14,7 @@ import torch
 
 from ..common import checks
 from ..common.latent_pages import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
-from .api import run
-from .call import LatentCall, check_latent_pages
+from .call import LatentCall, check_latent_pages, run
 
 
 def flash_mla_with_kvcache(
@@ -43,30 +42,26 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sparse decode attention over lists of physical rows of a window cache and of an extra cache.
 
-    The device divides the work, so ``tile_scheduler_metadata`` is ignored. Rows past the lengths are
-    not read. Attention over all keys of a sequence is ``mla_attention``.
+    The device divides the work, so ``tile_scheduler_metadata`` is ignored. Attention over all keys of
+    a sequence is ``mla_attention``.
 
     Args:
         q: [batch, seq_len_q, num_heads, 512] bf16, fp16 or fp32, last stride 1.
         k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout, any block
             stride that is a multiple of 16 bytes; or [num_blocks, block_size, 1, 512] of q's dtype.
-        block_table, cache_seqlens, num_splits: None.
+        block_table, cache_seqlens, num_splits, causal: None, None, None, False.
         head_dim_v: 512.
-        tile_scheduler_metadata: ignored.
-        softmax_scale: factor of q . k, in 2**-30 .. 2**16; default 512 ** -0.5.
-        causal: False.
+        softmax_scale, workspace, impl: as in ``compressed_attention``.
         is_fp8_kvcache: True if the caches are quantized.
         indices: [batch, seq_len_q, topk] int32 physical rows of k_cache,
             block * block_size + offset; -1 = none.
         attn_sink: [num_heads] fp32 logits that join the denominator only.
         extra_k_cache, extra_indices_in_kvcache: the same for the second cache; both or neither.
         topk_length, extra_topk_length: [batch] int32, number of leading indices that count: below 0
-            none, above topk all; None = all.
+            none, above topk all; None = all. Other rows are not read.
         out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None
             allocates.
         lse: [num_heads, batch * seq_len_q] fp32, filled in place; None allocates.
-        workspace: scratch, as in ``compressed_attention``.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
         (out, lse [batch, num_heads, seq_len_q] fp32, natural log, without the sink, a view of the

@@ -6,12 +6,12 @@ import torch
 
 from ..common import launching, strided
 from ..common.arch import Arch
-from ..common.latent_pages import LatentPages
+from ..common.latent_pages import RowPages
 from ..common.launching import arch_and_sms
-from ..common.merging import merge_splits
+from ..common.merging import merge_options, merge_splits_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, tile_heads
-from .call import LatentCall, MlaPages
+from .call import LatentCall
 from .kernel import Shape, latent_kernel
 from .tiles import DecodePlan, plan_decode, select_config
 
@@ -63,23 +63,6 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         tile = plan.config
     block_q, heads, head_tiles = tile_heads(num_heads, tile.block_m)
     block_q = 1 if call.lists else block_q
-    shape = Shape(
-        VALUE_DIM=call.head_dim_v,
-        SCORE_DIM=head_dim - call.head_dim_v,
-        ROPE_DIM=0 if call.cos_sin is None else call.cos_sin.shape[1],
-        NUM_HEADS=num_heads,
-        BLOCK_Q=block_q,
-        HEADS=heads,
-        HEAD_TILES=head_tiles,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        PAGE_ROWS=call.pages.storage_block_size,
-        ENTRY_ROWS=1 if call.entries is None else call.entries.storage_block_size,
-        SLOTS=call.slots,
-        WIDENS_E4M3=call.pages.fp8 and arch.widens_e4m3,
-        NEW_KV=call.kv is not None,
-        DECODE=plan is not None,
-    )
     partial_out, first_lse, target_splits = None, 0, 0
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     items = num_tiles = call.q.shape[0] // block_q + call.num_seqs
@@ -88,6 +71,12 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         partial_out, first_lse = launching.partials(
             plan.workspace_numel, call.head_dim_v, call.workspace, call.q.device
         )
+    rope_dim = 0 if call.cos_sin is None else call.cos_sin.shape[1]
+    cos_sin, out, lse = (
+        strided.matrix(call.cos_sin),
+        strided.rows(call.out),
+        strided.lse_rows(call.lse),
+    )
     launching.launch(
         latent_kernel,
         (items * head_tiles,),
@@ -104,9 +93,9 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         seq_lens=call.seq_lens,
         cu_seqlens_q=call.cu_seqlens_q,
         sinks=call.sinks,
-        cos_sin=strided.matrix(call.cos_sin),
-        out=strided.rows(call.out),
-        lse=strided.lse_rows(call.lse),
+        cos_sin=cos_sin,
+        out=out,
+        lse=lse,
         partial_out=partial_out,
         first_lse=first_lse,
         num_seqs=call.num_seqs,
@@ -121,35 +110,55 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         tokens_per_len=call.tokens_per_len,
         window=call.sliding_window,
         scale=call.softmax_scale * LOG2E.value,
-        SHAPE=shape,
+        SHAPE=Shape(
+            VALUE_DIM=call.head_dim_v,
+            SCORE_DIM=head_dim - call.head_dim_v,
+            ROPE_DIM=rope_dim,
+            NUM_HEADS=num_heads,
+            BLOCK_Q=block_q,
+            HEADS=heads,
+            HEAD_TILES=head_tiles,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            PAGE_ROWS=call.pages.storage_block_size,
+            ENTRY_ROWS=1 if call.entries is None else call.entries.storage_block_size,
+            SLOTS=call.slots,
+            WIDENS_E4M3=call.pages.fp8 and arch.widens_e4m3,
+            NEW_KV=call.kv is not None,
+            DECODE=plan is not None,
+        ),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **arch.register_limit(min(MAX_REGISTERS, 2048 // tile.num_warps)),
     )
     if partial_out is not None:
-        merge_splits(
-            call.out,
-            call.lse,
-            arch,
+        launching.launch(
+            merge_splits_kernel,
+            (call.num_decodes * num_heads,),
             partial_out=partial_out,
             first_lse=first_lse,
             sinks=call.sinks,
+            cos_sin=cos_sin,
+            out=out,
+            lse=lse,
             seq_lens=call.seq_lens,
             cu_seqlens_q=call.cu_seqlens_q,
             num_decodes=call.num_decodes,
             decode_tokens=decode_tokens,
             target_splits=target_splits,
             sliding_window=call.sliding_window,
-            round_up=False,
-            new_kv=call.kv is not None,
-            block_q=block_q,
             ratio=call.ratio,
             most_entries=call.most_entries,
-            cos_sin=call.cos_sin,
-            empty_lse=float("inf") if call.slots else float("-inf"),
+            num_heads=num_heads,
+            NEW_KV=call.kv is not None,
+            BLOCK_Q=block_q,
+            ROPE_DIM=rope_dim,
+            ROUND_UP=False,
+            EMPTY_LSE=float("inf") if call.slots else float("-inf"),
+            **merge_options(arch, target_splits, call.head_dim_v),
         )
 
 
-def _paged_rows(pages: LatentPages | MlaPages) -> strided.PagedRows:
+def _paged_rows(pages: RowPages) -> strided.PagedRows:
     stride_row = 0 if pages.fp8 else pages.data.stride(1)
     return strided.PagedRows(pages.data, pages.data.stride(0), stride_row)

@@ -1,7 +1,7 @@
 """Launch choices of latent attention as pure functions of host integers: tiles, and split-KV decode.
 
 Tiles compile without spills for 16-bit and quantized pages on sm_80 and sm_90
-(``python -m bench.static --only mla compressed``). Nothing is autotuned on the call path.
+(``python -m bench.static --only mla``).
 """
 
 from __future__ import annotations
@@ -45,14 +45,9 @@ FP8_TILES = {
 def select_config(
     *, dtype_bytes: int, quantized: bool, arch: Arch, num_heads: int, tokens: int
 ) -> Config:
-    """Tile shape of the latent kernel.
+    """Tile shape for queries of ``dtype_bytes`` and quantized or plain pages.
 
-    Args:
-        dtype_bytes: of the queries, 2 (bf16, fp16) or 4 (fp32).
-        quantized: whether the pages are.
-        arch: of the GPU.
-        num_heads: of the layer.
-        tokens: that may share a query tile.
+    tokens: tokens that may share a query tile.
     """
     kind = "amd" if arch.maker == "amd" else arch.tiles
     if dtype_bytes == 4:  # without tensor cores, for checks more than for speed
@@ -85,18 +80,12 @@ def plan_decode(
     arch: Arch,
     num_sms: int,
 ) -> DecodePlan:
-    """Plan split-KV decode from host integers only.
+    """Plan split-KV decode of ``num_decodes`` sequences of at most ``max_seqlen_q`` new tokens.
 
     Args:
-        num_decodes: sequences on the decode path.
-        max_seqlen_q: new tokens of the longest of them.
-        num_heads, head_dim: of the layer; of a value.
-        dtype_bytes, quantized: as in ``select_config``.
-        lists: whether every token has keys of its own, so that a query tile holds one.
+        lists: every token has keys of its own, so a query tile holds one token.
         max_keys: upper bound of the keys of a query tile; None if unknown.
-        bounded: whether these stay few at any context length (a window, top-k).
-        arch: of the GPU.
-        num_sms: streaming multiprocessors of the device.
+        bounded: these stay few at any context length (a window, top-k).
     """
     tokens = max(1, max_seqlen_q)
     config = select_config(

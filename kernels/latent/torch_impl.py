@@ -89,14 +89,11 @@ def _entry_rows(
 
 def _attend_lists(call: LatentCall) -> None:
     """Attend to lists of flat indices, some tokens at a time."""
-    lists = [(call.pages, call.table, call.window_lens)]
-    if call.entries is not None and call.topk_indices is not None:
-        lists.append((call.entries, call.topk_indices, call.topk_lens))
     chunk = max(1, MAX_GATHERED // call.most_entries)
     for first in range(0, call.q.shape[0], chunk):
         last = min(first + chunk, call.q.shape[0])
         sources = []
-        for pages, slots, lens in lists:
+        for pages, slots, lens in call.lists_of_rows():
             live = listed(slots, lens, call.tokens_per_len)[first:last]
             rows = pages.read(torch.where(live, slots[first:last].long(), -1))
             sources.append((rows, live))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import attention_for, write_kv
-from quire.kernels.attention.call import AttentionCall, check_attention
+from quire.kernels.attention.api import AttentionCall, check_attention
 from quire.kernels.common.checks import MODEL_DTYPES, expect_ids, expect_tensor
 
 STANDS_IN_FOR = "2.8.3"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.bench.common.bounds import UNIT, Bounded, allowed, bounding
-from quire.kernels.attention.call import AttentionCall
+from quire.kernels.attention.api import AttentionCall
 from tests.kernels.oracles import attention as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

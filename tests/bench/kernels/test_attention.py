@@ -20,7 +20,7 @@ from quire.bench.cases.shapes import (
 from quire.bench.common.bounds import bounding
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.bench.peers.quire_calls import quire_calls
-from quire.kernels.attention.call import AttentionCall
+from quire.kernels.attention.api import AttentionCall
 from quire.models.config.named import get_config
 from tests.kernels.oracles import attention as reference
 from tests.support.helpers import assert_equal_in_float64

@@ -11,7 +11,7 @@ from quire.kernels import (
     workspace_numel,
     write_kv,
 )
-from quire.kernels.attention.call import AttentionCall
+from quire.kernels.attention.api import AttentionCall
 from tests.kernels.oracles import attention as reference
 from tests.kernels.oracles import write_kv as reference_write
 from tests.support.helpers import DEVICE, NAN, AttentionCase, make_batch

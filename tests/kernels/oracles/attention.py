@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from quire.kernels.attention.call import AttentionCall
+    from quire.kernels.attention.api import AttentionCall
 
 
 def _kept(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.attention.call import AttentionCall
+from quire.kernels.attention.api import AttentionCall
 
 from .attention import attention
 
