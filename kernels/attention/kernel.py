@@ -166,7 +166,7 @@ def _attend_tiles(
     value_dim = tl.arange(0, VALUE_DIM)[None, :]
     tile = _skip_gap(first, gap_at, gap)
     page = _load_page(source, tile, count > 0, WINDOW, BLOCK_SIZE, BLOCK_N)
-    for i in tl.range(0, count, disable_licm=KEEP_INVARIANTS):
+    for i in tl.range(0, count, disable_licm=KEEP_INVARIANTS or MASKED):
         k_rows = _starts(source.k, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         v_rows = _starts(source.v, page, tile, PAGED, BLOCK_SIZE, BLOCK_N)[:, None]
         in_range, row_mask, visible = None, None, None

@@ -7,7 +7,7 @@ import torch
 from ..common import checks
 from ..common.latent_pages import LatentPages, RowPages
 from ..common.tile_shapes import MAX_ROWS
-from .call import LatentCall, check_batch, check_latent_pages, run
+from .call import LatentCall, check_batch, check_latent_pages, check_values
 
 MLA_SCORE_DIMS = (16, 32, 64, 128)
 
@@ -230,3 +230,14 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
     checks.expect_int("head_dim", head_dim, 1)
     checks.expect_int("num_sms", num_sms, 1)
     return 2 * num_sms * MAX_ROWS * (head_dim + 1)
+
+
+def run(call: LatentCall, chosen: str) -> torch.Tensor:
+    """Compute a checked call by the implementation of that name; returns ``out``."""
+    if checks.is_readable(call.q):
+        check_values(call)
+    if chosen == "triton":
+        from .launch import attention
+    else:
+        from .torch_impl import attention
+    return attention(call)

@@ -1,5 +1,5 @@
 """The checked arguments of one call of ``mla_attention``, ``compressed_attention`` or
-``flash_mla_with_kvcache``, and the choice of the implementation."""
+``flash_mla_with_kvcache``."""
 
 from __future__ import annotations
 
@@ -187,18 +187,7 @@ def check_latent_pages(
         raise NotImplementedError(f"{names[0]}: rope_dim {rope_dim} is not a power of two >= 2")
 
 
-def run(call: LatentCall, chosen: str) -> torch.Tensor:
-    """Compute a checked call by the implementation of that name; returns ``out``."""
-    if checks.is_readable(call.q):
-        _check_values(call)
-    if chosen == "triton":
-        from .launch import attention
-    else:
-        from .torch_impl import attention
-    return attention(call)
-
-
-def _check_values(call: LatentCall) -> None:
+def check_values(call: LatentCall) -> None:
     """Check the ids of pages, rows and positions, in CPU tensors, wherever a query looks."""
     if call.seq_lens is None or call.cu_seqlens_q is None:
         for name, (pages, indices, lens) in zip(

@@ -14,7 +14,8 @@ import torch
 
 from ..common import checks
 from ..common.latent_pages import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
-from .call import LatentCall, check_latent_pages, run
+from .api import run
+from .call import LatentCall, check_latent_pages
 
 
 def flash_mla_with_kvcache(

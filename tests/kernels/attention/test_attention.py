@@ -168,16 +168,6 @@ def test_workspace_is_as_large_as_stated_and_no_larger_is_needed():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_decodes", [0, 1, 2, 3])
-def test_the_result_does_not_depend_on_who_counts_as_decode(impl, num_decodes):
-    case = AttentionCase("", [60, 9, 33], [20, 1, 17], num_heads=6, dtype=BF16)
-    batch = make_batch(case)
-    exact, _ = attention_reference(batch)
-    batch["num_decodes"] = num_decodes
-    assert_within_budget("out", attend(batch, impl), exact)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
 def test_a_row_of_a_batch_is_what_it_is_alone(impl):
     together = make_batch(AttentionCase("", [40, 21], [6, 6]))
     out = attend(together, impl)

@@ -1,14 +1,12 @@
 """K and V in e4m3 pages: what is written against torch's cast, and attention against the float64 oracle on the dequantised values."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
 
 from quire.kernels import write_kv
 from quire.kernels.attention import launch as paged
-from quire.kernels.attention.tiles import select_config
 from quire.kernels.common import e4m3
 from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
@@ -106,24 +104,6 @@ def test_against_float64(case, kind):
     assert_exact(batch, case.dtype, IMPLS)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_at_odd_addresses(kind):
-    """One byte further, or rows an odd number of bytes apart: the values are the same."""
-    case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, max_seq_len=90)
-    batch = quantised(make_batch(case), kind)
-    values = batch["v_pages"].view(torch.uint8)
-    outs = []
-    for first, more in ((0, 0), (1, 0), (2, 0), (0, 1)):
-        pool = torch.full(
-            (*values.shape[:3], 64 + more), NAN_E4M3, dtype=torch.uint8, device=DEVICE
-        )
-        memory = torch.cat([pool.new_zeros(first), pool.flatten()])
-        pages = memory[first:].view(pool.shape)[..., :64]
-        pages.copy_(values)
-        outs.append(attend(batch | {"v_pages": pages.view(E4M3)}, "triton"))
-    assert all(out.equal(outs[0]) for out in outs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
 def test_quantized_values_widened_by_hand(dtype, q_lens, monkeypatch):
@@ -135,40 +115,6 @@ def test_quantized_values_widened_by_hand(dtype, q_lens, monkeypatch):
     quantized[NAN_E4M3::128] = 0
     batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = quantized.view(8, 2, 16)
     assert_exact(batch, dtype, ["triton"])
-
-
-@functools.cache
-def tall_batch(phase, seq_lens, q_lens, kind):
-    """A batch and what the oracle makes of it, whatever the device."""
-    num_decodes = len(q_lens) if phase == "decode" else 0
-    case = AttentionCase("", seq_lens, q_lens, num_decodes=num_decodes, num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16)  # fmt: skip
-    batch = quantised(make_batch(case), kind)
-    return batch, attention_reference(batch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("kind", ["rows"])
-@pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
-def test_tall_tiles(phase, seq_lens, q_lens, kind, arch, monkeypatch):
-    """Quantized values widened by an instruction or by hand, and behind the pages new K/V."""
-    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named(arch), 2))
-    batch, exact = tall_batch(phase, tuple(seq_lens), tuple(q_lens), kind)
-    assert_exact(batch, BF16, ["triton"], exact)
-    rows = 64 if phase == "decode" else None
-    config = select_config(64, 2, named(arch), quantized=True, rows=rows)
-    assert config.block_m == (rows or 128)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
-def test_where_shared_memory_is_small(num_heads, q_lens, monkeypatch):
-    """Tiles of 64 rows of 512 channels leave room for a tile of keys."""
-    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (named("sm_86"), 2))
-    case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
-    batch = quantised(make_batch(case), "rows")
-    exact, _ = attention_reference(batch)
-    assert_within_budget("out", attend(batch, "triton"), exact)
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
@@ -320,23 +266,3 @@ def test_rows_that_are_not_ordinary(impl):
     assert abs(back[3, 5].item()) >= 0.99 * top
     assert abs(back[4, 2].item()) >= 0.99 * top
     assert scales[0].isnan()[0, 9:].all(), "other rows stay as they were"
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
-def test_written_keys_are_what_attention_reads(impl, kind):
-    """The runner's order: attention over the context and new K/V, then the write; the next step reads the pages."""
-    case = AttentionCase("", [37, 24], [12, 5], dtype=BF16)
-    batch = make_batch(case) if kind == "plain" else quantised(make_batch(case), kind)
-    slots = []
-    for s, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
-        position = torch.arange(seq_len - q_len, seq_len, device=DEVICE)
-        entry = position // 16
-        free = batch["block_table"][s] > len(batch["k_pages"])
-        batch["block_table"][s, free] = len(batch["k_pages"]) - 1 - s
-        slots.append(batch["block_table"][s, entry].long() * 16 + position % 16)
-    k, v = batch.pop("k"), batch.pop("v")
-    scales = {name: batch[name] for name in ("k_scale", "v_scale") if kind != "plain"}
-    write_kv(k, v, batch["k_pages"], batch["v_pages"], torch.cat(slots), **scales, impl=impl)
-    exact, _ = attention_reference(batch)
-    assert_within_budget("out", attend(batch, impl), exact)

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
-from quire.kernels import merge_partials, paged_attention
+from quire.kernels import merge_partials
 from tests.kernels.oracles import attention as reference
 from tests.support.helpers import (
     DEVICE,
     NAN,
-    AttentionCase,
     assert_within_budget,
-    attention_reference,
-    make_batch,
 )
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -59,31 +56,3 @@ def assert_merged(partial_out, partial_lse, sinks, impl):
     assert_within_budget("out", out, exact)
     assert_within_budget("lse", lse, exact_lse)
     return out
-
-
-@IMPLS
-def test_infinite_sinks(impl):
-    partial_out = torch.randn(3, 4, 2, 16, device=DEVICE)
-    partial_lse = torch.randn(3, 2, 4, device=DEVICE)
-    sinks = torch.tensor([math.inf, -math.inf], device=DEVICE)
-    assert not assert_merged(partial_out, partial_lse, sinks, impl)[:, 0].any()
-
-
-@IMPLS
-def test_merging_two_halves_gives_the_whole(impl):
-    """Attention over the keys of two disjoint page ranges, merged, is attention over all of them."""
-    case = AttentionCase("", [64], [1], num_heads=6, in_step=False, sinks=True)
-    batch = make_batch(case)
-    sinks = batch["sinks"]
-    exact, _ = attention_reference(batch)
-    outs, lses = [], []
-    for half in (slice(0, 2), slice(2, 4)):
-        lse = torch.full((6, 1), NAN, device=DEVICE)
-        lengths = torch.tensor([32], dtype=torch.int32, device=DEVICE)
-        part = dict(batch, block_table=batch["block_table"][:, half], seq_lens=lengths, sinks=None)
-        outs.append(paged_attention(**part, lse=lse, impl=impl))
-        lses.append(lse)
-    out = torch.full((1, 6, 16), NAN, device=DEVICE)
-    merged = merge_partials(torch.stack(outs), torch.stack(lses), sinks=sinks, out=out, impl=impl)
-    assert merged is out
-    assert_within_budget("merged", out, exact)

@@ -66,34 +66,6 @@ def test_a_tile_may_go_round_a_ring_several_times(window, block_size, launched):
     assert_within_budget("out", attend(batch, "triton"), exact)
 
 
-@pytest.mark.parametrize("layout", ["fused", "head-major"])
-def test_new_rows_may_lie_in_a_wider_tensor(layout, launched):
-    batch = make_batch(AttentionCase("", [36, 20], [36, 20], head_dim=32, dtype=BF16))
-    launched(PLAIN)
-    plain = attend(batch, "triton")
-    for name in "k", "v":
-        rows = batch[name]
-        if layout == "fused":
-            wide = torch.full((len(rows), 5, 32), NAN, dtype=BF16, device=rows.device)
-            wide[:, 1:3] = rows
-            batch[name] = wide[:, 1:3]
-        else:
-            batch[name] = rows.transpose(0, 1).contiguous().transpose(0, 1)
-    assert attend(batch, "triton").equal(plain)
-
-
-@pytest.mark.parametrize("odd", ["address", "stride"])
-def test_new_rows_at_odd_addresses(odd, launched):
-    batch = make_batch(AttentionCase("", [40], [40], **ONE))
-    launched(PLAIN)
-    plain = attend(batch, "triton")
-    width, start = (33, 0) if odd == "stride" else (32, 1)
-    memory = torch.full((40 * 33 + 1,), NAN, dtype=BF16, device=batch["v"].device)
-    rows = memory[start:][: 40 * width].view(40, 1, width)[..., :32]
-    batch["v"] = rows.copy_(batch["v"])
-    assert attend(batch, "triton").equal(plain)
-
-
 def test_no_row_of_another_sequence_is_copied_into_a_result(launched):
     """A sequence ends within a tile, but the tensor does not."""
     batch = make_batch(AttentionCase("", [40, 40], [40, 40], **ONE))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels import mla_attention, workspace_numel
+from quire.kernels import mla_attention
 from quire.kernels.common.arch import named
 from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles
@@ -88,33 +88,6 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
         )
         exact, _ = mla_reference(batch)
         assert_within_budget("out", attend(batch).cpu(), exact)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_given_memory_is_filled_and_nothing_else(impl):
-    batch = make_mla_batch(MlaCase("", [900, 40, 9], [1, 2, 9], num_decodes=2, num_heads=2))
-    expected = attend(batch, impl)
-    strided = torch.full((12, 5, 16), NAN, device=DEVICE)
-    rows = strided[:, 1:3]
-    workspace = torch.full((10**6,), NAN, device=DEVICE)
-    assert attend(batch, impl, out=rows, workspace=workspace) is rows
-    assert rows.equal(expected)
-    assert strided[:, [0, 3, 4]].isnan().all()
-
-
-def test_the_workspace_of_one_kv_head_is_enough():
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
-    batch = make_mla_batch(MlaCase("", [560, 300], [3, 1], num_decodes=2, num_heads=6))
-    numel = workspace_numel(
-        num_decodes=2, max_seqlen_q=3, num_heads=6, num_kv_heads=1, head_dim=16, num_sms=num_sms
-    )
-    guarded = torch.full((numel + 100,), NAN, device=DEVICE)
-    assert attend(batch, workspace=guarded[:numel]).equal(attend(batch))
-    assert guarded[numel:].isnan().all() and not guarded[:numel].isnan().all()
-    with pytest.raises(
-        ValueError, match=r"^workspace: expected float32 \[>= \d+\], got float32 \[99\]"
-    ):
-        attend(batch, workspace=guarded[:99])
 
 
 def test_a_row_of_a_batch_is_what_it_is_alone():

@@ -75,17 +75,6 @@ def test_copy(impl, function, first_rows, name):
         assert got.equal(want)
 
 
-@IMPLS
-def test_pages_come_back_as_they_were(impl):
-    call = make_call()
-    before = [tensor.clone() for tensor in call["pages"].tensors]
-    gather_pages(**call, impl=impl)
-    for tensor in call["pages"].tensors:
-        tensor[call["page_ids"]] = 0
-    scatter_pages(**call, impl=impl)
-    assert all(a.equal(b) for a, b in zip(call["pages"].tensors, before, strict=True))
-
-
 @FUNCTIONS
 def test_few_programs_take_all_pieces(function, monkeypatch):
     """As many pieces as there are, in turn."""
