@@ -189,7 +189,10 @@ def plan_memory(
         if config.memory_fraction is not None or not on_cpu:
             free = free_memory(model.device)
             rows = config.max_num_seqs * (1 + max_draft_tokens)
-            used = activation_bytes(model, config.max_num_batched_tokens, rows)
+            used = 4 * model.config.vocab_size * LOGITS_COPIES * rows  # logits of the sampled rows
+            used += (
+                config.max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize
+            )
             fraction = config.memory_fraction or MEMORY_FRACTION
             cache_bytes = int(max(0, free - used) * fraction)
         num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
@@ -225,15 +228,6 @@ def plan_memory(
         fixed_bytes=cache.fixed_bytes,
         host_bytes=host_bytes,
     )
-
-
-def activation_bytes(model: nn.Module, max_num_batched_tokens: int, max_num_rows: int) -> int:
-    """Estimated bytes of the largest step besides weights and pages.
-
-    The model's activations of each token, and the logits of the sampled rows with their copies.
-    """
-    logits = 4 * model.config.vocab_size * LOGITS_COPIES * max_num_rows
-    return max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize + logits
 
 
 def weight_bytes(model: nn.Module) -> int:

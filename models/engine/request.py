@@ -100,11 +100,6 @@ class SamplingParams:
             if given is not None or name not in ("seed", "logprobs"):
                 put(name, _number(name, given, kind, expected, low, high))
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the next token is the largest logit."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
-
 
 @dataclass(eq=False)
 class Request:
@@ -182,11 +177,6 @@ class Request:
             tokens = np.empty(self.capacity, dtype=np.int32)
             tokens[: self.num_tokens] = self.tokens
             self.buffer = tokens
-
-    def set_placeholder(self, index: int) -> None:
-        """Let -1 - index stand for the next token, ``sampled[index]`` of the BatchBuilder."""
-        self.placeholder, self.buffer[self.num_tokens] = index, -1 - index
-        self.num_output_placeholders = 1
 
     def set_drafts(self, token_ids: np.ndarray, probs: Tensor | None = None) -> None:
         """Keep drafts, as many as leave room for the token after them."""

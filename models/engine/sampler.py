@@ -114,22 +114,23 @@ class Sampler:
             requests, num_rows: requests that get tokens, and for each 1 + its verified drafts.
             drafts: [n] int64 that go to the host in the same copy.
         """
-        if all(request.params.is_plain for request in requests):
+        given = [request.params for request in requests]
+        if not any(
+            p.temperature or p.repetition_penalty != 1 or p.logprobs is not None for p in given
+        ):
             ids = sample_tokens(logits, impl=self._impl)
             return Sampled(ids, ids[:, None].double(), (), drafts)
-        params = [
-            r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
-        ]
+        params = [p for p, count in zip(given, num_rows, strict=True) for _ in range(count)]
         raw = logits
         if any(p.repetition_penalty != 1 for p in params):
             logits = self._penalized(logits, requests, num_rows)
         if not any(p.temperature > 0 for p in params):
             ids = sample_tokens(logits, impl=self._impl)
         else:
-            [given] = draw_columns(params, [_draws(requests, num_rows)], self._staging)
+            [columns] = draw_columns(params, [_draws(requests, num_rows)], self._staging)
             rejects = self._rejects and len(params) > len(requests)
             probs = torch.empty_like(logits) if rejects else None
-            ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
+            ids = sample_tokens(logits, **columns, probs=probs, impl=self._impl)
             if probs is not None:
                 ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
         wanted = [p.logprobs for p in params]

@@ -103,11 +103,12 @@ class Step:
         return new
 
     def set_placeholders(self) -> None:
-        """Let the next step of its requests begin with its tokens."""
+        """Let the next step of its requests begin with its tokens, ``BatchBuilder.sampled[row]``."""
         for row, i in enumerate(self.ready):
             request = self.requests[i]
             if request.slot >= 0:
-                request.set_placeholder(row)
+                request.placeholder, request.num_output_placeholders = row, 1
+                request.buffer[request.num_tokens] = -1 - row
 
 
 class Scheduler:
@@ -151,7 +152,8 @@ class Scheduler:
                 rows that turn out to be NaN (`take_back_admitted`).
         """
         if self.tiers is not None:
-            self._advance_tiers()
+            room = 0 if self._starved else self.max_num_seqs - len(self.running)
+            self.tiers.advance(self.waiting, room, self.fail)
         chosen, admitted = self._choose()
         num_preempted = 0
         while chosen:
@@ -226,8 +228,10 @@ class Scheduler:
                 chosen[request] = min(count, prefill)
                 prefill -= chosen[request]
         admitted = set()
-        while prefill and self.waiting and len(self.running) < self.max_num_seqs:
-            request = None if self._starved else self._next_waiting()
+        tiers = self.tiers
+        while prefill and not self._starved and len(self.running) < self.max_num_seqs:
+            waiting = (r for r in self.waiting if tiers is None or not tiers.waits(r))
+            request = next(waiting, None)
             if request is None:
                 break
             if self._admit(request):
@@ -293,20 +297,10 @@ class Scheduler:
             request.limited_by, request.dense_tokens = match.limited_by, match.dense_tokens
         return True
 
-    def _next_waiting(self) -> Request | None:
-        """The first waiting request that waits for no load."""
-        if self.tiers is None or not self.tiers.is_loading:
-            return self.waiting[0]
-        return next((r for r in self.waiting if not self.tiers.waits(r)), None)
-
     def _stop_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
         if self.tiers is not None:
             self.tiers.forget(request)
-
-    def _advance_tiers(self) -> None:
-        room = 0 if self._starved else self.max_num_seqs - len(self.running)
-        self.tiers.advance(self.waiting, room, self.fail)
 
     def _preempt(self, requests: Collection[Request]) -> None:
         """Let running requests wait at the head of the queue, in order of their admission."""

@@ -303,7 +303,7 @@ def test_who_waited_for_a_shorter_load_loads_the_rest(monkeypatch):
     first = engine.add_request([*system, 1], PARAMS)
     second = engine.add_request([*whole, 2], PARAMS)
     third = engine.add_request([*system, 2], PARAMS)
-    engine.scheduler._advance_tiers()
+    engine.tiers.advance(engine.scheduler.waiting, 4, None)
     assert len(engine.tiers.tiers.jobs) == 1
     later.let()
     outputs = finish(engine)
@@ -387,7 +387,7 @@ def test_close_waits_for_copies_and_ends_the_steps(monkeypatch):
     behind(engine, LONG)
     later = Later(engine, monkeypatch)
     engine.add_request(LONG, PARAMS)
-    engine.scheduler._advance_tiers()
+    engine.tiers.advance(engine.scheduler.waiting, 4, None)
     engine.close()
     assert later.ended and not engine.tiers.copier.has_jobs and not engine.tiers.tiers.jobs
     engine.close()
