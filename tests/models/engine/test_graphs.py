@@ -26,6 +26,7 @@ from tests.support.models.captured import (
     forbidden,
 )
 from tests.support.models.few import few
+from tests.support.models.toy import finish
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
@@ -157,19 +158,17 @@ def test_filler_ends_where_the_longest_sequence_does():
         {"num_pages": 90, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 32},
     )
 
-    def serve(engine):
-        for n in (5, 9):
-            engine.add_request(prompt(n, seed=n), SamplingParams(40, ignore_eos=True), request_id=str(n))  # fmt: skip
-        done = {}
-        while engine.has_work:
-            done |= {o.request_id: o for o in engine.step().finished}
-        return done
+    params = SamplingParams(40, ignore_eos=True)
 
-    eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)))
+    def run(engine):
+        for n in (5, 9):
+            engine.add_request(prompt(n, seed=n), params, request_id=str(n))
+        return {o.request_id: o for o in finish(engine)}
+
+    eager = run(Engine(model, EngineConfig(decode_graphs=False, **settings)))
     captures = Captures()
     config = EngineConfig(decode_graphs=True, **settings)
-    engine = captured_engine(model, config, captures, drafter=Knowing(eager))
-    got = serve(engine)
+    got = run(captured_engine(model, config, captures, drafter=Knowing(eager)))
     assert {k: o.token_ids for k, o in got.items()} == {k: o.token_ids for k, o in eager.items()}
     assert {len(o.token_ids) for o in got.values()} == {27, 23} and captures.num_replays > 5
 

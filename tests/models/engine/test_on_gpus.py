@@ -253,26 +253,23 @@ def compiled_for(launch):
     return kernel, grid, seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_captured_step_is_all_on_the_device(name, dtype, monkeypatch):
+E4M3 = {"kv_cache_dtype": "fp8"}
+CAPTURED = [(name, dtype, {}) for name in NAMES for dtype in (torch.float32, torch.bfloat16)]
+CAPTURED += [(name, torch.bfloat16, E4M3) for name in ("gemma4-e-tiny", "gpt-oss-tiny")]
+
+
+@pytest.mark.parametrize(("name", "dtype", "settings"), CAPTURED)
+def test_a_captured_step_is_all_on_the_device(name, dtype, settings, monkeypatch):
     """The code that GPUs run: every kernel by Triton, table rows from page-locked memory; and its second run needs no other kernels."""
     model = build_model(few(name), device=META, dtype=dtype)
-    first, second = capture_without_storage(model, monkeypatch)
+    first, second = capture_without_storage(model, monkeypatch, **settings)
     assert len(first) > len(model.layers)  # attention, and most of them write
     assert [compiled_for(launch) for launch in first] == [compiled_for(launch) for launch in second]
-
-
-@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny"])
-def test_a_captured_step_with_pages_of_e4m3(name, monkeypatch):
-    model = build_model(get_config(name), device=META, dtype=torch.bfloat16)
-    first, _ = capture_without_storage(model, monkeypatch, kv_cache_dtype="fp8")
-    assert first
 
 
 @pytest.mark.parametrize("experts", ["fp8", "fp4"])
 def test_a_captured_step_with_packed_experts(experts, monkeypatch):
     config = replace(get_config("deepseek-v4-small"), num_mtp_layers=0, moe_intermediate_size=64)
     model = DeepseekV4(config, device=META, dtype=torch.bfloat16, expert_format=experts)
-    first, _ = capture_without_storage(model, monkeypatch, kv_cache_dtype="fp8")
+    first, _ = capture_without_storage(model, monkeypatch, **E4M3)
     assert first
