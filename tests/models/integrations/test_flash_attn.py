@@ -25,8 +25,6 @@ MASKS = {
     "left-window": {"causal": False, "window_size": (0, 0)},
     "right-0": {"causal": False, "window_size": (-1, 0)},
 }
-
-
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
@@ -43,25 +41,12 @@ def offsets(lengths):
     return ints([0, *accumulate(lengths)])
 
 
-def attention(q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
-    """One sequence in float64, by flash-attn's arguments."""
-    left, right = window_size
-    right = 0 if causal else right
-    return exact_attention.attention(
-        q, k, v, scale=softmax_scale, softcap=softcap, left=left, right=right
-    )
-
-
-def expect_equal(out, lse, sequences, mask):
-    """``out`` and ``lse`` of (q, k, v) one after another along the tokens are those of float64."""
-    first = 0
-    for q, k, v in sequences:
-        exact, exact_lse = attention(q, k, v, **mask)
-        tokens = slice(first, first + q.shape[0])
-        assert_within_budget("out", out[tokens], exact)
-        assert_within_budget("lse", lse[:, tokens], exact_lse)
-        first = tokens.stop
-    assert first == out.shape[0]
+def rows_of(q_lens, k_lens, dtype=torch.float32):
+    """q, k and v of each sequence."""
+    q = [numbers(n, HEADS, DIM, seed=i, dtype=dtype) for i, n in enumerate(q_lens)]
+    k = [numbers(n, KV_HEADS, DIM, seed=10 + i, dtype=dtype) for i, n in enumerate(k_lens)]
+    v = [numbers(n, KV_HEADS, DIM, seed=20 + i, dtype=dtype) for i, n in enumerate(k_lens)]
+    return q, k, v
 
 
 def paged(rows, tables, block_size, num_pages):
@@ -73,79 +58,78 @@ def paged(rows, tables, block_size, num_pages):
     return pool
 
 
-def lengths_of(q_lens, k_lens, dtype=torch.float32):
-    q = [numbers(n, HEADS, DIM, seed=i, dtype=dtype) for i, n in enumerate(q_lens)]
-    k = [numbers(n, KV_HEADS, DIM, seed=10 + i, dtype=dtype) for i, n in enumerate(k_lens)]
-    v = [numbers(n, KV_HEADS, DIM, seed=20 + i, dtype=dtype) for i, n in enumerate(k_lens)]
-    return q, k, v
+def attention(q, k, v, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
+    """One sequence in float64, by flash-attn's arguments."""
+    mask = {"left": window_size[0], "right": 0 if causal else window_size[1]}
+    return exact_attention.attention(q, k, v, scale=softmax_scale, softcap=softcap, **mask)
 
 
-def varlen(q, k, v, q_lens, k_lens, **options):
+def expect_equal(out, lse, q, k, v, mask):
+    """``out`` and ``lse`` of sequences one after another along the tokens are those of float64."""
+    first = 0
+    for one in zip(q, k, v, strict=True):
+        exact, exact_lse = attention(*one, **mask)
+        tokens = slice(first, first + one[0].shape[0])
+        assert_within_budget("out", out[tokens], exact)
+        assert_within_budget("lse", lse[:, tokens], exact_lse)
+        first = tokens.stop
+    assert first == out.shape[0]
+
+
+def expect_varlen(q_lens, k_lens, mask, dtype=torch.float32, tables=None):
+    q, k, v = rows_of(q_lens, k_lens, dtype)
     cu_q = offsets(q_lens)
     lengths = cu_q, cu_q if k_lens is q_lens else offsets(k_lens), max(q_lens), max(k_lens)
-    return flash_attn_varlen_func(q, k, v, *lengths, return_attn_probs=True, **options)
+    keys = [torch.cat(x) if tables is None else paged(x, tables, 16, 10) for x in (k, v)]
+    table = None if tables is None else ints(tables)
+    out, lse, empty = flash_attn_varlen_func(
+        torch.cat(q), *keys, *lengths, return_attn_probs=True, block_table=table, **mask
+    )
+    assert out.dtype == dtype and empty.numel() == 0
+    expect_equal(out, lse, q, k, v, mask)
 
 
 @masks
-@pytest.mark.parametrize("cache", ["packed", "paged"])
-def test_varlen_against_float64(cache, mask):
-    """A chunk, a prompt, a decode, no token at all, and more tokens than keys."""
-    q_lens, k_lens = [5, 9, 1, 0, 4], [23, 9, 30, 7, 2]
-    q, k, v = lengths_of(q_lens, k_lens)
-    table = None
-    keys, values = torch.cat(k), torch.cat(v)
-    if cache == "paged":
-        tables = [[3, 9], [7, -1], [1, 8], [5, -1], [2, -1]]
-        keys, values = (paged(rows, tables, 16, 10) for rows in (k, v))
-        table = ints(tables)
-    out, lse, empty = varlen(torch.cat(q), keys, values, q_lens, k_lens, block_table=table, **mask)
-    assert empty.numel() == 0
-    expect_equal(out, lse, zip(q, k, v, strict=True), mask)
+@pytest.mark.parametrize("tables", [None, [[3, 9], [7, -1], [1, 8], [5, -1], [2, -1]]])
+def test_varlen_against_float64(tables, mask):
+    """A chunk, a prompt, a decode, no token at all, and more tokens than keys; packed or paged."""
+    expect_varlen([5, 9, 1, 0, 4], [23, 9, 30, 7, 2], mask, tables=tables)
 
 
 @masks
 def test_prompts_with_one_tensor_of_offsets(mask):
     lens = [9, 1, 17]
-    q, k, v = lengths_of(lens, lens, torch.float16)
-    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), lens, lens, **mask)
-    assert out.dtype == torch.float16
-    expect_equal(out, lse, zip(q, k, v, strict=True), mask)
+    expect_varlen(lens, lens, mask, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "k_lens", "mask"),
-    [
-        ([3, 6], [6, 3], PLAIN),  # as many keys as tokens in all, but no prompts
-        ([1, 1, 1], [23, 1, 6], {}),  # one new token needs no causal: no key is behind it
-        ([1, 1, 1], [23, 1, 6], {"window_size": (4, 2)}),
-        ([1, 1, 1], [23, 1, 6], {"window_size": (-1, 7)}),
-    ],
-)
-def test_packed_keys_of_other_offsets(q_lens, k_lens, mask):
-    q, k, v = lengths_of(q_lens, k_lens)
-    out, lse, _ = varlen(*map(torch.cat, (q, k, v)), q_lens, k_lens, **mask)
-    expect_equal(out, lse, zip(q, k, v, strict=True), mask)
+def test_as_many_keys_as_tokens_need_not_be_prompts():
+    expect_varlen([3, 6], [6, 3], PLAIN)
+
+
+@pytest.mark.parametrize("mask", [{}, {"window_size": (4, 2)}, {"window_size": (-1, 7)}], ids=str)
+def test_one_new_token_each_needs_no_causal(mask):
+    """Bottom-right aligned, so no key is behind the query."""
+    expect_varlen([1, 1, 1], [23, 1, 6], mask)
 
 
 @masks
 @pytest.mark.parametrize("seqlen_q", [1, 3])
-@pytest.mark.parametrize("cache", ["paged", "rows", "rows-by-index"])
-def test_with_kvcache_against_float64(cache, seqlen_q, mask):
+@pytest.mark.parametrize(
+    ("tables", "block_size"),
+    [([[3, 6], [5, -1], [1, 4]], 16), ([[0], [1], [2]], 37), ([[4], [2], [0]], 37)],
+    ids=["paged", "rows", "rows-by-index"],
+)
+def test_with_kvcache_against_float64(tables, block_size, seqlen_q, mask):
     k_lens = [23, 1, 30]
-    q, k, v = lengths_of([seqlen_q] * 3, k_lens)
-    tables = [[3, 6], [5, -1], [1, 4]] if cache == "paged" else [[4], [2], [0]]
-    if cache == "rows":
-        tables = [[0], [1], [2]]
-    k_cache, v_cache = (paged(rows, tables, 16 if cache == "paged" else 37, 7) for rows in (k, v))
-    where = {"block_table": ints(tables)} if cache == "paged" else {}
-    if cache == "rows-by-index":
+    q, k, v = rows_of([seqlen_q] * 3, k_lens)
+    where = {"block_table": ints(tables)} if block_size == 16 else {}
+    if tables[0] == [4]:
         where["cache_batch_idx"] = ints(tables)[:, 0]
-    out, lse = flash_attn_with_kvcache(
-        torch.stack(q), k_cache, v_cache, cache_seqlens=ints(k_lens), return_softmax_lse=True,
-        **where, **mask,
-    )  # fmt: skip
+    caches = [paged(rows, tables, block_size, 7) for rows in (k, v)]
+    lengths = {"cache_seqlens": ints(k_lens), "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(torch.stack(q), *caches, **lengths, **where, **mask)
     assert out.shape == (3, seqlen_q, HEADS, DIM) and lse.shape == (3, HEADS, seqlen_q)
-    expect_equal(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), zip(q, k, v, strict=True), mask)
+    expect_equal(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), q, k, v, mask)
 
 
 @pytest.mark.parametrize("seqlen_new", [1, 20])
@@ -153,45 +137,42 @@ def test_with_kvcache_against_float64(cache, seqlen_q, mask):
 def test_with_kvcache_writes_and_then_reads(cache, seqlen_new):
     """Rows behind ``cache_seqlens``, over page boundaries; nothing else in the cache changes."""
     before = [15, 0, 30]
-    k_lens = [n + seqlen_new for n in before]
-    q, k, v = lengths_of([2] * 3, k_lens)
-    block_size, tables = (16, [[3, 6, 9, 0], [5, 8, 7, 0], [1, 4, 2, 10]])
+    q, k, v = rows_of([2] * 3, [n + seqlen_new for n in before])
+    size, num_pages, tables = 16, 11, [[3, 6, 9, 0], [5, 8, 7, 0], [1, 4, 2, 10]]
+    where = {"block_table": ints(tables)}
     if cache == "rows":
-        block_size, tables = 51, [[0], [1], [2]]
-    held = [paged([x[:n] for x, n in zip(rows, before, strict=True)], tables, block_size, 11) for rows in (k, v)]  # fmt: skip
-    whole = [paged(rows, tables, block_size, 11) for rows in (k, v)]
+        size, num_pages, tables, where = 51, 3, [[0], [1], [2]], {}
+    old = [[x[:n] for x, n in zip(rows, before, strict=True)] for rows in (k, v)]
     new = [torch.stack([x[n:] for x, n in zip(rows, before, strict=True)]) for rows in (k, v)]
-    where = {"block_table": ints(tables)} if cache == "paged" else {}
-    if cache == "rows":
-        held, whole = ([x[:3] for x in caches] for caches in (held, whole))
-    out, lse = flash_attn_with_kvcache(
-        torch.stack(q), *held, *new, cache_seqlens=ints(before), return_softmax_lse=True, causal=True,
-        **where,
-    )  # fmt: skip
-    for got, expected in zip(held, whole, strict=True):
+    held = [paged(rows, tables, size, num_pages) for rows in old]
+    lengths = {"cache_seqlens": ints(before), "return_softmax_lse": True}
+    out, lse = flash_attn_with_kvcache(torch.stack(q), *held, *new, **lengths, **PLAIN, **where)
+    for got, rows in zip(held, (k, v), strict=True):
+        expected = paged(rows, tables, size, num_pages)
         assert got.nan_to_num(77.0).equal(expected.nan_to_num(77.0))
-    expect_equal(
-        out.flatten(0, 1), lse.transpose(0, 1).flatten(1), zip(q, k, v, strict=True), PLAIN
-    )
+    expect_equal(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), q, k, v, PLAIN)
 
 
 def test_lengths_as_one_number_and_a_full_cache():
-    q, k, v = lengths_of([1, 1], [12, 12])
-    caches = torch.stack(k), torch.stack(v)
-    full = flash_attn_with_kvcache(torch.stack(q), *caches)
-    assert full.equal(flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=12))
-    assert not full.equal(flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=11))
+    q, k, v = map(torch.stack, rows_of([1, 1], [12, 12]))
+    full = flash_attn_with_kvcache(q, k, v)
+    assert full.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=12))
+    assert not full.equal(flash_attn_with_kvcache(q, k, v, cache_seqlens=11))
     # Rows whose last stride is not 1 are taken too, as by flash-attn.
-    odd = torch.stack(q).transpose(2, 3).contiguous().transpose(2, 3)
-    out = flash_attn_with_kvcache(odd, *caches)
+    odd = q.transpose(2, 3).contiguous().transpose(2, 3)
+    out = flash_attn_with_kvcache(odd, k, v)
     for i in range(2):
         assert_within_budget("out", out[i], attention(q[i], k[i], v[i])[0])
 
 
+def packed():
+    """Arguments of ``flash_attn_varlen_func`` for a prompt of three tokens."""
+    return [*(torch.cat(x) for x in rows_of([3], [3])), offsets([3]), offsets([3]), 3, 3]
+
+
 def test_without_lse_a_tensor_comes_alone():
-    q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
-    out = flash_attn_varlen_func(q, k, v, offsets([3]), offsets([3]), 3, 3, causal=True)
-    assert_within_budget("out", out, attention(q, k, v, **PLAIN)[0])
+    out = flash_attn_varlen_func(*packed(), causal=True)
+    assert_within_budget("out", out, attention(*packed()[:3], **PLAIN)[0])
 
 
 REFUSED = {
@@ -207,19 +188,16 @@ REFUSED = {
 
 @pytest.mark.parametrize(("function", "name"), [(f, name) for f in REFUSED for name in REFUSED[f]])
 def test_what_is_not_served_is_refused_by_name(function, name):
+    args, options = packed(), {"causal": name != "window_size"}
     if function is flash_attn_with_kvcache:
-        args, options = [torch.stack(x) for x in lengths_of([1], [3])], {}
-    else:
-        args = [*(torch.cat(x) for x in lengths_of([3], [3])), offsets([3]), offsets([3]), 3, 3]
-        options = {"causal": name != "window_size"}
+        args, options = [torch.stack(x) for x in rows_of([1], [3])], {}
     shown = "causal" if name == "window_size" else name
     with pytest.raises(NotImplementedError, match=f"^{shown}: "):
         function(*args, **options | {name: REFUSED[function][name]})
 
 
 def test_gradients_are_refused():
-    q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
-    args = k, v, offsets([3]), offsets([3]), 3, 3
+    q, *args = packed()
     q.requires_grad_()
     with pytest.raises(NotImplementedError, match=r"^q: gradients"):
         flash_attn_varlen_func(q, *args, causal=True)
@@ -252,9 +230,9 @@ def test_a_refused_call_names_the_argument_and_writes_nothing(change, message):
 
 
 def test_lengths_of_packed_keys_are_checked():
-    q, k, v = (torch.cat(x) for x in lengths_of([1], [9]))
+    *args, _ = packed()
     with pytest.raises(ValueError, match=r"^max_seqlen_k: expected lengths in"):
-        flash_attn_varlen_func(q, k, v, offsets([1]), offsets([9]), 1, 8)
+        flash_attn_varlen_func(*args, 2, causal=True, block_table=None)
 
 
 @pytest.fixture
