@@ -55,10 +55,6 @@ sys.meta_path.insert(0, Stop())
 """
 
 
-def test_the_programs_are_found():
-    assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
-
-
 def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
     """Exit status and stderr of ``python -m``, whose whole process group gets SIGINT when the module ``at`` is about to be imported."""
     (tmp_path / "sitecustomize.py").write_text(STOP)
@@ -263,14 +259,6 @@ def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     assert module.main([*required, "--no-such-option"]) == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --no-such-option\n"
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_default_is_one_that_could_be_given(name):
-    for action in options(name):
-        for value in action.default if isinstance(action.default, list) else [action.default]:
-            if value is not None and action.type is not None:
-                assert action.type(str(value)) == value, action
 
 
 def test_a_file_that_is_only_checked_is_left_as_it_was(tmp_path):

@@ -104,32 +104,18 @@ def test_a_notebook_prints_what_it_holds(path, tmp_path):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_named_files_and_targets_exist(name):
+def test_named_files_targets_and_links_exist(name):
     text = DOCUMENTS[name]
     for file in re.findall(r"`((?:kernels|kvcore|models|bench|tests|docs)/[\w/.-]*)`", text):
         assert (ROOT / file).exists(), file
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([\w-]+)|`make ([\w-]+)", text, re.MULTILINE):
-        assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), target
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", DOCUMENTS[name]):
+    for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (ROOT / name).parent.joinpath(target).exists(), target
 
 
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^\n`]|\\\n)*)")
-
-
-def commands() -> dict[str, set[str]]:
-    """Options that documents give to each module that they run."""
-    found: dict[str, set[str]] = {}
-    for text in DOCUMENTS.values():
-        for module, rest in COMMAND.findall(text):
-            options = re.findall(r"(?<![\w-])(--[a-z][\w-]*)", rest.partition("#")[0])
-            found.setdefault(module, set()).update(options)
-    return found
 
 
 HELP = """
@@ -150,11 +136,12 @@ print(json.dumps(said))
 
 def test_commands_exist_and_take_the_options():
     """All in one process: each would load torch for itself."""
-    found = commands()
-    assert {"bench.prefill_decode", "models.generate"} <= found.keys()
-    said = json.loads(printed(HELP, cwd=ROOT, input=json.dumps(sorted(found))).splitlines()[-1])
-    for module, options in found.items():
-        for option in options:
+    asked = [found for text in DOCUMENTS.values() for found in COMMAND.findall(text)]
+    modules = sorted({module for module, _ in asked})
+    assert {"bench.prefill_decode", "models.generate"} <= {*modules}
+    said = json.loads(printed(HELP, cwd=ROOT, input=json.dumps(modules)).splitlines()[-1])
+    for module, rest in asked:
+        for option in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", rest.partition("#")[0]):
             assert re.search(rf"{option}(?![\w-])", said[module]), f"{module} {option}"
 
 

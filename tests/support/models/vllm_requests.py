@@ -26,25 +26,22 @@ from vllm_device import DRAFTS, LONGEST, VOCAB, Text, Worker
 
 from quire.models.integrations.vllm_scheduler import CacheManager, QuireScheduler
 
-HYBRID = [(16, None), (16, 64), (16, 64), (16, 100)]
+DENSE, HYBRID = [(16, None)], [(16, None), (16, 64), (16, 64), (16, 100)]
+PLAIN = {"groups": HYBRID, "is_async": False, "drafts": False, "policy": "fcfs", "retention": 0, "caching": True}  # fmt: skip
 CASES = {
-    "dense": {"groups": [(16, None)]},
-    "hybrid": {"groups": HYBRID},
-    "hybrid, every boundary": {"groups": HYBRID, "retention": None},
-    "hybrid, intervals": {"groups": HYBRID, "retention": 192},
-    "hybrid, async": {"groups": HYBRID, "is_async": True},
-    "hybrid, drafts": {"groups": HYBRID, "drafts": True},
-    "hybrid, async, drafts": {"groups": HYBRID, "is_async": True, "drafts": True},
-    "hybrid, priorities": {"groups": HYBRID, "policy": "priority"},
+    "dense": {"groups": DENSE},
+    "hybrid": {},
+    "hybrid, every boundary": {"retention": None},
+    "hybrid, intervals": {"retention": 192},
+    "hybrid, async": {"is_async": True},
+    "hybrid, drafts": {"drafts": True},
+    "hybrid, async, drafts": {"is_async": True, "drafts": True},
+    "hybrid, priorities": {"policy": "priority"},
     "block sizes 16 and 32": {"groups": [(32, None), (16, 40)]},
-    "no caching, async, drafts": {
-        "groups": HYBRID,
-        "is_async": True,
-        "drafts": True,
-        "caching": False,
-    },
-    "dense, async, drafts": {"groups": [(16, None)], "is_async": True, "drafts": True},
+    "no caching, async, drafts": {"is_async": True, "drafts": True, "caching": False},
+    "dense, async, drafts": {"groups": DENSE, "is_async": True, "drafts": True},
 }
+SHAPE = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float16}
 
 
 def chats(seed, num_requests, groups):
@@ -68,29 +65,31 @@ def chats(seed, num_requests, groups):
                 stop = rng.randrange(most) if rng.random() < 0.06 else None
                 made.append((f"r{len(made)}", prompt, most, before, rng.randrange(3), stop, step))
                 before = made[-1][0]
-                text = Text(prompt)
-                answer(text, most, groups)
-                prompt = text.tokens + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+                answered = prompt + answer(prompt, most, groups)
+                prompt = answered + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
     return made
 
 
-def answer(text, most, groups):
-    """Appends the answer of `most` tokens; returns it."""
-    n = len(text.tokens)
+def answer(prompt, most, groups):
+    """The answer of `most` tokens."""
+    text = Text(prompt)
     for _ in range(most):
         text.extend([text.next(len(text.tokens) - 1, groups)])
-    return text.tokens[n:]
+    return text.tokens[len(prompt) :]
 
 
-def configuration(num_pages, is_async, drafts, policy, retention, where, **more):
+def configuration(where, num_pages, case=PLAIN, **more):
+    is_async = case["is_async"]
     model = options.ModelConfig(model=str(where), skip_tokenizer_init=True, max_model_len=LONGEST, dtype="float16")  # fmt: skip
     scheduler = options.SchedulerConfig(
         max_num_seqs=24, max_num_batched_tokens=192, max_model_len=LONGEST, enable_chunked_prefill=True, is_encoder_decoder=False,
-        async_scheduling=is_async, policy=policy,
+        async_scheduling=is_async, policy=case["policy"],
     )  # fmt: skip
-    cache = options.CacheConfig(block_size=16, enable_prefix_caching=True, prefix_cache_retention_interval=retention)  # fmt: skip
+    cache = options.CacheConfig(
+        block_size=16, enable_prefix_caching=True, prefix_cache_retention_interval=case["retention"]
+    )
     spec = None
-    if drafts:
+    if case["drafts"]:
         # Asynchronous scheduling has them proposed on the device; which method does is not the scheduler's business.
         lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         spec = options.SpeculativeConfig(method="ngram", num_speculative_tokens=DRAFTS, **lookup)
@@ -101,30 +100,40 @@ def configuration(num_pages, is_async, drafts, policy, retention, where, **more)
     config.scheduler_config.async_scheduling = is_async
     config.scheduler_config.max_num_scheduled_tokens = None
     config.cache_config.num_gpu_blocks = num_pages
+    config.cache_config.enable_prefix_caching = case["caching"]
     return config
 
 
-def cache_groups(groups, num_pages, retention):
-    made = []
-    for i, (size, window) in enumerate(groups):
-        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float16}
-        spec = (
-            kinds.FullAttentionSpec(**shape) if window is None else kinds.SlidingWindowSpec(sliding_window=window, **shape)
-        )  # fmt: skip
-        made.append(kinds.KVCacheGroupSpec([f"layer {i}"], spec))
-    return kinds.KVCacheConfig(num_pages, [], made, prefix_cache_retention_interval=retention)
+def specs_of(groups):
+    """The cache groups of (block size, window or None)."""
+    return [
+        kinds.FullAttentionSpec(**SHAPE | {"block_size": size})
+        if window is None
+        else kinds.SlidingWindowSpec(sliding_window=window, **SHAPE | {"block_size": size})
+        for size, window in groups
+    ]
 
 
-def scheduler_of(cls, config, kv_config, log_stats=False):
-    sizes = [g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups] or [16]
+def scheduler_of(cls, config, specs):
+    groups = [kinds.KVCacheGroupSpec([f"layer {i}"], spec) for i, spec in enumerate(specs)]
+    cache = config.cache_config
+    kv_config = kinds.KVCacheConfig(
+        cache.num_gpu_blocks, [], groups, prefix_cache_retention_interval=cache.prefix_cache_retention_interval
+    )  # fmt: skip
+    sizes = [spec.block_size for spec in specs] or [16]
     return cls(
-        config, kv_config, StructuredOutputManager(config), max(sizes), hash_block_size=min(sizes), log_stats=log_stats
+        config, kv_config, StructuredOutputManager(config), max(sizes), hash_block_size=min(sizes), log_stats=True
     )  # fmt: skip
 
 
-def serve(scheduler, worker, requests, groups, is_async, check=None):
+def request_of(name, tokens, most=20, size=16, **more):
+    params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0)
+    hasher = get_request_block_hasher(size, sha256)
+    return Request(name, [*tokens], params, None, block_hasher=hasher, **more)
+
+
+def serve(scheduler, worker, requests, is_async, check):
     """All requests through a scheduler; returns answers and counts."""
-    hasher = get_request_block_hasher(scheduler.hash_block_size, sha256)
     ready, later = {}, {}
     for made in requests:
         (later.setdefault(made[3], []) if made[3] else ready.setdefault(made[6], [])).append(made)
@@ -132,20 +141,15 @@ def serve(scheduler, worker, requests, groups, is_async, check=None):
     counts = {"computed": 0, "drafts": 0, "preempted": 0, "steps": 0, "aborted": 0}
     step = 0
 
-    def arrive(made):
-        rid, prompt, most, _, priority, stop, _ = made
-        params = SamplingParams(max_tokens=most, ignore_eos=True, temperature=0.0)
-        request = Request(
-            rid, list(prompt), params, None, priority=priority, arrival_time=float(rid[1:]), block_hasher=hasher
-        )  # fmt: skip
+    def arrive(rid, prompt, most, _, priority, stop, *__):
         answers[rid] = []
         if stop is not None:
             aborts[rid] = stop
-        scheduler.add_request(request)
+        more = {"priority": priority, "arrival_time": float(rid[1:])}
+        scheduler.add_request(request_of(rid, prompt, most, scheduler.hash_block_size, **more))
 
     def over(rid):
-        for made in later.pop(rid, []):
-            ready.setdefault(step + 1, []).append(made)
+        ready.setdefault(step + 1, []).extend(later.pop(rid, []))
 
     def finish():
         so, work = flying.pop(0)
@@ -158,61 +162,60 @@ def serve(scheduler, worker, requests, groups, is_async, check=None):
         if worker.num_drafts and not is_async:
             scheduler.update_draft_token_ids(drafts)
 
-    while ready or later or flying or scheduler.has_unfinished_requests():
+    while any(ready.values()) or later or flying or scheduler.has_unfinished_requests():
         for made in ready.pop(step, []):
-            arrive(made)
+            arrive(*made)
         for rid, n in list(aborts.items()):
-            if len(answers[rid]) >= n and rid in scheduler.requests:
+            if rid not in scheduler.requests:
+                del aborts[rid]
+            elif len(answers[rid]) >= n:
                 scheduler.finish_requests(rid, RequestStatus.FINISHED_ABORTED)
                 counts["aborted"] += 1
                 del aborts[rid]
                 over(rid)
-            elif rid not in scheduler.requests:
-                del aborts[rid]
         so = scheduler.schedule()
         step += 1
         counts["preempted"] += len(so.preempted_req_ids or ())
-        if so.total_num_scheduled_tokens:
+        num_tokens = so.total_num_scheduled_tokens
+        if num_tokens:
             counts["steps"] += 1
             drafted = sum(map(len, so.scheduled_spec_decode_tokens.values()))
-            counts["computed"] += so.total_num_scheduled_tokens - drafted
+            counts["computed"] += num_tokens - drafted
             counts["drafts"] += drafted
+        if num_tokens or so.finished_req_ids or so.preempted_req_ids:
             flying.append((so, worker.take(so)))
-        elif so.finished_req_ids or so.preempted_req_ids:
-            flying.append((so, worker.take(so)))
-        if flying and (len(flying) > (1 if is_async else 0) or not so.total_num_scheduled_tokens):
+        if flying and (len(flying) > (1 if is_async else 0) or not num_tokens):
             finish()
-        if check is not None and step % 16 == 0:
+        if step % 16 == 0:
             check()
         assert step < 200_000, "the scheduler stands still"
+    check()
     return answers, counts
 
 
-def run(name, num_pages, num_requests, where, classes):
-    case = {"is_async": False, "drafts": False, "policy": "fcfs", "retention": 0, "caching": True} | CASES[name]  # fmt: skip
-    groups, is_async, drafts = case["groups"], case["is_async"], case["drafts"]
+def run(where, name, num_pages, num_requests):
+    """Counts of both schedulers on the requests of a case, and what was wrong."""
+    case = PLAIN | CASES[name]
+    groups, is_async = case["groups"], case["is_async"]
     requests = chats(1, num_requests, groups)
     said = {"case": name, "pages": num_pages, "requests": len(requests)}
-    for who, cls in classes(is_async).items():
-        config = configuration(num_pages, is_async, drafts, case["policy"], case["retention"], where)  # fmt: skip
-        config.cache_config.enable_prefix_caching = case["caching"]
-        scheduler = scheduler_of(cls, config, cache_groups(groups, num_pages, case["retention"]))
-        worker = Worker(groups, num_pages, drafts, 5)
-        check = None
-        if who == "quire":
-            assert (isinstance(scheduler, AsyncScheduler)) == is_async
-            check = scheduler.kv_cache_manager.cache.check_invariants
-        answers, counts = serve(scheduler, worker, requests, groups, is_async, check)
+    for who, cls in (
+        ("vllm", AsyncScheduler if is_async else Scheduler),
+        ("quire", QuireScheduler),
+    ):
+        scheduler = scheduler_of(cls, configuration(where, num_pages, case), specs_of(groups))
+        assert isinstance(scheduler, AsyncScheduler) == is_async
+        worker = Worker(groups, num_pages, case["drafts"], 5)
+        cache = scheduler.kv_cache_manager.cache if who == "quire" else None
+        check = cache.check_invariants if cache else lambda: None
+        answers, counts = serve(scheduler, worker, requests, is_async, check)
         differ = 0
         for rid, prompt, most, _, _, stop, _ in requests:
-            truth = answer(Text(prompt), most, groups)
-            got = answers[rid]
+            truth, got = answer(prompt, most, groups), answers[rid]
             differ += got != (truth if stop is None else truth[: len(got)])
         counts |= {"differ": differ, "rows": worker.checked, "wrong": worker.wrong, "accepted": worker.accepted,
                    "rejected": worker.rejected}  # fmt: skip
-        if check is not None:
-            check()
-            cache = scheduler.kv_cache_manager.cache
+        if cache:
             counts["left"] = cache.stats()["pages_in_use"] + len(cache.sequences.ids)
             counts["left"] += scheduler.get_kv_cache_usage() + (not scheduler.reset_prefix_cache())
             counts["left"] += num_pages - 1 - cache.num_free_pages
@@ -225,19 +228,21 @@ def timings(where, sizes=(1, 16, 64, 256), steps=64):
 
     Over `steps` steps blocks start and segments become findable. Their schedulers only make the managers.
     """
-    hasher = get_request_block_hasher(16, sha256)
-    params = SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=0.0)
     rng, said = random.Random(0), []
-    for groups in ("dense", "hybrid"):
-        config = configuration(16_384, False, False, "fcfs", 0, where)
-        config.scheduler_config.max_num_seqs = max(sizes)
+    config = configuration(where, 16_384)
+    config.scheduler_config.max_num_seqs = max(sizes)
+
+    def sampled(request, num_computed):
+        request.num_computed_tokens += num_computed
+        request.append_output_token_ids(7)
+
+    for name, groups in (("dense", DENSE), ("hybrid", HYBRID)):
         for n in sizes:
             prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(130, 200))] for _ in range(n)]  # fmt: skip
             managers = {}
             for who, cls in (("vllm", Scheduler), ("quire", QuireScheduler)):
-                pages = cache_groups(CASES[groups]["groups"], 16_384, 0)
-                manager = scheduler_of(cls, config, pages).kv_cache_manager
-                requests = [Request(str(i), list(p), params, None, block_hasher=hasher) for i, p in enumerate(prompts)]  # fmt: skip
+                manager = scheduler_of(cls, config, specs_of(groups)).kv_cache_manager
+                requests = [request_of(str(i), p, LONGEST) for i, p in enumerate(prompts)]
                 for r in requests:
                     assert manager.allocate_slots(r, r.num_tokens) is not None
                     r.status = RequestStatus.RUNNING
@@ -254,67 +259,45 @@ def timings(where, sizes=(1, 16, 64, 256), steps=64):
                     for r in requests:
                         sampled(r, 1)
             medians = {who: sorted(times)[steps // 2] / n * 1e6 for who, (*_, times) in managers.items()}  # fmt: skip
-            said.append({"groups": groups, "requests": n} | medians)
+            said.append({"groups": name, "requests": n} | medians)
     return said
-
-
-def sampled(request, num_computed):
-    request.num_computed_tokens += num_computed
-    request.append_output_token_ids(7)
 
 
 def refusals(where):
     """The error of each configuration when its scheduler is made; None if it is served."""
+    full, window = specs_of([(16, None), (16, 32)])
+    mamba = kinds.MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float16,))
+    events = options.KVEventsConfig(enable_kv_cache_events=True)
+    asked = {
+        "served": ([full, window, kinds.MLAAttentionSpec(**SHAPE)], {}),
+        "chunked": ([kinds.ChunkedLocalAttentionSpec(attention_chunk_size=32, **SHAPE)], {}),
+        "cross": ([kinds.CrossAttentionSpec(**SHAPE)], {}),
+        "mamba": ([full, mamba], {}),
+        "no groups": ([], {}),
+        "connector": ([full], {"kv_transfer_config": object()}),
+        "events": ([full], {"kv_events_config": events}),
+        "DCP": ([full], {"decode_context_parallel_size": 2}),
+        "PP": ([full], {"pipeline_parallel_size": 2}),
+    }
     said = {}
-
-    def told(name, groups, change=lambda config: None, **more):
-        config = configuration(100, False, False, "fcfs", 0, where, **more)
-        change(config)
-        pages = kinds.KVCacheConfig(100, [], [kinds.KVCacheGroupSpec(["layer"], g) for g in groups])
+    for name, (specs, changes) in asked.items():
+        config = configuration(where, 100)
+        for field, value in changes.items():
+            owner = config.parallel_config if field.endswith("parallel_size") else config
+            setattr(owner, field, value)
         try:
-            said[name] = scheduler_of(QuireScheduler, config, pages) and None
+            said[name] = scheduler_of(QuireScheduler, config, specs) and None
         except NotImplementedError as error:
             said[name] = str(error)
-
-    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float16}
-    full = kinds.FullAttentionSpec(**shape)
-
-    def parallel(name):
-        return lambda config: setattr(config.parallel_config, name, 2)
-
-    def connector(config):
-        config.kv_transfer_config = object()
-
-    told(
-        "served",
-        [
-            full,
-            kinds.SlidingWindowSpec(sliding_window=32, **shape),
-            kinds.MLAAttentionSpec(**shape),
-        ],
-    )
-    told("chunked", [kinds.ChunkedLocalAttentionSpec(attention_chunk_size=32, **shape)])
-    told("cross", [kinds.CrossAttentionSpec(**shape)])
-    told("mamba", [full, kinds.MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float16,))])
-    told("no groups", [])
-    told("connector", [full], connector)
-    told("events", [full], kv_events_config=options.KVEventsConfig(enable_kv_cache_events=True))
-    told("DCP", [full], parallel("decode_context_parallel_size"))
-    told("PP", [full], parallel("pipeline_parallel_size"))
     return said
-
-
-def plain_request(name, tokens):
-    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
-    return Request(name, tokens, params, None, block_hasher=get_request_block_hasher(16, sha256))
 
 
 def findable(where):
     """Dense tokens that others find of a chunk whose request was preempted in its step, and of one that was not."""
-    config = configuration(300, True, False, "fcfs", 0, where)
-    groups = cache_groups(CASES["hybrid"]["groups"], 300, 0)
-    manager, hits = scheduler_of(QuireScheduler, config, groups).kv_cache_manager, []
-    first, second = (plain_request(name, [9] * 300) for name in "cd")
+    case = PLAIN | {"is_async": True}
+    scheduler = scheduler_of(QuireScheduler, configuration(where, 300, case), specs_of(HYBRID))
+    manager, hits = scheduler.kv_cache_manager, []
+    first, second = (request_of(name, [9] * 300) for name in "cd")
     for chunk in (200, 100):
         manager.new_step_starts()
         first.status, first.num_computed_tokens = RequestStatus.WAITING, 0
@@ -334,13 +317,11 @@ def drafter_hits(where):
     """Hits of three prompts of equal tokens, without and with a drafter whose last row before a hit depends on the token after it."""
     hits = []
     for drops in (False, True):
-        kv_config = cache_groups(CASES["dense"]["groups"], 100, 0)
-        config = configuration(100, False, False, "fcfs", 0, where)
-        scheduler = scheduler_of(QuireScheduler, config, kv_config)
+        scheduler = scheduler_of(QuireScheduler, configuration(where, 100), specs_of(DENSE))
         scheduler.use_eagle_block_drop = drops
         manager = CacheManager(scheduler)
         for end in (100, 97, 81):
-            request = plain_request(f"e{end}", [5] * end)
+            request = request_of(f"e{end}", [5] * end)
             found, hit, _ = manager.get_computed_blocks(request)
             hits.append(hit)
             manager.allocate_slots(request, end - hit, hit, found)
@@ -349,27 +330,20 @@ def drafter_hits(where):
 
 
 def main():
+    _, _, requests, sizes, out, *names = sys.argv
     init_none_hash(sha256)
-    where = Path(sys.argv[4]).resolve().parent / "model"
+    where = Path(out).resolve().parent / "model"
     where.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCAB + 2, "max_position_embeddings": LONGEST,
     }  # fmt: skip
     (where / "config.json").write_text(json.dumps(config))
-
-    def classes(is_async):
-        return {"vllm": AsyncScheduler if is_async else Scheduler, "quire": QuireScheduler}
-
-    names, sizes = sys.argv[5:] or CASES, [*map(int, sys.argv[3].split(","))]
-    cases = [
-        run(name, pages, int(sys.argv[2]), where, classes) for name in names for pages in sizes
-    ]
-    results = {
-        "cases": cases, "refusals": refusals(where), "findable": findable(where),
-        "drafter": drafter_hits(where), "timings": timings(where),
-    }  # fmt: skip
-    Path(sys.argv[4]).write_text(json.dumps(results))
+    pools = [int(size) for size in sizes.split(",")]
+    cases = [run(where, name, n, int(requests)) for name in names or CASES for n in pools]
+    said = {"refusals": refusals, "findable": findable, "drafter": drafter_hits, "timings": timings}
+    results = {"cases": cases} | {name: made(where) for name, made in said.items()}
+    Path(out).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
