@@ -1,9 +1,9 @@
 """flash-attn's inference functions, computed by this project's kernels.
 
-``install()`` puts them where ``import flash_attn`` finds them; names, arguments, defaults and results
-are those of flash-attn 2.6 to 2.8. Refused by name: dropout, ALiBi, left padding, rotary embedding,
-a given ``num_splits``, queries that see keys behind them, and gradients. Pages may have any size,
-and fp32 and CPU tensors work too.
+``install()`` puts them where ``import flash_attn`` finds them; names, arguments, defaults and
+results are those of flash-attn 2.6 to 2.8. Refused by name: dropout, ALiBi, left padding, rotary
+embedding, a given ``num_splits``, queries that see keys behind them, and gradients. Pages may have
+any size, and fp32 and CPU tensors work too.
 
 Source: flash-attn 2.8.3, ``flash_attn/flash_attn_interface.py``.
 """
@@ -97,11 +97,11 @@ def flash_attn_with_kvcache(
     window_size: Sequence[int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None, num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of equally long queries over a cache, which new rows of K and V are first written to.
+    """Attention of equally long queries over a cache, to which new rows are written first.
 
     Args:
         q: [num_seqs, seqlen_q, num_heads, head_dim] bf16, fp16 or fp32.
-        k_cache, v_cache: [cache_rows, capacity, num_kv_heads, head_dim], a row of the cache for each
+        k_cache, v_cache: [cache_rows, capacity, num_kv_heads, head_dim], a cache row for each
             sequence, or with ``block_table`` [num_pages, block_size, num_kv_heads, head_dim].
         k, v: [num_seqs, seqlen_new, num_kv_heads, head_dim] rows to write behind ``cache_seqlens``,
             in place, before attention; both or neither.

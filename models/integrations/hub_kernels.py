@@ -2,12 +2,10 @@
 
     python -m quire.models.integrations.hub_kernels DIR
 
-DIR, a new or empty directory, gets ``build.toml``, the sources in ``torch-ext/quire_kernels`` and the
-same files in ``build/torch-cpu`` and ``build/torch-cuda``. They do not need quire. ::
-
-    quire_kernels = kernels.get_local_kernel(Path("DIR"))
-
-Source: huggingface.co/docs/kernels, "Kernel requirements" and "Writing kernels"; kernels 0.17.2.
+DIR, a new or empty directory, gets ``build.toml``, the sources in ``torch-ext/quire_kernels`` and
+the same files in ``build/torch-cpu`` and ``build/torch-cuda``. They do not need quire:
+``kernels.get_local_kernel(Path("DIR"))``.
+Source: huggingface.co/docs/kernels, "Kernel requirements", "Writing kernels"; kernels 0.17.2.
 """
 
 from __future__ import annotations
@@ -32,7 +30,10 @@ PACKAGE = "quire_kernels"
 VERSION = 0  # alpha, by the Hub's convention
 OLDEST = "0.17.2"  # of the package `kernels`
 # Compute capabilities that the kernels are compiled for; each covers later minor versions.
-ARCHS = {"cpu": None, "cuda": ["8.0", "8.6", "9.0", "10.0", "12.0"]}
+BACKENDS = {
+    "cpu": {"type": "cpu"},
+    "cuda": {"type": "cuda", "archs": ["8.0", "8.6", "9.0", "10.0", "12.0"]},
+}
 BUILD_TOML = f"""\
 [general]
 name = "quire-kernels"
@@ -58,10 +59,11 @@ def export(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"DIR: expected a new or an empty directory, got {directory}")
     source = Path(str(kernels.__file__)).parent
-    folders = {name: directory / "build" / f"torch-{name}" for name in ARCHS}
-    for folder in (directory / "torch-ext" / PACKAGE, *folders.values()):
-        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for backend, folder in folders.items():
+    for name in ("torch-ext/" + PACKAGE, "build/torch-cpu", "build/torch-cuda"):
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, directory / name, ignore=without)
+    for backend in BACKENDS:
+        folder = directory / "build" / f"torch-{backend}"
         text = json.dumps(metadata(folder, backend), indent=2)
         (folder / "metadata.json").write_text(text, encoding="utf-8")
     (directory / "build.toml").write_text(BUILD_TOML, encoding="utf-8")
@@ -69,15 +71,12 @@ def export(directory: Path) -> None:
 
 def metadata(folder: Path, backend: str) -> dict[str, object]:
     """``metadata.json`` for the files in a folder; its id depends on their contents."""
-    digests = {
-        path.relative_to(folder).as_posix(): base64.b64encode(
-            hashlib.sha256(path.read_bytes()).digest()
-        ).decode()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    digests = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).digest()
+            digests[path.relative_to(folder).as_posix()] = base64.b64encode(digest).decode()
     content = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:12]
-    archs = ARCHS[backend]
     return {
         "name": "quire-kernels",
         "id": f"_{PACKAGE}_{backend}_{content}",
@@ -85,7 +84,7 @@ def metadata(folder: Path, backend: str) -> dict[str, object]:
         "kernels-minver": OLDEST,
         "license": "Apache-2.0",
         "python-depends": [],
-        "backend": {"type": backend} | ({"archs": archs} if archs else {}),
+        "backend": BACKENDS[backend],
         "digest": {"algorithm": "sha256", "files": digests},
     }
 

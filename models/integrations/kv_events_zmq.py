@@ -1,4 +1,4 @@
-"""KV-cache events on a ZMQ socket, in vLLM's schema, which SGLang and Dynamo read; extra ``events``.
+"""KV-cache events on a ZMQ socket, in vLLM's schema, which SGLang and Dynamo read; extra `events`.
 
 A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack; an event is a map with its
 name under ``"type"``. A PUB socket sends ``[topic, number, batch]``, the number in 8 bytes,

@@ -5,7 +5,7 @@
 SGLang finds it by the entry point ``sglang.srt.plugins``. Each step has a block table of its
 requests' slots in SGLang's pools, and another one where window layers have a pool of their own. New
 rows are attended to as they come, and written to the pool. CUDA graphs hold decode steps.
-Source: sglang 0.5.23, ``srt/plugins``, ``srt/layers/attention/{base_attn_backend,triton_backend}.py``.
+Source: sglang 0.5.23, ``srt/plugins``, ``srt/layers/attention/base_attn_backend.py``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class QuireAttention:
         )  # fmt: skip
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a decode step that is captured or replayed: write in place what its graph reads."""
+        """Prepare a decode step of a graph: write in place what the graph reads."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise NotImplementedError(
                 f"forward_mode: expected DECODE in a CUDA graph, got {forward_batch.forward_mode}"

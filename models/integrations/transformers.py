@@ -37,7 +37,7 @@ Shape = namedtuple("Shape", "num_kv_heads head_dim sliding_window")
 
 
 def _layers_of(config: Any) -> Any:
-    """The attributes of a model that `cache_groups` and `PageTensors` read, from its configuration."""
+    """What `cache_groups` and `PageTensors` read of a model, from its configuration."""
     num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
     types = getattr(config, "layer_types", None) or [kind] * num_layers
@@ -72,8 +72,8 @@ class QuirePool:
         num_pages: pages of the pool, page 0 (never owned) included.
         max_model_len: longest sequence, tokens.
         block_size: tokens in a page.
-        options: of `KVCache`: `max_requests` (rows of all `QuireCache`s that live at once; 16),
-            `max_draft_tokens` (at least ``prompt_lookup_num_tokens``), `retention`, `policy`.
+        options: of `KVCache`, e.g. `max_requests` (rows of all `QuireCache`s that live at once; 16)
+            and `max_draft_tokens` (at least ``prompt_lookup_num_tokens``).
 
     Attributes:
         kv: the allocator; its `stats` say what was reused.
@@ -101,9 +101,10 @@ class QuirePool:
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, _mask)
         model.set_attn_implementation(NAME)
-        hooks = model.register_forward_pre_hook, model.register_forward_hook
-        calls = zip(hooks, (self._begin, self._finish), strict=True)
-        self._hooks = [hook(call, with_kwargs=True) for hook, call in calls]
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._finish, with_kwargs=True),
+        ]
 
     def close(self) -> None:
         """Give the model back the attention that it had."""

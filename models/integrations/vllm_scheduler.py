@@ -4,7 +4,7 @@
 
 Queues, budgets, preemption, drafts and outputs are vLLM's, with asynchronous scheduling too; kvcore
 decides which pages requests get, what stays cached and where a prompt may resume. Workers and
-attention backends are as before: tables are append-only, and all rows that queries see are in pages.
+attention backends stay: tables are append-only, and all rows that queries see are in pages.
 """
 
 # ruff: noqa: E402  the version is checked before modules that others may not have
@@ -141,7 +141,7 @@ class CacheManager(KVCacheManager):
         self.enable_caching = scheduler.cache_config.enable_prefix_caching
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         groups = []  # pages count as one byte each
-        # Block sizes, and the most tokens or blocks that an admission counts: windows free what they passed.
+        # Block sizes, and the most blocks that an admission counts: windows free what they passed.
         self._groups = []
         for i, spec in enumerate(specs):
             window, most = None, self.max_model_len
@@ -282,7 +282,7 @@ class CacheManager(KVCacheManager):
         return max(now, at_once)
 
     def _admit(self, request: Request, slots: int, least: int, hit: int) -> list[list[int]] | None:
-        """The pages up to token `slots` of a new request, where so many are available at `least`."""
+        """The pages up to token `slots` of a new request; `least`: pages that must be available."""
         if not self.cache.num_free_slots:
             return None
         found, match = self._found or (None, None)
