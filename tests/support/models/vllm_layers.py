@@ -9,7 +9,6 @@ vLLM's own subscribers read them.
 
 import json
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import from_checkout  # noqa: F401
@@ -59,113 +58,101 @@ class Case:
     def __init__(self, windows, dtype=torch.float16, cache_dtype="auto", layout="LBNHC", softcap=None, sinks=False, donor=None,
                  scales=(1.0, 1.0)):  # fmt: skip
         self.dtype, self.windows, self.softcap, self.scales = dtype, windows, softcap, scales
-        self.donor = donor or {}
         generator = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         # A row depends on its token and position alone, so that a prefix that is shared has the same rows.
         self.tokens = draw(3, len(windows), VOCAB, HEADS, SIZE)
         self.places = draw(3, len(windows), LONGEST, HEADS, SIZE)
-        cache = CacheConfig(block_size=BLOCK, cache_dtype=cache_dtype, enable_prefix_caching=True)
-        self.config = VllmConfig(device_config=DeviceConfig(device="cpu"), cache_config=cache)
-        self.config.cache_config.kv_cache_layout = layout
-        self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
-        self.names = [f"model.layers.{i}.self_attn.attn" for i in range(len(windows))]
         self.sinks = [draw(HEADS) for _ in windows] if sinks else None
+        cache = CacheConfig(block_size=BLOCK, cache_dtype=cache_dtype, enable_prefix_caching=True)
+        cache.kv_cache_layout = layout
+        self.config = VllmConfig(device_config=DeviceConfig(device="cpu"), cache_config=cache)
+        self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        names = [f"model.layers.{i}.self_attn.attn" for i in range(len(windows))]
+        self.donor = [(donor or {}).get(i, i) for i in range(len(windows))]  # whose keys layers use
         backend = AttentionBackendEnum.CUSTOM.get_class()
         torch.set_default_dtype(dtype)
         with set_current_vllm_config(self.config):
-            self.layers = [self.layer(backend, i, softcap) for i in range(len(windows))]
+            self.layers = [self.layer(backend, names, i) for i in range(len(windows))]
             specs = {
-                name: layer.get_kv_cache_spec(self.config)
-                for i, (name, layer) in enumerate(zip(self.names, self.layers, strict=True))
-                if i not in self.donor
+                names[i]: self.layers[i].get_kv_cache_spec(self.config)
+                for i in sorted(set(self.donor))
             }
             groups = get_kv_cache_groups(self.config, specs)
-            # So few that some are evicted, and that a block's next owner is of another group.
-            per_block = (
-                max(len(group.layer_names) for group in groups)
-                * specs[self.names[0]].page_size_bytes
-            )
-            self.kv = get_kv_cache_config_from_groups(self.config, groups, 64 * per_block)
+            # So few pages that some are evicted, and that a block's next owner is of another group.
+            size = max(len(g.layer_names) for g in groups) * specs[names[0]].page_size_bytes
+            self.kv = get_kv_cache_config_from_groups(self.config, groups, 64 * size)
         torch.set_default_dtype(torch.float32)
-        resolved = self.config.cache_config.get_resolved_kv_cache_layout()
-        caches = allocate_kv_cache(self.kv, torch.device("cpu"), resolved)
+        self.layout = cache.get_resolved_kv_cache_layout()
+        caches = allocate_kv_cache(self.kv, torch.device("cpu"), self.layout)
         storage = next(iter(caches.values())).untyped_storage()  # one for all
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # NaN of each dtype
-        for i, layer in enumerate(self.layers):
-            layer.kv_cache = caches[self.names[self.donor.get(i, i)]]
+        for layer, d in zip(self.layers, self.donor, strict=True):
+            layer.kv_cache = caches[names[d]]
             layer._k_scale.fill_(scales[0])
             layer._v_scale.fill_(scales[1])
-        self.groups = [
-            group.layer_names + [self.names[i] for i, d in self.donor.items() if self.names[d] in group.layer_names]
-            for group in self.kv.kv_cache_groups
-        ]  # fmt: skip
-        self.builders = [
-            backend.get_builder_cls()(g.kv_cache_spec, names, self.config, torch.device("cpu"))
-            for g, names in zip(self.kv.kv_cache_groups, self.groups, strict=True)
-        ]
-        self.manager = KVCacheManager(
-            self.kv, LONGEST, scheduler_block_size=BLOCK, hash_block_size=BLOCK
-        )
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.groups = []  # of each its layers, also those that share keys, and the maker of its metadata
+        for group in self.kv.kv_cache_groups:
+            members = [n for n, d in zip(names, self.donor, strict=True) if names[d] in group.layer_names]  # fmt: skip
+            make = backend.get_builder_cls()
+            builder = make(group.kv_cache_spec, members, self.config, torch.device("cpu"))
+            self.groups.append((members, builder))
+        sizes = {"scheduler_block_size": BLOCK, "hash_block_size": BLOCK}
+        self.manager = KVCacheManager(self.kv, LONGEST, **sizes)
         self.checked, self.wrong, self.hits, self.most = 0, 0, 0, 0.0
 
-    def layer(self, backend, i, softcap):
+    def layer(self, backend, names, i):
+        shared = names[self.donor[i]] if self.donor[i] != i else None
         more = {"sinks": self.sinks[i]} if self.sinks else {}
-        shared = self.names[self.donor[i]] if i in self.donor else None
         return Attention(
-            HEADS, SIZE, SIZE**-0.5, num_kv_heads=KV_HEADS, cache_config=self.config.cache_config, logits_soft_cap=softcap,
-            per_layer_sliding_window=self.windows[i], prefix=self.names[i], attn_backend=backend, kv_sharing_target_layer_name=shared, **more,
+            HEADS, SIZE, SIZE**-0.5, num_kv_heads=KV_HEADS, cache_config=self.config.cache_config, logits_soft_cap=self.softcap,
+            per_layer_sliding_window=self.windows[i], prefix=names[i], attn_backend=backend, kv_sharing_target_layer_name=shared, **more,
         )  # fmt: skip
 
     def rows(self, part, layer, tokens, first):
         """Rows of q, k or v [n, heads, SIZE] of tokens at positions from `first` on."""
-        heads = HEADS if part == 0 else KV_HEADS
         at = torch.arange(first, first + len(tokens))
         rows = self.tokens[part, layer, tokens] + self.places[part, layer, at]
-        return rows[:, :heads].to(self.dtype)
+        return rows[:, : HEADS if part == 0 else KV_HEADS].to(self.dtype)
 
     def step(self, batch):
         """Runs all layers for (request, tokens) pairs, decodes first, and checks each row."""
         batch = sorted(batch, key=lambda pair: pair[1] > 1)
-        counts = [n for _, n in batch]
-        starts = [r.num_computed_tokens for r, _ in batch]
-        cu = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
-        lens = torch.tensor([s + n for s, n in zip(starts, counts, strict=True)], dtype=torch.int32)
-        metadata, slots, width = {}, {}, -(-LONGEST // BLOCK)
-        for g, (names, builder) in enumerate(zip(self.groups, self.builders, strict=True)):
-            table = torch.zeros(len(batch), width, dtype=torch.int32)
+        batch = [(r, r.num_computed_tokens, r.num_computed_tokens + n) for r, n in batch]
+        cu = torch.tensor([0, *np.cumsum([end - start for _, start, end in batch])]).int()
+        lens = torch.tensor([end for *_, end in batch]).int()
+        metadata, slots = {}, {}
+        for g, (names, builder) in enumerate(self.groups):
+            table = torch.zeros(len(batch), -(-LONGEST // BLOCK), dtype=torch.int32)
             mapping = []
-            for row, (request, n) in enumerate(batch):
+            for row, (request, start, end) in enumerate(batch):
                 ids = self.manager.get_block_ids(request.request_id)[g]
                 table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-                at = torch.arange(starts[row], starts[row] + n)
+                at = torch.arange(start, end)
                 mapping.append(table[row, at // BLOCK].long() * BLOCK + at % BLOCK)
             common = CommonAttentionMetadata(
                 query_start_loc=cu, query_start_loc_cpu=cu, seq_lens=lens, num_reqs=len(batch), num_actual_tokens=int(cu[-1]),
-                max_query_len=max(counts), max_seq_len=int(lens.max()), block_table_tensor=table, slot_mapping=torch.cat(mapping),
+                max_query_len=int(cu.diff().max()), max_seq_len=int(lens.max()), block_table_tensor=table, slot_mapping=torch.cat(mapping),
             )  # fmt: skip
-            built = builder.build(0, common)
-            metadata |= dict.fromkeys(names, built)
+            metadata |= dict.fromkeys(names, builder.build(0, common))
             slots |= dict.fromkeys(names, common.slot_mapping)
         with set_forward_context(metadata, self.config, num_tokens=int(cu[-1]), slot_mapping=slots):
             for i, layer in enumerate(self.layers):
-                parts = [
-                    torch.cat([self.rows(part, i if part == 0 else self.donor.get(i, i), r.all_token_ids[s : s + n], s)
-                               for (r, n), s in zip(batch, starts, strict=True)])
-                    for part in range(3)
-                ]  # fmt: skip
                 padding = torch.full((2, HEADS, SIZE), float("nan"), dtype=self.dtype)
-                parts = [torch.cat([rows, padding[:, : rows.shape[1]]]) for rows in parts]
-                out = layer(*(rows.flatten(1) for rows in parts))[: int(cu[-1])]
-                for row, (request, n) in enumerate(batch):
-                    self.check(i, request, starts[row], n, out[cu[row] : cu[row + 1]])
+                parts = []
+                for part, of in enumerate((i, self.donor[i], self.donor[i])):
+                    rows = [self.rows(part, of, r.all_token_ids[s:e], s) for r, s, e in batch]
+                    parts.append(torch.cat([*rows, padding[:, : rows[0].shape[1]]]).flatten(1))
+                out = layer(*parts)
+                for row, (request, start, end) in enumerate(batch):
+                    ids = request.all_token_ids[:end]
+                    self.check(i, ids, start, out[cu[row] : cu[row + 1]])
 
-    def check(self, i, request, start, n, out):
-        owner, ids = self.donor.get(i, i), request.all_token_ids[: start + n]
-        q = self.rows(0, i, ids[start:], start)
+    def check(self, i, ids, start, out):
+        """Attention of the tokens from `start` on, beside float64."""
+        q, owner = self.rows(0, i, ids[start:], start), self.donor[i]
         k, v = (self.rows(part, owner, ids, 0).double() for part in (1, 2))
-        from_pages = start + n if i in self.donor else start
+        from_pages = start if owner == i else len(ids)
         if self.config.cache_config.cache_dtype == "fp8":
             for x, scale in zip((k, v), self.scales, strict=True):
                 held = (x[:from_pages].float() / scale).to(torch.float8_e4m3fn)
@@ -175,24 +162,24 @@ class Case:
         exact, _ = attention(q, k, v, sinks=sinks, **mask)
         budget = allowed(exact, self.dtype)
         with torch._C.DisableTorchFunctionSubclass():
-            off = (out.view(n, HEADS, SIZE).double() - exact.as_subclass(torch.Tensor)).abs()
+            off = (out.view(q.shape).double() - exact.as_subclass(torch.Tensor)).abs()
         good = (off <= budget).flatten(1).all(1)  # NaN is no good
-        self.checked, self.wrong = self.checked + n, self.wrong + int((~good).sum())
+        self.checked, self.wrong = self.checked + len(q), self.wrong + int((~good).sum())
         self.most = max(self.most, (off / budget).max().item())
+
+    def requests(self, random):
+        """Twelve with one of three prefixes."""
+        prefixes = random.integers(0, VOCAB, (3, 80))
+        hasher = get_request_block_hasher(BLOCK, sha256)
+        for name in range(12):
+            prefix = prefixes[name % 3][: random.integers(30, 80)]
+            ids = [*prefix, *random.integers(0, VOCAB, random.integers(5, 40))]
+            params = SamplingParams(max_tokens=10)
+            yield Request(str(name), [int(x) for x in ids], params, None, block_hasher=hasher)
 
     def run(self):
         random = np.random.default_rng(1)
-        prefixes = random.integers(0, VOCAB, (3, 80))
-        waiting = []
-        for name in range(12):
-            ids = [
-                *prefixes[name % 3][: random.integers(30, 80)],
-                *random.integers(0, VOCAB, random.integers(5, 40)),
-            ]
-            ids = [int(x) for x in ids]
-            params = SamplingParams(max_tokens=10)
-            waiting.append(Request(str(name), ids, params, None, block_hasher=self.hasher))
-        running, steps = [], 0
+        waiting, running = [*self.requests(random)], []
         while waiting or running:
             self.manager.new_step_starts()
             batch = []
@@ -209,7 +196,6 @@ class Case:
                     request.num_computed_tokens, self.hits = hit, self.hits + hit
                 batch.append((request, n))
             self.step(batch)
-            steps += 1
             for request, n in batch:
                 request.num_computed_tokens += n
                 if request.num_computed_tokens == request.num_tokens:
@@ -217,10 +203,9 @@ class Case:
                 if request.num_output_tokens > 8:
                     self.manager.free(request)
                     running.remove(request)
-        layouts = self.config.cache_config.get_resolved_kv_cache_layout().name
         return {
-            "rows": self.checked, "wrong": self.wrong, "hits": self.hits, "steps": steps, "groups": len(self.kv.kv_cache_groups),
-            "blocks": self.kv.num_blocks, "layout": layouts, "of budget": self.most,
+            "rows": self.checked, "wrong": self.wrong, "hits": self.hits, "groups": len(self.kv.kv_cache_groups),
+            "layout": self.layout.name, "of budget": self.most,
         }  # fmt: skip
 
 
@@ -268,7 +253,7 @@ def main():
     torch.set_num_threads(1)
     init_none_hash(sha256)
     load_general_plugins()  # of quire's entry point
-    said = {"vllm": metadata.version("vllm"), "backend": AttentionBackendEnum.CUSTOM.get_path()}
+    said = {"backend": AttentionBackendEnum.CUSTOM.get_path()}
     said["cases"] = {name: Case(**case).run() for name, case in CASES.items()}
     said |= {"refusals": refusals(), "events": events()}
     Path(sys.argv[2]).write_text(json.dumps(said))
