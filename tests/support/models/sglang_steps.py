@@ -6,7 +6,6 @@ Imports only files beside it, so that a process that has loaded SGLang's wheel c
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -37,20 +36,6 @@ class Mode(enum.IntEnum):
 
     def is_decode(self):
         return self == Mode.DECODE
-
-
-@dataclass
-class Batch:
-    """SGLang's ``ForwardBatch``, as far as a backend reads it."""
-
-    forward_mode: object
-    batch_size: int
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu: torch.Tensor | None
-    out_cache_loc: torch.Tensor
-    extend_seq_lens: torch.Tensor | None = None
-    extend_seq_lens_cpu: list[int] | None = None
 
 
 def layer(layer_id, window=-1, cap=0.0, **changed):
@@ -142,18 +127,16 @@ class Host:
         self.mapping[slots] = 0
 
     def step(self, modes, kind, lengths):
-        """The batch of requests 1, 2, ... that get ``lengths`` new tokens; 0 leaves one out."""
+        """Requests 1, 2, ... that get ``lengths`` new tokens (0 leaves one out), and SGLang's ``ForwardBatch`` as far as a backend reads it."""
         chosen = [(r, n) for r, n in enumerate(lengths, 1) if n]
         slots = torch.cat([self.allocate(r, len(self.history[r][0]) + n) for r, n in chosen])
         seq_lens = torch.tensor([len(self.history[r][0]) + n for r, n in chosen])
-        batch = Batch(
-            getattr(modes, kind), len(chosen), torch.tensor([r for r, _ in chosen]), seq_lens,
-            seq_lens.clone(), slots,
+        new = None if kind == "DECODE" else [n for _, n in chosen]
+        return chosen, SimpleNamespace(
+            forward_mode=getattr(modes, kind), batch_size=len(chosen), req_pool_indices=torch.tensor([r for r, _ in chosen]),
+            seq_lens=seq_lens, seq_lens_cpu=seq_lens.clone(), out_cache_loc=slots, extend_seq_lens_cpu=new,
+            extend_seq_lens=None if new is None else torch.tensor(new, dtype=torch.int32),
         )  # fmt: skip
-        if kind != "DECODE":
-            batch.extend_seq_lens = torch.tensor([n for _, n in chosen], dtype=torch.int32)
-            batch.extend_seq_lens_cpu = [n for _, n in chosen]
-        return chosen, batch
 
     def run(self, backend, chosen, batch, layers, sinks):
         """Both layers of a step; each result is compared, and the written rows are those given."""
