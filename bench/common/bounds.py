@@ -16,7 +16,7 @@ This is running error analysis, with worst cases added up and never a sample of 
     a sum of n terms  errs by gamma(n) = n UNIT / (1 - n UNIT) of the sum of magnitudes, in whatever
                       order and pieces it is taken
     softmax, lse      n logits in tiles of TILE or more, each with an exponential and a rescaling of
-                      what came before (`_slack`, `_steps`); logits that are off by d_j change
+                      what came before (`_exponentials`); logits that are off by d_j change
                       weight j by at most exp(d_j + log sum_k p_k exp(d_k)) - 1
     weights, results  are rounded to nearest in the dtype that the program keeps them in
 
@@ -222,25 +222,17 @@ def _apply(rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
     return bounded(value, error + units * UNIT * (value.abs() + error))
 
 
-def _add(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
+def _add(x: Any, y: Any, sign: int = 1) -> tuple[Tensor, Tensor, float]:
     (a, da), (b, db) = _parts(x), _parts(y)
-    return a + b, da + db, 1
-
-
-def _sub(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
-    (a, da), (b, db) = _parts(x), _parts(y)
-    return a - b, da + db, 1
+    return a + sign * b, da + db, 1
 
 
 def _mul(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
-    if type(x) is not Bounded or type(y) is not Bounded:
-        return _mul_exact(x, y) if type(x) is Bounded else _mul_exact(y, x)
-    (a, da), (b, db) = _parts(x), _parts(y)
-    return a * b, a.abs() * db + da * b.abs() + da * db, 1
-
-
-def _mul_exact(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
-    """A product with a number or tensor without errors, as `_mul` has it."""
+    if type(x) is Bounded and type(y) is Bounded:
+        (a, da), (b, db) = _parts(x), _parts(y)
+        return a * b, a.abs() * db + da * b.abs() + da * db, 1
+    if type(x) is not Bounded:
+        x, y = y, x  # a product with a number or a tensor without errors
     a, b = (_value(z).double() if isinstance(z, Tensor) else z for z in (x, y))
     value = a * b
     return value, x.error * abs(b) if type(x) is Bounded else torch.zeros_like(value), 1
@@ -250,10 +242,6 @@ def _div(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
     (a, da), (b, db) = _parts(x), _parts(y)
     least = (b.abs() - db).clamp(min=0)
     return a / b, (da + (a / b).abs() * db) / least, 1
-
-
-def _square(x: Any) -> tuple[Tensor, Tensor, float]:
-    return _mul(x, x)
 
 
 def _sqrt(x: Any) -> tuple[Tensor, Tensor, float]:
@@ -280,11 +268,6 @@ def _sigmoid(x: Any) -> tuple[Tensor, Tensor, float]:
     value = a.sigmoid()
     error = torch.maximum((a + off).sigmoid() - value, value - (a - off).sigmoid())
     return value, error + _smallest(torch.float32), 3  # where the exponential overflows
-
-
-def _neg(x: Any) -> tuple[Tensor, Tensor, float]:
-    a, da = _parts(x)
-    return -a, da, 0
 
 
 def _clamp(
@@ -331,31 +314,18 @@ def _exponentials(a: Tensor, da: Tensor, dim: int) -> tuple[Tensor, Tensor, Tens
     for errors far below UNIT as well; relative error of a weight by the steps of a softmax.
     """
     live = a.isfinite()
-    size, p = a.abs(), torch.softmax(a, dim)
     count: Any = a.shape[dim]
-    if live.all():
-        off = da + _slack(size, math.log1p(count), dim)
-    else:
+    if not live.all():
         count = live.sum(dim, keepdim=True).double()
-        size, p = torch.where(live, size, 0.0), torch.where(live, p, 0.0)
-        off = torch.where(live, da + _slack(size, torch.log1p(count), dim), 0.0)
+    log_count = torch.log1p(torch.as_tensor(count, dtype=torch.float64))
+    size, p = torch.where(live, a.abs(), 0.0), torch.where(live, torch.softmax(a, dim), 0.0)
+    # A logit and the maximum are multiplied by log2(e), subtracted, and stored by pieces with
+    # log(count).
+    slack = 8 * UNIT * (size + size.amax(dim, keepdim=True) + (log_count + 1))
+    off = torch.where(live, da + slack, 0.0)
     drift = torch.log1p((p * torch.expm1(off)).sum(dim, keepdim=True))
-    return off, p, drift, _steps(count) + gamma(count)
-
-
-def _slack(size: Tensor, log_count: Any, dim: int) -> Tensor:
-    """Absolute errors of exponents: a logit and the maximum are multiplied by log2(e), subtracted,
-    and stored by pieces with log(count).
-    """
-    largest = size.amax(dim, keepdim=True)
-    return 8 * UNIT * (size + largest + (log_count + 1))
-
-
-def _steps(count: Any) -> Any:
-    """Relative error of a weight by the rescalings of a softmax in tiles: an exponential and two
-    products each, and as many at its two ends.
-    """
-    return (EXP_UNITS + 2) * UNIT * (count / TILE + 4)
+    # A tile is rescaled by an exponential and two products, and as much happens at both ends.
+    return off, p, drift, (EXP_UNITS + 2) * UNIT * (count / TILE + 4) + gamma(count)
 
 
 def _smallest(dtype: torch.dtype) -> float:
@@ -372,21 +342,21 @@ def _rounding(size: Tensor, dtype: torch.dtype) -> Tensor:
 RULES = {
     "add": _add,
     "__radd__": _add,
-    "sub": _sub,
-    "__rsub__": lambda x, y: _sub(y, x),
-    "rsub": lambda x, y: _sub(y, x),
+    "sub": lambda x, y: _add(x, y, -1),
+    "__rsub__": lambda x, y: _add(y, x, -1),
+    "rsub": lambda x, y: _add(y, x, -1),
     "mul": _mul,
     "__rmul__": _mul,
     "multiply": _mul,
     "div": _div,
     "__rdiv__": lambda x, y: _div(y, x),
     "__rtruediv__": lambda x, y: _div(y, x),
-    "square": _square,
+    "square": lambda x: _mul(x, x),
     "sqrt": _sqrt,
     "rsqrt": _rsqrt,
     "tanh": _tanh,
     "sigmoid": _sigmoid,
-    "neg": _neg,
+    "neg": lambda x: (*_mul(x, -1)[:2], 0),
     "clamp": _clamp,
     "relu": lambda x: _clamp(x, 0.0),
     "matmul": _matmul,

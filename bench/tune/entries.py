@@ -64,31 +64,27 @@ class Entry:
             values[self.key] = before
 
     def candidates(self, arch: Arch) -> list[Any]:
-        """Values worth trying, the table's own first.
-
-        The tiles of keys in all stages but one have to fit the shared memory.
-        """
+        """Values worth trying, the table's own first; tiles of keys in flight fit shared memory."""
         # AMD's GPUs copy through registers.
         stages = (2, 3, 4, 5) if arch.maker == "nvidia" else (1, 2, 3)
         warps, keys = (4, 8), (16, 32, 64, 128)
-        found: list[Any]
-        if self.table in (DECODE, E4M3_DECODE):
-            found = list(product(keys, stages, (16, 32, 64)))
-        elif self.table in (PREFILL, E4M3_PREFILL):
-            parts = (1, 2) if self.key >= 256 else (1,)
-            choices = product((32, 64, 128), keys, warps, stages, parts)
-            found = [attention.Config(*choice) for choice in choices]
-        else:
-            found = [latent.Config(*c) for c in product((16, 32, 64), keys[:3], warps, stages)]
         # Rows of 16 bits, also of quantized pages: tiles of the step's own rows are as wide.
         row_bytes = 2 * 576 if self.table[0] == "latent" else 2 * 2 * self.key
-        fit = []
-        for value in found:
-            is_tuple = isinstance(value, tuple)
-            block_n, depth = value[:2] if is_tuple else (value.block_n, value.num_stages)
-            if block_n * row_bytes * (depth - 1) <= arch.shared_memory:
-                fit.append(value)
-        return list(dict.fromkeys([self.current, *fit]))
+        tiles = [
+            (block_n, depth)
+            for block_n, depth in product(keys, stages)
+            if block_n * row_bytes * (depth - 1) <= arch.shared_memory
+        ]
+        found: list[Any]
+        if self.table in (DECODE, E4M3_DECODE):
+            found = [(*tile, splits) for tile, splits in product(tiles, (16, 32, 64))]
+        elif self.table in (PREFILL, E4M3_PREFILL):
+            choices = product((32, 64, 128), tiles, warps, (1, 2) if self.key >= 256 else (1,))
+            found = [attention.Config(m, n, w, depth, p) for m, (n, depth), w, p in choices]
+        else:
+            choices = product((16, 32, 64), tiles, warps)
+            found = [latent.Config(m, n, w, depth) for m, (n, depth), w in choices if n < 128]
+        return list(dict.fromkeys([self.current, *found]))
 
 
 def entry_of(case: Case, arch: Arch) -> Entry | None:

@@ -304,18 +304,14 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         ("--host-cache 1 --speculate ngram", "host_cache: expected no --compare"),
         ("--tensor-parallel-size 2 --speculate ngram", "tensor_parallel_size: expected no"),
         ("--speculate mtp", "model: expected one with MTP layers"),
+        ("--plot x.png", "pip install 'quire-attention[plot]'"),
     ],
 )
-def test_errors_name_the_argument(arguments, message, capsys):
+def test_errors_name_the_argument(arguments, message, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert prefill_decode.main([*TINY, *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err
-
-
-def test_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert prefill_decode.main([*TINY, "--plot", "x.png"]) == 2
-    assert "pip install 'quire-attention[plot]'" in capsys.readouterr().err
 
 
 def test_answers_depend_on_more_than_the_last_token(run):
@@ -364,19 +360,8 @@ def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
 
 def test_tiers_against_none(tmp_path, capsys):
     """In a pool that is too small: more hits, the same output."""
-    file = tmp_path / "out.json"
-    small = [
-        "--scale",
-        "0.2",
-        "--limit",
-        "4",
-        "--num-pages",
-        "60",
-        "--no-baseline",
-        "--check",
-        "1",
-        "--json",
-    ]
+    file, pool = tmp_path / "out.json", ["--limit", "4", "--num-pages", "60", "--scale", "0.2"]
+    small = [*pool, "--no-baseline", "--check", "1", "--json"]
     assert prefill_decode.main([*TINY, *small, str(file), "--host-cache", "0.01"]) == 0
     result = json.loads(file.read_text())
     tiers, compared = result["tiers"], result["tiers"]["comparison"]

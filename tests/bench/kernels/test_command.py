@@ -5,12 +5,7 @@ import json
 import pytest
 import torch
 
-from quire.bench.cases.shapes import (
-    TINY_LATENT_SHAPES,
-    TINY_SHAPES,
-    Case,
-    tiny_latent_cases,
-)
+from quire.bench.cases.shapes import TINY_LATENT_SHAPES, TINY_SHAPES, Case, tiny_latent_cases
 from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels

@@ -76,16 +76,11 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
 def test_the_index_oracle_is_the_one_with_loops(name):
     problem = tiny(name)
     shape, tensors, shared = problem.case.shape, problem.each[0], problem.shared
+    lengths = (shared["block_table"], shared["seq_lens"], shared["cu_seqlens_q"])
     exact = oracle_indexer.index_scores(
-        tensors["q"],
-        shared["weights"],
-        tensors["pages"].data,
-        shape.rows,
-        shared["block_table"],
-        shared["seq_lens"],
-        shared["cu_seqlens_q"],
+        tensors["q"], shared["weights"], tensors["pages"].data, shape.rows, *lengths,
         compress_ratio=shape.ratio,
-    )
+    )  # fmt: skip
     expected = expect(problem)
     assert expected.tokens == [0, 1] and len(expected.scores[0]) == 10
     for scores, loops in zip(expected.scores, exact, strict=True):
@@ -132,33 +127,16 @@ def fake_flashmla():
         _, dim, scale, *_ = rest
         assert q.shape[2] in (64, 128) and rows.shape[2] % 64 == 0
         out, lse = flash_mla_with_kvcache(
-            q,
-            cache,
-            None,
-            None,
-            dim,
-            softmax_scale=scale,
-            is_fp8_kvcache=True,
-            indices=rows,
-            attn_sink=sinks,
-            extra_k_cache=extra,
-            extra_indices_in_kvcache=extra_rows,
-        )
+            q, cache, None, None, dim, softmax_scale=scale, is_fp8_kvcache=True, indices=rows,
+            attn_sink=sinks, extra_k_cache=extra, extra_indices_in_kvcache=extra_rows,
+        )  # fmt: skip
         return out, lse, "schedule", "splits"
 
     def dense(q, cache, dim, seq_lens, table, scale, causal, meta, splits, out):
         assert causal and q.shape[1] == 1 and cache.shape[2] == 1
         cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32)
-        out = mla_attention(
-            q[:, 0],
-            cache[:, :, 0],
-            table,
-            seq_lens,
-            cu_seqlens_q,
-            max_seqlen_q=1,
-            softmax_scale=scale,
-            head_dim_v=dim,
-        )
+        options = {"max_seqlen_q": 1, "softmax_scale": scale, "head_dim_v": dim}
+        out = mla_attention(q[:, 0], cache[:, :, 0], table, seq_lens, cu_seqlens_q, **options)
         return out[:, None], None, "schedule", "splits"
 
     return SimpleNamespace(sparse_decode_fwd=sparse, dense_decode_fwd=dense)

@@ -157,12 +157,8 @@ def test_arguments_are_specialised_as_the_launcher_does():
         "scale": 0.5, "SIZE": 64, "matrix": Matrix(rows, 32, 1), "plain_pair": Matrix(None, 1, 16), "CONFIG": Matrix(1, 2, 3),
     }  # fmt: skip
     params = [
-        SimpleNamespace(
-            name=name,
-            is_constexpr=name.isupper(),
-            do_not_specialize=name.startswith("plain"),
-        )
-        for name in arguments
+        SimpleNamespace(name=n, is_constexpr=n.isupper(), do_not_specialize=n.startswith("plain"))
+        for n in arguments
     ]
     kernel = SimpleNamespace(params=params, arg_names=list(arguments))
     launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})

@@ -39,23 +39,16 @@ def measured(entry, values, cases, deadline=float("inf")):
 def test_candidates_start_with_the_table_and_fit(arch):
     work = table_entries(all_cases(), arch)
     assert len({entry.name for entry in work}) == len(work)
-    assert {entry.table for entry in work} == {
-        entries.DECODE,
-        entries.E4M3_DECODE,
-        entries.PREFILL,
-        entries.E4M3_PREFILL,
-        entries.LATENT,
-        entries.FP8_LATENT,
-    }
+    names = ("DECODE", "E4M3_DECODE", "PREFILL", "E4M3_PREFILL", "LATENT", "FP8_LATENT")
+    assert {entry.table for entry in work} == {getattr(entries, name) for name in names}
     for entry, cases in work.items():
         values = entry.candidates(arch)
         assert 1 <= len(cases) <= entries.CASES_PER_ENTRY and len(set(values)) == len(values) > 5
         assert values[0] == entry.current
         row_bytes = 2 * 576 if entry.table[0] == "latent" else 4 * entry.key
         for value in values[1:]:
-            block_n, stages = (
-                value[:2] if isinstance(value, tuple) else (value.block_n, value.num_stages)
-            )
+            is_tuple = isinstance(value, tuple)
+            block_n, stages = value[:2] if is_tuple else (value.block_n, value.num_stages)
             assert block_n * row_bytes * (stages - 1) <= arch.shared_memory
     assert next(iter(work)) == Entry(entries.DECODE, "", 512)  # of the first case of the headline
 
