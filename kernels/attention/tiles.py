@@ -51,7 +51,7 @@ PREFILL = {
     "blackwell": _HOPPER,
     "other": _OTHER,
 }
-# The same over e4m3 pages, which take more registers (of Triton 3.9 most).
+# The same over e4m3 pages, which take more registers.
 E4M3_PREFILL = {
     "hopper": _HOPPER | {256: Config(64, 32, 8, 2)},
     "blackwell": {
@@ -82,7 +82,7 @@ def select_config(
     elif rows is not None:
         block_n, num_stages, most_rows = DECODE[dim]
         rows = min(rows, 16 if quantized and dim == 512 and not arch.widens_e4m3 else most_rows)
-        many = rows * dim >= 1 << 14 or (quantized and rows == 64)
+        many = rows * dim >= 1 << 14 or (quantized and (rows >= 32 or dim == 512))
         tile = Config(rows, block_n, 8 if many else 4, num_stages)
     else:
         kind = arch.tiles if arch.tiles in ("hopper", "blackwell") else "other"

@@ -1,8 +1,5 @@
 """The architecture of a GPU as a value: tile class, limits and launch options.
 
-No other module tells architectures apart by name. ``launching.arch_of`` makes an `Arch` of a device,
-`named` of a name, without a GPU.
-
 Source: CUDA programming guide, table of compute capabilities; AMD ISA documents of CDNA 3 and 4.
 """
 

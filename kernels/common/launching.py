@@ -1,9 +1,8 @@
 """Kernel launches, and the devices that they are for.
 
-What belongs together is one argument of a kernel, a named tuple (`strided`). Triton specialises each
-field of it by its value, whatever ``do_not_specialize`` says of the argument: an integer that
-changes from step to step stays an argument of its own, or each new value would compile a new kernel.
-A named tuple of compile-time constants is one ``tl.constexpr`` argument.
+Named tuples (`strided`) are one argument of a kernel. Triton specialises each field by its value,
+whatever ``do_not_specialize`` says: an integer that changes from step to step stays an argument of
+its own, or each new value would compile a new kernel.
 """
 
 from collections.abc import Iterator

@@ -13,8 +13,7 @@ KEEP_INVARIANTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])
 
 @triton.jit
 def rows_of_tile(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Token within the tile, head within the group and liveness of each row of a query tile that
-    has ``num_tokens`` tokens."""
+    """Token within the tile, head within the group and liveness of each row of a query tile."""
     row = tl.arange(0, BLOCK_M)
     token = row // HEADS
     head = head_tile * HEADS + row % HEADS
@@ -60,10 +59,8 @@ def softcapped(scores, inner_scale, outer_scale):
 
 @triton.jit
 def fold_sink(row_max, row_sum, sink):
-    """Factor that turns the unnormalised sum over keys into the output, the sink counted.
-
-    All in log2 units, 0 for an empty row.
-    """
+    """Factor from the unnormalised sum over keys to the output, the sink counted; 0 for an empty row.
+    All in log2 units."""
     joint = tl.maximum(row_max, sink)
     base = tl.where(joint == float("-inf"), 0.0, joint)
     total = row_sum * tl.exp2(row_max - base) + tl.exp2(sink - base)
@@ -94,10 +91,8 @@ def partial_rows(partial_out, first_lse, row, row_max, row_sum, live, DIM: tl.co
 
 @triton.jit
 def find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Sequence of a query tile and the tile's first token.
-
-    Sequence s starts at tile cu[s] // BLOCK_Q + s, so none is cut short.
-    """
+    """Sequence of a query tile and the tile's first token; sequence s starts at tile
+    cu[s] // BLOCK_Q + s."""
     low = tile * 0
     high = low + num_seqs
     while high - low > 1:

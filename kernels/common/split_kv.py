@@ -1,8 +1,8 @@
 """Split-KV decode: how the keys of a batch are divided on the device.
 
-The keys of all query tiles of decode over ``target_splits`` give the keys of a split. A query tile
-has as many equal splits as its keys hold of these; the splits of all query tiles are numbered one
-after another, a program each. With three sequences of a token and target_splits 4:
+A split has the keys of all query tiles of decode over ``target_splits``; a query tile has as many
+equal splits as its keys hold of these, a program each. With three sequences of a token and
+target_splits 4:
 
     sequence          0             1       2
     keys              3000          500     600          4100 in all
@@ -11,8 +11,8 @@ after another, a program each. With three sequences of a token and target_splits
     splits, down      0      1      2       3            1500 keys in 0 and 1
 
 Where an SM holds several programs the number of splits is rounded up: long query tiles end sooner.
-Where it holds one, it is rounded down: what is left over would be another wave. A split has at
-least MIN_SPLIT_KEYS keys, half of that where the number is rounded down.
+Where it holds one, it is rounded down, as the rest would be another wave. A split has at least
+MIN_SPLIT_KEYS keys, rounded down half of that.
 
 Every program derives this from the lengths in device memory, so a captured graph stays right.
 Splits of a query tile that has several leave partial results, numbered among those alone (rounded

@@ -1,9 +1,4 @@
-"""Latent attention for CPU tensors: plain torch over tokens and heads, fp32.
-
-Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
-
-Source: as `kernel`.
-"""
+"""Latent attention for CPU tensors: plain torch over tokens and heads, fp32."""
 
 from __future__ import annotations
 
@@ -65,11 +60,8 @@ def _attend_tokens(
 def _entry_rows(
     call: LatentCall, s: int, first: int, last: int, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of some tokens, and their visibility.
-
-    Returns:
-        ([E, head_dim] rows, [L, E] bool); with top-k indices [L, topk, head_dim] and [L, topk].
-    """
+    """Entries of some tokens [E, head_dim], and their visibility [L, E]; with top-k indices
+    [L, topk, head_dim] and [L, topk]."""
     assert call.entries is not None and call.entry_table is not None and call.ratio is not None
     rows = call.entries.storage_block_size
     visible = ((position + 1).clamp(min=0) // call.ratio).clamp(max=call.entry_room)  # [L]
@@ -105,10 +97,8 @@ def _attend_lists(call: LatentCall) -> None:
 def _softmax(
     call: LatentCall, first: int, last: int, sources: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """Attend for the tokens [first, last): fp32 rows [L, H, head_dim_v].
-
-    sources: (rows [S, head_dim] or [L, S, head_dim], visibility [L, S]) each.
-    """
+    """Attend for the tokens [first, last) to sources, (rows [S, head_dim] or [L, S, head_dim],
+    visibility [L, S]) each: fp32 rows [L, H, head_dim_v]."""
     q = call.q[first:last].float()  # [L, H, head_dim]
     scores = [
         (q @ rows.mT * call.softmax_scale).masked_fill(~sees[:, None], -torch.inf)
