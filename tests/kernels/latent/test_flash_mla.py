@@ -86,24 +86,16 @@ def make_call(fp8=True, num_heads=3, batch=2, seq_len_q=1, lens=True, extra=True
 
 def exactly(arguments, lists):
     """Output and lse of the oracle with bounds."""
-    with bounding(weights=arguments["q"].dtype):
-        return _exactly(arguments, lists)
-
-
-def _exactly(arguments, lists):
-    q = arguments["q"].flatten(0, 1).cpu()
-    times = arguments["q"].shape[1]
-    sinks = arguments["attn_sink"]
-    return slots_attention(
-        q,
-        [
-            (pages, rows.flatten(0, 1), None if n is None else n.repeat_interleave(times))
-            for pages, rows, n in lists
-        ],
-        softmax_scale=512**-0.5,
-        sinks=None if sinks is None else sinks.cpu(),
-        dtype=torch.float64,
-    )
+    q, sinks = arguments["q"], arguments["attn_sink"]
+    lists = [
+        (pages, rows.flatten(0, 1), None if n is None else n.repeat_interleave(q.shape[1]))
+        for pages, rows, n in lists
+    ]
+    with bounding(weights=q.dtype):
+        return slots_attention(
+            q.flatten(0, 1).cpu(), lists, softmax_scale=512**-0.5,
+            sinks=None if sinks is None else sinks.cpu(), dtype=torch.float64,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [

@@ -78,12 +78,11 @@ def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Te
                 block = j // block_size
                 entry = min(block, width - 1) if call.sliding_window is None else block % width
                 page = call.block_table[s, entry].item()
-                keys.append(
-                    _kept(call.k_pages, call.k_scale, page, j % block_size, dtype).to(dtype)
-                )
-                values.append(
-                    _kept(call.v_pages, call.v_scale, page, j % block_size, dtype).to(dtype)
-                )
+                for rows, pages, row_scale in (
+                    (keys, call.k_pages, call.k_scale),
+                    (values, call.v_pages, call.v_scale),
+                ):
+                    rows.append(_kept(pages, row_scale, page, j % block_size, dtype).to(dtype))
         all_keys = torch.stack(keys) if keys else None
         all_values = torch.stack(values) if keys else None
         for token in range(first, last):

@@ -21,28 +21,18 @@ from typing import Any
 
 import torch
 
+from .latent_write import latent_values
+
 
 def read_row(pages: Any, page: int, row: int) -> torch.Tensor:
     """One row of ``LatentPages``: [head_dim] float64."""
     if pages.data.dtype != torch.uint8:
         return pages.data[page, row].double()
     n, data = pages.storage_block_size, pages.data[page]
-    quantized = data[row * 576 : row * 576 + 448].tolist()
-    scales = data[n * 576 + row * 8 : n * 576 + row * 8 + 7].tolist()
-    values = [_e4m3(byte) * 2.0 ** (scales[i // 64] - 127) for i, byte in enumerate(quantized)]
-    rope = data[row * 576 + 448 : row * 576 + 576].clone().view(torch.bfloat16).double()
-    return torch.cat([torch.tensor(values, dtype=torch.float64), rope.cpu()]).to(data.device)
-
-
-def _e4m3(byte: int) -> float:
-    """Value of a byte: sign, four bits of exponent (bias 7), three of mantissa; 0 is subnormal."""
-    sign = -1.0 if byte & 0x80 else 1.0
-    exponent, mantissa = (byte >> 3) & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    if exponent == 0:
-        return sign * mantissa / 8 * 2.0**-6
-    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    body = bytes(data[row * 576 : row * 576 + 576].tolist())
+    scales = bytes(data[n * 576 + row * 8 : n * 576 + row * 8 + 7].tolist())
+    values = latent_values(body, scales)
+    return torch.tensor(values, dtype=torch.float64, device=data.device)
 
 
 def compressed_attention(

@@ -92,21 +92,8 @@ def integers(name: str, low: int, high: int | None = None, odd: Iterable[int] = 
 
 def factors(name: str, least: int, most: int) -> list[Row]:
     """Rows of host numbers that are none or out of 2**least .. 2**most, and of these two."""
-    bad = [
-        0,
-        0.0,
-        -1.0,
-        float("nan"),
-        float("inf"),
-        1e38,
-        3e38,
-        1e300,
-        10**400,
-        1e-38,
-        1e-45,
-        True,
-        "1",
-    ]
+    inf, nan = float("inf"), float("nan")
+    bad = [0, 0.0, -1.0, nan, inf, 1e38, 3e38, 1e300, 10**400, 1e-38, 1e-45, True, "1"]
     return refused(name, *bad, 2.0**least / 2, 2.0**most * 2) + right(name, 2.0**least, 2.0**most)
 
 
