@@ -2,13 +2,8 @@
 
 A *segment* is the smallest cached part of a prompt: `alignment` tokens, with one key. A *boundary*
 is a multiple of the alignment, in tokens; its *depth* is the same in segments. A *resume point* is
-what window and state groups keep so that a request can start at a boundary.
-
-A request lives through ``match -> admit -> (plan -> run the model -> commit)* -> release``:
-
-    plan     pages are counted, evicted where too few are free, and laid out in a slot mapping
-    commit   tokens make segment keys (`Sequences`), pages enter tables (`StepPlanner.commit`), and
-             whole segments and resume points become findable (`Chains`)
+what window and state groups keep so that a request can start at a boundary. A request lives through
+``match -> admit -> (plan -> run the model -> commit)* -> release``.
 
 Tables change in `commit` only: a step's attention reads them as the last step left them, and a page
 that the step starts is in its slot mapping alone. 31 tokens in blocks of 16 in pages 2 and 1:
@@ -26,9 +21,7 @@ at a time, makes the four calls behind `plan` and `commit`:
     advance    pages enter the tables: rows count as computed, whatever the tokens are
     publish    the tokens are known: whole segments and their resume points become findable
 
-Pages that a step in flight writes have left the pool; those that it reads belong to its requests,
-which are in no other step and cannot end before they advance. What a call frees goes to later
-steps: queue work in the order of the reservations.
+What a call frees goes to later steps: queue work in the order of the reservations.
 """
 
 from __future__ import annotations
@@ -123,11 +116,11 @@ class KVCache:
 
     A cache has no lock: one call at a time, `match` included, from any thread. `stats`, `describe`,
     `num_*` and `counters` may be read during a call. A `Match`, its prompt and an `OutOfPages`
-    never change. A call that raises ValueError has changed nothing.
+    never change.
 
     Raises:
-        ValueError: an argument is out of range, page sizes differ, retention is not aligned, or
-            replay_tokens is given with a state group (a state depends on all tokens before it).
+        ValueError: in all calls, a wrong argument, such as an unknown slot or a number out of
+            range. Nothing has changed.
     """
 
     def __init__(
@@ -270,7 +263,7 @@ class KVCache:
 
     def take_deltas(self) -> tuple[Int64, Int32]:
         """Take the changes of `tables` since the last call: flat indices [m] int64 and values [m]
-        int32, later changes of an entry last. ValueError without ``track_deltas=True``.
+        int32, later changes of an entry last. Needs ``track_deltas=True``.
         """
         deltas = self._tables.deltas
         if deltas is None:
@@ -312,12 +305,8 @@ class KVCache:
                 stop None: to the end, the answer included. None: those of the prompt, if any.
             max_tokens: longest hit, in `admit` and `pin` too; None for no limit.
             keys, num_tokens: instead of tokens, the caller's own hashes of whole segments, 32 bytes
-                each, and the length of the prompt. `publish` takes the keys of later segments.
-
-        Raises:
-            ValueError: an argument is out of range, empty or longer than max_model_len; a prompt
-                has another salt, extra keys, segment size or hash_seed; or keys are given beside
-                tokens, or with events or debug.
+                each, and the length of the prompt, without events and debug. `publish` takes the
+                keys of later segments.
         """
         if keys is None:
             prompt = self._lookup.prompt(token_ids, salt, extra_keys)
@@ -344,11 +333,7 @@ class KVCache:
 
         Returns:
             The slot; ``num_computed[slot]`` tokens are already valid. Or OutOfPages, for want of
-            `least`, and nothing has changed.
-
-        Raises:
-            ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
-                is of another cache. Errors of the policy's `asked` change nothing, too.
+            `least`, and nothing has changed. (ValueError if all slots are taken.)
         """
         if request_id in self.sequences:
             raise refusal("request_id", "a new id", f"{request_id!r}, already admitted")
@@ -383,14 +368,14 @@ class KVCache:
         return slot
 
     def slot_of(self, request_id: Hashable) -> int:
-        """Slot of an admitted request; ValueError if the id is unknown."""
+        """Slot of an admitted request."""
         return self.sequences.slot_of(request_id)
 
     # A step in four calls: see the top of this file.
 
     def room(self, slot: int) -> int:
         """Tokens up to which a request needs neither a page nor a key: a step that ends there or
-        before need not be reserved or published. ValueError if the slot is unknown.
+        before need not be reserved or published.
         """
         self._expect_admitted(slot)
         a, most = self.alignment, self.max_model_len
@@ -434,10 +419,6 @@ class KVCache:
             New pages of each slot and table (row of a slot mapping), in the order of their blocks;
             for one int, of each table. (Pages of states are in `StepPlan.state_pages`.) Or
             OutOfPages, and nothing has changed.
-
-        Raises:
-            ValueError: an unknown or repeated slot, an end past max_model_len, or a request in a
-                step that has not advanced.
         """
         if slots.__class__ is not int or ends.__class__ is not int:
             if np.ndim(slots):
@@ -510,10 +491,6 @@ class KVCache:
             slots: [n] ints, distinct.
             starts: [n] ints: tokens of each request before the step, its ``num_computed``.
             ends: [n] ints: tokens after it. At most max_draft_tokens fewer than were reserved.
-
-        Raises:
-            ValueError: an unknown or repeated slot, a start that is not ``num_computed``, an end
-                without its pages, or the cache is append-only: its workers have the tables.
         """
         self._expect_tables("arrays")
         slots, ends = self._pairs(slots, "ends", ends)
@@ -563,9 +540,6 @@ class KVCache:
 
         Returns:
             [m, 2] int32 pages to copy after this step and before the next: snapshots of states.
-
-        Raises:
-            ValueError: an unknown or repeated slot, or an end that was not reserved.
         """
         if self._linear is not None:
             return self._advance_linear(slots, ends, oldest_query, keep_tails)
@@ -612,10 +586,6 @@ class KVCache:
                 first ``num_computed``) to `upto`, one request after another.
             keys: instead of tokens, for one request admitted with keys: those of the segments past
                 the last published one (the hit, at first) up to `upto`.
-
-        Raises:
-            ValueError: an unknown or repeated slot, a position past what has advanced or before
-                what is known, or another number of tokens or keys than expected.
         """
         if keys is not None:
             return self._publish_keys(slots, upto, keys)
@@ -692,7 +662,7 @@ class KVCache:
 
     def pages_of(self, slot: int) -> list[list[int]]:
         """Pages of a request of an append-only cache in each group, 0 where a block has left the
-        window; not to be written to. ValueError if the slot is unknown, or the cache has tables.
+        window; not to be written to.
         """
         self._expect_admitted(slot)
         if self._linear is None:
@@ -706,12 +676,8 @@ class KVCache:
         `commit`. Cached entries are evicted where free pages run short, and only if that is enough.
 
         Args:
-            slots: [n] ints, distinct, from `admit`.
+            slots: [n] ints, distinct, from `admit`, without reserved pages or unpublished tokens.
             num_new_tokens: [n] ints >= 1.
-
-        Raises:
-            ValueError: an unknown or repeated slot, one with reserved pages or tokens that were not
-                published, a count below 1, or a sequence past max_model_len.
         """
         self._expect_tables("plan")
         changes = self._changes_of(slots, num_new_tokens)
@@ -740,9 +706,6 @@ class KVCache:
         Returns:
             [m, 2] int32 pages (source, destination) to copy after this step and before the next:
             snapshots of states. Empty without state groups.
-
-        Raises:
-            ValueError: the plan is not the newest, or void, or an argument has the wrong size.
         """
         if plan.__class__ is not StepPlan:
             raise refusal("plan", "a StepPlan", repr(plan))
@@ -786,7 +749,7 @@ class KVCache:
         states can be kept only where a step ends. Without state groups counts stay as they are.
 
         Args:
-            slots, num_new_tokens: [n] as for `plan`, with its errors.
+            slots, num_new_tokens: [n] as for `plan`.
 
         Returns:
             [n] int64 counts, at least 1 each.
@@ -977,9 +940,9 @@ class KVCache:
         """Forget the last `num_tokens` >= 1 computed tokens of a request.
 
         Raises:
-            ValueError: the slot is unknown, or has reserved pages or unpublished tokens; or the
-                tokens are cached already (or the lookahead of cached ones), or more than
-                max_draft_tokens before the furthest position reached.
+            ValueError: the request has reserved pages or unpublished tokens; or the tokens are
+                cached (or the lookahead of cached ones), or more than max_draft_tokens before the
+                furthest position reached.
         """
         self._expect_tables("rollback")
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
@@ -1022,7 +985,7 @@ class KVCache:
                 `evict_pages`).
 
         Raises:
-            ValueError: the id is unknown, or the request is in a step that has not advanced.
+            ValueError: the request is in a step that has not advanced.
         """
         slot = self.sequences.slot_of(request_id)
         self._expect_landed(slot, "request_id")
@@ -1078,9 +1041,6 @@ class KVCache:
 
         Returns:
             Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
-
-        Raises:
-            ValueError: `ttl` is not positive, or `now` not a finite number.
         """
         expiry = expiry_of(now, ttl)
         match, run = self._lookup.find_again(match)
@@ -1122,9 +1082,6 @@ class KVCache:
         Returns:
             [m] int64, ascending: pages among them that running requests need. They are not free,
             and what is cached of them stays findable.
-
-        Raises:
-            ValueError: not integers, or out of range.
         """
         ids = as_ints("pages", pages)
         if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
@@ -1151,7 +1108,6 @@ class KVCache:
     def announce(self) -> None:
         """Write events of everything cached now, for a reader that is late or lost track. They
         replace the events in the log, and may exceed its capacity: each is made when it is taken.
-        ValueError if the cache was made without events.
         """
         if self._event_writer is None:
             raise refusal("events", "an EventLog at construction to announce to", None)

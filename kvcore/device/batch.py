@@ -88,11 +88,7 @@ class BatchBuilder:
     """
 
     def __init__(
-        self,
-        kv: KVCache | WorkerTables,
-        device: torch.device | str,
-        *,
-        max_placeholders: int = 0,
+        self, kv: KVCache | WorkerTables, device: torch.device | str, *, max_placeholders: int = 0
     ) -> None:
         self._kv = kv
         self._groups = kv.layout.groups

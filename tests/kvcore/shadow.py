@@ -5,8 +5,7 @@
 A *life* is one cache with random groups, retention, policy and sizes, and the calls that one seed
 draws. A stand-in engine keeps its own token lists, writes rows into fake memory (`engine.Device`),
 and overwrites the arrays that it passed as soon as a call returns. Hits are what events tell, and
-at least what the documents promise (`expected`); every row behind a hit is compared. A failure
-names its seed and step; ``--shrink`` finds a shorter list of steps that fails in the same place.
+at least what the documents promise (`expected`); every row behind a hit is compared.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import traceback
 from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
@@ -909,85 +907,33 @@ class ListLife(Life):
 # Running lives.
 
 
-class Broken(Exception):
-    """A life failed; says at which step and how."""
-
-
-def kind_of(seed: int) -> type[Life]:
-    return ListLife if seed % 5 == 3 else Life
-
-
-def steps_of(seed: int, num_steps: int) -> list[tuple[int, str]]:
-    """Numbered steps of a life."""
-    rng, weights = random.Random(f"{seed} steps"), kind_of(seed).weights
-    return list(enumerate(rng.choices(list(weights), list(weights.values()), k=num_steps)))
-
-
-def run(seed: int, steps: list[tuple[int, str]], calls: Counter) -> Life:
-    """Live through `steps`. Each step draws from its number alone, so that steps may be left out.
-
-    Raises:
-        Broken: the cache and its shadow differ, or a call failed.
-    """
-    number, name = -1, "build"
+def run(seed: int, num_steps: int, calls: Counter) -> Life:
+    """Live through random steps; a failure names its seed and step."""
+    rng, step = random.Random(f"{seed} steps"), "build"
     try:
-        life = kind_of(seed)(seed, calls)
-        for number, name in steps:
+        life = (ListLife if seed % 5 == 3 else Life)(seed, calls)
+        names = rng.choices(list(life.weights), list(life.weights.values()), k=num_steps)
+        for number, name in enumerate(names):
+            step = f"step {number} ({name})"
             life.rng = random.Random(f"{seed}/{number}")
             life.take(name)
-        number, name = -2, "finish"
+        step = "finish"
         life.finish()
     except Exception as error:
-        raise Broken(f"seed {seed}, step {number} ({name}): {error!r} {place(error)}") from error
+        error.add_note(f"seed {seed}, {step}")
+        raise
     return life
-
-
-def place(error: BaseException) -> str:
-    """Function and line that raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"in {frame.name}: {frame.line}"
-
-
-def shrink(seed: int, steps: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """A shorter list of steps that fails in the same place."""
-
-    def failure(some) -> str | None:
-        try:
-            run(seed, some, Counter())
-        except Broken as broken:
-            return place(broken.__cause__)
-        return None
-
-    wanted, size = failure(steps), len(steps)
-    while size := size // 2:
-        at = 0
-        while at < len(steps):
-            fewer = steps[:at] + steps[at + size :]
-            if failure(fewer) == wanted:
-                steps = fewer
-            else:
-                at += size
-    return steps
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Random traffic through kvcore.")
     parser.add_argument("--calls", type=int, default=20_000, help="calls to make, at least")
     parser.add_argument("--seed", type=int, default=0, help="of the first life; the next follow")
-    parser.add_argument("--steps", type=int, default=200, help="steps of a life")
-    parser.add_argument("--shrink", action="store_true", help="find a short life that fails alike")
     args = parser.parse_args()
-    calls, checked = Counter(), 0
-    for seed in itertools.count(args.seed):
-        if calls.total() >= args.calls:
-            break
-        steps = steps_of(seed, args.steps)
-        try:
-            checked += run(seed, steps, calls).device.rows_checked
-        except Broken as broken:
-            if args.shrink:
-                print(f"run({seed}, {shrink(seed, steps)}, Counter())")
-            raise SystemExit(str(broken)) from broken
+    calls, checked, seed = Counter(), 0, args.seed
+    while calls.total() < args.calls:
+        checked += run(seed, 200, calls).device.rows_checked
+        seed += 1
     print(f"{calls.total()} calls, {seed - args.seed} lives, {checked} rows checked")
     print(", ".join(f"{name} {n}" for name, n in sorted(calls.items())))
 

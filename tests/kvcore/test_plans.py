@@ -12,14 +12,8 @@ SPECS = ((8, None), (4, 10), GroupSpec("state", "state", 4, 4096))
 
 
 def engine(**options) -> Engine:
-    base = {
-        "num_pages": 120,
-        "max_requests": 4,
-        "max_model_len": 200,
-        "max_draft_tokens": 2,
-        "debug": False,
-    }
-    return Engine(groups(*SPECS), **(base | options))
+    sizes = {"num_pages": 120, "max_requests": 4, "max_model_len": 200, "max_draft_tokens": 2}
+    return Engine(groups(*SPECS), debug=False, **(sizes | options))
 
 
 def refused(e: Engine, plan: StepPlan) -> None:
@@ -45,12 +39,9 @@ CHANGES = {
     "evict-nothing": lambda e: e.kv.evict(0),
     "clear": lambda e: e.kv.clear(),
     "reserve": lambda e: e.kv.reserve(e.slots["b"], 30),
-    "arrays": lambda e: (
-        e.kv.reserve(e.slots["b"], 13),
-        e.kv.arrays(e.slots["b"], e.computed("b"), 13),
-    ),
+    "arrays": lambda e: (e.kv.reserve(e.slots["b"], 13), e.kv.arrays(e.slots["b"], e.computed("b"), 13)),
     "advance": lambda e: e.kv.advance(e.slots["b"], e.computed("b")),
-}
+}  # fmt: skip
 NO_CHANGES = {
     "match": lambda e: e.kv.match([1] * 30),
     "cut": lambda e: e.kv.cut([e.slots["a"]], [9]),
@@ -62,14 +53,8 @@ NO_CHANGES = {
     "bad-admit": lambda e: fails(e.kv.admit, "a", e.kv.match([1])),
     # Pins change the order of eviction alone.
     "pin": lambda e: e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
-    "unpin": lambda e: (
-        e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
-        e.kv.unpin(e.kv.match([1] * 30)),
-    ),
-    "expire": lambda e: (
-        e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
-        e.kv.expire_pins(2.0),
-    ),
+    "unpin": lambda e: (e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0), e.kv.unpin(e.kv.match([1] * 30))),
+    "expire": lambda e: (e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0), e.kv.expire_pins(2.0)),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ LIVES = 40
 def test_lives():
     calls, checked, evicted = Counter(), 0, 0
     for seed in range(LIVES):
-        life = shadow.run(seed, shadow.steps_of(seed, 100), calls)
+        life = shadow.run(seed, 100, calls)
         checked += life.device.rows_checked
         evicted += life.kv.stats()["evicted_segments"]
     assert checked > 2500 * LIVES and evicted > 2 * LIVES

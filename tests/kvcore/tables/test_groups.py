@@ -1,4 +1,4 @@
-"""State groups, blocks of several pages, and drafters whose keys look ahead."""
+"""Chunks of state groups, and drafters whose keys look ahead."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from tests.kvcore.engine import Engine, groups
 STATE = GroupSpec("state", "state", 32, 4096)
 DENSE = GroupSpec("dense", "dense", 32, 4096)
 MAMBA = (DENSE, STATE)
-V4 = (  # compressed entries, two window groups, compressor state: the shape of a DeepSeek-V4 model
-    GroupSpec("compressed", "dense", 256, 4096),
-    GroupSpec("window.0", "window", 64, 4096, 128),
-    GroupSpec("window.1", "window", 64, 4096, 128),
-    GroupSpec("compressor", "state", 128, 4096),
-)
-DRAFT = GroupSpec("draft", "window", 16, 4096, 64, lookahead=1)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -27,14 +20,6 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 def engine(specs, **options) -> Engine:
     base = {"num_pages": 2000, "max_requests": 8, "max_model_len": 4096}
     return Engine(groups(*specs), **(base | options))
-
-
-MIXES = {
-    "gemma": ((32, None), (16, 64), (16, 64)),
-    "wide": ((256, None), (64, 128), (64, 128)),  # segments longer than the window
-    "mamba": MAMBA,
-    "v4": V4,
-}
 
 
 def test_cut_ends_chunks_where_a_point_is_due():
