@@ -510,7 +510,6 @@ class KVCache:
         return plan
 
     def _expect_ends(self, start: Int64, ends: Int64, full: Int64) -> None:
-        """Raise ValueError if a step of `full` [n] tokens cannot end at `ends`."""
         least = np.maximum(start + 1, full - self.max_draft_tokens)
         if np.count_nonzero(ends < least):
             raise ValueError(
@@ -821,7 +820,6 @@ class KVCache:
         return None
 
     def _evict(self, num_pages: int) -> None:
-        """Free `num_pages` evictable pages."""
         # The newest plan names pages that lie deeper in the stack of free ones from here on.
         self._planned = None
         self.index.evict(num_pages)
@@ -872,7 +870,6 @@ class KVCache:
     def _extend(
         self, slots: list[int], ends: list[int], least: int
     ) -> list[list[list[int]]] | OutOfPages:
-        """Append the pages up to each of `ends` to the linear tables of each slot."""
         assert self._linear is not None
         counts = list(map(self._linear.lacking, slots, ends))
 

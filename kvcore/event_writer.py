@@ -109,7 +109,6 @@ class EventWriter:
         self._num_known[slots] = end
 
     def _resize(self, width: int) -> None:
-        """Make the rings `width` tokens long."""
         told = np.minimum(self._num_known, self._sequences.num_computed)
         done = told - self._sequences.prompt_len
         columns = done[:, None] - np.arange(1, self._kept + 1)

@@ -147,7 +147,6 @@ def check_index(
 
 
 def _count(pages: list[Int32 | Int64], num_pages: int) -> Int64:
-    """[num_pages] how often each page occurs."""
     counts: Int64 = np.bincount(
         np.concatenate([np.empty(0, dtype=np.int32), *pages]), minlength=num_pages
     )

@@ -131,7 +131,6 @@ class Adaptive:
         return 2.0 ** queue[0] * self._returns.chance(self._filed[filed[3]][1])
 
     def _after_head(self, heap: list[Filed]) -> Iterator[Filed]:
-        """Entries of a queue after its head, in order."""
         for filed in islice(in_order(heap), 1, None):
             if self._filed.get(filed[3], GONE)[0] == filed[2]:
                 yield filed
@@ -162,7 +161,6 @@ class Adaptive:
                 del self._queues[queue]
 
     def _least(self) -> Queue:
-        """Queue with the head of least expected saving."""
         best: tuple[float, Filed] | None = None
         least: Queue | None = None
         self._tidy()

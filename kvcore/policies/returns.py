@@ -163,7 +163,6 @@ class Returns:
         return visit is not None
 
     def _credit(self, record: Record) -> None:
-        """Count a return, once."""
         if record.open:
             record.open = False
             for kind in self._counts(record):

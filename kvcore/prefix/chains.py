@@ -281,7 +281,6 @@ class Chains:
                 self._keep_tail(slot, boundary)
 
     def _keep_tail(self, slot: int, boundary: int) -> None:
-        """Keep a resume point at a boundary, if the tables still have its tail."""
         tail = self._tables.tail(slot, boundary)
         if tail is not None:
             self._hold([(slot, boundary, tail)])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, OutOfPages, StepPlan
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
 from tests.kvcore.engine import Engine, groups
 from tests.kvcore.expected import digest
 
 GEMMA = ((32, None), (16, 64), (16, 64))  # alignment 32, tail 4 blocks
 V4 = ((256, None), (64, 128), (64, 128))  # alignment 256, wider than the window
+DENSE = GroupSpec("dense", "dense", 32, 4096)
+STATE = GroupSpec("state", "state", 32, 4096)
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -146,3 +148,35 @@ def test_describe_tells_what_can_hit():
     text = engine(retention=64).kv.describe()
     for part in ("multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):
         assert part in text
+
+
+def test_cut_ends_chunks_where_a_point_is_due():
+    e = engine((DENSE, STATE), retention=64)
+    e.admit("a", tokens(200))
+    slot = e.slots["a"]
+    counts = []
+    while e.computed("a") < 200:
+        (n,) = e.kv.cut([slot], [min(150, 200 - e.computed("a"))]).tolist()
+        counts.append(n)
+        e.step({"a": n})
+    assert counts == [64, 64, 64, 8]
+    plain = engine((DENSE,))
+    plain.admit("a", tokens(200))
+    assert plain.kv.cut([plain.slots["a"]], [150]).tolist() == [150]
+
+
+def test_multi_token_drafters():
+    spec = GroupSpec("draft", "window", 16, 4096, 64, lookahead=3)
+    e = engine((DENSE, spec))
+    prompt = tokens(99)
+    e.run("a", prompt)
+    assert e.kv.match([*prompt[:98], 1001, 1]).dense_tokens == 64, (
+        "98 is within the lookahead of 96"
+    )
+    assert e.kv.match([*prompt, 1]).dense_tokens == 96
+    assert e.kv.match(prompt[:98]).dense_tokens == 64, "96 cannot be verified without token 98"
+    with pytest.raises(ValueError, match="lookahead: expected at most one segment of 32"):
+        KVCache(
+            groups(DENSE, GroupSpec("d", "dense", 32, 4096, lookahead=33)),
+            num_pages=9, max_requests=1, max_model_len=99,
+        )  # fmt: skip

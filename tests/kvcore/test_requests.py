@@ -41,6 +41,7 @@ def test_why_a_short_hit_is_not_longer():
     )
     assert e.kv.match(PROMPT, max_tokens=40).limited_by == "diverged"  # it ends there by itself
     assert e.kv.match([1, 2], max_tokens=0).limited_by == "prompt-too-short"
+    assert engine((8, None), enable_caching=False).kv.match(PROMPT).limited_by == "caching-disabled"
 
 
 def test_a_request_that_comes_back_is_counted_once():

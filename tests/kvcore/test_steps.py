@@ -91,21 +91,6 @@ def test_new_pages_are_told_in_the_order_of_their_blocks_and_again_by_slots():
     assert kv.match([1] * 30).dense_tokens == 8
 
 
-def test_a_request_that_does_not_fit_evicts_nothing_and_leaves_the_others_as_they_were():
-    kv = small()
-    (a,) = admitted(kv, [1] * 9)
-    kv.commit(kv.plan([a], [9]), [1] * 9)
-    kv.release(0)
-    cached = kv.stats()
-    a, b = admitted(kv, [2] * 20, [3] * 99)
-    kv.reserve(a, 20)
-    for answer in (kv.reserve(b, 99), kv.reserve([b], [99]), kv.reserve([a, b], [21, 99])):
-        assert isinstance(answer, OutOfPages) and answer.needed > answer.free + answer.evictable
-        assert sum(answer.per_group.values()) == answer.needed
-        assert kv.stats()["cached_segments"] == cached["cached_segments"]
-    assert kv.arrays(a, 0, 20).slots.tolist() == [a]
-
-
 def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     kv = small(num_pages=30)
     (a,) = admitted(kv, [1] * 21)
@@ -207,22 +192,6 @@ def test_calls_that_would_harm_a_step_in_flight_are_refused(name):
     kv, a, b = in_flight()
     with pytest.raises(ValueError, match=message):
         call(kv, a, b)
-    kv.check_invariants()
-
-
-def test_rows_that_arrive_later_hold_up_nobody_and_are_found_once_they_are_there():
-    """An external load: pages first, rows while other steps run, findable when they are there; or it fails, and nothing happened."""
-    kv = small(num_pages=40)
-    a, b, c = admitted(kv, [1] * 17, [2] * 9, [3] * 9)
-    launched(kv, [a], [16])
-    launched(kv, [c], [8])
-    for _ in range(9):
-        kv.commit(kv.plan([b], [1]), [2])
-    assert kv.match([1] * 30).num_tokens == 0 and kv.num_computed[a] == 0
-    kv.advance(c, 0)
-    kv.advance(a, 16)
-    kv.publish(a, 16, [1] * 16)
-    assert kv.match([1] * 30).num_tokens == 16 and kv.num_computed[[a, b, c]].tolist() == [16, 9, 0]
     kv.check_invariants()
 
 
