@@ -17,7 +17,7 @@ from ..cases.shapes import CHUNK, Case, Shape
 
 CASES_PER_ENTRY = 4
 # Tables by file and name.
-DECODE, E4M3_DECODE = ("attention", "DECODE"), ("attention", "E4M3_DECODE")
+DECODE = ("attention", "DECODE")
 PREFILL, E4M3_PREFILL = ("attention", "PREFILL"), ("attention", "E4M3_PREFILL")
 LATENT, FP8_LATENT = ("latent", "TILES"), ("latent", "FP8_TILES")
 
@@ -76,7 +76,7 @@ class Entry:
             if block_n * row_bytes * (depth - 1) <= arch.shared_memory
         ]
         found: list[Any]
-        if self.table in (DECODE, E4M3_DECODE):
+        if self.table == DECODE:
             found = [(*tile, splits) for tile, splits in product(tiles, (16, 32, 64))]
         elif self.table in (PREFILL, E4M3_PREFILL):
             choices = product((32, 64, 128), tiles, warps, (1, 2) if self.key >= 256 else (1,))
@@ -93,7 +93,7 @@ def entry_of(case: Case, arch: Arch) -> Entry | None:
     if isinstance(shape, Shape):
         dim = max(32, shape.head_dim)
         if case.phase == "decode":
-            return Entry(E4M3_DECODE if shape.fp8 else DECODE, "", dim)
+            return Entry(DECODE, "", dim)
         kind = arch.tiles if arch.tiles in attention.PREFILL else "other"
         table = E4M3_PREFILL if shape.fp8 else PREFILL
         return Entry(table, kind, dim) if case.phase == "prefill" else None
