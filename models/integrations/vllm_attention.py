@@ -112,11 +112,7 @@ class QuireBuilder(AttentionMetadataBuilder[QuireMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> QuireMetadata:
-        """Metadata of a step.
-
-        Raises:
-            NotImplementedError: attention that is not causal, or R-SWA.
-        """
+        """Metadata of a step; NotImplementedError for attention that is not causal, and R-SWA."""
         given = common_attn_metadata
         if given.causal is not True or given.rswa_prefix_lens is not None:
             raise NotImplementedError(
@@ -165,14 +161,8 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write the rows of a step; vLLM does not call it for layers that share keys.
-
-        Args:
-            layer: has ``_k_scale`` and ``_v_scale``.
-            key, value: [num_tokens or more, num_kv_heads, head_size].
-            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
-            slot_mapping: [num_tokens] int64, -1 for padding.
-        """
+        """Write a step's rows [num_tokens or more, num_kv_heads, head_size] to slots [num_tokens] int64
+        (-1: none) of ``kv_cache`` [num_blocks, num_kv_heads, block_size, 2 * head_size]."""
         n, (pages, scales) = len(slot_mapping), self._pages(layer, kv_cache)
         write_kv(key[:n], value[:n], *pages, slot_mapping, **scales)
 
@@ -181,15 +171,12 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         attn_metadata: QuireMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of a step.
+        """Attention of a step; NotImplementedError if its output is to be quantized.
 
         Args:
             layer, key, value, kv_cache: as for `do_kv_cache_update`.
             query, output: [num_tokens or more, num_heads, head_size]; other rows stay.
             attn_metadata: None while vLLM measures memory.
-
-        Raises:
-            NotImplementedError: the output is to be quantized.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("QuireBackend: supported is output that is not quantized")
