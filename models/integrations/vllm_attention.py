@@ -161,8 +161,13 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write a step's rows [num_tokens or more, num_kv_heads, head_size] to slots [num_tokens] int64
-        (-1: none) of ``kv_cache`` [num_blocks, num_kv_heads, block_size, 2 * head_size]."""
+        """Write the rows of a step.
+
+        Args:
+            key, value: [num_tokens or more, num_kv_heads, head_size].
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+            slot_mapping: [num_tokens] int64, -1 for padding.
+        """
         n, (pages, scales) = len(slot_mapping), self._pages(layer, kv_cache)
         write_kv(key[:n], value[:n], *pages, slot_mapping, **scales)
 
