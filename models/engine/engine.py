@@ -289,7 +289,7 @@ class Engine:
             self.kv.commit(step.plan, step.input_ids, step.accepted)
         clock.switch(DELIVER)
         self._in_flight = ahead = step if runner.is_async else None
-        numbers = {}
+        num_generated = 0
         if due is not None:
             if due.taken_back:
                 new = [tokens for tokens in new if tokens.request not in due.taken_back]
@@ -298,25 +298,20 @@ class Engine:
                 if ahead is not None:
                     scheduler.take_back_admitted(ahead)
                 scheduler.clear_cache()
-            num_decodes = due.num_new_tokens.count(1)
-            numbers = dict(
-                q_lens=due.plan.num_new_tokens,
-                seq_lens=due.plan.seq_lens,
-                num_tokens=len(due.input_ids),
-                num_decodes=num_decodes,
-                num_prefills=len(due.requests) - num_decodes,
-                num_preempted=due.num_preempted,
-                num_generated=num_generated,
-                num_drafts=sum(due.num_drafts),
-                num_accepted=sum(len(tokens.ids) - 1 for tokens in new) if due.has_drafts else 0,
-            )
         if ahead is not None:
             ahead.set_placeholders()
         if not outputs.unfinished:
             clock.forget_device()
-        clock.switch(DELIVER)
-        times = clock.take_idle(), np.array(clock.wall), np.array(clock.cpu)
-        report = StepReport(*times, *outputs.take(), **numbers)
+        numbers = {} if due is None else due.numbers()
+        clock.switch(DELIVER)  # up to here
+        report = StepReport(
+            clock.take_idle(),
+            np.array(clock.wall),
+            np.array(clock.cpu),
+            *outputs.take(),
+            num_generated=num_generated,
+            **numbers,
+        )
         self.totals.add(report)
         return report
 

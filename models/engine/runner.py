@@ -21,7 +21,7 @@ from .config import EngineConfig
 from .device_drafter import DeviceDrafter
 from .graphs import DecodeGraphs, Shape, sizes_to_capture
 from .host_tier import HostTier
-from .memory import model_cache, plan_memory
+from .memory import MemoryPlan, model_cache, plan_memory
 from .report import MODEL, TENSORS, StepClock
 from .speculative import Drafter
 
@@ -77,31 +77,10 @@ class ModelRunner:
             num_pages = min(group.channel.all_gather(self.memory.num_pages))
             alike = replace(config, num_pages=num_pages, memory_fraction=None)
             self.memory = plan_memory(model, cache, alike, max_draft_tokens=num_drafts)
-        memory = self.memory
-        replay_tokens = None
-        if config.replay:
-            if not hasattr(model.config, "replay_tokens"):
-                raise ValueError(
-                    "replay: expected False for "
-                    f"{type(model).__name__}{getattr(model, 'no_replay', '')}; "
-                    "supported with models of full and sliding attention"
-                )
-            replay_tokens = model.config.replay_tokens
-        self.kv = None
-        if group is None or group.rank == 0:
-            self.kv = KVCache(
-                memory.groups,
-                num_pages=memory.num_pages,
-                max_requests=config.max_num_seqs,
-                max_model_len=memory.max_model_len,
-                retention=config.retention,
-                enable_caching=config.enable_caching,
-                max_draft_tokens=num_drafts,
-                replay_tokens=replay_tokens,
-                track_deltas=True,
-            )
+        memory, is_first = self.memory, group is None or group.rank == 0
+        self.kv = _make_kv(model, memory, config) if is_first else None
         self.tables = self.kv
-        if config.tensor_parallel_size > 1:
+        if num_ranks > 1:
             self.tables = WorkerTables(
                 memory.groups,
                 max_requests=config.max_num_seqs,
@@ -111,7 +90,7 @@ class ModelRunner:
         self.pool = cache.allocate(memory.num_pages)
         self.tiers = None
         if config.host_cache_gib is not None:
-            self.tiers = HostTier(self.kv, self.pool, self.memory, config, device)
+            self.tiers = HostTier(self.kv, self.pool, memory, config, device)
 
         self.clock = StepClock(device)
         # Drafts are guessed from tokens that the host knows.
@@ -131,12 +110,11 @@ class ModelRunner:
             )
         self.graphs = None
         if sizes:
-            max_model_len = self.memory.max_model_len
             self.graphs = DecodeGraphs(
                 self.forward,
                 self.builder,
                 sizes=sizes,
-                max_seq_len=max_model_len,
+                max_seq_len=memory.max_model_len,
                 max_draft_tokens=num_drafts,
                 device=device,
                 group=group,
@@ -144,7 +122,7 @@ class ModelRunner:
             with torch.inference_mode(), torch.cuda.device_of(self.builder.tables):
                 self.graphs.capture()
                 if on_gpu or config.impl == "triton":
-                    warm_up(self.forward, self.builder, config, max_model_len)
+                    warm_up(self.forward, self.builder, config, memory.max_model_len)
 
     def run(
         self,
@@ -175,6 +153,29 @@ class ModelRunner:
                 batch.input_ids, batch.positions, batch.attn, logits_rows=batch.logits_rows
             )
         return (*out, batch) if self.has_hidden else (out, None, batch)
+
+
+def _make_kv(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -> KVCache:
+    replay_tokens = None
+    if config.replay:
+        if not hasattr(model.config, "replay_tokens"):
+            raise ValueError(
+                f"replay: expected False for {type(model).__name__}"
+                f"{getattr(model, 'no_replay', '')}; supported with models of full and sliding "
+                "attention"
+            )
+        replay_tokens = model.config.replay_tokens
+    return KVCache(
+        memory.groups,
+        num_pages=memory.num_pages,
+        max_requests=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        retention=config.retention,
+        enable_caching=config.enable_caching,
+        max_draft_tokens=memory.max_draft_tokens,
+        replay_tokens=replay_tokens,
+        track_deltas=True,
+    )
 
 
 Forward = Callable[..., "Tensor | tuple[Tensor, Tensor]"]

@@ -68,6 +68,7 @@ class Step:
     hidden: Tensor | None = None
     accepted: np.ndarray | None = None
     taken_back: frozenset[Request] = frozenset()
+    num_accepted: int = 0
 
     def learn(self, ids: Sequence[int]) -> None:
         """Replace placeholders of its input and drafts by ids [num_placeholders]."""
@@ -96,11 +97,26 @@ class Step:
                 self.accepted[i] -= num_drafts - stay
                 request.num_drafts += num_drafts
                 request.num_accepted += stay
+                self.num_accepted += stay
             end = row + stay + 1
             wants = logprobs is not None and request.params.logprobs is not None
             new.append(NewTokens(request, ids[row:end], logprobs[row:end] if wants else None))
             row += num_drafts + 1
         return new
+
+    def numbers(self) -> dict[str, Any]:
+        """Numbers of its `StepReport`."""
+        num_decodes = self.num_new_tokens.count(1)
+        return {
+            "q_lens": self.plan.num_new_tokens,
+            "seq_lens": self.plan.seq_lens,
+            "num_tokens": len(self.input_ids),
+            "num_decodes": num_decodes,
+            "num_prefills": len(self.requests) - num_decodes,
+            "num_preempted": self.num_preempted,
+            "num_drafts": sum(self.num_drafts),
+            "num_accepted": self.num_accepted,
+        }
 
     def set_placeholders(self) -> None:
         """Let the next step of its requests begin with its tokens, ``BatchBuilder.sampled[row]``."""

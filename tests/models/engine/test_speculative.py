@@ -86,18 +86,12 @@ class Oracle:
         drafts = []
         for request in requests:
             self.calls += 1
-            known = self.outputs.get(request.request_id, ())[request.num_output :][
-                : self.max_draft_tokens
+            known = self.outputs.get(request.request_id, ())[request.num_output :]
+            ids = [
+                (t + self.wrong(self.calls, i)) % 259
+                for i, t in enumerate(known[: self.max_draft_tokens])
             ]
-            drafts.append(
-                np.array(
-                    [
-                        (t + 1) % 259 if self.wrong(self.calls, i) else t
-                        for i, t in enumerate(known)
-                    ],
-                    dtype=np.int32,
-                )
-            )
+            drafts.append(np.array(ids, dtype=np.int32))
         return drafts
 
 
