@@ -26,17 +26,10 @@ except ModuleNotFoundError:
             """Count."""
             self.n += n
 
-        def set_description(self, text: str) -> None:
-            """Does nothing."""
+        def close(self, *arguments: Any, **options: Any) -> None:
+            """Do nothing."""
 
-        def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-            """Does nothing."""
-
-        def close(self) -> None:
-            """Does nothing."""
+        set_description = set_postfix_str = __exit__ = close
 
         def __enter__(self) -> tqdm:
             return self
-
-        def __exit__(self, *reason: object) -> None:
-            self.close()

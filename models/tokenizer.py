@@ -78,11 +78,8 @@ class TextStream:
             held = next((n for n in (3, 2, 1) if decode(ids[:-n]) + decode(ids[-n:]) == text), 0)
             text, end = decode(ids[: len(ids) - held]), end - held
         self._start, self._read = self._read, end
-        return self._extend(text[len(known) :])
-
-    def _extend(self, more: str) -> str | None:
         low = max(0, len(self.text) - self._longest + 1)
-        self.text += more
+        self.text += text[len(known) :]
         found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, low)) >= 0]
         if not found:
             return None
@@ -101,17 +98,15 @@ class TextStream:
 
     def take(self) -> str:
         """New text since the last call that can no longer become part of a stop string."""
-        end = len(self.text) - (0 if self._finished else self._num_held())
-        new = self.text[self._num_taken : end]
+        text, held = self.text, 0
+        if not self._finished:
+            starts = range(min(self._longest - 1, len(text)), 0, -1)
+            fits = (n for n in starts if any(stop.startswith(text[-n:]) for stop in self._stop))
+            held = next(fits, 0)
+        end = len(text) - held
+        new = text[self._num_taken : end]
         self._num_taken = end
         return new
-
-    def _num_held(self) -> int:
-        return next(
-            (n for n in range(min(self._longest - 1, len(self.text)), 0, -1)
-             if any(stop.startswith(self.text[-n:]) for stop in self._stop)),
-            0,
-        )  # fmt: skip
 
 
 class ByteTokenizer:
