@@ -55,8 +55,7 @@ def load_config(path: str | Path) -> ModelConfig:
     """Read ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
     Raises:
-        ValueError: there is no config.json, or naming file and key where one is no JSON or a key
-            has another type or range.
+        ValueError: naming file and key where one is no JSON or a key has another type or range.
         NotImplementedError: unsupported models.
     """
     path = Path(path)

@@ -138,13 +138,9 @@ class RopeKeys:
         return self.rope_type or self.type or "default"
 
     def config(self, max_positions: int | None = None) -> RopeConfig:
-        """The RoPE that the keys describe.
+        """The RoPE of the keys; ValueError for keys that its kind needs and the file lacks.
 
-        Args:
-            max_positions: what ``original_max_position_embeddings`` of llama3 falls back to.
-
-        Raises:
-            ValueError: keys that this kind needs and the file lacks.
+        max_positions: default of ``original_max_position_embeddings`` of llama3.
 
         Source: transformers ``modeling_rope_utils``.
         """

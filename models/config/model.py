@@ -77,13 +77,7 @@ def expect_tokens(config: Any) -> None:
 
 
 def expect_ranks(name: str, size: int, divides: Callable[[int], bool], heads: str) -> None:
-    """Refuse a number of ranks that does not divide a model.
-
-    divides: True for a number of ranks that does; heads: of the model, in words.
-
-    Raises:
-        ValueError: naming the numbers of ranks that divide it.
-    """
+    """Refuse a number of ranks that does not divide a model, naming those that do: ValueError."""
     if not divides(size):
         sizes = [n for n in range(1, MAX_RANKS) if divides(n)]
         raise ValueError(

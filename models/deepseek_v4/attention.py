@@ -235,8 +235,8 @@ class PagedAttend:
         block = positions.clamp(min=0) // block_size
         pages = torch.where(slots >= 0, slots // block_size, table[seq, block])
         # Rounded down, -1 stays -1.
-        by_ratio = {ratio: slots // ratio for ratio in (config.csa_ratio, config.hca_ratio)}
-        return table.index_put((seq, block), pages.int()), by_ratio
+        csa, hca = config.csa_ratio, config.hca_ratio
+        return table.index_put((seq, block), pages.int()), {csa: slots // csa, hca: slots // hca}
 
     @cached_property
     def _copies(self) -> OverlapCopies:

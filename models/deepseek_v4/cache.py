@@ -1,19 +1,14 @@
 """Pages of DeepSeek-V4, their cache groups, and the rings beside them.
 
-A page is one row of bytes for all layers of its group, side by side. Groups share one pool of equal
-pages::
+A page is one row of bytes for all layers of its group, side by side. All groups share one pool::
 
     group        kind    tokens   a page holds
-    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index
-                                  keys of the CSA layers
+    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, index keys
     window.0 ..  window  64       raw rows of a share of the layers, those of drafters last
-    overlap      window  256      series a of the block's last 4 tokens, of all CSA compressors and
-                                  indexers
+    overlap      window  256      series a (`attention.GatedPooling`) of the block's last 4 tokens
 
 An open compression window of a request is in rings. A block's end is a multiple of both ratios: to
-resume there, HCA needs nothing, and CSA 4 rows of series a (`attention.GatedPooling`). So a prefix
-hit takes all pages of "compressed" before its end, the last two of each window group, and one of
-"overlap".
+resume there, HCA needs nothing, and CSA one page of "overlap".
 
 Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` for pages of bytes.
 """
@@ -75,15 +70,17 @@ class CachePlan:
 
     def index(self, name: str) -> int:
         """Index of the group of that name; ValueError where the model has none."""
-        return [group.name for group in self.groups].index(name)
+        for i, group in enumerate(self.groups):
+            if group.name == name:
+                return i
+        raise ValueError(f"name: expected a group of {self.groups}, got {name!r}")
 
 
 def plan_cache(config: DeepseekV4Config, fmt: CacheFormat, *, drafters: bool = True) -> CachePlan:
     """Deal layers into groups and choose the bytes of a page.
 
     A page is as large as the entries of a block, the first multiple of both ratios that holds two
-    HCA windows. A window block is its largest divisor that is at most half a sliding window.
-    Windows of layers are dealt into as few groups as such pages allow.
+    HCA windows. Raw rows of layers are dealt into as few groups as such pages allow.
 
     Raises:
         NotImplementedError: quantized rows of other sizes than `FP8_DIMS`.

@@ -113,11 +113,10 @@ class DeepseekV4Chat:
                 may have ``reasoning_content`` and ``tool_calls``, a system's ``tools`` and
                 ``response_format``.
             tools: JSON schemas of functions, for the first system message.
-            add_generation_prompt: True = end with the start of the model's answer.
             thinking, enable_thinking: either = the answer starts with its reasoning.
             reasoning_effort: "high" or "max", and "low" from 0731 on; of thinking only.
-            drop_thinking: leave out the reasoning of answers before the last question. It is kept
-                in chats with tools.
+            drop_thinking: leave out the reasoning of answers before the last question, but in chats
+                with tools.
 
         Raises:
             ValueError: messages, tools or an effort that the format does not have.

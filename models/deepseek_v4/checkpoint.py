@@ -6,8 +6,7 @@ Names of any of three schemes become the model's own, those of transformers with
     transformers  model.layers.0.self_attn.q_a_proj.weight  model.layers.0.mlp.experts.gate_up_proj
     hybrid        model.layers.0.attn.wq_a.weight         model.layers.0.ffn.experts.3.w1.weight
 
-transformers' ``save_pretrained`` writes the hybrid. A quantized matrix ``x.weight`` has its scales
-in ``x.scale``: fp8 in blocks of 128 x 128, or fp4 in groups of 32 columns.
+A quantized matrix ``x.weight`` has its scales in ``x.scale``.
 
 Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 """

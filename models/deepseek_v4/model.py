@@ -1,15 +1,12 @@
 """DeepSeek-V4: layers of attention and experts between residual streams, embedding and logits.
 
-Hyper-connections (mHC): a layer reads from and writes to n residual streams, which start as n
-copies of the embedding. With m = fn rms(streams), one norm without weight over all n * hidden_size
-channels of a token::
+Hyper-connections (mHC): a layer reads from and writes to n residual streams, which start as copies
+of the embedding. With m = fn rms(streams), one norm over all channels of a token's streams::
 
     pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
     post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
     comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], row-major [n (j), n (k)]
-
-    x = layer norm of sum_i pre[i] streams[i]
-    y = attention(x), then the same with y = experts(x) + shared expert(x)
+    y    = attention, or experts, of the norm of sum_i pre[i] streams[i]
     stream k = post[k] y + sum_j comb[j, k] streams[j]
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
@@ -201,15 +198,11 @@ class DecoderLayer(nn.Module):
 
 
 class MTP(DecoderLayer):
-    """Drafter layer ``index``, a sliding one; embedding and output projection are the trunk's.
+    """Drafter layer ``index``, a sliding one; embedding and output projection are the trunk's::
 
-    With the trunk's streams at position t and the token at t + 1::
+        streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(next token)))
 
-        streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))
-        streams = layer(streams)
-        logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
-
-    Layer i > 0 reads the streams of layer i - 1 and the token at t + 1 + i.
+    These are streams of the trunk, or of the layer before.
 
     Source: DeepSeek-V4 checkpoints (``mtp.*``); vLLM 0.33 ``models/deepseek_v4``.
     """
@@ -270,10 +263,8 @@ class DeepseekV4(nn.Module):
     """A DeepSeek-V4 model with uninitialized weights; `models.loading.weights` fills them.
 
     Args:
-        dtype: of matrices and activations; hyper-connections, norms, sinks, position and correction
-            biases are fp32 in any case.
+        dtype: of matrices and activations; norms, hyper-connections, sinks and biases are fp32.
         expert_format: "fp8" or "fp4" for routed experts that stay packed.
-        group: ranks that run the model together; None = one runs it all.
 
     Attributes:
         kv_cache_dtypes: supported values of `EngineConfig.kv_cache_dtype`.

@@ -163,14 +163,11 @@ class Decoder(nn.Module):
         return_hidden: bool = False,
         impl: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One step of a ragged batch.
-
-        Each layer reads the context from ``pool``, then writes the rows that later steps read.
+        """One step of a ragged batch: reads the context from ``pool``, writes rows for later steps.
 
         Args:
             input_ids, positions: [num_tokens] int64.
             attn: tables, lengths and slots of this step.
-            pool: the pages of all layers, updated in place.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
             return_hidden: return the normed hidden states of all rows too, which drafters read.
             impl: "triton" or "torch" for the kernels; default: by device.
@@ -218,10 +215,10 @@ class Decoder(nn.Module):
         x, rotary = self.embed_tokens(input_ids), {}
         for kind, frequencies in self.frequencies.items():
             rotary[kind] = rotary_angles(positions, frequencies, self.config.full.rope.amplitude)
-        inputs = self.per_layer_inputs(input_ids, x)
+        inputs, num_owners = self.per_layer_inputs(input_ids, x), self.config.num_kv_owners
         branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
         for i, layer in enumerate(self.layers):
-            if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
+            if i == num_owners and (rows := attend.rows) is not None:
                 branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
                     return branch

@@ -21,12 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels import gated_product, norm_rope, residual_norm, route_tokens
+from quire.kernels import (
+    combine_experts,
+    expert_mlp,
+    gated_product,
+    norm_rope,
+    residual_norm,
+    route_tokens,
+)
 
 from ..config.model import ModelConfig
 from ..layers.attention import Attend
 from ..layers.basic import MLP, Linear, RMSNorm, Stacked, WeightPlacement
-from ..layers.moe import run_experts
 from ..layers.per_layer import HostEmbedding
 from .decoder import Decoder, Rotary
 
@@ -72,9 +78,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """The weighted sum [num_tokens, hidden_size] of the experts that the router chose."""
         gate_up = self.gate_up_proj.unflatten(1, (2, -1))
-        out = run_experts(
-            x, expert_ids, weights, gate_up, self.down_proj, activation="gelu_tanh", impl=impl
-        )
+        rows = expert_mlp(x, expert_ids, gate_up, self.down_proj, activation="gelu_tanh", impl=impl)
+        out = combine_experts(rows, weights, impl=impl)
         return out if self.group is None else self.group.sum(out)
 
 

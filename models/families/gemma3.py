@@ -37,11 +37,7 @@ class GemmaKeys(LayeredKeys):
     use_bidirectional_attention: only(None, False, "vision") = None
 
     def model_fields(self, sliding: RopeConfig, full: RopeConfig) -> dict[str, Any]:
-        """Fields of ModelConfig; full layers have the shapes of sliding ones.
-
-        Args:
-            sliding, full: RoPE of both kinds.
-        """
+        """Fields of ModelConfig, with the RoPE of both kinds of layers."""
         attention = AttentionConfig(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads,

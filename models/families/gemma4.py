@@ -100,8 +100,7 @@ def config_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 def _full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]:
     """head_dim, num_kv_heads and k_eq_v of the full layers.
 
-    Hub files say ``global_head_dim`` and ``num_global_key_value_heads``; files that transformers
-    5.23 saved say ``per_layer_config`` = {layer: {key: value}} instead.
+    transformers 5.23 saves ``per_layer_config`` instead of the keys of Hub files.
     """
     kv_heads, head_dim = keys.num_key_value_heads, keys.global_head_dim
     if keys.attention_k_eq_v:

@@ -2,13 +2,11 @@
 
 With the token x behind the last computed position p, and the target's normed hidden state h at p::
 
-    z = pre_projection([embed(x), h])                     embed: of the target, scaled
-    z = layers(z)                                         layers of Gemma-4 that have queries only
+    z = layers(pre_projection([embed(x), h]))        embed: of the target; layers have queries only
     u = norm(z);   logits = lm_head(u);   h = post_projection(u)
 
-and again with the draft as x. A layer reads the pages of the target's last layer of its kind that
-owns keys and values; nothing is written. Queries are rotated to p + 1. Full layers see positions
-0 .. p, sliding ones the last ``sliding_window + 1`` of them.
+and again with the draft as x. A layer reads the pages of the target's last layer of its kind, at
+queries of position p + 1; sliding ones see ``sliding_window + 1`` rows. Nothing is written.
 
 Source: transformers ``modeling_gemma4_assistant``, whose later rounds also see keys of rejected
     drafts: only a first round agrees with it.
@@ -258,9 +256,6 @@ def load_assistant(
     path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> Assistant:
     """Load the drafter of a Hugging Face directory (``gemma4_assistant``), not quantized.
-
-    Args:
-        device, dtype: of the weights; the target's.
 
     Raises:
         ValueError: keys or tensors that are missing, unexpected, or of another shape or range.

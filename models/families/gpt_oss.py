@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import route_tokens
+from quire.kernels import combine_experts, expert_mlp, route_tokens
 
 from ..config import fields
 from ..config.fields import only, read_fields
 from ..config.keys import LayeredKeys, common_keys, read_rope, write_rope
 from ..config.model import AttentionConfig, ModelConfig, MoEConfig
 from ..layers.basic import Linear, WeightPlacement, linear_fp32
-from ..layers.moe import run_experts
 from ..loading.random_weights import draw
 from .llama import Attention, Llama
 from .registry import Family, register_family
@@ -130,9 +129,8 @@ class Experts(nn.Module):
     def keep_mxfp4(self, name: str, values: Tensor, scale: Tensor) -> None:
         """Hold "gate_up_proj" or "down_proj" as it is stored: 17 bytes for 32 values.
 
-        Args:
-            values: [num_experts, out_size, in_size / 2] uint8.
-            scale: [num_experts, out_size, in_size / 32] uint8.
+        values: [num_experts, out_size, in_size / 2] uint8; scale: [num_experts, out_size, in_size /
+        32] uint8.
         """
         setattr(self, name, nn.Parameter(values, requires_grad=False))
         setattr(self, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
@@ -147,13 +145,14 @@ class Experts(nn.Module):
         group = self.group
         # The bias counts once in the sum of all ranks.
         down_bias = self.down_proj_bias if group is None or group.rank == 0 else None
-        out = run_experts(
-            x, expert_ids, weights, _apart(gate_up), down,
+        rows = expert_mlp(
+            x, expert_ids, _apart(gate_up), down,
             gate_up_scale=None if scale is None else _apart(scale),
             down_scale=self.down_proj_scale, gate_up_bias=_apart(self.gate_up_proj_bias),
             down_bias=down_bias, activation="silu", limit=SWIGLU["swiglu_limit"],
             alpha=SWIGLU["swiglu_alpha"], up_offset=1.0, impl=impl,
         )  # fmt: skip
+        out = combine_experts(rows, weights, impl=impl)
         return out if group is None else group.sum(out)
 
 

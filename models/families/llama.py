@@ -83,8 +83,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 class Attention(nn.Module):
     """Projections and RoPE around the attention operator of one layer.
 
-    Attributes:
-        has_sinks: True if every head has a logit that joins the denominator of its softmax only.
+    has_sinks: True if every head has a logit that joins the denominator of its softmax only.
     """
 
     has_sinks: ClassVar[bool] = False
@@ -136,9 +135,7 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """The residual stream after the layer and ``norm``, the one that comes next.
 
-        Args:
-            x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
-            residual: [num_tokens, hidden_size], updated in place.
+        x: [num_tokens, hidden_size], normed; residual: in that shape, updated in place.
         """
         impl = attend.impl
         x = self.self_attn(x, rotary, attend)
@@ -147,11 +144,7 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama model; arguments as in `Decoder`.
-
-    Attributes:
-        attention: class of a layer's attention branch, called as `Attention`.
-    """
+    """A Llama model; attention: class of a layer's attention branch, called as `Attention`."""
 
     attention: ClassVar[type[Attention]] = Attention
 

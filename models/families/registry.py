@@ -52,11 +52,7 @@ _registered: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> None:
-    """Register a family; it replaces one of the same name.
-
-    Raises:
-        ValueError: a ``model_type`` that another family has.
-    """
+    """Register or replace a family; ValueError for a ``model_type`` that another one has."""
     for other in _registered.values():
         taken = set(family.model_types) & set(other.model_types)
         if taken and other.name != family.name:

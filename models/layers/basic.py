@@ -41,11 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a stored weight.
-
-    Args:
-        offset: added to the stored weight in fp32; 1.0 in Gemma-3, with weights around 0.
-    """
+    """`rms_norm` with a stored weight; offset: added to it in fp32, 1.0 in Gemma-3."""
 
     def __init__(
         self, size: int, eps: float, place: WeightPlacement, *, offset: float = 0.0,
@@ -70,7 +66,6 @@ class RMSNorm(nn.Module):
             x: [num_tokens, size], result of the branch.
             residual: [num_tokens, size], becomes (residual + post(x)) * scalar in place; None: the
                 norm is that of x.
-            post: norm of x before it is added; None = none.
             scalar: [1] or None for 1.
         """
         return residual_norm(
@@ -89,8 +84,7 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """x W^T + b; weight [out_size, in_size], in fp8 after `keep_fp8`.
 
-    Args:
-        group: ranks with the other columns, which add their products up; None = all are here.
+    group: ranks with the other columns, which add their products up; None = all are here.
     """
 
     def __init__(
@@ -151,10 +145,10 @@ class Stacked:
     @property
     def is_whole(self) -> bool:
         """False once a layer was given another weight, such as an fp8 one."""
-        return all(
-            own[name] is not None and own[name].data_ptr() == address
-            for own, name, address in self._addresses
-        )
+        for own, name, address in self._addresses:
+            if own[name] is None or own[name].data_ptr() != address:
+                return False
+        return True
 
     def __call__(self, x: Tensor) -> Tensor:
         """The products side by side: [num_tokens, sum of the out_sizes]."""
@@ -179,15 +173,10 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """Token embedding; tied models use it, unscaled, as output projection too.
 
-    Of several ranks each has as many rows, one rank after another. Rows of the last rank past the
-    vocabulary are zeros, and give no logits.
+    Each rank has ``num_rows`` rows. Those past the vocabulary are zeros, and give no logits.
 
-    Args:
-        scale: factor of the rows, rounded to the weight dtype first, as the models were trained: in
-            bf16 sqrt(5376) is 73.5.
-
-    Attributes:
-        num_rows: rows of this rank.
+    scale: factor of the rows, rounded to the weight dtype first, as the models were trained: in
+    bf16 sqrt(5376) is 73.5.
     """
 
     def __init__(
@@ -228,9 +217,7 @@ class Embedding(nn.Module):
 class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)).
 
-    Args:
-        limit: clamps gate from above and up on both sides; None = no clamp.
-        group: ranks with the rest of the width; None = all is here.
+    limit: clamps gate from above and up on both sides; group: ranks with the rest of the width.
     """
 
     def __init__(

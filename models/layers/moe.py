@@ -1,39 +1,16 @@
-"""Routed experts: the weighted sum of a token's experts, and experts that stay quantized.
-
-Shapes depend on the number of tokens alone: there are tokens * k rows, whichever expert has them.
-"""
+"""Matrices and routed experts that stay quantized, as they are stored."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import combine_experts, expert_mlp
+from quire.kernels import expert_mlp
 from quire.kernels.common.dequantize import FP4_GROUP
 
 from .basic import WeightPlacement
 
 FP8_BLOCK = 128
-
-
-def run_experts(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor, *,
-    impl: str | None = None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
-
-    The sum is fp32 and in the router's order, whatever else is in the batch.
-
-    Args:
-        expert_ids, expert_weights: [num_tokens, k].
-        gate_up: [num_experts, 2, intermediate_size, hidden_size], of any strides.
-        down: [num_experts, hidden_size, intermediate_size].
-        options: activation, scales and biases, as of `quire.kernels.expert_mlp`.
-    """
-    rows = expert_mlp(x, expert_ids, gate_up, down, **options, impl=impl)
-    return combine_experts(rows, expert_weights, impl=impl)
 
 
 def packed_shapes(

@@ -32,8 +32,6 @@ def fill(
 ) -> None:  # fmt: skip
     """Read tensors file by file, each into its place, and check it.
 
-    Of a file no more than one tensor, with its scales, is in use at a time.
-
     Args:
         kept: of `quire.models.loading.weights.kept_as_stored`.
         pieces: ranges that a rank reads; of other tensors, all.

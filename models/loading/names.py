@@ -1,11 +1,4 @@
-"""Match stored tensors with the weights of a model.
-
-Names, shapes and dtypes are compared before anything is read::
-
-    stored tensor              target                             kind
-    model.x.weight             Target("x.weight")                 plain, or fp8 by its dtype
-    model.x.weight_scale_inv   Target("x.weight", is_scale)
-    ...experts.3.w3.weight     Target("...gate_up_proj", 3, UP)   half the rows of an expert
+"""Match stored tensors with the weights of a model, by name, shape and dtype.
 
 Source: tensor names of transformers 5.23 and of the older multimodal repositories;
     ``weight_scale_inv`` (fine-grained fp8), ``weight_scale`` (compressed-tensors), ``_blocks`` and

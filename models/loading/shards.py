@@ -1,7 +1,6 @@
 """Read the part of a stored tensor that one rank needs.
 
-Of quantized tensors whole blocks are read, those that hold a part of what the rank has, each with
-its scale; `Piece.of` then drops what was read too much.
+Of quantized tensors whole blocks are read, each with its scale; `Piece.of` drops what is too much.
 """
 
 from __future__ import annotations

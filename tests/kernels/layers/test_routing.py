@@ -176,6 +176,15 @@ def test_combine(impl, addend, num_tokens, k, size, dtype):
         assert_within_budget(f"token {t}", out[t], exact)
 
 
+@IMPLS
+@pytest.mark.parametrize(("weights", "total"), [((1, 0, -1), 0), ((1, -1, 0), 1), ((0, 1, -1), 0)])
+def test_combine_sums_in_the_order_of_the_router(impl, weights, total):
+    """Terms of 2^24, 1 and -2^24 in fp32, whose sum depends on its order."""
+    weights = torch.tensor([[w * 2.0**24 if w else 1.0 for w in weights]], device=DEVICE)
+    out = combine_experts(torch.ones(3, 4, device=DEVICE), weights, impl=impl)
+    assert out.eq(total).all()
+
+
 def test_more_than_triton_supports():
     with pytest.raises(NotImplementedError, match=r"^logits: up to 4096 experts are supported"):
         route_tokens(torch.zeros(1, 5000, device=DEVICE), top_k=2, impl="triton")

@@ -106,16 +106,11 @@ UNSUPPORTED = [
      "vocab_size_per_layer_input: supported is vocab_size=259, got 300"),
     ("llama-tiny", {"mlp_bias": True}, "mlp_bias: supported is False, got True"),
     ("llama-tiny", {"hidden_act": "relu"}, "hidden_act: supported is 'silu', got 'relu'"),
-    ("gpt-oss-tiny", {"swiglu_limit": 5.0}, "swiglu_limit: supported is 7.0, got 5.0"),
-    ("gemma4-tiny", {"use_bidirectional_attention": "all"},
-     "use_bidirectional_attention: .*got 'all'"),
     ("gemma3-tiny", {"use_bidirectional_attention": True},
      "use_bidirectional_attention: .*got True"),
     ("gemma3-tiny", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: .*got 50.0"),
     ("gemma3-tiny", {"tie_word_embeddings": False},
      "tie_word_embeddings: supported is True, got False"),
-    ("gemma3-tiny", {"attention_bias": True}, "attention_bias: supported is False, got True"),
-    ("gemma3-tiny", {"hidden_activation": "silu"}, "hidden_activation: .*got 'silu'"),
     ("gemma3-tiny", {"quantization_config": {"quant_method": "gptq"}},
      "quantization_config.quant_method: supported is 'fp8' or .*got 'gptq'"),
     ("gemma3-tiny",
@@ -137,30 +132,18 @@ WRONG = [
      "num_kv_heads: expected a divisor of num_heads=4, got 3"),
     ("gemma3-tiny", {"head_dim": 31},
      "head_dim: expected an int, a multiple of 2, in 2..16384, got 31"),
-    ("gemma3-tiny", {"sliding_window": 0},
-     "sliding_window: expected an int in 1..2147483647, got 0"),
     ("gemma3-tiny", {"hidden_size": "64"}, "hidden_size: expected an int in 1..1048576, got '64'"),
-    ("gemma3-tiny", {"intermediate_size": None},
-     "intermediate_size: expected an int in 1..1048576, got None"),
-    ("gemma3-tiny", {"num_attention_heads": 0},
-     "num_attention_heads: expected an int in 1..16384, got 0"),
     ("gemma3-tiny", {"eos_token_id": "x"},
      "eos_token_id: expected an int .* or a list, got 'x'"),
     ("gemma3-tiny", {"num_hidden_layers": 9},
      "layer_types: expected num_hidden_layers=9 entries, got 7"),
     ("gemma3-tiny", {"layer_types": ["other"] * 7}, r"layer_types\[0\]: .*got 'other'"),
-    ("gemma3-tiny", {"final_logit_softcapping": 0.0},
-     "final_logit_softcapping: expected a number in .*got 0.0"),
-    ("gemma3-tiny", {"eos_token_id": -1}, "eos_token_id: expected an int in .*got -1"),
     ("gemma3-tiny", {"eos_token_id": 259},
      r"eos_token_ids: expected ids below vocab_size=259, got \(259,\)"),
     ("gemma4-e-tiny", {"num_kv_shared_layers": 9}, r"num_kv_shared_layers: expected 0\.\.8"),
     ("gemma4-e-tiny", {"num_kv_shared_layers": 7}, "an earlier layer of kind .*full_attention"),
     ("gemma4-moe-tiny", {"top_k_experts": 9}, r"top_k: expected 1\.\.num_experts=8, got 9"),
     ("gemma4-moe-tiny", {"num_experts": None}, r"enable_moe_block: expected \['num_experts'\]"),
-    ("gpt-oss-tiny", {"layer_types": [SLIDING]}, "layer_types: expected num_hidden_layers=4"),
-    ("llama-tiny", {"num_hidden_layers": 10**7},
-     "num_hidden_layers: expected an int in 1..1024, got 10000000"),
     ("llama-tiny", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number in .*got nan"),
     ("llama-tiny", {"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta: .*got 0"),
     ("llama-tiny",
@@ -176,35 +159,23 @@ WRONG = [
 # fmt: on
 
 
-@pytest.mark.parametrize(("name", "change", "message"), UNSUPPORTED)
-def test_unsupported_features_are_named(name, change, message):
-    with pytest.raises(NotImplementedError, match=message):
-        read(to_hf(get_config(name)) | change)
-
-
-@pytest.mark.parametrize(("name", "change", "message"), WRONG)
-def test_wrong_values_and_contradictions_are_named(name, change, message):
-    with pytest.raises(ValueError, match=message):
-        read(to_hf(get_config(name)) | change)
-
-
 @pytest.mark.parametrize(
-    ("model_type", "text_type", "message"),
-    [
-        ("gemma4_assistant", "gemma4_text", "'gemma4_assistant': a drafter"),
-        (
-            "gemma4_unified_assistant",
-            "gemma4_unified_text",
-            "'gemma4_unified_assistant': a drafter",
-        ),
-        (
-            "deepseek_v41",
-            "deepseek_v41_text",
-            "compress_ratios of 1 and 2, two-level top-k and Engram",
-        ),
-        ("deepseek_v41_text", None, "'deepseek_v41_text': of DeepSeek-V4.1, single-pass"),
-    ],
+    ("error", "name", "change", "message"),
+    [(NotImplementedError, *row) for row in UNSUPPORTED] + [(ValueError, *row) for row in WRONG],
 )
+def test_unsupported_features_wrong_values_and_contradictions_are_named(
+    error, name, change, message
+):
+    with pytest.raises(error, match=message):
+        read(to_hf(get_config(name)) | change)
+
+
+@pytest.mark.parametrize(("model_type", "text_type", "message"), [
+    ("gemma4_assistant", "gemma4_text", "'gemma4_assistant': a drafter"),
+    ("gemma4_unified_assistant", "gemma4_unified_text", "'gemma4_unified_assistant': a drafter"),
+    ("deepseek_v41", "deepseek_v41_text", "compress_ratios of 1 and 2, two-level top-k and Engram"),
+    ("deepseek_v41_text", None, "'deepseek_v41_text': of DeepSeek-V4.1, single-pass"),
+])  # fmt: skip
 def test_types_that_a_family_refuses(model_type, text_type, message):
     config = {"model_type": model_type}
     if text_type is not None:
@@ -256,37 +227,21 @@ def test_rope_of_llama():
 def test_released_gpt_oss_file():
     """The keys of the 20b file that differ from transformers' defaults, and rope_scaling as it is written there."""
     config = {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 24,
-        "num_local_experts": 32,
-        "eos_token_id": 200002,
-        "bos_token_id": 199998,
-        "rope_theta": 150000,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
+        "eos_token_id": 200002, "bos_token_id": 199998, "rope_theta": 150000,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
+                         "original_max_position_embeddings": 4096, "rope_type": "yarn"},
         "quantization_config": {"quant_method": "mxfp4"},
-    }
+    }  # fmt: skip
     assert read(config, "gpt-oss-20b") == CONFIGS["gpt-oss-20b"]
 
 
-@pytest.mark.parametrize(
-    ("rope", "amplitude"),
-    [
-        ({}, 1.0 + 0.1 * math.log(8)),
-        ({"attention_factor": 1.25}, 1.25),
-        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        (
-            {"mscale": 0.707, "mscale_all_dim": 1.0},
-            (0.0707 * math.log(8) + 1) / (0.1 * math.log(8) + 1),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rope", "amplitude"), [
+    ({}, 1.0 + 0.1 * math.log(8)),
+    ({"attention_factor": 1.25}, 1.25),
+    ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+    ({"mscale": 0.707, "mscale_all_dim": 1.0}, (0.0707 * math.log(8) + 1) / (0.1 * math.log(8) + 1)),
+])  # fmt: skip
 def test_amplitude_of_yarn(rope, amplitude):
     rope |= {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
     got = read(to_hf(CONFIGS["llama-tiny"]) | {"rope_parameters": rope}).full.rope

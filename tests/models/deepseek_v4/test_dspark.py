@@ -47,66 +47,24 @@ class DSparkReference:
         for t, tap in enumerate(torch.cat(taps, dim=1)):
             main = first.norm(first.w["main_proj.weight"] @ tap, "main_norm.weight")
             for stage, out in zip(self.stages, rows, strict=True):
-                kv_proj = stage.w["self_attn.kv_proj.weight"]
-                row = stage.norm(kv_proj @ main, "self_attn.kv_norm.weight")
-                out.append(stage.turn(row, t))
+                out.append(stage.row(main, t))
         return rows
-
-    def attention(self, stage, context, start):
-        """Attention of a block that begins at position ``start``, as a function of its rows."""
-        c, w = self.config, stage.w
-
-        def attend(inputs):
-            own = []
-            for i, x in enumerate(inputs):
-                row = stage.norm(w["self_attn.kv_proj.weight"] @ x, "self_attn.kv_norm.weight")
-                own.append(stage.turn(row, start + i))
-            out = []
-            for i, x in enumerate(inputs):
-                keys = torch.stack(context[max(0, start - c.sliding_window) : start] + own)
-                latent = stage.norm(w["self_attn.q_a_proj.weight"] @ x, "self_attn.q_a_norm.weight")
-                queries = (w["self_attn.q_b_proj.weight"] @ latent).view(c.num_heads, c.head_dim)
-                heads = []
-                for h, q in enumerate(queries):
-                    q = stage.turn(stage.norm(q), start + i)
-                    weights = (keys @ q / c.head_dim**0.5).exp()
-                    weights = weights / (weights.sum() + w["self_attn.sinks"][h].exp())
-                    heads.append(stage.turn(weights @ keys, -(start + i)))
-                per_group, rank = c.num_heads // c.o_groups, c.o_lora_rank
-                narrow = [
-                    w["self_attn.o_a_proj.weight"][g * rank : (g + 1) * rank]
-                    @ torch.cat(heads[g * per_group : (g + 1) * per_group])
-                    for g in range(c.o_groups)
-                ]
-                out.append(w["self_attn.o_b_proj.weight"] @ torch.cat(narrow))
-            return out
-
-        return attend
 
     def __call__(self, ids):
         """(logits [block_size, vocab_size], greedy drafts) behind ids, the last one the anchor."""
-        dspark, n = self.config.dspark, self.config.hc_mult
+        dspark, last = self.config.dspark, self.stages[-1]
         context, start = self.context_rows(ids[:-1]), len(ids) - 1
         block = [ids[-1].item()] + [dspark.noise_token_id] * (dspark.block_size - 1)
-        embed = self.stages[0].w["embed_tokens.weight"]
-        rows = [embed[token].expand(n, -1) for token in block]
+        rows = [last.w["embed_tokens.weight"][t].expand(self.config.hc_mult, -1) for t in block]
         for stage, seen in zip(self.stages, context, strict=True):
-            attend = self.attention(stage, seen, start)
-            rows = stage.around(rows, "attn_hc", "input_layernorm.weight", attend)
-            rows = stage.around(rows, "ffn_hc", "post_attention_layernorm.weight", stage.moe)
-        last, logits = self.stages[-1], []
-        w = last.w
-        for x in rows:
-            pre = last.mixes(x, "hc_head.hc_fn") * w["hc_head.hc_scale"] + w["hc_head.hc_base"]
-            pre = torch.sigmoid(pre) + self.config.hc_eps
-            y = last.norm(sum(pre[s] * x[s] for s in range(n)), "norm.weight")
-            logits.append(w["lm_head.weight"] @ y)
+            rows = stage.layer(rows, start=start, context=seen)
+        w, logits = last.w, last.logits(rows)
         drafts, before = [], ids[-1]
         for row in logits:
             term = w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][before]
             before = (row + term).argmax()
             drafts.append(before.item())
-        return torch.stack(logits), drafts
+        return logits, drafts
 
 
 @pytest.fixture(scope="module")

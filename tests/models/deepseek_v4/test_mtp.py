@@ -84,24 +84,27 @@ class Reference:
             out.append(torch.stack(new))
         return out
 
-    def attention(self, inputs):
+    def row(self, x, position):
+        """The key and value of a token."""
+        x = self.w["self_attn.kv_proj.weight"] @ x
+        return self.turn(self.norm(x, "self_attn.kv_norm.weight"), position)
+
+    def attention(self, inputs, start=0, context=None):
+        """Rows from position ``start`` on: each sees a window of them, or the context and all of them."""
         c, w = self.config, self.w
-        keys = [
-            self.turn(self.norm(w["self_attn.kv_proj.weight"] @ x, "self_attn.kv_norm.weight"), t)
-            for t, x in enumerate(inputs)
-        ]
-        rows = []
-        for t, x in enumerate(inputs):
+        own, rows = [self.row(x, start + i) for i, x in enumerate(inputs)], []
+        for i, x in enumerate(inputs):
+            seen = own[max(0, i - c.sliding_window + 1) : i + 1]
+            if context is not None:
+                seen = context[max(0, start - c.sliding_window) : start] + own
+            keys = torch.stack(seen)
             latent = self.norm(w["self_attn.q_a_proj.weight"] @ x, "self_attn.q_a_norm.weight")
             queries = (w["self_attn.q_b_proj.weight"] @ latent).view(c.num_heads, c.head_dim)
             heads = []
             for h, q in enumerate(queries):
-                q = self.turn(self.norm(q), t)
-                seen = range(max(0, t - c.sliding_window + 1), t + 1)
-                scores = [math.exp(float(q @ keys[s]) / math.sqrt(c.head_dim)) for s in seen]
-                total = sum(scores) + math.exp(float(w["self_attn.sinks"][h]))
-                out = sum(p / total * keys[s] for p, s in zip(scores, seen, strict=True))
-                heads.append(self.turn(out, -t))
+                scores = (keys @ self.turn(self.norm(q), start + i) / math.sqrt(c.head_dim)).exp()
+                weights = scores / (scores.sum() + w["self_attn.sinks"][h].exp())
+                heads.append(self.turn(weights @ keys, -(start + i)))
             narrow = []
             per_group, rank = c.num_heads // c.o_groups, c.o_lora_rank
             for g in range(c.o_groups):
@@ -133,24 +136,29 @@ class Reference:
             rows.append(y)
         return rows
 
-    def __call__(self, streams, next_ids):
-        """streams: [num_tokens, hc_mult, hidden_size] fp64. Returns (streams, logits)."""
-        w, n = self.w, self.config.hc_mult
-        rows = []
-        for t, (x, token) in enumerate(zip(streams, next_ids.tolist(), strict=True)):
-            e = w["embed_tokens.weight"][token] * (t > 0)
-            e = w["e_proj.weight"] @ self.norm(e, "enorm.weight")
-            h = [w["h_proj.weight"] @ self.norm(x[s], "hnorm.weight") for s in range(n)]
-            rows.append(torch.stack([row + e for row in h]))
-        rows = self.around(rows, "attn_hc", "input_layernorm.weight", self.attention)
-        rows = self.around(rows, "ffn_hc", "post_attention_layernorm.weight", self.moe)
-        logits = []
+    def layer(self, rows, **seen):
+        rows = self.around(rows, "attn_hc", "input_layernorm.weight", lambda x: self.attention(x, **seen))  # fmt: skip
+        return self.around(rows, "ffn_hc", "post_attention_layernorm.weight", self.moe)
+
+    def logits(self, rows):
+        w, out = self.w, []
         for x in rows:
             m = self.mixes(x, "hc_head.hc_fn")
             pre = torch.sigmoid(m * w["hc_head.hc_scale"] + w["hc_head.hc_base"]) + self.config.hc_eps  # fmt: skip
-            y = self.norm(sum(pre[s] * x[s] for s in range(n)), "norm.weight")
-            logits.append(w["lm_head.weight"] @ y)
-        return torch.stack(rows), torch.stack(logits)
+            y = self.norm(sum(p * stream for p, stream in zip(pre, x, strict=True)), "norm.weight")
+            out.append(w["lm_head.weight"] @ y)
+        return torch.stack(out)
+
+    def __call__(self, streams, next_ids):
+        """streams: [num_tokens, hc_mult, hidden_size] fp64. Returns (streams, logits)."""
+        w, rows = self.w, []
+        for t, (x, token) in enumerate(zip(streams, next_ids.tolist(), strict=True)):
+            e = w["embed_tokens.weight"][token] * (t > 0)
+            e = w["e_proj.weight"] @ self.norm(e, "enorm.weight")
+            h = [w["h_proj.weight"] @ self.norm(stream, "hnorm.weight") for stream in x]
+            rows.append(torch.stack([row + e for row in h]))
+        rows = self.layer(rows)
+        return torch.stack(rows), self.logits(rows)
 
 
 @pytest.fixture(scope="module")
