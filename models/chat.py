@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .config.fields import checked, naming, read_fields, shown
-from .config.files import read_json
+from .config.hf import read_json
 from .deepseek_v4.chat import DeepseekV4Chat
 from .deepseek_v4.config import MODEL_TYPE
 

@@ -16,8 +16,7 @@ from torch import nn
 
 from .chat import PLAIN, ChatTemplate, find_chat
 from .config.fields import shown
-from .config.files import read_generation_config
-from .config.hf import load_config
+from .config.hf import load_config, read_generation_config
 from .config.named import named_configs
 from .deepseek_v4.chat import DeepseekV4Chat
 from .deepseek_v4.dspark import DSparkDrafter

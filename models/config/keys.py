@@ -51,6 +51,12 @@ class QuantizationKeys:
             )
 
 
+# Keys that are fields of ModelConfig under the same name, in every family.
+_SAME_NAME = (
+    "vocab_size", "hidden_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextKeys:
     """Keys of every family.
@@ -74,16 +80,8 @@ class TextKeys:
 
     def common_fields(self) -> dict[str, Any]:
         """Fields of ModelConfig whose keys are the same in every family."""
-        same = (
-            "vocab_size",
-            "hidden_size",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "bos_token_id",
-        )
-        return {name: getattr(self, name) for name in same} | {
-            "eos_token_ids": token_ids(self.eos_token_id)
-        }
+        same = {name: getattr(self, name) for name in _SAME_NAME}
+        return same | {"eos_token_ids": token_ids(self.eos_token_id)}
 
     def rope_keys(self) -> dict[str, Any]:
         """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``.
@@ -198,18 +196,11 @@ def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 def common_keys(config: ModelConfig) -> dict[str, Any]:
     """The keys that every family writes alike; the reverse of `TextKeys.common_fields`."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+    names = (*_SAME_NAME, "intermediate_size", "attention_bias", "tie_word_embeddings")
+    return {name: getattr(config, name) for name in names} | {
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.full.num_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": config.attention_bias,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "eos_token_id": list(config.eos_token_ids),
-        "bos_token_id": config.bos_token_id,
         "pad_token_id": 0,
     }
 

@@ -28,7 +28,7 @@ from quire.kvcore.device import Batch, BatchBuilder
 
 from ..config import fields
 from ..config.fields import naming, read_fields, read_object, shown
-from ..config.files import read_json
+from ..config.hf import read_json
 from ..config.model import SLIDING, ModelConfig
 from ..engine.device_drafter import DeviceDrafter
 from ..layers.basic import Embedding, Linear, RMSNorm, WeightPlacement

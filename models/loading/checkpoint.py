@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.fields import NUM_NAMED, naming, read_fields, shown
-from ..config.files import read_json
+from ..config.hf import read_json
 from .gguf import GGUF_FILE, GGUFFile
 
 INDEX_FILE = "model.safetensors.index.json"

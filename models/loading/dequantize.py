@@ -109,15 +109,14 @@ def _dequantize(
         _expect_ids(weight, model.config.num_experts, source.value)
         return
     if scale is None:
-        piece.fill(weight, piece.of(value))
+        piece.fill(weight, value)
     elif source.kind == "mxfp4":
         for i in range(len(weight)):  # expert by expert
             each = dequantize_mxfp4(value[i].to(device), scale[i].to(device)).T
-            piece.fill(weight[i : i + 1], piece.of(each[None]))
+            piece.fill(weight[i : i + 1], each[None])
     else:
         dequantize = DEQUANTIZE[source.kind]
-        whole = dequantize(value.to(device), scale.to(device), weight.dtype)
-        piece.fill(weight, piece.of(whole))
+        piece.fill(weight, dequantize(value.to(device), scale.to(device), weight.dtype))
     _expect_finite(weight, source.value)
 
 

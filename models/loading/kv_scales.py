@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from .checkpoint import Stored, open_tensors, refuse_misfits
@@ -20,50 +20,45 @@ _NAME = re.compile(
 )
 
 
-def find_kv_scales(
+def read_kv_scales(
     path: Path, stored: Iterable[Stored], num_layers: int
-) -> dict[tuple[int, str], Stored]:
-    """The scales among a checkpoint's tensors, by layer and "k" or "v".
+) -> tuple[list[tuple[float, float]], set[Stored]]:
+    """Pairs of each layer's scales of keys and values, 1.0 where the checkpoint has none.
+
+    Args:
+        stored: all tensors of the checkpoint.
+
+    Returns:
+        (pairs, the tensors that are such scales).
 
     Raises:
-        ValueError: naming two for the same, and those of layers that there are not.
+        ValueError: naming two for the same, those of layers that there are not, and one that is not
+            one finite number above 0.
     """
     found: dict[tuple[int, str], Stored] = {}
     doubled, unexpected = [], []
     for one in stored:
         if (name := _NAME.fullmatch(text_name(one.name))) is None:
             continue
-        layer = int(name[1])
-        if layer >= num_layers:
+        if int(name[1]) >= num_layers:
             unexpected.append(str(one))
         for part in name[2] or name[3]:
-            if (first := found.setdefault((layer, part), one)) is not one:
+            if (first := found.setdefault((int(name[1]), part), one)) is not one:
                 doubled.append(f"{first} and {one}")
     refuse_misfits(path, doubled=doubled, unexpected=unexpected)
-    return found
-
-
-def read_kv_scales(
-    found: Mapping[tuple[int, str], Stored], num_layers: int
-) -> list[tuple[float, float]]:
-    """Pairs of each layer's scales of keys and values, 1.0 where the checkpoint has none.
-
-    Raises:
-        ValueError: naming a scale that is not one finite number above 0.
-    """
     pairs = [[1.0, 1.0] for _ in range(num_layers)]
-    for (layer, part), stored in found.items():
-        if math.prod(stored.shape) != 1:
+    for (layer, part), one in found.items():
+        if math.prod(one.shape) != 1:
             raise ValueError(
-                f"path: expected scales of keys and values of one number, got {stored} of shape "
-                f"{list(stored.shape)}"
+                f"path: expected scales of keys and values of one number, got {one} of shape "
+                f"{list(one.shape)}"
             )
-        with open_tensors(stored.file) as tensors:
-            scale = tensors.get_tensor(stored.name).float().item()
+        with open_tensors(one.file) as tensors:
+            scale = tensors.get_tensor(one.name).float().item()
         if not 0 < scale < math.inf:
             raise ValueError(
-                f"path: expected a finite number above 0, got {scale} of {stored}, a scale of keys "
-                "or values"
+                f"path: expected a finite number above 0, got {scale} of {one}, a scale of keys or "
+                "values"
             )
         pairs[layer]["kv".index(part)] = scale
-    return [(k, v) for k, v in pairs]
+    return [(k, v) for k, v in pairs], set(found.values())

@@ -1,7 +1,4 @@
-"""Read the part of a stored tensor that one rank needs.
-
-Of quantized tensors whole blocks are read, each with its scale; `Piece.of` drops what is too much.
-"""
+"""Read the part of a stored tensor that one rank needs."""
 
 from __future__ import annotations
 
@@ -27,33 +24,26 @@ class Piece:
         value, scale: ranges of each; None = all of it.
         cut: the rank's range of the dequantized part; None = all of it.
         block: elements along the cut that share a scale.
-        is_whole_blocks: True if nothing is read too much.
+        is_aligned: False where blocks are cut: all is read, and cut after it is dequantized.
     """
 
     value: Cut | None = None
     scale: Cut | None = None
     cut: Cut | None = None
     block: int = 1
-    is_whole_blocks: bool = True
+    is_aligned: bool = True
 
     @property
     def is_empty(self) -> bool:
         """True if the rank has zeros alone in the weight's place."""
         return self.cut is not None and self.cut.start >= self.cut.stop
 
-    def of(self, read: Tensor) -> Tensor:
-        """The rank's part of what was read, dequantized."""
-        if self.cut is None:
-            return read
-        cut, first = self.cut, self.cut.start // self.block * self.block
-        return replace(cut, start=cut.start - first, stop=cut.stop - first).of(read)
-
     def fill(self, place: Tensor, part: Tensor) -> None:
-        """As `Cut.fill`."""
+        """Copy what was read, dequantized, to its place."""
         if self.cut is None:
             place.copy_(part)
         else:
-            self.cut.fill(place, part)
+            self.cut.fill(place, part if self.is_aligned else self.cut.of(part))
 
     def filled_up(
         self, value: Tensor, scale: Tensor | None, shape: Sequence[int]
@@ -68,7 +58,6 @@ class Piece:
 
 
 WHOLE = Piece()
-EVERYTHING = 2**62
 
 
 def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece:
@@ -76,25 +65,21 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
     cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
     if cut is None:
         return WHOLE
-    length, scale_axis, kind = whole.shape[cut.axis] // cut.runs, cut.axis, source.kind
+    length, axis, kind = whole.shape[cut.axis] // cut.runs, cut.axis, source.kind
     if kind == "mxfp4":  # stored by output channel
-        scale_axis = 3 - cut.axis
-    packed = kind in ("fp4", "mxfp4") and scale_axis == whole.ndim - 1
-    scales = 0 if source.scale is None else _length(source.scale.shape, scale_axis)
+        axis = 3 - cut.axis
+    packed = kind in ("fp4", "mxfp4") and axis == whole.ndim - 1
+    scales = 0 if source.scale is None else _length(source.scale.shape, axis)
+    block = 1
     if packed:
         block = FP4_GROUP
     elif cut.runs < scales < length * cut.runs:
         block = block_size(length * cut.runs, scales)
-    else:
-        block = 1
-    if cut.runs > 1 and length % block:  # both runs have a part of some block
-        return Piece(cut=cut, block=EVERYTHING, is_whole_blocks=False)
-    start, stop = cut.start // block * block, min(length, -(-cut.stop // block) * block)
-    is_whole = (start, stop) == (cut.start, cut.stop)
-    if start >= stop:
-        start = stop = 0
-        is_whole = True
-    value = replace(cut, axis=scale_axis, start=start, stop=stop)
+    start, stop = (cut.start, cut.stop) if cut.start < cut.stop else (0, 0)
+    ends = [start, length if cut.runs > 1 else 0, 0 if stop == length else stop]
+    if any(end % block for end in ends):
+        return Piece(cut=cut, block=block, is_aligned=False)
+    value = replace(cut, axis=axis, start=start, stop=stop)
     scale = None
     if scales > 1 or packed:
         scale = replace(value, start=start // block, stop=-(-stop // block))
@@ -102,7 +87,7 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
         value = replace(value, start=start // 2, stop=stop // 2)
     elif packed:
         value = scale
-    return Piece(value, scale, cut, block, is_whole)
+    return Piece(value, scale, cut, block)
 
 
 def pieces_of(

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 
 from ..config.fields import naming, read_fields, read_object, shown
-from ..config.files import read_json
-from ..config.hf import load_config
+from ..config.hf import load_config, read_json
 from ..config.keys import QuantizationKeys
 from ..engine.memory import fits
 from ..families.registry import family_of
 from ..parallel.group import Group
 from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
-from .kv_scales import find_kv_scales, read_kv_scales
+from .kv_scales import read_kv_scales
 from .names import Source, Storage, match, part_of, unique
 from .shards import WHOLE, pieces_of, shared_columns
 
@@ -101,9 +100,8 @@ def load_decoder(
     fp8_block, weight_name = _storage_keys(path).fp8_block, family_of(config).weight_name
     storage = Storage(config, parameters.keys(), fp8_block, weight_name)
     headers = read_headers(path)
-    kv_scales = find_kv_scales(path, headers, config.num_layers)
-    scales = set(kv_scales.values())
-    weights = [one for one in headers if one not in scales]
+    kv_scales, of_cache = read_kv_scales(path, headers, config.num_layers)
+    weights = [one for one in headers if one not in of_cache]
     sources = match(path, unique(path, storage, weights), parameters, storage)
     model, pieces = whole, {}
     if group is not None:
@@ -112,14 +110,14 @@ def load_decoder(
         pieces = pieces_of(sources, parameters, dict(model.named_parameters()), group)
     kept = kept_as_stored(model, sources, fp8, device)
     for source in sources:
-        if not pieces.get(source.target, WHOLE).is_whole_blocks and source.target.parameter in kept:
+        if not pieces.get(source.target, WHOLE).is_aligned and source.target.parameter in kept:
             raise ValueError(
                 f"fp8: expected 'dequantize' for {group.size} ranks, between which blocks of "
                 f"scales of {source.value} are cut"
             )
     model.allocate(device, except_for=kept)
     fill(model, sources, kept, pieces)
-    model.kv_scales = read_kv_scales(kv_scales, config.num_layers)
+    model.kv_scales = kv_scales
     return model
 
 

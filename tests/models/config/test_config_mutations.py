@@ -8,8 +8,7 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.chat import ChatTemplate
-from quire.models.config.files import read_generation_config
-from quire.models.config.hf import from_hf, load_config
+from quire.models.config.hf import from_hf, load_config, read_generation_config
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import DeepseekV4Keys
 from quire.models.families.gemma3 import Gemma3Keys

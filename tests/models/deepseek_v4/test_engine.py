@@ -57,15 +57,6 @@ def model():
     return random_model(config, device=DEVICE)
 
 
-@pytest.mark.parametrize("chunk", [5, 37, 203])
-def test_logits_are_those_of_transformers(chunk, v4_oracles):
-    """Prompts in chunks, cold and from a hit, and forced tokens one by one."""
-    oracle = v4_oracles["ours"]
-    run = V4Recorder(load_model(oracle.path), max_num_batched_tokens=chunk)
-    for length, hit in ((1, 0), (38, 0), (107, 32), (170, 112), (197, 160)):
-        check_forced(run, oracle, length, 6, hit)  # one after another: later ones hit
-
-
 def check_forced(run, oracle, length, max_tokens, hit):
     """Known tokens one by one after a prompt of ``length``: all logits are transformers'."""
     tokens = oracle.input_ids.tolist()
@@ -163,38 +154,6 @@ def test_outputs_do_not_depend_on_drafts(model, plain, name):
     assert totals.num_drafts > 0
     if name == "mtp, right now and then":
         assert 10 < totals.num_accepted < totals.num_drafts
-
-
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_hits_of_every_kind(model, num_drafts):
-    """A resend, a longer sibling, the next turn, a junction, another tenant; the drafter changes none of them."""
-    run = V4Recorder(model, drafter=MTPDrafter(model, num_drafts) if num_drafts else None)
-    base, hits = prompt(99), []
-
-    def turn(tokens, **options):
-        request_id = run.add(tokens, 8, **options)
-        run.run()
-        hits.append(run.check(request_id).num_cached_tokens)
-        return [*tokens, *run.outputs[request_id].token_ids]
-
-    said = turn(base)
-    turn(base)
-    turn(base + prompt(30, 1))
-    turn(said + prompt(5, 2))
-    turn(base[:50] + prompt(40, 3))
-    turn(base[:50] + prompt(40, 4))
-    turn(base, salt=b"tenant")
-    assert hits == [0, 96, 96, 96, 0, 48, 0]
-
-
-@pytest.mark.parametrize("num_drafts", [0, 2])
-def test_preempted_requests_resume(model, num_drafts):
-    drafter = MTPDrafter(model, num_drafts) if num_drafts else None
-    run = V4Recorder(model, drafter=drafter, num_pages=56, max_model_len=120)
-    ids = [run.add(prompt(50 + n, n), 30) for n in range(4)]
-    run.run()
-    assert sum(run.check(i).num_preemptions for i in ids) > 0
-    assert run.engine.kv.stats()["pages_in_use"] == 0
 
 
 def test_named_configuration_and_its_memory(model, monkeypatch):

@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4 import test_weights as v4
-from tests.models.loading.test_weights_quantized import write_fp8
+from tests.models.loading.test_weights_quantized import write_fp8, write_mxfp4
 
 FILE = "model.safetensors"
 BATCH = 20  # tensors that an error names
@@ -39,21 +38,6 @@ def write_blocks(path):
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [32, 32]
     (path / "config.json").write_text(json.dumps(config))
-
-
-def write_mxfp4(path):
-    config = get_config("gpt-oss-tiny")
-    moe = replace(config.moe, intermediate_size=64)
-    save_checkpoint(random_model(replace(config, moe=moe)), path)
-    tensors = load_file(path / FILE)
-    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-        experts, in_size, out_size = tensors.pop(name).shape
-        blocks = torch.full((experts, out_size, in_size // 32, 16), 0x7B, dtype=torch.uint8)
-        tensors |= {
-            f"{name}_blocks": blocks,
-            f"{name}_scales": torch.full_like(blocks[..., 0], 120),
-        }
-    save_file(tensors, path / FILE)
 
 
 def write_v4(experts):

@@ -14,11 +14,10 @@ from quire.kernels.common.dequantize import dequantize_fp8, dequantize_mxfp4
 from quire.models.config.named import get_config
 from quire.models.engine import memory
 from quire.models.engine.memory import weight_bytes
-from quire.models.families.gpt_oss import Experts
 from quire.models.layers.basic import Linear
-from quire.models.loading import weights
+from quire.models.loading.names import Source, Target
 from quire.models.loading.random_weights import random_model
-from quire.models.loading.weights import kept_as_stored, load_model
+from quire.models.loading.weights import build_model, kept_as_stored, load_model
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.
@@ -220,37 +219,20 @@ def test_mxfp4_checkpoint(tmp_path):
     assert torch.equal(kept.full_forward(ids), converted.full_forward(ids))
 
 
-def test_mxfp4_experts_are_kept_where_their_kernel_reads_them(tmp_path, monkeypatch):
+def test_mxfp4_experts_are_kept_where_their_kernel_reads_them(monkeypatch):
     """By default on a GPU, and where the converted model does not fit; experts with one plain matrix are converted."""
-    write_mxfp4(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    plain = torch.zeros(6, 64, 64)
-    name = "model.layers.1.mlp.experts.down_proj"
-    del tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
-    save_file(tensors | {name: plain}, tmp_path / "model.safetensors")
-    asked = []
+    model = build_model(get_config("gpt-oss-tiny"), device="meta", dtype=torch.float32)
+    names = [f"layers.{i}.mlp.experts.{n}" for i in range(4) for n in ("gate_up_proj", "down_proj")]
+    plain = "layers.1.mlp.experts.down_proj"
+    sources = [Source(Target(n), "plain" if n == plain else "mxfp4", None) for n in names]
 
-    def note(model, sources, fp8, device):
-        asked.append((model, sources))
-        return kept_as_stored(model, sources, fp8, device)
+    def kept(fp8, device, free=2**40):
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
+        return set(kept_as_stored(model, sources, fp8, torch.device(device)))
 
-    monkeypatch.setattr(weights, "kept_as_stored", note)
-    held = [
-        m.gate_up_proj.dtype
-        for m in load_model(tmp_path, fp8="keep").modules()
-        if isinstance(m, Experts)
-    ]
-    assert held == [torch.uint8, torch.float32, torch.uint8, torch.uint8]
-    [(model, sources)] = asked
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    experts = kept_as_stored(model, sources, "keep", cpu).keys()
-    assert len(experts) == 6 and not any("layers.1." in name for name in experts)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2**40)
-    assert kept_as_stored(model, sources, "auto", gpu).keys() == experts
-    assert not kept_as_stored(model, sources, "dequantize", gpu)
-    assert not kept_as_stored(model, sources, "auto", cpu)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 2**10)
-    assert kept_as_stored(model, sources, "auto", cpu).keys() == experts
+    whole = {name for name in names if "layers.1." not in name}
+    assert kept("keep", "cpu") == kept("auto", "cuda") == kept("auto", "cpu", free=2**10) == whole
+    assert kept("dequantize", "cuda") == kept("auto", "cpu") == set()
 
 
 MEASURE = """
