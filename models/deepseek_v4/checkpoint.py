@@ -103,9 +103,8 @@ class V4Storage(Storage):
     """`Storage` of DeepSeek-V4."""
 
     forms: ClassVar[Mapping[str, Form]] = {
-        "plain": Form(FLOATS),
+        **Storage.forms,
         "plain or fp8": Form((*FLOATS, FP8)),  # what a matrix may be that is stored as neither
-        "ids": Form(("I64", "I32")),  # experts by token id
         "fp8": Form((FP8,), ("F32", "F8_E8M0", "U8")),
         "fp4": Form(("I8", "U8"), ("F8_E8M0", "U8")),
     }

@@ -289,6 +289,7 @@ class DeepseekV4(nn.Module):
         super().__init__()
         place = WeightPlacement(torch.device(device), dtype, group)
         self.config, self.group = config, group
+        self.num_ids = config.num_experts  # `models.loading.dequantize` checks tid2eid
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, place)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, kind, place, expert_format)

@@ -34,7 +34,9 @@ from ..engine.device_drafter import DeviceDrafter
 from ..layers.basic import Embedding, Linear, RMSNorm, WeightPlacement
 from ..layers.kv_cache import PageTensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
-from ..loading.checkpoint import read_headers, refuse_misfits
+from ..loading.checkpoint import read_headers
+from ..loading.dequantize import fill
+from ..loading.names import Storage, match, unique
 from .gemma import DecoderLayer
 from .gemma4 import config_from_hf
 
@@ -81,6 +83,7 @@ class Assistant(nn.Module):
     ) -> None:
         super().__init__()
         self.config, size, target_size = config, config.hidden_size, keys.backbone_hidden_size
+        self.num_ids = config.vocab_size  # `models.loading.dequantize` checks token_ordering
         place = WeightPlacement(device, dtype)
         # The first half of the layers stands for the target's, which the second half shares.
         kinds = config.layer_types
@@ -255,35 +258,19 @@ def expect_target(target: Any, assistant: Assistant) -> None:
 def load_assistant(
     path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
 ) -> Assistant:
-    """Load the drafter of a Hugging Face directory (``gemma4_assistant``), not quantized.
+    """Load the drafter of a Hugging Face directory (``gemma4_assistant``).
 
     Raises:
         ValueError: keys or tensors that are missing, unexpected, or of another shape or range.
         NotImplementedError: another ``model_type``; layers with experts or per-layer embeddings.
     """
-    from safetensors import safe_open
-
-    path, device = Path(path), torch.device(device)
+    path = Path(path)
     keys, config = read_config(path)
-    assistant = Assistant(keys, config, device=device, dtype=dtype)
+    assistant = Assistant(keys, config, device=torch.device(device), dtype=dtype)
     parameters = dict(assistant.named_parameters())
-    stored = {
-        one.name.removeprefix("model."): one
-        for one in read_headers(path)
-        if one.name != "lm_head.weight"  # tied
-    }
-    both = parameters.keys() & stored.keys()
-    refuse_misfits(
-        path,
-        missing=[name for name in parameters if name not in stored],
-        unexpected=[name for name in stored if name not in parameters],
-        shapes=[name for name in both if stored[name].shape != tuple(parameters[name].shape)],
-    )
-    for name, weight in parameters.items():
-        with safe_open(stored[name].file, framework="pt") as tensors:
-            weight.copy_(tensors.get_tensor(stored[name].name))
-        if weight.is_floating_point() and not weight.isfinite().all():
-            raise ValueError(f"{name}: expected finite values in {str(path)!r}")
+    storage = Storage(config, parameters)
+    sources = match(path, unique(path, storage, read_headers(path)), parameters, storage)
+    fill(assistant, sources, {}, {})
     return assistant
 
 

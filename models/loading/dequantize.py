@@ -106,7 +106,7 @@ def _dequantize(
         return
     if source.kind == "ids":
         weight.copy_(value)
-        _expect_ids(weight, model.config.num_experts, source.value)
+        _expect_ids(weight, model.num_ids, source.value)
         return
     if scale is None:
         piece.fill(weight, value)

@@ -79,6 +79,7 @@ class Storage:
 
     forms: ClassVar[Mapping[str, Form]] = {
         "plain": Form(FLOATS),
+        "ids": Form(("I64", "I32")),  # of experts or tokens
         "fp8": Form((FP8,), ("F32", "F16", "BF16", "F8_E8M0")),
         "mxfp4": Form(("U8",), ("U8",)),
     }
@@ -116,6 +117,8 @@ class Storage:
 
     def kind(self, stored: Stored, part: Tensor) -> str:
         """Kind of the values stored for a part of a weight."""
+        if not part.is_floating_point():
+            return "ids"
         if stored.name.endswith("_blocks") and part.ndim == 3 and part.shape[1] % FP4_GROUP == 0:
             return "mxfp4"
         return "fp8" if stored.dtype == FP8 else "plain"

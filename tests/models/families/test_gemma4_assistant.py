@@ -170,7 +170,7 @@ def test_what_is_refused(target, assistant, tmp_path):
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"missing .*pre_projection.*shapes .*norm\.weight"):
+    with pytest.raises(ValueError, match=r"missing .*pre_projection.*misshaped .*norm\.weight"):
         load_assistant(tmp_path)
     config = json.loads((path / "config.json").read_text())
     config["num_centroids"] = 19
