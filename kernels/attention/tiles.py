@@ -14,21 +14,10 @@ from ..common.tile_shapes import (
     MAX_ROWS,
     MIN_SPLIT_KEYS,
     PROGRAMS_PER_SM,
+    Config,
     tile_heads,
     tile_rows,
 )
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile shape of a launch."""
-
-    block_m: int  # rows of the query tile
-    block_n: int  # keys of the K/V tile
-    num_warps: int
-    num_stages: int  # at most; fewer where shared memory is short
-    value_parts: int = 1  # accumulators that share the value channels
-
 
 _HOPPER = {
     32: Config(64, 64, 4, 3),

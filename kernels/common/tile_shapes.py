@@ -1,6 +1,8 @@
-"""Registers, heads and tokens of a query tile, as pure functions of host integers."""
+"""Shapes of query tiles, as pure functions of host integers."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 # Registers of a thread: all that there are where the limit is said (``Arch.register_limit``).
 MAX_REGISTERS = 255
@@ -12,6 +14,17 @@ MAX_ROWS = 64
 # Keys of a query tile whose keys are split, at least: with fewer a KV split costs more in the merge
 # than it wins in parallelism.
 MIN_SPLIT_KEYS = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape of an attention launch."""
+
+    block_m: int  # rows of the query tile
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int  # at most; fewer where shared memory is short
+    value_parts: int = 1  # accumulators that share the value channels
 
 
 def next_power_of_2(n: int) -> int:

@@ -9,18 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..common.arch import Arch
-from ..common.tile_shapes import MAX_ROWS, MIN_SPLIT_KEYS, tile_heads, tile_rows
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile shape of a launch."""
-
-    block_m: int  # rows of the query tile
-    block_n: int  # keys of a tile
-    num_warps: int
-    num_stages: int
-
+from ..common.tile_shapes import MAX_ROWS, MIN_SPLIT_KEYS, Config, tile_heads, tile_rows
 
 _LARGE = {16: Config(16, 32, 8, 3), 32: Config(32, 32, 8, 3), 64: Config(64, 32, 8, 3)}
 _FEW_ROWS = dict.fromkeys((16, 32, 64), Config(16, 32, 8, 3))
