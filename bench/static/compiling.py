@@ -17,6 +17,12 @@ from .cases import all_cases
 from .launches import Launch, record
 from .limits import resident_programs, resident_workgroups
 
+# Triton's types of tensors, by their torch dtype.
+POINTERS = {
+    "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "float64": "*fp64",
+    "int32": "*i32", "int64": "*i64", "uint8": "*u8", "uint16": "*u16",
+}  # fmt: skip
+
 
 def specialise(
     launch: Launch,
@@ -45,16 +51,6 @@ def _specialise(
     """Type of one argument, or of a named tuple's fields, which are always specialised."""
     import torch
 
-    pointer = {
-        torch.bfloat16: "*bf16",
-        torch.float16: "*fp16",
-        torch.float32: "*fp32",
-        torch.float64: "*fp64",
-        torch.int32: "*i32",
-        torch.int64: "*i64",
-        torch.uint8: "*u8",
-        torch.uint16: "*u16",
-    }
     if isinstance(value, tuple):
         return value._make(
             _specialise(field, True, (*path, i), constants, attributes)
@@ -64,7 +60,7 @@ def _specialise(
         constants[path] = value
         return "constexpr"
     if isinstance(value, torch.Tensor):
-        kind = pointer[value.dtype]
+        kind = POINTERS[str(value.dtype).removeprefix("torch.")]
         # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
         divisible = value.storage_offset() * value.element_size() % 16 == 0
     elif isinstance(value, int):
@@ -97,17 +93,13 @@ def distinct(
             if only not in name or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(record(case.call, named(arch))):
-                compiled = (arch, launch.name, repr(specialise(launch)))
-                if compiled in seen:
-                    continue
-                seen.add(compiled)
+                keys = {(arch, launch.name, repr(specialise(launch)))}
                 if arch in tiles:
                     head_dim = launch.values.get("HEAD_DIM")
-                    shape = (arch, launch.name, case.dtype, head_dim, config(launch))
-                    if shape in seen:
-                        continue
-                    seen.add(shape)
-                work.append((name, arch, index))
+                    keys.add((arch, launch.name, case.dtype, head_dim, config(launch)))
+                if not keys & seen:
+                    work.append((name, arch, index))
+                seen |= keys
     return work
 
 
@@ -159,23 +151,15 @@ def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
 
 
 def measure(name: str, arch: str, index: int) -> dict[str, Any]:
-    """Compile a kernel of a case for an architecture; returns its row of the report.
-
-    Args:
-        name: name of the case.
-        arch: name of the architecture.
-        index: index of the launch among the case's.
-    """
+    """Compile one launch of the case of this name; returns its row of the report."""
     import triton
 
     started = processor_seconds()
     case = all_cases()[name]
     launch = record(case.call, named(arch))[index]
     used = usage(launch, named(arch))
-    tile_bytes = 0  # of a kernel without tiles of keys
-    if case.key_bytes and "BLOCK_N" in launch.values:
-        tile_bytes = int(launch.values["BLOCK_N"] * case.key_bytes)
-    in_flight = used.pop("stages_in_flight") * tile_bytes * used["ctas_per_sm"]
+    tile_bytes = launch.values.get("BLOCK_N", 0) * case.key_bytes  # 0: no tiles of keys
+    in_flight = int(used.pop("stages_in_flight") * tile_bytes * used["ctas_per_sm"])
     return {
         "kernel": launch.name,
         "case": name,

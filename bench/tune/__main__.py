@@ -71,27 +71,18 @@ def refusals(
 
 
 def measure(
-    entry: Entry,
-    values: Sequence[Any],
-    cases: Sequence[Case],
-    args: argparse.Namespace,
-    arch: Arch,
-    deadline: float = math.inf,
-) -> list[Row]:
+    entry: Entry, values: Sequence[Any], cases: Sequence[Case], args: argparse.Namespace,
+    arch: Arch, deadline: float = math.inf,
+) -> list[Row]:  # fmt: skip
     """One row for each value: milliseconds on each case, or what is wrong with it.
 
     Args:
-        entry: entry of a table.
         values: values of the entry, the table's own first.
         cases: cases that use it; the first is timed even after the deadline.
-        args: options of the command.
-        arch: architecture of the device.
         deadline: time on the clock of ``perf_counter``.
     """
-    rows: list[Row] = [
-        {"entry": entry.name, "config": value, "ms": {}, "wrong": None, "refused": None}
-        for value in values
-    ]
+    empty: Row = {"entry": entry.name, "wrong": None, "refused": None}
+    rows = [{**empty, "config": value, "ms": {}} for value in values]
     for i, case in enumerate(cases):
         if i and perf_counter() > deadline:
             break
