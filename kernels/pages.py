@@ -23,6 +23,7 @@ from .common import checks, e4m3, launching, strided
 from .common.autograd import without_grad
 from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import MODEL_DTYPES, expect_apart, expect_ids, expect_int, expect_tensor
+from .common.step import once_a_step
 from .common.tile_shapes import next_power_of_2
 
 LARGEST = tl.constexpr(e4m3.E4M3_MAX)
@@ -83,11 +84,9 @@ def write_kv(
         )
     expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=k.device)
     if chosen == "torch" or checks.is_readable(k):
-        # Any negative slot is none.
-        num_slots = k_pages.shape[0] * k_pages.shape[1]
-        expect_ids("slot_mapping", slot_mapping[slot_mapping >= 0], num_slots)
+        places = once_a_step(_places, slot_mapping, *k_pages.shape[:2])
     if chosen == "torch":
-        return _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+        return _write_torch(k, v, k_pages, v_pages, places, k_scale, v_scale)
     checks.expect_head_dim("k_pages", head_dim)
     block = min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
     kind = checks.scale_kind(k_scale)
@@ -118,12 +117,22 @@ def write_kv(
     return None
 
 
+def _places(
+    slot_mapping: torch.Tensor, num_pages: int, block_size: int
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """(rows to write, None for all; the page of each, its row there), checked."""
+    written = torch.nonzero(slot_mapping >= 0)[:, 0]
+    slots = slot_mapping[written]
+    expect_ids("slot_mapping", slots, num_pages * block_size)
+    is_all = len(slots) == len(slot_mapping)
+    return None if is_all else written, slots // block_size, slots % block_size
+
+
 @without_grad
-def _write_torch(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
-    written = slot_mapping >= 0
-    if not written.all():
-        k, v, slot_mapping = k[written], v[written], slot_mapping[written]
-    page, row = slot_mapping // k_pages.shape[1], slot_mapping % k_pages.shape[1]
+def _write_torch(k, v, k_pages, v_pages, places, k_scale, v_scale) -> None:
+    written, page, row = places
+    if written is not None:
+        k, v = k[written], v[written]
     for new, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
         if scale is None:
             pages[page, row] = new

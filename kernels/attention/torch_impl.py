@@ -7,9 +7,8 @@ keys that none of them sees. Lengths and page ids are read on the host and check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from ..common import e4m3
 from ..common.autograd import without_grad
 from ..common.checks import expect_ids, expect_lengths, expect_offsets
+from ..common.step import once_a_step
 
 if TYPE_CHECKING:
     from .api import AttentionCall
@@ -27,25 +27,130 @@ MAX_GATHERED_KEYS = 1 << 17
 QUERY_BLOCK = 64
 
 
+class Batch(NamedTuple):
+    """What B sequences of one new token each read of the pages: S rows each.
+
+    Attributes:
+        tokens: the B tokens.
+        page: [B, n] int64, the pages to gather; page 0 stands in where none is to be read.
+        new: [B] int64, of all gathered rows those that are the new tokens'.
+        unseen: [m] int64, of all gathered rows those that the queries do not see; None = none of
+            the rows that are used.
+        rows: of the n * block_size gathered rows of a sequence, the S that are used.
+        visible: [B, 1, S]; None = all.
+    """
+
+    tokens: slice | torch.Tensor
+    page: torch.Tensor
+    new: torch.Tensor
+    unseen: torch.Tensor | None
+    rows: slice
+    visible: torch.Tensor | None
+
+
+class Chunk(NamedTuple):
+    """What the L new tokens of one sequence read of the pages.
+
+    Attributes:
+        padding: tokens of negative positions.
+        tokens: the L tokens.
+        context: tokens before them.
+        low: lowest position that they see.
+        page: [1, n] int64, the pages to gather.
+        rows: of the n * block_size gathered rows, those from ``low`` on.
+    """
+
+    padding: slice
+    tokens: slice
+    context: int
+    low: int
+    page: torch.Tensor
+    rows: slice
+
+
 @without_grad
 def attention(call: AttentionCall) -> torch.Tensor:
     """Compute one checked attention call; returns ``call.out``."""
-    seq_lens, bounds = call.seq_lens.tolist(), call.cu_seqlens_q.tolist()
-    expect_lengths("seq_lens", seq_lens)
-    expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
-    q_lens = [last - first for first, last in pairwise(bounds)]
-    single = [s for s, q_len in enumerate(q_lens) if q_len == 1]
-    if len(single) == 1:
-        single = []
-    reach = min(call.sliding_window or MAX_GATHERED_KEYS, max(seq_lens, default=1))
-    batch_size = max(1, MAX_GATHERED_KEYS // max(1, reach))
-    for start in range(0, len(single), batch_size):
-        batch = single[start : start + batch_size]
-        _attend_batch(call, batch, [seq_lens[s] for s in batch])
-    for s, q_len in enumerate(q_lens):
-        if q_len > 1 or (q_len == 1 and not single):
-            _attend_sequence(call, s, seq_lens[s], slice(bounds[s], bounds[s + 1]))
+    num_pages, block_size = call.k_pages.shape[:2]
+    batches, chunks = once_a_step(
+        _reads, call.block_table, call.seq_lens, call.cu_seqlens_q, call.q.shape[0], num_pages,
+        block_size, call.sliding_window, call.paged_context, call.context_only,
+    )  # fmt: skip
+    for batch in batches:
+        _attend_batch(call, batch)
+    for chunk in chunks:
+        _attend_chunk(call, chunk)
     return call.out
+
+
+def _reads(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, num_tokens: int,
+    num_pages: int, block_size: int, window: int | None, paged_context: bool, context_only: bool,
+) -> tuple[list[Batch], list[Chunk]]:  # fmt: skip
+    """Read and check lengths and page ids.
+
+    ValueError as in ``paged_attention``.
+    """
+    lengths, bounds = seq_lens.tolist(), cu_seqlens_q.tolist()
+    expect_lengths("seq_lens", lengths)
+    expect_offsets("cu_seqlens_q", bounds, num_tokens)
+    q_lens = [last - first for first, last in pairwise(bounds)]
+    width = block_table.shape[1]
+
+    def pages(sequences: torch.Tensor, block: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+        """[B, n] pages of blocks [B, n] of B sequences that begin before ``end`` [B, 1]."""
+        # Of a linear table that is too short the last entry stands for all blocks behind it.
+        entry = block.clamp(max=width - 1) if window is None else block % width
+        # Other entries of the table may hold anything.
+        read = block * block_size < end
+        page = torch.where(read, block_table[sequences].gather(1, entry), 0).long()
+        expect_ids("block_table", page, num_pages)
+        return page
+
+    def batch(sequences: list[int]) -> Batch:
+        index = torch.tensor(sequences)
+        tokens: slice | torch.Tensor = cu_seqlens_q[index].long()
+        first_token, last_token = bounds[sequences[0]], bounds[sequences[-1] + 1]
+        if last_token - first_token == len(sequences) == sequences[-1] + 1 - sequences[0]:
+            tokens = slice(first_token, last_token)
+        length = seq_lens[index].long()[:, None]
+        low = torch.zeros_like(length) if window is None else (length - window).clamp(min=0)
+        first, end = low // block_size, length - int(context_only)
+        num_blocks = max(1, int((-(-length // block_size) - first).max()))
+        block = first + torch.arange(num_blocks)
+        paged_end = length - int(paged_context)
+        page = pages(index, block, torch.where(low < paged_end, paged_end, 0))
+        begin = first * block_size
+        row = torch.arange(len(sequences))[:, None] * num_blocks * block_size
+        new = row + (length - 1 - begin).clamp(min=0)
+        position = begin + torch.arange(num_blocks * block_size)
+        visible = (low <= position) & (position < end)
+        start, stop = int((low - begin).min()), int((end - begin).max())
+        rows = slice(start, max(start + 1, stop))
+        seen = visible[:, None, rows]
+        if seen.all():
+            return Batch(tokens, page, new[:, 0], None, rows, None)
+        unseen = torch.nonzero(~visible.flatten())[:, 0]
+        return Batch(tokens, page, new[:, 0], unseen, rows, seen)
+
+    def chunk(s: int) -> Chunk:
+        start, stop = bounds[s], bounds[s + 1]
+        first = min(stop, max(start, stop - lengths[s]))
+        context = max(0, lengths[s] - (stop - start))
+        low = _lowest(window, context)
+        end = max(low, context if paged_context else lengths[s])
+        first_block = low // block_size
+        block = torch.arange(first_block, -(-end // block_size) if end > low else first_block)
+        page = pages(torch.tensor([s]), block[None], torch.tensor([[end]]))
+        rows = slice(low % block_size, low % block_size + end - low)
+        return Chunk(slice(start, first), slice(first, stop), context, low, page, rows)
+
+    single = [s for s, q_len in enumerate(q_lens) if q_len == 1]
+    most = max(
+        1, MAX_GATHERED_KEYS // max(1, min(window or MAX_GATHERED_KEYS, max(lengths, default=1)))
+    )
+    batches = [batch(single[start : start + most]) for start in range(0, len(single), most)]
+    return batches, [chunk(s) for s, q_len in enumerate(q_lens) if q_len > 1]
 
 
 @torch.no_grad()
@@ -75,95 +180,52 @@ def merge_partials(
     return out.copy_((weight * rows).sum(0))
 
 
-def _attend_sequence(call: AttentionCall, s: int, seq_len: int, tokens: slice) -> None:
+def _attend_chunk(call: AttentionCall, chunk: Chunk) -> None:
     """Attend for the L new tokens of one sequence."""
-    context = seq_len - (tokens.stop - tokens.start)
-    if context < 0:  # tokens of a negative position are padding
-        padding = slice(tokens.start, min(tokens.stop, tokens.start - context))
-        call.out[padding] = 0
-        if call.lse is not None:
-            call.lse[:, padding] = -torch.inf
-        tokens, context = slice(padding.stop, tokens.stop), 0
-    low = _lowest(call, context)
-    end = max(low, context if call.paged_context else seq_len)
-    size = call.k_pages.shape[1]
-    first = low // size
-    block = torch.arange(first, -(-end // size) if end > low else first)
-    page = call.block_table[s, _entries(call, block)].long()
-    expect_ids("block_table", page, call.k_pages.shape[0])
-    rows = slice(low - first * size, end - first * size)
-    keys = _pages(call.k_pages, call.k_scale, page).flatten(0, 1)[rows]
-    values = _pages(call.v_pages, call.v_scale, page).flatten(0, 1)[rows]
+    call.out[chunk.padding] = 0
+    if call.lse is not None:
+        call.lse[:, chunk.padding] = -torch.inf
+    tokens, low = chunk.tokens, chunk.low
+    keys = _pages(call.k_pages, call.k_scale, chunk.page).flatten(0, 2)[chunk.rows]
+    values = _pages(call.v_pages, call.v_scale, chunk.page).flatten(0, 2)[chunk.rows]
     if call.k is not None and call.v is not None:
         keys = torch.cat([keys, call.k[tokens].to(keys.dtype)])
         values = torch.cat([values, call.v[tokens].to(values.dtype)])
     for start in range(tokens.start, tokens.stop, QUERY_BLOCK):
         block = slice(start, min(tokens.stop, start + QUERY_BLOCK))
-        position = context + start - tokens.start  # of the first query
-        seen = slice(_lowest(call, position) - low, position + block.stop - start - low)
-        visible = None
-        if block.stop - start > 1:  # else the query sees all of these keys
-            query = torch.arange(position, position + block.stop - start)[:, None]
-            key = torch.arange(low + seen.start, low + min(seen.stop, len(keys)))
-            visible = (key <= query)[None]
-            if call.sliding_window is not None:
-                visible &= query - key < call.sliding_window
+        position = chunk.context + start - tokens.start  # of the first query
+        seen = slice(
+            _lowest(call.sliding_window, position) - low, position + block.stop - start - low
+        )
+        query = torch.arange(position, position + block.stop - start)[:, None]
+        key = torch.arange(low + seen.start, low + min(seen.stop, len(keys)))
+        visible = (key <= query)[None]
+        if call.sliding_window is not None:
+            visible &= query - key < call.sliding_window
         _attend(call, block, keys[None, seen], values[None, seen], visible)
 
 
-def _attend_batch(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int]) -> None:
-    """Attend for B sequences of one new token: S keys, of which shorter sequences have fewer."""
-    sequence: slice | torch.Tensor = slice(batch[0], batch[-1] + 1)
-    tokens = slice(int(call.cu_seqlens_q[batch[0]]), int(call.cu_seqlens_q[batch[-1] + 1]))
-    if tokens.stop - tokens.start != len(batch) or batch[-1] + 1 - batch[0] != len(batch):
-        sequence = torch.tensor(batch)
-        tokens = call.cu_seqlens_q[sequence].long()
-    size = call.k_pages.shape[1]
-    length = call.seq_lens[sequence].long()[:, None]
-    end = length - 1 if call.context_only else length
-    first, low = torch.zeros_like(length), 0
-    num_blocks = -(-max(seq_lens) // size)
-    if call.sliding_window is not None:
-        low = (length - call.sliding_window).clamp(min=0)
-        first = low // size
-        num_blocks = max(-(-n // size) - _lowest(call, n - 1) // size for n in seq_lens)
-    block = first + torch.arange(max(1, num_blocks))
-    # Other entries of the table may hold anything: page 0 stands in.
-    paged_end = length - 1 if call.paged_context else length
-    read = (block * size < paged_end) & (low < paged_end)
-    page = torch.where(read, call.block_table[sequence].gather(1, _entries(call, block)), 0).long()
-    expect_ids("block_table", page, call.k_pages.shape[0])
-    keys = _pages(call.k_pages, call.k_scale, page).flatten(1, 2)
-    values = _pages(call.v_pages, call.v_scale, page).flatten(1, 2)
-    if call.k is not None and call.v is not None:
-        place = (length - 1 - first * size).clamp(min=0)[:, 0]
-        new = torch.arange(len(batch)), place
-        keys[new] = call.k[tokens].to(keys.dtype)
-        values[new] = call.v[tokens].to(values.dtype)
-    key_position = first * size + torch.arange(keys.shape[1])
-    visible = key_position < end
-    if call.sliding_window is not None:
-        visible &= key_position >= low
-    # Rows of other requests must not turn a weight of 0 into NaN.
-    unseen = torch.nonzero(~visible).unbind(1)
-    keys[unseen] = 0
-    values[unseen] = 0
-    _attend(call, tokens, keys, values, visible[:, None])
+def _attend_batch(call: AttentionCall, batch: Batch) -> None:
+    """Attend for B sequences of one new token."""
+
+    def gathered(
+        pages: torch.Tensor, scale: float | torch.Tensor | None, new: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = _pages(pages, scale, batch.page).flatten(0, 2)
+        if new is not None:
+            rows.index_copy_(0, batch.new, new[batch.tokens].to(rows.dtype))
+        if batch.unseen is not None:  # rows of others must not turn a weight of 0 into NaN
+            rows.index_fill_(0, batch.unseen, 0)
+        return rows.unflatten(0, (len(batch.page), -1))[:, batch.rows]
+
+    keys = gathered(call.k_pages, call.k_scale, call.k)
+    values = gathered(call.v_pages, call.v_scale, call.v)
+    _attend(call, batch.tokens, keys, values, batch.visible)
 
 
-def _lowest(call: AttentionCall, context: int) -> int:
+def _lowest(window: int | None, context: int) -> int:
     """Lowest position that a query behind ``context`` tokens sees."""
-    return 0 if call.sliding_window is None else max(0, context - call.sliding_window + 1)
-
-
-def _entries(call: AttentionCall, block: torch.Tensor) -> torch.Tensor:
-    """Entries of the block table for some blocks: of a window layer's ring, or of a linear table.
-
-    Of a linear table that is too short the last entry stands for all blocks behind it, as in the
-    kernels.
-    """
-    width = call.block_table.shape[1]
-    return block.clamp(max=width - 1) if call.sliding_window is None else block % width
+    return 0 if window is None else max(0, context - window + 1)
 
 
 def _attend(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.common.checks import HEAD_DIMS
+from quire.kernels.common.step import one_step
 from quire.kvcore.device import AttnMetadata
 
 from ..config.model import FULL, SLIDING, ModelConfig
@@ -151,6 +152,7 @@ class Decoder(nn.Module):
 
         return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
 
+    @one_step()
     @torch.inference_mode()
     def forward(
         self,
