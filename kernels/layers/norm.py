@@ -82,30 +82,24 @@ def residual_norm(
     expect_int("x: size", size, 1)
     expect_positive("eps", eps, least=-100)
     expect_number("offset", offset)
-    for name, vector, length in (
-        ("weight", weight, size),
-        ("post_weight", post_weight, size),
-        ("scalar", scalar, 1),
-    ):
-        if vector is not None:
-            expect_tensor(name, vector, (length,), MODEL_DTYPES, device=x.device)
-    for name, rows, dtypes in (
-        ("residual", residual, (x.dtype,)),
-        ("out", out, tuple(dict.fromkeys((x.dtype, torch.float32)))),
-    ):
-        if rows is not None:
-            expect_tensor(name, rows, tuple(x.shape), dtypes, device=x.device)
-            expect_apart(name, rows)
-    if residual is None:
-        for needs_it, why in (
-            (weight is None, "without a weight"),
-            (post_weight is not None, "with a post_weight"),
-            (scalar is not None, "with a scalar"),
-        ):
-            if needs_it:
-                raise ValueError(f"residual: expected a tensor {why}, got None")
-    if weight is None and out is not None:
+    if weight is not None:
+        expect_tensor("weight", weight, (size,), MODEL_DTYPES, device=x.device)
+    elif out is not None:
         raise ValueError("out: expected None without a weight, got a tensor")
+    if residual is not None:
+        expect_tensor("residual", residual, (num_rows, size), x.dtype, device=x.device)
+        expect_apart("residual", residual)
+    elif weight is None or post_weight is not None or scalar is not None:
+        why = "without a weight" if weight is None else "with a post_weight or a scalar"
+        raise ValueError(f"residual: expected a tensor {why}, got None")
+    if post_weight is not None:
+        expect_tensor("post_weight", post_weight, (size,), MODEL_DTYPES, device=x.device)
+    if scalar is not None:
+        expect_tensor("scalar", scalar, (1,), MODEL_DTYPES, device=x.device)
+    if out is not None:
+        dtypes = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
+        expect_tensor("out", out, (num_rows, size), dtypes, device=x.device)
+        expect_apart("out", out)
     if chosen == "torch":
         made = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
     else:
@@ -138,29 +132,38 @@ def residual_norm(
 
 @without_grad
 def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
-    def norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(rows, rows.shape[-1:], weight, eps)
-
     # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
-    weight, post_weight = (w if w is None else w.float() + offset for w in (weight, post_weight))
+    weight, post_weight = (w if w is None else w.float() for w in (weight, post_weight))
+    if offset:
+        weight, post_weight = (w if w is None else w + offset for w in (weight, post_weight))
+    num_rows = max(1, CACHED_ELEMENTS // x.shape[1])
+    if len(x) <= num_rows and out is None:
+        made = _torch_rows(x, weight, eps, residual, post_weight, scalar)
+        return made if made is None else made.to(x.dtype)
     if weight is not None and out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_rows = max(1, CACHED_ELEMENTS // x.shape[1])
-    for start in range(0, x.shape[0], num_rows):
+    for start in range(0, len(x), num_rows):
         block = slice(start, start + num_rows)
-        rows = x[block]
-        if residual is not None:
-            total = residual[block]
-            if post_weight is None and scalar is None:
-                total.add_(rows)
-            else:
-                rows = rows.float() if post_weight is None else norm(rows.float(), post_weight)
-                rows = total.float().add_(rows)  # of fp32, the residual itself
-                total.copy_(rows if scalar is None else rows.mul_(scalar))
-            rows = total
-        if weight is not None:
-            out[block] = norm(rows.float(), weight)
+        stream = residual if residual is None else residual[block]
+        made = _torch_rows(x[block], weight, eps, stream, post_weight, scalar)
+        if made is not None:
+            out[block] = made
     return out
+
+
+def _torch_rows(rows, weight, eps, residual, post_weight, scalar):
+    """The fp32 norm of a block of rows, after the sum with ``residual``; None without a weight."""
+    if residual is not None:
+        if post_weight is None and scalar is None:
+            residual.add_(rows)
+        else:
+            rows = rows.float()
+            if post_weight is not None:
+                rows = F.rms_norm(rows, rows.shape[-1:], post_weight, eps)
+            rows = residual.float().add_(rows)  # of fp32, the residual itself
+            residual.copy_(rows if scalar is None else rows.mul_(scalar))
+        rows = residual
+    return None if weight is None else F.rms_norm(rows.float(), rows.shape[-1:], weight, eps)
 
 
 @triton.jit
