@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..common import latent_pages, query_tiles, split_kv
 from ..common.bits import widen
-from ..common.query_tiles import KEEP_INVARIANTS, LOG2E
+from ..common.query_tiles import LOG2E
 from ..common.strided import PagedRows
 
 # Quantized rows, 584 bytes: ROW_BYTES hold the values. SCALE_BYTES are behind all rows of the page.
@@ -135,7 +135,7 @@ def _attend(
     live = (index >= 0) & (index < limit) if LISTED else (x >= low) & (x < high)
     page = _load_page(source, first, high, index, live, window, ROWS, BLOCK_N)
     next_index = _load_indices(source, x + BLOCK_N, high)
-    for start in tl.range(first, high, BLOCK_N, disable_licm=KEEP_INVARIANTS):
+    for start in tl.range(first, high, BLOCK_N, disable_licm=True):
         if not LISTED:
             index = start + offs_n
             live = (index >= low) & (index < high)
