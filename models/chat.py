@@ -1,7 +1,7 @@
 """Chat templates: from messages to the model's text format.
 
-Templates run through transformers (extra "hf"), in Jinja's immutable sandbox, in this process. The
-time and the memory that a template takes are not bounded.
+Templates run through transformers (extra "hf"), in Jinja's immutable sandbox, in this process.
+Template, messages and text are bounded in size; the time that a template takes is not.
 
 Source: transformers ``utils/chat_template_utils``, as ``apply_chat_template`` uses it.
 """
@@ -24,6 +24,8 @@ PLAIN = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+MAX_TEMPLATE, MAX_CHAT = 10**6, 10**8  # characters
+
 
 @dataclass(frozen=True)
 class NamedTemplate:
@@ -44,7 +46,7 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: jinja.
+        source: jinja, at most 1,000,000 characters.
         special_tokens: their texts by name, such as ``bos_token``.
         file: name of its file, for error messages.
         tool_use: used instead for chats with tools; None = the same for all.
@@ -70,6 +72,10 @@ class ChatTemplate:
                 "chat needs the packages transformers and jinja2 "
                 "(pip install 'quire-attention[hf]')"
             ) from error
+        if not isinstance(source, str) or len(source) > MAX_TEMPLATE:
+            raise ValueError(
+                f"{file}: expected a text of at most {MAX_TEMPLATE} characters, got {shown(source)}"
+            )
         self._render, self._source, self._file = render_jinja_template, source, file
         self._special_tokens, self._tool_use = dict(special_tokens or {}), tool_use
         try:
@@ -119,13 +125,14 @@ class ChatTemplate:
 
         Args:
             messages: ``{"role": "system" | "user" | "assistant", "content": text}``, the earliest
-                first, with any other keys that the template reads; None = absent.
+                first, with any other keys that the template reads; None = absent. With the tools
+                at most 100,000,000 characters.
             tools: JSON schemas of functions that the model may call.
             add_generation_prompt: True = end with the start of the model's answer.
             variables: what the template reads besides, such as ``enable_thinking``.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template refuses the messages, or they or their text are too long.
         """
         if tools is not None and self._tool_use is not None:
             return self._tool_use.render(
@@ -138,6 +145,7 @@ class ChatTemplate:
                 f"messages: expected a list of dicts, got {shown(messages)}"
             ) from error
         try:
+            _expect_length("messages and tools", len(repr(given)) + len(repr(tools)))
             [text], _ = self._render(
                 [given],
                 tools=None if tools is None else list(tools),
@@ -145,11 +153,17 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self._special_tokens | variables),
             )
+            _expect_length("a text", len(text))
         except Exception as error:  # a template is a program, and may fail as one
             raise ValueError(
                 f"messages: the {self._file} refuses them: {str(error) or type(error).__name__}"
             ) from error
         return text
+
+
+def _expect_length(name: str, length: int) -> None:
+    if length > MAX_CHAT:
+        raise ValueError(f"expected {name} of at most {MAX_CHAT} characters, got {length}")
 
 
 def find_chat(path: Path) -> ChatTemplate | DeepseekV4Chat:
@@ -190,7 +204,8 @@ def _sources(path: Path) -> dict[str, tuple[str, str]]:
 def _read_template(file: Path) -> tuple[str, str]:
     name = f"chat template {str(file)!r}"
     try:
-        return name, file.read_text(encoding="utf-8")
+        with open(file, encoding="utf-8") as opened:
+            return name, opened.read(MAX_TEMPLATE + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
 

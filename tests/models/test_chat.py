@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="renders chat templates")
 
+from quire.models import chat
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.tokenizer import FileTokenizer
 from tests.support.models.chats import CASES, MESSAGES, TEXTS, TOOLS
@@ -128,15 +129,28 @@ def test_what_is_missing_is_named(missing, monkeypatch):
         ChatTemplate("x")
 
 
+def test_messages_and_text_are_bounded(monkeypatch):
+    monkeypatch.setattr(chat, "MAX_CHAT", 1000)
+    template, message = ChatTemplate("{{ messages[0].content * 9 }}"), "^messages: the chat template refuses them: expected "  # fmt: skip
+    assert template.render([{"role": "user", "content": "x" * 100}]) == "x" * 900
+    with pytest.raises(ValueError, match=message + "messages and tools of at most 1000 charac"):
+        template.render([{"role": "user", "content": "x" * 1000}])
+    with pytest.raises(ValueError, match=message + "messages and tools of at most 1000"):
+        template.render([{"role": "user", "content": "x"}], tools=[{"name": "f" * 1000}])
+    with pytest.raises(ValueError, match=message + "a text of at most 1000 characters, got 1800"):
+        template.render([{"role": "user", "content": "x" * 200}])
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("{% for x in [1] %}" * 40 + "{% endfor %}" * 40, "expected a template that is not nested so deeply"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "expected a template that is not nested so deeply"),
+        ("x" * 1_000_001, "expected a text of at most 1000000 characters, got 'xxx"),
         ("a\n{% if %}", "line 2: "),
         ("{{ 1 | nosuch }}", "line 1: No filter named 'nosuch'"),
     ],
-    ids=["blocks", "brackets", "syntax", "filter"],
+    ids=["blocks", "brackets", "long", "syntax", "filter"],
 )  # fmt: skip
 def test_sources_that_are_refused_name_their_file(source, message, tmp_path):
     (tmp_path / "chat_template.jinja").write_text(source)
