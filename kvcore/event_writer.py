@@ -185,8 +185,7 @@ class EventWriter:
         return [(self.tokens[key], self.identities.get(key, NOTHING)) for key in keys]
 
     def _before(self, run: Run | None, depth: int) -> bytes:
-        """Keys of the segments before `depth` on the path to `run` that a tail reaches, and of one
-        more."""
+        """Keys of the segments before `depth` that a tail reaches, and of one more."""
         keys, first = b"", max(0, depth - self._reach - 1)
         while run is not None and run.length and len(keys) < (depth - first) * KEY_BYTES:
             low, high = max(0, first - run.start), max(0, depth - run.start)

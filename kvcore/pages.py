@@ -20,8 +20,7 @@ UNSHARED: Int64 = np.array(1)
 
 
 class PagePool:
-    """`num_pages` equal pages; page 0 is the null page and is never handed out. Free pages form a
-    stack.
+    """`num_pages` equal pages; page 0, the null page, is never free. Free pages form a stack.
 
     Attributes:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
@@ -33,14 +32,13 @@ class PagePool:
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
-        # Both counts of a page in one int: ``users + (holds << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
         self.users: Int32
         self.holds: Int32
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
-        self.num_held_only = 0  # pages that only resume points hold
+        self.num_held_only = 0
 
     def peek(self, n: int) -> Int64:
         """The n pages that the next `take(n)` hands out, as a copy."""

@@ -1,7 +1,7 @@
 """Running requests: which slot each has, how far it is, and its chain of segment keys.
 
 With a drafter (lookahead k > 0) the key of a segment that ends at boundary B covers the tokens up
-to B + k, because the drafter's last rows depend on them: equal keys mean equal rows in every group.
+to B + k, as the drafter's last rows depend on them: equal keys mean equal rows in every group.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class Sequences:
 
     Attributes:
         active: [max_requests] bool.
-        num_computed, lengths: [max_requests] int64 tokens whose rows are valid; the latter
-            read-only.
+        num_computed, lengths: [max_requests] int64 tokens whose rows are valid; one is read-only.
         prompt_len: [max_requests] int64.
         keyed: slots of requests whose keys are the caller's own.
     """
@@ -75,8 +74,7 @@ class Sequences:
         return self._slots[request_id]
 
     def add(self, request_id: Hashable, prompt: Prompt, computed: int, hit: int) -> int:
-        """Give a request a free slot; `computed` of its tokens are valid, and the first `hit` are
-        cached."""
+        """Give a request with `computed` valid and `hit` cached tokens a free slot."""
         slot = self._slots[request_id] = self._free[-1]
         del self._free[-1]
         self._checked = None
@@ -175,8 +173,7 @@ class Sequences:
                 self._add_key(slot, start)
 
     def _add_key(self, slot: int, stop: int) -> None:
-        """Make the key of the open segment, whose last token, with the lookahead, is before `stop`;
-        unless it is known."""
+        """Make the key of the open segment, which with its lookahead ends at `stop`, if unknown."""
         a, k, keys = self.alignment, self.lookahead, self._keys[slot]
         if len(keys) * a < (stop - k) * KEY_BYTES:
             segment = self._open[slot] if stop == a + k else self._open[slot, k:]

@@ -311,6 +311,10 @@ def test_no_dense_page_of_a_running_request_is_counted_as_freed():
     assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8)
     e.release("a")
     assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8 + 1)
+    dense = Engine(groups((8, None), (8, None)), num_pages=99, max_requests=2, max_model_len=99)
+    dense.run("a", prompt[:41])
+    [run] = dense.kv.index.runs()
+    assert (run.gain, run.num_pages, run.freed) == (5, 10, 10)
 
 
 def test_a_policy_of_ones_own_decides():
