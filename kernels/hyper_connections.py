@@ -1,19 +1,9 @@
 """Residual streams collapsed in two kernels and expanded in one.
 
-1. products: m' = fn x over all streams x of a token, and the sum of the squares of x. The reduction
-   over n * hidden_size channels is split over programs that leave partial sums: decode has too few
-   tokens to keep a GPU busy otherwise.
-2. collapse: m = m' rsqrt(mean(x^2) + norm_eps) from the partial sums. The first programs compute
-   post and comb of a block of tokens, one token a thread, so that Sinkhorn stays in its registers.
-   Each other program computes the weighted sum of one token's streams and its norm.
-3. expand: post[k] z + sum over j of comb[j, k] streams[j], where z is y and the weighted rows of
-   experts, summed in fp32 in the order of the router.
-
-Layout: streams [num_tokens, n, hidden_size]; fn [rows, n * hidden_size] fp32; partial sums
-[splits, num_tokens, ROWS] fp32, the sum of squares behind those of fn's rows; rows
-[num_tokens * k, hidden_size]. Bound by memory: each kernel reads the streams once.
-
-Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
+Products: m' = fn x over all streams x of a token, and the sum of the squares of x, as partial sums
+[splits, num_tokens, ROWS]: decode has too few tokens to keep a GPU busy otherwise. Collapse: the
+first programs compute post and comb, a token a thread, so that Sinkhorn stays in its registers; each
+other program computes the weighted sum of one token's streams and its norm.
 """
 
 from __future__ import annotations
@@ -23,8 +13,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from .common import launching, strided
-from .common.checks import MODEL_DTYPES, expect_int, expect_positive, expect_tensor, implementation
+from .common import checks, launching, strided
 from .common.tile_shapes import MAX_REGISTERS, next_power_of_2
 
 # Limits of the Triton kernels.
@@ -84,20 +73,22 @@ def collapse_streams(
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
-    chosen = implementation(impl, streams)
+    chosen = checks.implementation(impl, streams)
     num_tokens, n, hidden_size = _checked_shape(streams, chosen)
     device, fp32 = streams.device, torch.float32
-    expect_tensor("fn", fn, (None, n * hidden_size), fp32, device=device)
+    checks.expect_tensor("fn", fn, (None, n * hidden_size), fp32, device=device)
     fn_rows, layer_rows = fn.shape[0], (2 + n) * n
     if fn_rows not in (n, layer_rows):
         raise ValueError(f"fn: expected {n} or {layer_rows} rows for {n} streams, got {fn_rows}")
-    expect_tensor("base", base, (fn_rows,), fp32, device=device)
-    expect_tensor("scale", scale, (1 if fn_rows == n else 3,), fp32, device=device)
+    checks.expect_tensor("base", base, (fn_rows,), fp32, device=device)
+    checks.expect_tensor("scale", scale, (1 if fn_rows == n else 3,), fp32, device=device)
     if norm_weight is not None:
-        expect_tensor("norm_weight", norm_weight, (hidden_size,), MODEL_DTYPES, device=device)
-    expect_positive("norm_eps", norm_eps, least=-100)
-    expect_positive("eps", eps, least=-100)
-    expect_int("iterations", iterations, 1)
+        checks.expect_tensor(
+            "norm_weight", norm_weight, (hidden_size,), checks.MODEL_DTYPES, device=device
+        )
+    checks.expect_positive("norm_eps", norm_eps, least=-100)
+    checks.expect_positive("eps", eps, least=-100)
+    checks.expect_int("iterations", iterations, 1)
     if chosen == "torch":
         return _collapse_torch(streams, fn, base, scale, norm_weight, norm_eps, eps, iterations)
     arch, num_sms = launching.arch_and_sms(streams)
@@ -117,51 +108,22 @@ def collapse_streams(
         weight_programs = triton.cdiv(num_tokens, block_t)
     with torch.cuda.device_of(streams):
         launching.launch(
-            _products_kernel,
-            (triton.cdiv(num_tokens, BLOCK_TOKENS), splits),
-            streams=strided.rows(streams),
-            fn=strided.matrix(fn),
-            workspace=workspace,
-            num_tokens=num_tokens,
-            tiles=tiles,
-            NUM_STREAMS=n,
-            HIDDEN=hidden_size,
-            FN_ROWS=fn_rows,
-            ROWS=rows,
-            BLOCK_T=BLOCK_TOKENS,
-            BLOCK_K=block_k,
-            PRECISION=arch.fp32_products,
-            num_warps=4,
-            num_stages=3,
+            _products_kernel, (triton.cdiv(num_tokens, BLOCK_TOKENS), splits),
+            streams=strided.rows(streams), fn=strided.matrix(fn), workspace=workspace,
+            num_tokens=num_tokens, tiles=tiles, NUM_STREAMS=n, HIDDEN=hidden_size,
+            FN_ROWS=fn_rows, ROWS=rows, BLOCK_T=BLOCK_TOKENS, BLOCK_K=block_k,
+            PRECISION=arch.fp32_products, num_warps=4, num_stages=3,
             **arch.register_limit(MAX_REGISTERS),
-        )
+        )  # fmt: skip
         launching.launch(
-            _collapse_kernel,
-            (weight_programs + num_tokens,),
-            streams=strided.rows(streams),
-            workspace=workspace,
-            base=base,
-            scale=scale,
-            norm_weight=norm_weight,
-            out=out,
-            post=post,
-            comb=comb,
-            norm_eps=float(norm_eps),
-            eps=float(eps),
-            num_tokens=num_tokens,
-            num_splits=splits,
-            iterations=iterations,
-            weight_programs=weight_programs,
-            NUM_STREAMS=n,
-            BLOCK_STREAMS=next_power_of_2(n),
-            HIDDEN=hidden_size,
-            BLOCK_HIDDEN=next_power_of_2(hidden_size),
-            FN_ROWS=fn_rows,
-            ROWS=rows,
-            BLOCK_T=block_t,
-            MAX_SPLITS=MAX_SPLITS,
-            num_warps=COLLAPSE_WARPS,
-        )
+            _collapse_kernel, (weight_programs + num_tokens,),
+            streams=strided.rows(streams), workspace=workspace, base=base, scale=scale,
+            norm_weight=norm_weight, out=out, post=post, comb=comb, norm_eps=float(norm_eps),
+            eps=float(eps), num_tokens=num_tokens, num_splits=splits, iterations=iterations,
+            weight_programs=weight_programs, NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n),
+            HIDDEN=hidden_size, BLOCK_HIDDEN=next_power_of_2(hidden_size), FN_ROWS=fn_rows,
+            ROWS=rows, BLOCK_T=block_t, MAX_SPLITS=MAX_SPLITS, num_warps=COLLAPSE_WARPS,
+        )  # fmt: skip
     return out, post, comb
 
 
@@ -200,24 +162,22 @@ def expand_streams(
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
-    chosen = implementation(impl, streams)
+    chosen = checks.implementation(impl, streams)
     num_tokens, n, hidden_size = _checked_shape(streams, chosen)
     dtype, device, fp32, k = streams.dtype, streams.device, torch.float32, 0
-    expect_tensor("y", y, (num_tokens, hidden_size), dtype, device=device)
-    expect_tensor("post", post, (num_tokens, n), fp32, device=device)
-    expect_tensor("comb", comb, (num_tokens, n, n), fp32, device=device)
+    checks.expect_tensor("y", y, (num_tokens, hidden_size), dtype, device=device)
+    checks.expect_tensor("post", post, (num_tokens, n), fp32, device=device)
+    checks.expect_tensor("comb", comb, (num_tokens, n, n), fp32, device=device)
     if (rows is None) != (weights is None):
         missing = "rows" if rows is None else "weights"
         raise ValueError(f"{missing}: expected rows and weights or neither, got None")
-    contiguous = {"post": post, "comb": comb}
     if weights is not None:
-        expect_tensor("weights", weights, (num_tokens, None), fp32, device=device)
+        checks.expect_tensor("weights", weights, (num_tokens, None), fp32, device=device)
         k = weights.shape[1]
-        expect_int("weights: k", k, 1)
-        expect_tensor("rows", rows, (num_tokens * k, hidden_size), dtype, device=device)
-        contiguous |= {"rows": rows, "weights": weights}
-    for name, tensor in contiguous.items():
-        if not tensor.is_contiguous():
+        checks.expect_int("weights: k", k, 1)
+        checks.expect_tensor("rows", rows, (num_tokens * k, hidden_size), dtype, device=device)
+    for name, tensor in (("post", post), ("comb", comb), ("rows", rows), ("weights", weights)):
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got {tensor.stride()}")
     if chosen == "torch":
         return _expand_torch(streams, y, post, comb, rows, weights)
@@ -225,31 +185,20 @@ def expand_streams(
     block = min(CHANNELS, next_power_of_2(hidden_size))
     with torch.cuda.device_of(streams):
         launching.launch(
-            _expand_kernel,
-            (num_tokens, triton.cdiv(hidden_size, block)),
-            streams=strided.rows(streams),
-            y=strided.matrix(y),
-            rows=rows,
-            weights=weights,
-            post=post,
-            comb=comb,
-            out=out,
-            k=k,
-            NUM_STREAMS=n,
-            BLOCK_STREAMS=next_power_of_2(n),
-            HIDDEN=hidden_size,
-            BLOCK=block,
-            num_warps=4,
-        )
+            _expand_kernel, (num_tokens, triton.cdiv(hidden_size, block)),
+            streams=strided.rows(streams), y=strided.matrix(y), rows=rows, weights=weights,
+            post=post, comb=comb, out=out, k=k, NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n),
+            HIDDEN=hidden_size, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 
 def _checked_shape(streams: torch.Tensor, impl: str) -> tuple[int, int, int]:
-    """(num_tokens, n, hidden_size) of streams that an implementation supports."""
-    expect_tensor("streams", streams, (None, None, None), MODEL_DTYPES)
+    """(num_tokens, n, hidden_size) of streams that an checks.implementation supports."""
+    checks.expect_tensor("streams", streams, (None, None, None), checks.MODEL_DTYPES)
     num_tokens, n, hidden_size = streams.shape
     for name, size, most in (("n", n, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN)):
-        expect_int(f"streams: {name}", size, 1)
+        checks.expect_int(f"streams: {name}", size, 1)
         if impl == "triton" and size > most:
             raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")
     return num_tokens, n, hidden_size
@@ -297,8 +246,8 @@ def _products_kernel(
     NUM_STREAMS: tl.constexpr, HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums [BLOCK_T, ROWS] over ``tiles`` tiles of BLOCK_K channels of a stream; in column
-    FN_ROWS those of the squares."""
+    """Partial sums [BLOCK_T, ROWS] over ``tiles`` tiles of BLOCK_K channels; the sum of the squares
+    is in column FN_ROWS."""
     STREAM_TILES: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(1).to(tl.int64)
@@ -371,14 +320,24 @@ def _write_weights(
     tl.store(cells, matrix, mask=is_comb)
 
 
-@triton.jit
-def _write_sum(
-    streams, workspace, base, scale, norm_weight, out, norm_eps, eps, num_tokens, num_splits, token,
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations", "weight_programs"])
+def _collapse_kernel(
+    streams, workspace, base, scale, norm_weight, out, post, comb, norm_eps, eps,
+    num_tokens, num_splits, iterations, weight_programs,
     NUM_STREAMS: tl.constexpr, BLOCK_STREAMS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted sum of one token's streams, normed if there is a weight."""
+    """post and comb of a block of tokens, or the sum of one token's streams and its norm."""
+    program = tl.program_id(0)
+    if post is not None:  # noqa: SIM102 (not compiled without post)
+        if program < weight_programs:
+            _write_weights(
+                workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits,
+                iterations, program, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, FN_ROWS, ROWS, BLOCK_T,
+            )  # fmt: skip
+            return
+    token = (program - weight_programs).to(tl.int64)
     stream = tl.arange(0, BLOCK_STREAMS)
     real = stream < NUM_STREAMS
     split = tl.arange(0, MAX_SPLITS)
@@ -404,29 +363,6 @@ def _write_sum(
         weight = tl.load(norm_weight + channel, mask=inside, other=0.0).to(tl.float32)
         total = (wide * factor * weight).to(out.dtype.element_ty)
     tl.store(out + token * HIDDEN + channel, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations", "weight_programs"])
-def _collapse_kernel(
-    streams, workspace, base, scale, norm_weight, out, post, comb, norm_eps, eps,
-    num_tokens, num_splits, iterations, weight_programs,
-    NUM_STREAMS: tl.constexpr, BLOCK_STREAMS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    if program >= weight_programs:
-        token = (program - weight_programs).to(tl.int64)
-        _write_sum(
-            streams, workspace, base, scale, norm_weight, out, norm_eps, eps, num_tokens,
-            num_splits, token, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, BLOCK_HIDDEN, FN_ROWS, ROWS,
-            MAX_SPLITS,
-        )  # fmt: skip
-    elif post is not None:
-        _write_weights(
-            workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits, iterations,
-            program, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, FN_ROWS, ROWS, BLOCK_T,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["k"])

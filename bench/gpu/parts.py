@@ -35,17 +35,8 @@ V4_TESTS = """
 # What models have around attention.
 OPERATOR_TESTS = """
     tests/gpu/test_gpu_sampling.py
-    tests/kernels/layers/test_experts.py::test_a_row_depends_on_its_token_and_expert_alone
-    tests/kernels/layers/test_experts.py::test_expert_mlp tests/kernels/layers/test_experts.py::test_order
-    tests/kernels/hyper_connections/test_hyper_connections.py::test_collapse
-    tests/kernels/hyper_connections/test_hyper_connections.py::test_expand
-    tests/kernels/hyper_connections/test_hyper_connections.py::test_no_part_of_fn_is_lost
-    tests/kernels/hyper_connections/test_hyper_connections.py::test_no_token_reads_the_rows_of_another
-    tests/kernels/hyper_connections/test_hyper_connections.py::test_padding_rows
-    tests/kernels/hyper_connections/test_hyper_connections.py::test_rows_are_added_in_their_order
-    tests/kernels/layers/test_gating.py tests/kernels/layers/test_norm.py
-    tests/kernels/layers/test_rope.py tests/kernels/layers/test_routing.py
-    tests/kernels/layers/test_sampling.py tests/kernels/pages
+    tests/kernels/hyper_connections/test_hyper_connections.py tests/kernels/layers
+    tests/kernels/pages
 """
 ENGINE_TESTS = """
     tests/gpu/test_gpu_engine.py tests/models/engine/test_engine.py

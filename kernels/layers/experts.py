@@ -1,20 +1,9 @@
-"""MLPs of experts in three kernels, without a copy to the host.
+"""MLPs of experts in three launches, without a copy to the host.
 
-1. order: sort the rows (a token once for each of its experts) by expert, and list the tiles of
-   BLOCK_M rows of each expert. A program takes one expert. It counts the rows of lower experts and
-   its own, which gives the start of its rows and of its tiles. Unused tiles in the list have 0
-   rows.
-2. gate_up: multiply a tile's rows by gate and up rows alternately, so that both sums of a pair end
-   in one thread. Bias and gated product come before the store.
-3. down: multiply the products by the second matrix, and store them in the unsorted order.
-
-Quantized weights are widened in registers. Decode is bound by reading the weights, once for up to
-BLOCK_M rows.
-
-Layout: order int32: [num_rows] rows sorted by expert, then [num_tiles, 3] of expert, first sorted
-row, and number of rows. gated [num_rows, width], sorted.
-
-Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``; OCP Microscaling Formats 1.0.
+Order: sort the rows (a token once for each of its experts) by expert, and list the tiles of BLOCK_M
+rows of each expert. Gate and up: multiply a tile's rows by gate and up rows alternately, so that
+both sums of a pair end in one thread, which stores their gated product. Down: multiply these by the
+second matrix, and store them in the unsorted order. Quantized weights are widened in registers.
 """
 
 from __future__ import annotations
@@ -25,16 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launching, strided
+from ..common import checks, launching, strided
 from ..common.bits import widen
-from ..common.checks import (
-    E4M3,
-    MODEL_DTYPES,
-    expect_int,
-    expect_tensor,
-    expect_values,
-    implementation,
-)
 from ..common.dequantize import DEQUANTIZE
 from ..common.tile_shapes import MAX_REGISTERS
 from .gating import check_options, gated_torch
@@ -45,6 +26,7 @@ FP8_BLOCK = tl.constexpr(128)
 FP4_GROUP = tl.constexpr(32)
 # Rows that a program of the first kernel looks at together, and its warps.
 CHUNK, ORDER_WARPS = 1024, 8
+# A tile in the list: expert, first sorted row, number of rows.
 ENTRY = tl.constexpr(3)
 # 2 to the difference of the biases of fp16, 15, and e2m1, 1.
 E2M1_FACTOR = tl.constexpr(2.0**14)
@@ -60,9 +42,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# For up to 16 rows of an expert, and for more. Decode has many small programs, each with some tiles
-# of weights on their way. No matrix instruction multiplies fp32, but with 64 rows Triton 3.7.1
-# takes that of tf32 on sm_100 for dequantized weights, whatever input_precision says.
+# For up to 16 rows of an expert, and for more. No matrix instruction multiplies fp32, but with 64
+# rows Triton 3.7.1 takes that of tf32 on sm_100, whatever input_precision says.
 TILES = {
     "plain": (Tile(16, 32, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
     "packed": (Tile(16, 64, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
@@ -71,14 +52,7 @@ TILES = {
 
 
 def select_tile(num_rows: int, num_experts: int, dtype_bytes: int, packed: bool) -> Tile:
-    """Tile of both products.
-
-    Args:
-        num_rows: rows of all experts, num_tokens * k.
-        num_experts: number of experts.
-        dtype_bytes: bytes of a value of x, 2 or 4.
-        packed: True if the weights are quantized.
-    """
+    """Tile of both products; num_rows: num_tokens * k; packed: True if weights are quantized."""
     few, many = TILES["fp32" if dtype_bytes == 4 else "packed" if packed else "plain"]
     return few if num_rows <= 16 * num_experts else many
 
@@ -104,15 +78,13 @@ def expert_mlp(
         gate, up = gate_up[e] x + gate_up_bias[e]
         row      = down[e] gated_product(gate, up) + down_bias[e]
 
-    with fp32 sums; the gated product is rounded to the dtype of x, and so is the row.
+    with fp32 sums; the gated product and the row are rounded to the dtype of x.
 
     Weights are in the dtype of x, or quantized. e4m3 weights have a scale for each block of 128 x
     128. e2m1 weights (fp4, MXFP4) have two values a byte, the earlier one in the low bits, and an
     E8M0 scale byte for each 32 columns. A quantized weight times its scale is rounded to the dtype
-    of x before it is multiplied. No quantized value and no scale may be NaN.
-
-    A row depends on its token, its expert and the tile shape, which depends on the number of
-    tokens. It does not depend on other tokens or their experts.
+    of x. No quantized value and no scale may be NaN. A row depends on its token, its expert and the
+    number of tokens, not on other tokens.
 
     Args:
         x: [num_tokens, hidden_size] bf16, fp16 or fp32, last stride 1.
@@ -141,7 +113,7 @@ def expert_mlp(
     Source: transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``, ``modeling_gemma4``; OCP
         Microscaling Formats 1.0.
     """
-    chosen = implementation(impl, x)
+    chosen = checks.implementation(impl, x)
     _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
     check_options(activation, limit, alpha, up_offset)
     if chosen == "torch":
@@ -159,94 +131,73 @@ def expert_mlp(
     tile = select_tile(num_rows, num_experts, x.element_size(), kind != "plain")
     most_tiles = num_rows // tile.block_m + num_experts
     num_tiles = min(num_rows, most_tiles)
+    # The sorted rows, then the list of tiles; unused ones have 0 rows.
     order = ids.new_empty(num_rows + ENTRY.value * num_tiles, dtype=torch.int32)
-    gated = x.new_empty(num_rows, width)
+    gated = x.new_empty(num_rows, width)  # sorted
     out = x.new_empty(num_rows, hidden)
     if kind == "fp8":  # Triton refuses the type where no instruction converts it
         gate_up, down = gate_up.view(torch.uint8), down.view(torch.uint8)
     options = dict(
-        HIDDEN=hidden,
-        WIDTH=width,
-        FORMAT=kind,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        FORMAT=kind, TOP_K=top_k, GELU=activation == "gelu_tanh",
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
         **launching.arch_and_sms(x)[0].register_limit(MAX_REGISTERS),
-    )
+    )  # fmt: skip
     with torch.cuda.device_of(x):
         launching.launch(
-            _order_kernel,
-            (num_experts if num_rows else 0,),
-            ids=strided.matrix(ids),
-            order=order,
-            num_rows=num_rows,
-            block_m=tile.block_m,
-            by_row=int(num_rows <= most_tiles),
-            TOP_K=top_k,
-            CHUNK=CHUNK,
-            num_warps=ORDER_WARPS,
-        )
+            _order_kernel, (num_experts if num_rows else 0,),
+            ids=strided.matrix(ids), order=order, num_rows=num_rows, block_m=tile.block_m,
+            by_row=int(num_rows <= most_tiles), TOP_K=top_k, CHUNK=CHUNK, num_warps=ORDER_WARPS,
+        )  # fmt: skip
         launching.launch(
-            _gate_up_kernel,
-            (triton.cdiv(2 * width, tile.block_n), num_tiles),
-            x=strided.matrix(x),
-            order=order,
-            gate_up=strided.matrices(gate_up),
-            gate_up_scale=strided.matrices(gate_up_scale),
-            gate_up_bias=strided.matrices(gate_up_bias, columns=False),
-            gated=gated,
-            limit=None if limit is None else float(limit),
-            alpha=float(alpha),
-            up_offset=float(up_offset),
-            num_rows=num_rows,
-            TOP_K=top_k,
-            INTERLEAVED=gate_up.stride(2) == 2 * gate_up.stride(1),
-            GELU=activation == "gelu_tanh",
-            **options,
-        )
+            _product_kernel, (triton.cdiv(2 * width, tile.block_n), num_tiles),
+            x=strided.matrix(x), order=order, weight=strided.matrices(gate_up),
+            scale=strided.matrices(gate_up_scale),
+            bias=strided.matrices(gate_up_bias, columns=False), out=gated,
+            limit=None if limit is None else float(limit), alpha=float(alpha),
+            up_offset=float(up_offset), num_rows=num_rows, COLUMNS=hidden, ROWS=width, GATED=True,
+            INTERLEAVED=gate_up.stride(2) == 2 * gate_up.stride(1), **options,
+        )  # fmt: skip
+        down_bias = None if down_bias is None else down_bias[..., None]
         launching.launch(
-            _down_kernel,
-            (triton.cdiv(hidden, tile.block_n), num_tiles),
-            gated=gated,
-            order=order,
-            down=strided.matrices(down, parts=False),
-            down_scale=strided.matrices(down_scale, parts=False),
-            down_bias=None if down_bias is None else strided.cells(down_bias),
-            out=out,
-            num_rows=num_rows,
-            **options,
-        )
+            _product_kernel, (triton.cdiv(hidden, tile.block_n), num_tiles),
+            x=strided.matrix(gated), order=order, weight=strided.matrices(down, parts=False),
+            scale=strided.matrices(down_scale, parts=False),
+            bias=strided.matrices(down_bias, parts=False), out=out,
+            limit=None, alpha=1.0, up_offset=0.0, num_rows=num_rows, COLUMNS=width, ROWS=hidden,
+            GATED=False, INTERLEAVED=False, **options,
+        )  # fmt: skip
     return out
 
 
 def weight_format(weight: torch.Tensor) -> str:
     """Storage of a weight's values: "plain", "fp8" or "fp4"."""
-    return {E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
+    return {checks.E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
 
 
 def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias) -> None:
-    expect_tensor("x", x, (None, None), MODEL_DTYPES)
+    checks.expect_tensor("x", x, (None, None), checks.MODEL_DTYPES)
     num_tokens, hidden = x.shape
-    expect_int("x: hidden_size", hidden, 1)
-    expect_tensor("ids", ids, (num_tokens, None), torch.int64, device=x.device)
-    expect_int("ids: k", ids.shape[1], 1)
-    stored = (x.dtype, E4M3, torch.uint8)
-    expect_tensor("gate_up", gate_up, (None, 2, None, None), stored, any_stride=True)
+    checks.expect_int("x: hidden_size", hidden, 1)
+    checks.expect_tensor("ids", ids, (num_tokens, None), torch.int64, device=x.device)
+    checks.expect_int("ids: k", ids.shape[1], 1)
+    stored = (x.dtype, checks.E4M3, torch.uint8)
+    checks.expect_tensor("gate_up", gate_up, (None, 2, None, None), stored, any_stride=True)
     num_experts, _, width, _ = gate_up.shape
-    expect_int("gate_up: num_experts", num_experts, 1)
-    expect_int("gate_up: width", width, 1)
+    checks.expect_int("gate_up: num_experts", num_experts, 1)
+    checks.expect_int("gate_up: width", width, 1)
     _check_weight("gate_up", gate_up, gate_up_scale, (num_experts, 2), width, hidden, x)
-    expect_tensor("down", down, (None, None, None), gate_up.dtype, any_stride=True)
+    checks.expect_tensor("down", down, (None, None, None), gate_up.dtype, any_stride=True)
     _check_weight("down", down, down_scale, (num_experts,), hidden, width, x)
     for name, bias, shape in (
         ("gate_up_bias", gate_up_bias, (num_experts, 2, width)),
         ("down_bias", down_bias, (num_experts, hidden)),
     ):
         if bias is not None:
-            expect_tensor(name, bias, shape, MODEL_DTYPES, device=x.device, any_stride=True)
-    expect_values("ids", ids, 0, num_experts - 1)
+            checks.expect_tensor(
+                name, bias, shape, checks.MODEL_DTYPES, device=x.device, any_stride=True
+            )
+    checks.expect_values("ids", ids, 0, num_experts - 1)
 
 
 def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
@@ -257,16 +208,15 @@ def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
         )
     shape = (*lead, rows, columns // 2 if kind == "fp4" else columns)
     plain = kind == "plain"
-    expect_tensor(name, weight, shape, weight.dtype, device=x.device, any_stride=plain)
-    if kind == "plain":
+    checks.expect_tensor(name, weight, shape, weight.dtype, device=x.device, any_stride=plain)
+    if plain:
         if scale is not None:
             raise ValueError(f"{name}_scale: expected None with plain weights, got a tensor")
-    elif kind == "fp8":
-        blocks = (*lead, -(-rows // block), -(-columns // block))
-        expect_tensor(f"{name}_scale", scale, blocks, torch.float32, device=x.device)
-    else:
-        groups = (*lead, rows, columns // group)
-        expect_tensor(f"{name}_scale", scale, groups, torch.uint8, device=x.device)
+        return
+    dtype, scales = torch.uint8, (*lead, rows, columns // group)
+    if kind == "fp8":
+        dtype, scales = torch.float32, (*lead, -(-rows // block), -(-columns // block))
+    checks.expect_tensor(f"{name}_scale", scale, scales, dtype, device=x.device)
 
 
 @torch.no_grad()
@@ -301,19 +251,25 @@ def _torch(
     return out
 
 
+@triton.jit
+def _load_experts(ids, row, num_rows, other, TOP_K: tl.constexpr):
+    """Experts of rows; ``other`` past the last row."""
+    cells = ids.data + (row // TOP_K).to(tl.int64) * ids.stride_row + row % TOP_K
+    return tl.load(cells, mask=row < num_rows, other=other)
+
+
 @triton.jit(do_not_specialize=["num_rows", "block_m", "by_row"])
 def _order_kernel(
     ids, order, num_rows, block_m, by_row,
     TOP_K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Write the sorted rows and the tiles of one expert, behind those of all lower ones."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     below = tl.zeros([CHUNK], tl.int32)
     own = tl.zeros([CHUNK], tl.int32)
     for first in range(0, num_rows, CHUNK):
-        row = first + lane
-        cells = ids.data + (row // TOP_K).to(tl.int64) * ids.stride_row + row % TOP_K
-        chosen = tl.load(cells, mask=row < num_rows, other=expert + 1)
+        chosen = _load_experts(ids, first + lane, num_rows, expert + 1, TOP_K)
         below += (chosen < expert).to(tl.int32)
         own += (chosen == expert).to(tl.int32)
     start = tl.sum(below, 0)
@@ -321,11 +277,9 @@ def _order_kernel(
     if count > 0:
         seen = start
         for first in range(0, num_rows, CHUNK):
-            row = first + lane
-            cells = ids.data + (row // TOP_K).to(tl.int64) * ids.stride_row + row % TOP_K
-            mine = tl.load(cells, mask=row < num_rows, other=expert + 1) == expert
+            mine = _load_experts(ids, first + lane, num_rows, expert + 1, TOP_K) == expert
             place = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(order + seen + place - 1, row, mask=mine)
+            tl.store(order + seen + place - 1, first + lane, mask=mine)
             seen += tl.sum(mine.to(tl.int32), 0)
     # A tile is listed at its first sorted row, or where that is shorter at start // block_m +
     # expert + its number: those of the next expert come behind, however many rows this one has.
@@ -359,116 +313,79 @@ def _widen_e2m1(packed, exponents, dtype: tl.constexpr):
     return values.reshape(N, GROUPS * FP4_GROUP).to(dtype)
 
 
-@triton.jit
-def _multiply(
-    rows, live, matrix, scale, real, stride_column, scale_stride,
-    SIZE: tl.constexpr, FORMAT: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    x, order, weight, scale, bias, out, limit, alpha, up_offset, num_rows,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GELU: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_N] fp32: rows times the rows of a matrix, over SIZE columns.
+    """A tile of rows times rows of its expert's matrix [ROWS, COLUMNS].
 
-    rows, matrix: pointers to rows [BLOCK_M] and [BLOCK_N], masked by ``live`` and ``real``.
-    scale: pointers [BLOCK_N] to the scales of the matrix' rows.
+    GATED: tokens times gate and up rows in turns, stored sorted; else sorted rows times down rows,
+    stored in the order of tokens.
     """
-    dtype = rows.dtype.element_ty
+    part, tile = tl.program_id(0), tl.program_id(1)
+    entry = order + num_rows + ENTRY * tile
+    count = tl.load(entry + 2)
+    if count == 0:
+        return
+    expert, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+    m = tl.arange(0, BLOCK_M)
+    live = m < count
+    sorted_row = (start + m).to(tl.int64)
+    unsorted_row = tl.load(order + start + m, mask=live, other=0)
+    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    matrix = weight.data + expert * weight.stride_matrix
+    if GATED:
+        rows = x.data + (unsorted_row // TOP_K).to(tl.int64) * x.stride_row
+        real, half, row = n < 2 * ROWS, n % 2, n // 2
+        if INTERLEAVED:  # the compiler sees that rows in turns are adjacent
+            matrix += n * weight.stride_part
+        else:
+            matrix += half * weight.stride_part + row * weight.stride_row
+    else:
+        rows = x.data + sorted_row * x.stride_row
+        real, half, row = n < ROWS, 0, n
+        matrix += row * weight.stride_row
+    if FORMAT != "plain":
+        block = row // FP8_BLOCK if FORMAT == "fp8" else row
+        scales = scale.data + expert * scale.stride_matrix
+        scales += half * scale.stride_part + block * scale.stride_row
+    dtype = x.data.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, SIZE, BLOCK_K):
+    for first in range(0, COLUMNS, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
-        inside = (k < SIZE)[None, :]
+        inside = (k < COLUMNS)[None, :]
         a = tl.load(rows[:, None] + k[None, :], mask=live[:, None] & inside, other=0.0)
         if FORMAT == "fp4":
             byte = first // 2 + tl.arange(0, BLOCK_K // 2)
-            there = real[:, None] & (byte < SIZE // 2)[None, :]
+            there = real[:, None] & (byte < COLUMNS // 2)[None, :]
             packed = tl.load(matrix[:, None] + byte[None, :], mask=there, other=0)
             group = first // FP4_GROUP + tl.arange(0, BLOCK_K // FP4_GROUP)
-            there = real[:, None] & (group < SIZE // FP4_GROUP)[None, :]
-            exponents = tl.load(scale[:, None] + group[None, :], mask=there, other=0)
+            there = real[:, None] & (group < COLUMNS // FP4_GROUP)[None, :]
+            exponents = tl.load(scales[:, None] + group[None, :], mask=there, other=0)
             b = tl.trans(_widen_e2m1(packed, exponents, dtype))
         elif FORMAT == "fp8":
             bits = tl.load(matrix[:, None] + k[None, :], mask=real[:, None] & inside, other=0)
-            factor = tl.load(scale + first // FP8_BLOCK * scale_stride, mask=real, other=0.0)
+            factor = tl.load(
+                scales + first // FP8_BLOCK * scale.stride_column, mask=real, other=0.0
+            )
             b = tl.trans((widen(bits, tl.float32, HARDWARE=False) * factor[:, None]).to(dtype))
         else:
             # Loaded as it is multiplied: a transposed load would not be copied ahead.
-            cells = matrix[None, :] + k[:, None] * stride_column
-            b = tl.load(cells, mask=(k < SIZE)[:, None] & real[None, :], other=0.0)
+            cells = matrix[None, :] + k[:, None] * weight.stride_column
+            b = tl.load(cells, mask=(k < COLUMNS)[:, None] & real[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _gate_up_kernel(
-    x, order, gate_up, gate_up_scale, gate_up_bias, gated, limit, alpha, up_offset, num_rows,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, GELU: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    part, tile = tl.program_id(0), tl.program_id(1)
-    entry = order + num_rows + ENTRY * tile
-    count = tl.load(entry + 2)
-    if count == 0:
-        return
-    expert, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
-    m = tl.arange(0, BLOCK_M)
-    live = m < count
-    token = tl.load(order + start + m, mask=live, other=0) // TOP_K
-    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = n < 2 * WIDTH
-    matrix = gate_up.data + expert * gate_up.stride_matrix
-    if INTERLEAVED:  # the compiler sees that rows in turns are adjacent
-        matrix += n * gate_up.stride_part
+    if bias is not None:
+        cells = bias.data + expert * bias.stride_matrix
+        cells += half * bias.stride_part + row * bias.stride_row
+        acc += tl.load(cells, mask=real, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
+        acc = gated_values(gate, up, limit, alpha, up_offset, GELU)
+        n = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        cells = out + sorted_row[:, None] * ROWS + n[None, :]
     else:
-        matrix += n % 2 * gate_up.stride_part + n // 2 * gate_up.stride_row
-    scale, scale_stride = None, 0
-    if FORMAT != "plain":
-        block = n // 2 // FP8_BLOCK if FORMAT == "fp8" else n // 2
-        scale = gate_up_scale.data + expert * gate_up_scale.stride_matrix
-        scale += n % 2 * gate_up_scale.stride_part + block * gate_up_scale.stride_row
-        scale_stride = gate_up_scale.stride_column
-    acc = _multiply(
-        x.data + token.to(tl.int64) * x.stride_row, live, matrix, scale, real,
-        gate_up.stride_column, scale_stride, HIDDEN, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    if gate_up_bias is not None:
-        cells = gate_up_bias.data + expert * gate_up_bias.stride_matrix
-        cells += n % 2 * gate_up_bias.stride_part + n // 2 * gate_up_bias.stride_row
-        acc += tl.load(cells, mask=real, other=0.0).to(tl.float32)[None, :]
-    gate, up = tl.split(acc.reshape(BLOCK_M, BLOCK_N // 2, 2))
-    made = gated_values(gate, up, limit, alpha, up_offset, GELU)
-    n = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    cells = gated + (start + m).to(tl.int64)[:, None] * WIDTH + n[None, :]
-    tl.store(cells, made.to(gated.dtype.element_ty), mask=live[:, None] & (n < WIDTH)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _down_kernel(
-    gated, order, down, down_scale, down_bias, out, num_rows,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    part, tile = tl.program_id(0), tl.program_id(1)
-    entry = order + num_rows + ENTRY * tile
-    count = tl.load(entry + 2)
-    if count == 0:
-        return
-    expert, start = tl.load(entry).to(tl.int64), tl.load(entry + 1)
-    m = tl.arange(0, BLOCK_M)
-    live = m < count
-    row = tl.load(order + start + m, mask=live, other=0).to(tl.int64)
-    n = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = n < HIDDEN
-    matrix = down.data + expert * down.stride_matrix + n * down.stride_row
-    scale, scale_stride = None, 0
-    if FORMAT != "plain":
-        block = n // FP8_BLOCK if FORMAT == "fp8" else n
-        scale = down_scale.data + expert * down_scale.stride_matrix + block * down_scale.stride_row
-        scale_stride = down_scale.stride_column
-    acc = _multiply(
-        gated + (start + m).to(tl.int64) * WIDTH, live, matrix, scale, real,
-        down.stride_column, scale_stride, WIDTH, FORMAT, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
-    if down_bias is not None:
-        cells = down_bias.data + expert * down_bias.stride_row + n * down_bias.stride_column
-        acc += tl.load(cells, mask=real, other=0.0).to(tl.float32)[None, :]
-    cells = out + row[:, None] * HIDDEN + n[None, :]
-    tl.store(cells, acc.to(out.dtype.element_ty), mask=live[:, None] & real[None, :])
+        cells = out + unsorted_row.to(tl.int64)[:, None] * ROWS + n[None, :]
+    tl.store(cells, acc.to(out.dtype.element_ty), mask=live[:, None] & (n < ROWS)[None, :])

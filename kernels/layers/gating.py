@@ -1,9 +1,4 @@
-"""The gated product of an MLP in one pass, element by element.
-
-One program takes a piece of a row. Memory bounds it: each element is read once and written once.
-
-Source: GLU variants (arXiv 2002.05202).
-"""
+"""The gated product of an MLP in one pass; a program takes a piece of a row."""
 
 from __future__ import annotations
 
@@ -12,16 +7,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..common import launching, strided
+from ..common import checks, launching, strided
 from ..common.autograd import without_grad
-from ..common.checks import (
-    MODEL_DTYPES,
-    expect_apart,
-    expect_number,
-    expect_positive,
-    expect_tensor,
-    implementation,
-)
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024
@@ -39,7 +26,6 @@ def gated_product(
     limit: float | None = None,
     alpha: float = 1.0,
     up_offset: float = 0.0,
-    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Gated product of an MLP, the input of its second matrix::
@@ -55,49 +41,36 @@ def gated_product(
         gate, up: [num_rows, width] bf16, fp16 or fp32, any strides: halves of a merged product's
             rows, or its even and odd columns.
         activation: "silu" or "gelu_tanh".
-        limit: > 0, in 2**-30 .. 2**30; None = no clamp. gpt-oss has 7.
+        limit: in 2**-30 .. 2**30; None = no clamp. gpt-oss has 7.
         alpha: factor in silu, in 2**-30 .. 2**30. gpt-oss has 1.702.
         up_offset: added to up. gpt-oss has 1.
-        out: [num_rows, width] of gate's dtype, last stride 1; None = new memory.
         impl: "triton" (default for CUDA tensors) or "torch" (default for CPU tensors).
 
     Returns:
-        ``out``.
+        [num_rows, width] of gate's dtype, contiguous.
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
 
     Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
     """
-    chosen = implementation(impl, gate)
-    expect_tensor("gate", gate, (None, None), MODEL_DTYPES, any_stride=True)
-    shape, dtype, device = tuple(gate.shape), gate.dtype, gate.device
-    expect_tensor("up", up, shape, dtype, device=device, any_stride=True)
+    chosen = checks.implementation(impl, gate)
+    checks.expect_tensor("gate", gate, (None, None), checks.MODEL_DTYPES, any_stride=True)
+    shape = tuple(gate.shape)
+    checks.expect_tensor("up", up, shape, gate.dtype, device=gate.device, any_stride=True)
     check_options(activation, limit, alpha, up_offset)
-    if out is not None:
-        expect_tensor("out", out, shape, dtype, device=device)
-        expect_apart("out", out)
     if chosen == "torch":
-        made = gated_torch(gate, up, activation, limit, alpha, up_offset)
-        return made if out is None else out.copy_(made)
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=device)
+        return gated_torch(gate, up, activation, limit, alpha, up_offset)
+    out = torch.empty(shape, dtype=gate.dtype, device=gate.device)
     num_rows, width = shape
     with torch.cuda.device_of(gate):
         launching.launch(
-            _gated_product_kernel,
-            (num_rows, triton.cdiv(width, BLOCK)),
-            gate=strided.cells(gate),
-            up=strided.cells(up),
-            out=strided.matrix(out),
-            limit=None if limit is None else float(limit),
-            alpha=float(alpha),
-            up_offset=float(up_offset),
-            width=width,
-            GELU=activation == "gelu_tanh",
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+            _gated_product_kernel, (num_rows, triton.cdiv(width, BLOCK)),
+            gate=strided.cells(gate), up=strided.cells(up), out=out,
+            limit=None if limit is None else float(limit), alpha=float(alpha),
+            up_offset=float(up_offset), width=width, GELU=activation == "gelu_tanh",
+            BLOCK=BLOCK, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -106,11 +79,11 @@ def check_options(activation: str, limit: float | None, alpha: float, up_offset:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {list(ACTIVATIONS)}, got {activation!r}")
     if limit is not None:
-        expect_positive("limit", limit)
-    expect_positive("alpha", alpha)
+        checks.expect_positive("limit", limit)
+    checks.expect_positive("alpha", alpha)
     if activation != "silu" and alpha != 1:
         raise ValueError(f"alpha: expected 1 with {activation!r}, got {alpha!r}")
-    expect_number("up_offset", up_offset)
+    checks.expect_number("up_offset", up_offset)
 
 
 @without_grad
@@ -179,6 +152,5 @@ def _gated_product_kernel(
     up_cells = up.data + row * up.stride_row + column * up.stride_column
     g = tl.load(gate_cells, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up_cells, mask=live, other=0.0).to(tl.float32)
-    cells = out.data + row * out.stride_row + column
     made = gated(g, u, limit, alpha, up_offset, GELU)
-    tl.store(cells, made.to(out.data.dtype.element_ty), mask=live)
+    tl.store(out + row * width + column, made.to(out.dtype.element_ty), mask=live)

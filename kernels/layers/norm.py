@@ -1,9 +1,4 @@
-"""Residual sum and RMS norm in one pass, a program a row.
-
-A row stays in registers from its load to its stores, so each row is read once and written once.
-
-Source: RMSNorm (arXiv 1910.07467).
-"""
+"""Residual sum and RMS norm in one pass; a program keeps a row in registers."""
 
 from __future__ import annotations
 
@@ -12,25 +7,14 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..common import launching, strided
+from ..common import checks, launching, strided
 from ..common.autograd import without_grad
-from ..common.checks import (
-    MODEL_DTYPES,
-    expect_apart,
-    expect_int,
-    expect_number,
-    expect_positive,
-    expect_tensor,
-    implementation,
-)
 from ..common.tile_shapes import next_power_of_2
 
-MAX_SIZE = 16384
-# Channels of a row that one warp holds: 16 for each thread.
-CHANNELS_PER_WARP = 512
+# Channels of a row that one warp holds, 16 for each thread; most warps.
+CHANNELS_PER_WARP, MAX_WARPS = 512, 16
 # Elements of a block of rows that torch computes at once, so that its fp32 copies stay in the cache.
 CACHED_ELEMENTS = 1 << 16
-MAX_WARPS = 16
 
 
 def residual_norm(
@@ -71,63 +55,51 @@ def residual_norm(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
-        NotImplementedError: with Triton, rows of more than 16384 channels.
 
     Source: RMSNorm (arXiv 1910.07467); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    chosen = implementation(impl, x)
-    expect_tensor("x", x, (None, None), MODEL_DTYPES)
+    chosen = checks.implementation(impl, x)
+    checks.expect_tensor("x", x, (None, None), checks.MODEL_DTYPES)
     num_rows, size = x.shape
-    expect_int("x: size", size, 1)
-    expect_positive("eps", eps, least=-100)
-    expect_number("offset", offset)
+    checks.expect_int("x: size", size, 1)
+    checks.expect_positive("eps", eps, least=-100)
+    checks.expect_number("offset", offset)
     if weight is not None:
-        expect_tensor("weight", weight, (size,), MODEL_DTYPES, device=x.device)
+        checks.expect_tensor("weight", weight, (size,), checks.MODEL_DTYPES, device=x.device)
     elif out is not None:
         raise ValueError("out: expected None without a weight, got a tensor")
     if residual is not None:
-        expect_tensor("residual", residual, (num_rows, size), x.dtype, device=x.device)
-        expect_apart("residual", residual)
+        checks.expect_tensor("residual", residual, (num_rows, size), x.dtype, device=x.device)
+        checks.expect_apart("residual", residual)
     elif weight is None or post_weight is not None or scalar is not None:
         why = "without a weight" if weight is None else "with a post_weight or a scalar"
         raise ValueError(f"residual: expected a tensor {why}, got None")
     if post_weight is not None:
-        expect_tensor("post_weight", post_weight, (size,), MODEL_DTYPES, device=x.device)
+        checks.expect_tensor(
+            "post_weight", post_weight, (size,), checks.MODEL_DTYPES, device=x.device
+        )
     if scalar is not None:
-        expect_tensor("scalar", scalar, (1,), MODEL_DTYPES, device=x.device)
+        checks.expect_tensor("scalar", scalar, (1,), checks.MODEL_DTYPES, device=x.device)
     if out is not None:
         dtypes = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
-        expect_tensor("out", out, (num_rows, size), dtypes, device=x.device)
-        expect_apart("out", out)
+        checks.expect_tensor("out", out, (num_rows, size), dtypes, device=x.device)
+        checks.expect_apart("out", out)
     if chosen == "torch":
-        made = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
+        out = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
     else:
-        if size > MAX_SIZE:
-            raise NotImplementedError(
-                f"x: rows of at most {MAX_SIZE} channels are supported, got {size}"
-            )
-        made = out
         if weight is not None and out is None:
-            made = torch.empty_like(x, memory_format=torch.contiguous_format)
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         block = next_power_of_2(size)
         with torch.cuda.device_of(x):
             launching.launch(
-                _residual_norm_kernel,
-                (num_rows,),
-                x=strided.matrix(x),
-                weight=weight,
-                residual=strided.matrix(residual),
-                post_weight=post_weight,
-                scalar=scalar,
-                out=strided.matrix(made),
-                eps=float(eps),
-                offset=float(offset),
-                SIZE=size,
-                BLOCK=block,
+                _residual_norm_kernel, (num_rows,),
+                x=strided.matrix(x), weight=weight, residual=strided.matrix(residual),
+                post_weight=post_weight, scalar=scalar, out=strided.matrix(out),
+                eps=float(eps), offset=float(offset), SIZE=size, BLOCK=block,
                 num_warps=min(MAX_WARPS, max(1, block // CHANNELS_PER_WARP)),
-            )
-    return residual if made is None else made
+            )  # fmt: skip
+    return residual if out is None else out
 
 
 @without_grad

@@ -1,9 +1,6 @@
 """Norms by head and rotary position embedding in one pass over the merged projection.
 
-One program takes a token and some of its heads, each as two halves. Memory bounds it: each head is
-read once (twice where keys are values too) and written once.
-
-Source: RoFormer (arXiv 2104.09864).
+One program takes a token and some of its heads, each as two halves.
 """
 
 from __future__ import annotations
@@ -13,18 +10,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ..common import launching, strided
+from ..common import checks, launching, strided
 from ..common.autograd import without_grad
-from ..common.checks import (
-    MODEL_DTYPES,
-    expect_apart,
-    expect_head_dim,
-    expect_int,
-    expect_number,
-    expect_positive,
-    expect_tensor,
-    implementation,
-)
 from ..common.tile_shapes import next_power_of_2
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -42,7 +29,6 @@ def norm_rope(
     norm_v: bool = False,
     eps: float = 1e-6,
     offset: float = 0.0,
-    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Norm and rotate the heads of a merged projection of queries, keys and values::
@@ -63,15 +49,14 @@ def norm_rope(
         has_v: True if qkv has values; else keys are values too, before their norm and RoPE.
         q_weight, k_weight: [head_dim] bf16, fp16 or fp32; None = no norm. Both or neither, where
             there are keys.
-        norm_v: True = norm the values too, without weight and ``offset``, into ``out``.
+        norm_v: True = norm the values too, without weight and ``offset``.
         eps: in 2**-100 .. 2**30.
         offset: added to both weights in fp32; 1 where they are stored around 0 (Gemma-3).
-        out: [num_tokens, out_heads, head_dim] of qkv's dtype, last stride 1; None = new memory. It
-            shares no memory with qkv.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
-        ``out``: queries, keys, and, with ``norm_v``, values.
+        [num_tokens, out_heads, head_dim] of qkv's dtype, contiguous: queries, keys, and, with
+        ``norm_v``, values.
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
@@ -80,73 +65,48 @@ def norm_rope(
     Source: RoFormer (arXiv 2104.09864); transformers ``modeling_llama``, ``modeling_gemma3``,
         ``modeling_gemma4``.
     """
-    chosen = implementation(impl, qkv)
-    shape = _check(qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset, out)
-    num_tokens, out_heads, head_dim = shape
-    heads = qkv.shape[1]
-    num_heads = heads - num_kv_heads * (1 + has_v)
+    chosen = checks.implementation(impl, qkv)
+    checks.expect_tensor("qkv", qkv, (None, None, None), checks.MODEL_DTYPES)
+    num_tokens, heads, head_dim = qkv.shape
+    for name, flag in (("has_v", has_v), ("norm_v", norm_v)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}: expected a bool, got {flag!r}")
+    checks.expect_int("num_kv_heads", num_kv_heads, 0, heads // (1 + has_v))
+    checks.expect_int("qkv: head_dim", head_dim, 2)
+    if head_dim % 2:
+        raise ValueError(f"qkv: expected an even head_dim, got {head_dim}")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        shape = (num_tokens, head_dim // 2)
+        checks.expect_tensor(name, angles, shape, torch.float32, device=qkv.device)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            checks.expect_tensor(name, weight, (head_dim,), checks.MODEL_DTYPES, device=qkv.device)
+    if (k_weight is None) != (q_weight is None or num_kv_heads == 0):
+        wanted = "None without q_weight or keys" if k_weight is not None else "one beside q_weight"
+        raise ValueError(f"k_weight: expected {wanted}")
+    if norm_v and num_kv_heads == 0:
+        raise ValueError("norm_v: expected False without keys, got True")
+    checks.expect_positive("eps", eps, least=-100)
+    checks.expect_number("offset", offset)
     if chosen == "triton":
-        expect_head_dim("qkv", head_dim)
-    if out is None:
-        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+        checks.expect_head_dim("qkv", head_dim)
+
+    num_heads = heads - num_kv_heads * (1 + has_v)
+    out_heads = num_heads + num_kv_heads * (1 + norm_v)
+    out = torch.empty(num_tokens, out_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if chosen == "torch":
         _torch(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, norm_v, eps, offset, out)
         return out
     block = min(next_power_of_2(max(1, out_heads)), max(1, ELEMENTS_PER_PROGRAM // head_dim))
     with torch.cuda.device_of(qkv):
         launching.launch(
-            _norm_rope_kernel,
-            (num_tokens, triton.cdiv(out_heads, block)),
-            qkv=strided.rows(qkv),
-            cos=strided.matrix(cos),
-            sin=strided.matrix(sin),
-            q_weight=q_weight,
-            k_weight=k_weight,
-            out=strided.rows(out),
-            eps=float(eps),
-            offset=float(offset),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            FIRST_VALUE=heads - num_kv_heads,
-            OUT_HEADS=out_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_HEADS=block,
-            num_warps=4,
-        )
+            _norm_rope_kernel, (num_tokens, triton.cdiv(out_heads, block)),
+            qkv=strided.rows(qkv), cos=strided.matrix(cos), sin=strided.matrix(sin),
+            q_weight=q_weight, k_weight=k_weight, out=out, eps=float(eps), offset=float(offset),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, FIRST_VALUE=heads - num_kv_heads,
+            OUT_HEADS=out_heads, HEAD_DIM=head_dim, BLOCK_HEADS=block, num_warps=4,
+        )  # fmt: skip
     return out
-
-
-def _check(
-    qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset, out
-) -> tuple[int, int, int]:
-    """Check the arguments; returns the shape of the result."""
-    expect_tensor("qkv", qkv, (None, None, None), MODEL_DTYPES)
-    num_tokens, heads, head_dim = qkv.shape
-    for name, flag in (("has_v", has_v), ("norm_v", norm_v)):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}: expected a bool, got {flag!r}")
-    expect_int("num_kv_heads", num_kv_heads, 0, heads // (1 + has_v))
-    expect_int("qkv: head_dim", head_dim, 2)
-    if head_dim % 2:
-        raise ValueError(f"qkv: expected an even head_dim, got {head_dim}")
-    for name, angles in (("cos", cos), ("sin", sin)):
-        shape = (num_tokens, head_dim // 2)
-        expect_tensor(name, angles, shape, torch.float32, device=qkv.device)
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight is not None:
-            expect_tensor(name, weight, (head_dim,), MODEL_DTYPES, device=qkv.device)
-    if (k_weight is None) != (q_weight is None or num_kv_heads == 0):
-        wanted = "None without q_weight or keys" if k_weight is not None else "one beside q_weight"
-        raise ValueError(f"k_weight: expected {wanted}")
-    if norm_v and num_kv_heads == 0:
-        raise ValueError("norm_v: expected False without keys, got True")
-    expect_positive("eps", eps, least=-100)
-    expect_number("offset", offset)
-    made = (num_tokens, heads + num_kv_heads * (norm_v - has_v), head_dim)
-    if out is not None:
-        expect_tensor("out", out, made, qkv.dtype, device=qkv.device)
-        expect_apart("out", out)
-    return made
 
 
 @without_grad
@@ -219,8 +179,6 @@ def _norm_rope_kernel(
     s = tl.load(sin.data + token * sin.stride_row + dim)[None, :]
     low = tl.where(is_v, first, first * c - second * s)
     high = tl.where(is_v, second, second * c + first * s)
-    head = head.to(tl.int64)[:, None]
-    cells = out.data + token * out.stride_token + head * out.stride_head + dim[None, :]
-    dtype = out.data.dtype.element_ty
-    tl.store(cells, low.to(dtype), mask=live)
-    tl.store(cells + HALF, high.to(dtype), mask=live)
+    cells = out + (token * OUT_HEADS + head[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(cells, low.to(out.dtype.element_ty), mask=live)
+    tl.store(cells + HALF, high.to(out.dtype.element_ty), mask=live)

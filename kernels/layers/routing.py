@@ -1,14 +1,7 @@
 """Routing of a mixture of experts in two kernels, one program a token.
 
-route: keep the scores of all experts in registers, and take the best remaining one top_k times. The
-softmax is over the chosen logits alone.
-
-combine: add up the rows of a token times their weights, in the order of its experts.
-
-Launches bound both in decode, and memory in prefill.
-
-Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
-    ``modeling_gemma4``.
+Route: keep the scores of all experts in registers, and take the best remaining one top_k times.
+Combine: add up the rows of a token times their weights, in the order of its experts.
 """
 
 from __future__ import annotations
@@ -19,18 +12,9 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.checks import (
-    MODEL_DTYPES,
-    expect_int,
-    expect_positive,
-    expect_tensor,
-    expect_values,
-    implementation,
-)
 from ..common.tile_shapes import next_power_of_2
 
 SCORES = ("sqrt_softplus", "softmax")
-MAX_EXPERTS = 4096
 # Channels of a row that a program adds up.
 BLOCK_CHANNELS = 1024
 
@@ -61,9 +45,8 @@ def route_tokens(
         ids    = the top_k experts of z, best first
         weight = exp(z[id]) / (sum of the exp(z) of ids) * scale * expert_scale[id]
 
-    in fp32. This equals a softmax over all experts whose top_k are divided by their sum. ``bias``
-    changes the choice only. Among equal scores Triton takes the lowest expert first; with torch the
-    order is undefined.
+    in fp32. Among equal scores Triton takes the lowest expert first; with torch the order is
+    undefined.
 
     Args:
         logits: [num_tokens, num_experts] fp32, last stride 1.
@@ -73,7 +56,7 @@ def route_tokens(
         logits_factor: factor of the logits, in 2**-30 .. 2**30; 1 unless with "softmax".
         logits_bias, expert_scale: [num_experts] bf16, fp16 or fp32, with "softmax" only; None = 0,
             and 1.
-        bias: [num_experts] fp32, not with "softmax"; None = 0.
+        bias: [num_experts] fp32, added for the choice alone, not with "softmax"; None = 0.
         table: [num_ids, top_k] int64, experts by token id, not with "softmax"; None = by score.
         token_ids: [num_tokens] int64, rows of the table; given with it.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
@@ -84,59 +67,51 @@ def route_tokens(
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above; on a CPU, a token
             id or an expert id out of range.
-        NotImplementedError: Triton with more than 4096 experts.
 
     Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
         ``modeling_gemma4``.
     """
-    chosen = implementation(impl, logits)
-    expect_tensor("logits", logits, (None, None), torch.float32)
+    chosen = checks.implementation(impl, logits)
+    checks.expect_tensor("logits", logits, (None, None), torch.float32)
     num_tokens, num_experts = logits.shape
-    expect_int("logits: num_experts", num_experts, 1)
-    expect_int("top_k", top_k, 1, num_experts)
-    expect_positive("scale", scale)
-    expect_positive("logits_factor", logits_factor)
+    checks.expect_int("logits: num_experts", num_experts, 1)
+    checks.expect_int("top_k", top_k, 1, num_experts)
+    checks.expect_positive("scale", scale)
+    checks.expect_positive("logits_factor", logits_factor)
     if score not in SCORES:
         raise ValueError(f"score: expected one of {list(SCORES)}, got {score!r}")
-    others = {"logits_bias": logits_bias, "expert_scale": expert_scale}
-    if score == "softmax":
-        others = {"bias": bias, "table": table}
-    elif logits_factor != 1:
+    softmax = score == "softmax"
+    if logits_factor != 1 and not softmax:
         raise ValueError(f"logits_factor: expected 1 with {score!r}, got {logits_factor!r}")
-    for name, other in others.items():
-        if other is not None:
-            raise ValueError(f"{name}: expected None with {score!r}, got a tensor")
-    for name, vector, dtypes in (
-        ("logits_bias", logits_bias, MODEL_DTYPES),
-        ("expert_scale", expert_scale, MODEL_DTYPES),
-        ("bias", bias, torch.float32),
+    for name, tensor, with_softmax, shape, dtypes in (
+        ("logits_bias", logits_bias, True, (num_experts,), checks.MODEL_DTYPES),
+        ("expert_scale", expert_scale, True, (num_experts,), checks.MODEL_DTYPES),
+        ("bias", bias, False, (num_experts,), torch.float32),
+        ("table", table, False, (None, top_k), torch.int64),
+        ("token_ids", token_ids, False, (num_tokens,), torch.int64),
     ):
-        if vector is not None:
-            expect_tensor(name, vector, (num_experts,), dtypes, device=logits.device)
+        if tensor is not None:
+            if softmax != with_softmax:
+                raise ValueError(f"{name}: expected None with {score!r}, got a tensor")
+            checks.expect_tensor(name, tensor, shape, dtypes, device=logits.device)
     if (table is None) != (token_ids is None):
         missing = "table" if table is None else "token_ids"
         raise ValueError(f"{missing}: expected table and token_ids or neither, got None")
     if table is not None:
         if bias is not None:
             raise ValueError("bias: expected None with a table, got a tensor")
-        expect_tensor("table", table, (None, top_k), torch.int64, device=logits.device)
-        expect_tensor("token_ids", token_ids, (num_tokens,), torch.int64, device=logits.device)
-        expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
+        checks.expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
         if checks.is_readable(table):
-            expect_values("table", table[token_ids], 0, num_experts - 1)
+            checks.expect_values("table", table[token_ids], 0, num_experts - 1)
     if chosen == "torch":
         return _route_torch(
-            logits, top_k, score, scale, logits_factor, logits_bias, expert_scale,
+            logits, top_k, softmax, scale, logits_factor, logits_bias, expert_scale,
             bias, table, token_ids,
         )  # fmt: skip
-    if num_experts > MAX_EXPERTS:
-        raise NotImplementedError(
-            f"logits: up to {MAX_EXPERTS} experts are supported, got {num_experts}"
-        )
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
     weights = logits.new_empty(num_tokens, top_k)
     by_table = table is not None
-    if score != "softmax":
+    if not softmax:
         # One kernel for layers of a model that choose by score and those that choose by a table:
         # where there is no table, or with one no bias, any tensor stands in and is not read.
         table = ids if table is None else table
@@ -144,26 +119,15 @@ def route_tokens(
         bias = weights if by_table else bias
     with torch.cuda.device_of(logits):
         launching.launch(
-            _route_kernel,
-            (num_tokens,),
-            logits=strided.matrix(logits),
-            logits_factor=float(logits_factor),
-            logits_bias=logits_bias,
-            expert_scale=expert_scale,
-            bias=bias,
-            table=strided.matrix(table),
-            token_ids=token_ids,
-            by_table=int(by_table),
-            ids=ids,
-            route_weights=weights,
-            scale=float(scale),
-            SOFTMAX=score == "softmax",
-            NUM_EXPERTS=num_experts,
-            TOP_K=top_k,
-            BLOCK=next_power_of_2(num_experts),
-            BLOCK_K=next_power_of_2(top_k),
+            _route_kernel, (num_tokens,),
+            logits=strided.matrix(logits), logits_factor=float(logits_factor),
+            logits_bias=logits_bias, expert_scale=expert_scale, bias=bias,
+            table=strided.matrix(table), token_ids=token_ids, by_table=int(by_table),
+            ids=ids, route_weights=weights, scale=float(scale),
+            SOFTMAX=softmax, NUM_EXPERTS=num_experts, TOP_K=top_k,
+            BLOCK=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k),
             num_warps=1 if num_experts <= 512 else 4,
-        )
+        )  # fmt: skip
     return ids, weights
 
 
@@ -192,40 +156,33 @@ def combine_experts(
 
     Source: transformers ``modeling_deepseek_v4``.
     """
-    chosen = implementation(impl, rows)
-    expect_tensor("weights", weights, (None, None), MODEL_DTYPES)
+    chosen = checks.implementation(impl, rows)
+    checks.expect_tensor("weights", weights, (None, None), checks.MODEL_DTYPES)
     num_tokens, k = weights.shape
-    expect_int("weights: k", k, 1)
+    checks.expect_int("weights: k", k, 1)
     device = weights.device
-    expect_tensor("rows", rows, (num_tokens * k, None), MODEL_DTYPES, device=device)
+    checks.expect_tensor("rows", rows, (num_tokens * k, None), checks.MODEL_DTYPES, device=device)
     size = rows.shape[1]
     if addend is not None:
-        expect_tensor("addend", addend, (num_tokens, size), rows.dtype, device=device)
+        checks.expect_tensor("addend", addend, (num_tokens, size), rows.dtype, device=device)
     if chosen == "torch":
         return _combine_torch(rows, weights, addend)
     out = rows.new_empty(num_tokens, size)
     block = min(BLOCK_CHANNELS, next_power_of_2(max(1, size)))
     with torch.cuda.device_of(rows):
         launching.launch(
-            _combine_kernel,
-            (num_tokens, triton.cdiv(size, block)),
-            rows=strided.matrix(rows),
-            weights=strided.matrix(weights),
-            addend=strided.matrix(addend),
-            out=out,
-            SIZE=size,
-            K=k,
-            BLOCK=block,
-            num_warps=4,
-        )
+            _combine_kernel, (num_tokens, triton.cdiv(size, block)),
+            rows=strided.matrix(rows), weights=strided.matrix(weights),
+            addend=strided.matrix(addend), out=out, SIZE=size, K=k, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return out
 
 
 @torch.no_grad()
 def _route_torch(
-    logits, top_k, score, scale, logits_factor, logits_bias, expert_scale, bias, table, token_ids
+    logits, top_k, softmax, scale, logits_factor, logits_bias, expert_scale, bias, table, token_ids
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if score == "softmax":
+    if softmax:
         z = logits if logits_factor == 1 else logits * logits_factor
         z = z if logits_bias is None else z + logits_bias.float()
         top, ids = z.topk(top_k, dim=-1)
@@ -246,7 +203,7 @@ def _route_torch(
 def _combine_torch(rows, weights, addend) -> torch.Tensor:
     y = rows.unflatten(0, weights.shape)
     out = y[:, 0].float() * weights[:, :1].float()
-    # not sum(dim=1): its order of additions is torch's business
+    # sum(dim=1) promises no order of its additions.
     for i in range(1, weights.shape[1]):
         out += y[:, i].float() * weights[:, i : i + 1].float()
     out = out.to(rows.dtype)
@@ -258,7 +215,7 @@ def _scores(logits):
     """sqrt(softplus(logits)); NaN stays NaN.
 
     softplus(x) = max(x, 0) + log1p(e) with e = exp(-|x|), and log1p(e) = log(u) e / (u - 1) with
-    u = 1 + e: the rounding of u cancels, so that scores of very negative logits are right as well.
+    u = 1 + e: the rounding of u cancels, so scores of very negative logits are right as well.
     """
     small = tl.exp(-tl.abs(logits))
     above = 1.0 + small
@@ -294,8 +251,7 @@ def _best(
     for k in tl.static_range(TOP_K):
         best = tl.min(tl.where(rank == tl.max(rank, 0), expert, BLOCK), 0)
         chosen = tl.where(place == k, best.to(tl.int64), chosen)
-        value = tl.sum(tl.where(expert == best, score, 0.0), 0)
-        found = tl.where(place == k, value, found)
+        found = tl.where(place == k, tl.sum(tl.where(expert == best, score, 0.0), 0), found)
         rank = tl.where(expert == best, float("-inf"), rank)
     return chosen, found
 

@@ -1,15 +1,9 @@
 """Sample a token from each row of logits in one kernel, one program a row, without a sort.
 
-The first pass finds the largest logit, which is the result of a greedy row. top_k and top_p keep
-the tokens above some x, and the lowest ids of those equal to it. A bisection finds that x: each
-step counts the tokens above the middle and adds up their weights. In a row longer than a block,
-the search starts at a bound below all kept tokens. The ids above it (the candidates) are listed
-once, and later passes read these alone. The last two passes add up the weights of the kept tokens,
-then find the drawn one.
-
-A weight is exp(x) as an integer, in units of 2**-42, so sums are exact in any order.
-
-Source: transformers ``generation/logits_process`` for the filters and their order.
+top_k and top_p keep the tokens above some x, and the lowest ids of those equal to it. A bisection
+finds that x from counts and sums of weights. A long row is searched in its candidates: the ids
+above a bound below all kept tokens, listed once. A weight is exp(x) as an integer, in units of
+2**-42, so sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -20,25 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import launching, strided
+from ..common import checks, launching, strided
 from ..common.bits import ordered
-from ..common.checks import (
-    MODEL_DTYPES,
-    expect_apart,
-    expect_int,
-    expect_tensor,
-    expect_values,
-    implementation,
-)
 from ..common.tile_shapes import next_power_of_2
 
-# Logits that a program looks at at a time, at most, and candidates that it writes down.
+# Most logits that a program looks at at a time, and most candidates.
 BLOCK = 4096
 # Weights of 2**20 tokens add up to less than 2**63.
 UNITS = tl.constexpr(2.0**42)
 MAX_VOCAB = 1 << 20
 # Dtype and range of the columns that say how a row is drawn.
-OF_ROWS = {
+COLUMNS = {
     "temperature": (torch.float32, 0.0, float("inf")),
     "top_k": (torch.int32, 0, 2**31 - 1),
     "top_p": (torch.float32, 0.0, float("inf")),
@@ -66,9 +52,8 @@ def sample_tokens(
         min_p: of these, the ones with exp(x) >= min_p
         token: first id at which the running sum of exp(x), by id, exceeds u times the whole sum
 
-    Among equal largest logits the lowest id wins. Triton sums exp(x) as integers of 2**-42, rounded
-    down, so no result depends on the order of summation. Torch sums in fp32 for top_p and in fp64
-    for the draw. The two may differ where a share, or u, is within rounding of a border.
+    Among equal largest logits the lowest id wins. Triton's sums are exact; torch sums in fp32 for
+    top_p and in fp64 for the draw, so the two may differ within rounding of a border.
 
     Args:
         logits: [num_rows, vocab_size] bf16, fp16 or fp32, last stride 1; -inf excludes a token.
@@ -82,8 +67,8 @@ def sample_tokens(
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
-        [num_rows] int64; -1 for a row without a token: with a NaN or +inf, or with -inf only. The
-        probs of such a row are undefined.
+        [num_rows] int64; -1 for a row with a NaN or +inf, or with -inf only, whose probs are
+        undefined.
 
     Raises:
         ValueError: a shape, dtype, stride or device is not as above; on a CPU, a value of
@@ -92,24 +77,22 @@ def sample_tokens(
 
     Source: transformers ``generation/logits_process`` for the filters and their order.
     """
-    chosen = implementation(impl, logits)
-    expect_tensor("logits", logits, (None, None), MODEL_DTYPES)
+    chosen = checks.implementation(impl, logits)
+    checks.expect_tensor("logits", logits, (None, None), checks.MODEL_DTYPES)
     num_rows, vocab_size = logits.shape
-    expect_int("logits: vocab_size", vocab_size, 1, 2**31 - 1)
-    columns = dict(zip(OF_ROWS, (temperature, top_k, top_p, min_p, u), strict=True))
+    checks.expect_int("logits: vocab_size", vocab_size, 1, 2**31 - 1)
+    columns = dict(zip(COLUMNS, (temperature, top_k, top_p, min_p, u), strict=True))
     draws = any(column is not None for column in columns.values())
     if draws:
-        for name, (dtype, low, high) in OF_ROWS.items():
-            if columns[name] is None:
-                raise ValueError(f"{name}: expected all of {', '.join(OF_ROWS)} or none, got None")
-            expect_tensor(name, columns[name], (num_rows,), dtype, device=logits.device)
-            expect_values(name, columns[name], low, high)
+        for name, (dtype, low, high) in COLUMNS.items():
+            checks.expect_tensor(name, columns[name], (num_rows,), dtype, device=logits.device)
+            checks.expect_values(name, columns[name], low, high)
     if probs is not None:
         if not draws:
             raise ValueError("probs: expected None without a temperature, got a tensor")
         shape = (num_rows, vocab_size)
-        expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
-        expect_apart("probs", probs)
+        checks.expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
+        checks.expect_apart("probs", probs)
     if chosen == "torch":
         return _torch(logits, temperature, top_k, top_p, min_p, u, probs)
     if vocab_size > MAX_VOCAB:
@@ -118,32 +101,20 @@ def sample_tokens(
         )
     block = min(BLOCK, max(128, next_power_of_2(vocab_size)))
     out = logits.new_empty(num_rows, dtype=torch.int64)
-    candidates = None
-    if temperature is not None:
-        candidates = logits.new_empty(num_rows, block, dtype=torch.int32)
+    candidates = logits.new_empty(num_rows, block, dtype=torch.int32) if draws else None
     with torch.cuda.device_of(logits):
         launching.launch(
-            sample_kernel,
-            (num_rows,),
-            logits=strided.matrix(logits),
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            u=u,
-            out=out,
-            probs=strided.matrix(probs),
-            candidates=candidates,
-            vocab_size=vocab_size,
-            BLOCK=block,
-            num_warps=max(4, block // 256),
-        )
+            sample_kernel, (num_rows,),
+            logits=strided.matrix(logits), temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, u=u, out=out, probs=strided.matrix(probs), candidates=candidates,
+            vocab_size=vocab_size, BLOCK=block, num_warps=max(4, block // 256),
+        )  # fmt: skip
     return out
 
 
 @torch.no_grad()
 def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
-    """The same in plain torch, with a sort; reads on the host which rows are drawn."""
+    """The same with a sort; reads on the host which rows are drawn."""
     logits = logits.float()
     top, ids = logits.max(dim=-1)
     if temperature is not None:
@@ -175,8 +146,7 @@ def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
         sorted_logits = sorted_logits.masked_fill(behind, -torch.inf)
         mass = sorted_logits.softmax(dim=-1)
         before = mass.cumsum(dim=-1) - mass
-        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps
-        # all.
+        # The likeliest token stays, and rounding of the sum must not cut a row that keeps all.
         behind = (before >= top_p) & (rank > 0) & (top_p < 1)
         sorted_logits = sorted_logits.masked_fill(behind, -torch.inf)
         # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
@@ -189,7 +159,7 @@ def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
 
 
 def draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Draws one index a row by inversion.
+    """Draw one index a row by inversion.
 
     Args:
         mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
@@ -200,7 +170,7 @@ def draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """
     total = mass.cumsum(dim=-1, dtype=torch.float64)
     last = total[:, -1:]
-    # Rounding may make the product the whole sum, behind which there is nothing.
+    # The product may round up to the whole sum, behind which there is nothing.
     goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
 
@@ -209,7 +179,7 @@ class Row(NamedTuple):
     """A row of logits that is drawn."""
 
     logits: Any  # pointer to its first logit
-    candidates: Any  # pointer to the ids of the tokens to look at, where they were written down
+    candidates: Any  # pointer to the ids of its candidates
     vocab_size: Any
     largest: Any  # the largest logit
     temperature: Any
@@ -219,27 +189,19 @@ class Kept(NamedTuple):
     """Bounds of the kept tokens, as integers of ``ordered``."""
 
     low: Any
-    high: Any  # all above it are kept
-    num_equal: Any  # so many of those from low to high are, the lowest ids first
+    high: Any  # all tokens above it are kept
+    num_equal: Any  # tokens kept of those from low to high, the lowest ids first
     least: Any  # the smallest exp(x)
 
 
 @triton.jit
-def _threshold(values, k, GROUPS: tl.constexpr):
-    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
-
-    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
-    have each a largest value; k values reach the least of these, where the search begins. It halves
-    what is left until exactly k values reach a number, or none but the k-th largest is left.
-    """
-    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
+def _kth_largest(values, k):
+    """The k-th largest of a vector of uint32, by bisection."""
+    low = tl.min(values, 0)
     high = tl.max(values, 0)
-    count = tl.zeros([], tl.int32)
-    while (low < high) & (count != k):
+    while low < high:
         middle = high - (high - low) // 2
-        reached = tl.sum((values >= middle).to(tl.int32), 0)
-        enough = reached >= k
-        count = tl.where(enough, reached, count)
+        enough = tl.sum((values >= middle).to(tl.int32), 0) >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     return low
@@ -262,10 +224,7 @@ def _share(part, whole, ROUND_UP: tl.constexpr):
 
 @triton.jit
 def _tokens(row, count, start, BLOCK: tl.constexpr):
-    """Ids of a block of a row's tokens, their mask and their x.
-
-    count: number of candidates to look at; -1: look at all tokens.
-    """
+    """Ids of a block of a row's tokens, their mask and their x; count: of candidates, -1 = all."""
     place = start + tl.arange(0, BLOCK)
     token = place
     if count >= 0:
@@ -278,8 +237,7 @@ def _tokens(row, count, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _places(row, count):
-    """Number of tokens to look at."""
+def _num_tokens(row, count):
     return tl.where(count >= 0, count, row.vocab_size)
 
 
@@ -288,7 +246,7 @@ def _reached(row, count, bound, BLOCK: tl.constexpr):
     """Number and weight of the tokens that reach a bound."""
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, _places(row, count), BLOCK):
+    for start in range(0, _num_tokens(row, count), BLOCK):
         _, live, x = _tokens(row, count, start, BLOCK)
         reaches = live & (ordered(x) >= bound)
         counts += reaches.to(tl.int32)
@@ -300,43 +258,32 @@ def _reached(row, count, bound, BLOCK: tl.constexpr):
 def _search(row, count, low, goal, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     """Find the highest x that ``goal`` tokens reach, or tokens of weight ``goal``.
 
-    Args:
-        low: a bound that enough tokens reach.
+    low: a bound that enough tokens reach.
 
     Returns:
         (low, high, number above high, their weight, number from low to high, their weight). The
-        tokens from low to high are equal, or one, or, for a count, all needed.
+        tokens from low to high are equal, or one.
     """
     high = ordered(tl.zeros([], tl.float32))
     found, weight = _reached(row, count, low, BLOCK)
     above = tl.zeros([], tl.int32)
     above_weight = tl.zeros([], tl.int64)
-    done = found <= 1
-    if not BY_WEIGHT:
-        done = done | (found == goal)
-    while (low < high) & (not done):
+    while (low < high) & (found - above > 1):
         middle = high - (high - low) // 2
-        here, weighs = _reached(row, count, middle, BLOCK)
-        if BY_WEIGHT:
-            enough = weighs >= goal
-        else:
-            enough = here >= goal
+        here, here_weight = _reached(row, count, middle, BLOCK)
+        enough = (here_weight if BY_WEIGHT else here) >= goal
         low = tl.where(enough, middle, low)
         found = tl.where(enough, here, found)
-        weight = tl.where(enough, weighs, weight)
+        weight = tl.where(enough, here_weight, weight)
         high = tl.where(enough, high, middle - 1)
         above = tl.where(enough, above, here)
-        above_weight = tl.where(enough, above_weight, weighs)
-        done = found - above <= 1
-        if not BY_WEIGHT:
-            done = done | (found == goal)
+        above_weight = tl.where(enough, above_weight, here_weight)
     return low, high, above, above_weight, found - above, weight - above_weight
 
 
 @triton.jit
 def _list_candidates(row, bound, BLOCK: tl.constexpr):
-    """Write down the ids that reach a bound, in ascending order; how many there are, or -1 where
-    they are more than BLOCK."""
+    """Write down the ids that reach a bound, ascending; their number, or -1 if above BLOCK."""
     count = tl.zeros([], tl.int32)
     for start in range(0, row.vocab_size, BLOCK):
         token, live, x = _tokens(row, -1, start, BLOCK)
@@ -344,19 +291,15 @@ def _list_candidates(row, bound, BLOCK: tl.constexpr):
         place = count + tl.cumsum(reaches, 0) - 1
         tl.store(row.candidates + place, token, mask=(reaches != 0) & (place < BLOCK))
         count += tl.sum(reaches, 0)
-    # Other threads read them.
-    tl.debug_barrier()
+    tl.debug_barrier()  # other threads read them
     return tl.where(count <= BLOCK, count, -1)
 
 
 @triton.jit
 def _bounds(row, best, k, p, BLOCK: tl.constexpr):
-    """Bounds of top_k and top_p: keep all above high, and num_equal of those from low to high.
+    """(number of candidates or -1, low, high, num_equal) of top_k and top_p, as in ``Kept``.
 
     best: the largest logit of each lane.
-
-    Returns:
-        (number of candidates, or -1, low, high, num_equal).
     """
     low = tl.zeros([], tl.uint32)
     high = tl.zeros([], tl.uint32)
@@ -370,25 +313,21 @@ def _bounds(row, best, k, p, BLOCK: tl.constexpr):
         if not by_count:
             _, weight = _reached(row, -1, low, BLOCK)
         if row.vocab_size > BLOCK:
-            if by_count:
-                # k lanes have a token that reaches the k-th largest of theirs.
-                if k <= BLOCK:
-                    x = tl.div_rn(best - row.largest, row.temperature)
-                    low = _threshold(ordered(x), k, BLOCK)
-            else:
-                # Tokens so light that all of them do not weigh what may be missing; 0.01 is more
-                # than roundings take.
+            if not by_count:
+                # All tokens below it weigh less than what may be missing; 0.01 is more than
+                # roundings take.
                 spare = (weight - _share(part, weight, True)).to(tl.float32)
                 low = ordered(tl.log(spare / (UNITS * row.vocab_size)) - 0.01)
+            elif k <= BLOCK:
+                # k lanes have a token that reaches the k-th largest of theirs.
+                low = _kth_largest(ordered(tl.div_rn(best - row.largest, row.temperature)), k)
             count = _list_candidates(row, low, BLOCK)
         if by_count:
             low, high, above, above_weight, equal, equal_weight = _search(
                 row, count, low, k, False, BLOCK
             )
             num_equal = k - above
-            # If not all of them, they are equal.
-            share_of = tl.where(num_equal < equal, equal_weight // equal * num_equal, equal_weight)
-            weight = above_weight + share_of
+            weight = above_weight + equal_weight // equal * num_equal
         if by_weight:
             goal = _share(part, weight, True)
             low, high, _, above_weight, equal, equal_weight = _search(
@@ -418,7 +357,7 @@ def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
     """Weight of all kept tokens."""
     weights = tl.zeros([BLOCK], tl.int64)
     seen = tl.zeros([], tl.int32)
-    for start in range(0, _places(row, count), BLOCK):
+    for start in range(0, _num_tokens(row, count), BLOCK):
         _, live, x = _tokens(row, count, start, BLOCK)
         stays, seen = _is_kept(x, live, kept, seen)
         weights += tl.where(stays, _weight(x), 0)
@@ -427,12 +366,12 @@ def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
 
 @triton.jit
 def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
-    """The first kept token with which the weights exceed the goal, which is less than all weigh."""
+    """The first kept token at which the running weight exceeds the goal, less than the whole."""
     found = tl.full([], -1, tl.int32)
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
-    while (found < 0) & (start < _places(row, count)):
+    while (found < 0) & (start < _num_tokens(row, count)):
         token, live, x = _tokens(row, count, start, BLOCK)
         stays, seen = _is_kept(x, live, kept, seen)
         weights = tl.where(stays, _weight(x), 0)
@@ -478,7 +417,7 @@ def sample_kernel(
         row = Row(
             first, candidates + index * BLOCK, vocab_size, largest, tl.where(draws, heat, 1.0)
         )
-        # Of a greedy row the first token of the largest logit.
+        # A greedy row keeps the first of its largest logits.
         low = ordered(tl.zeros([], tl.float32))
         high = low
         num_equal = tl.full([], 1, tl.int32)

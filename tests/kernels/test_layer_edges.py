@@ -1,4 +1,5 @@
-"""Every argument of the functions around attention: a bad value is refused by name, and nothing is written."""
+"""Every argument of the functions around attention: a bad value is refused by name, and nothing is
+written."""
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from quire.kernels import (
     combine_experts,
     copy_overlap,
     expand_streams,
+    expert_mlp,
     gated_product,
     norm_rope,
     residual_norm,
@@ -17,6 +19,7 @@ from quire.kernels import (
 from tests.support.kernels.edges import (
     IMPLS,
     RIGHT,
+    Row,
     expect_all_arguments,
     expect_refusal,
     factors,
@@ -28,15 +31,33 @@ from tests.support.kernels.edges import (
 )
 
 F16, I64, I32, F64 = torch.float16, torch.int64, torch.int32, torch.float64
+U8, E4M3 = torch.uint8, torch.float8_e4m3fn
+COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")
 
 
-def apart(*names):
-    """Rows of tensors whose last dimension has stride 2."""
-    return [row for name in names for row in refused(name, _apart(name))]
+def ids(*shape):
+    return zeros(*shape, dtype=I64)
 
 
-def _apart(name):
-    return lambda a: a[name].repeat_interleave(2, -1)[..., ::2]
+def tensors(arguments, first, optional=(), any_stride=(), written=()):
+    """Rows of what is no tensor as the arguments have it: of another dtype, number of dimensions,
+    device or last stride, none at all, or of elements that share memory."""
+    rows = []
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        dtype = F16 if tensor.dtype == F64 else F64 if tensor.is_floating_point() else torch.int16
+        rows += no_tensors(name, dtype, optional=name in optional, first=name == first)
+        if name not in any_stride and tensor.shape[-1] > 1:
+            rows += refused(name, lambda a, name=name: a[name].repeat_interleave(2, -1)[..., ::2])
+        if name in written:
+            rows += overlapping(name)
+    return [*rows, *refused("impl", "cuda", 3)]
+
+
+def unsupported(name, value, blamed=None):
+    """A row of what Triton does not support."""
+    return Row(name, value, NotImplementedError, blamed, ("triton",))
 
 
 def numbers(name):
@@ -44,271 +65,273 @@ def numbers(name):
     return refused(name, float("nan"), float("inf"), None, True, "1")
 
 
-IMPL = refused("impl", "cuda", 3)
+def norm():
+    return {
+        "x": zeros(3, 16), "weight": zeros(16), "eps": 1e-6, "residual": zeros(3, 16),
+        "post_weight": zeros(16), "scalar": zeros(1), "out": zeros(3, 16),
+    }  # fmt: skip
+
 
 NORM = [
-    *no_tensors("x", F64, first=True),
-    *apart("x", "weight", "residual", "post_weight", "out"),
+    *tensors(norm(), "x", ("weight", "residual", "post_weight", "scalar", "out"), (), ("residual", "out")),
     *refused("x", lambda a: zeros(3, 0), blamed="x: size"),
-    *no_tensors("weight", F64),
     *refused("weight", lambda a: zeros(15)),
     *factors("eps", -100, 30),
     *refused("eps", None),
     *numbers("offset"),
-    *no_tensors("residual", F16),
-    *overlapping("residual"),
     *refused("residual", None, lambda a: zeros(2, 16)),
     *refused("residual", lambda a: dict.fromkeys(("residual", "post_weight", "scalar", "weight", "out"))),
-    *no_tensors("post_weight", F64),
-    *no_tensors("scalar", F64),
     *refused("scalar", lambda a: zeros(2)),
-    *no_tensors("out", F16),
-    *overlapping("out"),
     *refused("out", lambda a: {"weight": None}),
-    *IMPL,
 ]  # fmt: skip
 
 
-def norm_arguments():
+def rope():
     return {
-        "x": zeros(3, 16), "weight": zeros(16), "eps": 1e-6, "residual": zeros(3, 16), "post_weight": zeros(16),
-        "scalar": zeros(1), "out": zeros(3, 16),
+        "qkv": zeros(3, 6, 16), "cos": zeros(3, 8), "sin": zeros(3, 8), "num_kv_heads": 2,
+        "q_weight": zeros(16), "k_weight": zeros(16), "norm_v": True,
     }  # fmt: skip
 
 
 ROPE = [
-    *no_tensors("qkv", F64, first=True),
-    *apart("qkv", "cos", "sin", "q_weight", "k_weight", "out"),
-    *refused("qkv", lambda a: {"qkv": zeros(3, 6, 0)}, blamed="qkv: head_dim"),
-    *refused("qkv", lambda a: {"qkv": zeros(3, 6, 17)}),
-    *no_tensors("cos", F16, optional=False),
-    *no_tensors("sin", F16, optional=False),
+    *tensors(rope(), "qkv", ("q_weight", "k_weight")),
+    *refused("qkv", lambda a: zeros(3, 6, 0), blamed="qkv: head_dim"),
+    *refused("qkv", lambda a: zeros(3, 6, 17)),
+    unsupported("qkv", lambda a: {"qkv": zeros(3, 6, 24), "cos": zeros(3, 12), "sin": zeros(3, 12), "q_weight": None, "k_weight": None}),
     *integers("num_kv_heads", 0, 3),
     *refused("has_v", 1, None, "yes"),
-    *no_tensors("q_weight", F64),
-    *no_tensors("k_weight", F64),
     *refused("k_weight", None, lambda a: {"q_weight": None}),
-    *refused("norm_v", 1, None, lambda a: {"num_kv_heads": 0, "k_weight": None, "out": None}),
+    *refused("norm_v", 1, None, lambda a: {"num_kv_heads": 0, "k_weight": None}),
     *factors("eps", -100, 30),
     *numbers("offset"),
-    *no_tensors("out", F16),
-    *overlapping("out"),
-    *refused("out", lambda a: zeros(3, 5, 16)),
-    *IMPL,
-]
+]  # fmt: skip
 
 
-def rope_arguments():
-    return {
-        "qkv": zeros(3, 6, 16), "cos": zeros(3, 8), "sin": zeros(3, 8), "num_kv_heads": 2, "q_weight": zeros(16),
-        "k_weight": zeros(16), "norm_v": True, "out": zeros(3, 6, 16),
-    }  # fmt: skip
+def gated():
+    return {"gate": zeros(3, 16), "up": zeros(3, 16), "activation": "silu"}
 
 
-GATED = [
-    *no_tensors("gate", F64, first=True),
-    *no_tensors("up", F16, optional=False),
-    *refused("up", lambda a: zeros(3, 8)),
+OF_A_GATE = [
     *refused("activation", "relu", None, 3),
     *factors("limit", -30, 30),
     *factors("alpha", -30, 30),
     *refused("alpha", lambda a: {"alpha": 2.0, "activation": "gelu_tanh"}),
     *numbers("up_offset"),
-    *no_tensors("out", F16),
-    *overlapping("out"),
-    *apart("out"),
-    *IMPL,
+]
+GATED = [
+    *tensors(gated(), "gate", any_stride=("gate", "up")),
+    *refused("up", lambda a: zeros(3, 8)),
+    *OF_A_GATE,
 ]
 
 
-def gated_arguments():
-    return {"gate": zeros(3, 16), "up": zeros(3, 16), "activation": "silu", "out": zeros(3, 16)}
-
-
-COLLAPSE = [
-    *no_tensors("streams", F64, first=True),
-    *apart("streams", "fn", "base", "scale", "norm_weight"),
-    *refused("streams", lambda a: zeros(3, 0, 16), blamed="streams: n"),
-    *refused("streams", lambda a: zeros(3, 2, 0), blamed="streams: hidden_size"),
-    *no_tensors("fn", F16, optional=False),
-    *refused("fn", lambda a: zeros(7, 32)),
-    *no_tensors("base", F16, optional=False),
-    *no_tensors("scale", F16, optional=False),
-    *refused("scale", lambda a: zeros(1)),
-    *no_tensors("norm_weight", F64),
-    *factors("norm_eps", -100, 30),
-    *factors("eps", -100, 30),
-    *integers("iterations", 1),
-    *IMPL,
-]
-
-
-def collapse_arguments():
+def experts():
     return {
-        "streams": zeros(3, 2, 16), "fn": zeros(8, 32), "base": zeros(8), "scale": zeros(3), "norm_weight": zeros(16),
+        "x": zeros(5, 40), "ids": ids(5, 2), "gate_up": zeros(4, 2, 24, 40),
+        "down": zeros(4, 40, 24), "activation": "silu", "gate_up_bias": zeros(4, 2, 24),
+        "down_bias": zeros(4, 40),
     }  # fmt: skip
 
 
-EXPAND = [
-    *no_tensors("streams", F64, first=True),
-    *apart("streams", "y", "post", "comb", "rows", "weights"),
-    *no_tensors("y", F16, optional=False),
-    *no_tensors("post", F16, optional=False),
-    *refused("post", lambda a: zeros(3, 4)[:, :2]),
-    *no_tensors("comb", F16, optional=False),
-    *refused("comb", lambda a: a["comb"].transpose(0, 1)[[0, 0, 0]]),
-    *no_tensors("rows", F16),
-    *refused("rows", None, lambda a: zeros(5, 16), lambda a: zeros(6, 24)[:, 8:]),
-    *no_tensors("weights", F16),
-    *refused("weights", None, lambda a: zeros(3, 4)[:, :2]),
-    *refused(
-        "weights", lambda a: {"weights": zeros(3, 0), "rows": zeros(0, 16)}, blamed="weights: k"
-    ),
-    *IMPL,
+def quantized_experts(dtype):
+    fp8 = dtype == E4M3
+    scales = (zeros(3, 2, 1, 1), zeros(3, 1, 1))
+    if not fp8:
+        scales = zeros(3, 2, 32, 2, dtype=U8), zeros(3, 64, 1, dtype=U8)
+    matrices = (zeros(3, 2, 32, 64 if fp8 else 32), zeros(3, 64, 32 if fp8 else 16))
+    return {
+        "x": zeros(2, 64), "ids": ids(2, 1), "gate_up": matrices[0].to(dtype),
+        "down": matrices[1].to(dtype), "activation": "silu",
+        "gate_up_scale": scales[0], "down_scale": scales[1],
+    }  # fmt: skip
+
+
+def far_matrices(a):
+    """Matrices of 2**31 elements, without memory."""
+    gate_up = torch.empty(2, 2, 2**15, 2**15, device="meta")
+    gate_up = gate_up.as_strided((4, 2, 24, 40), (2**31, 960, 40, 1))
+    return {k: v.to("meta") for k, v in a.items() if isinstance(v, torch.Tensor)} | {
+        "gate_up": gate_up
+    }
+
+
+EXPERTS = [
+    *tensors(experts(), "x", ("gate_up_bias", "down_bias"), ("gate_up", "down", "gate_up_bias", "down_bias")),
+    *refused("x", lambda a: zeros(5, 0), blamed="x: hidden_size"),
+    *refused("ids", lambda a: ids(4, 2)),
+    *refused("ids", lambda a: ids(5, 0), blamed="ids: k"),
+    *refused("gate_up", lambda a: zeros(4, 2, 24, 39)),
+    *refused("gate_up", lambda a: zeros(0, 2, 24, 40), blamed="gate_up: num_experts"),
+    *refused("gate_up", lambda a: zeros(4, 2, 0, 40), blamed="gate_up: width"),
+    *refused("gate_up", lambda a: zeros(4, 2, 24, 20, dtype=U8)),
+    *refused("gate_up", lambda a: a["gate_up"].to(E4M3), blamed="gate_up_scale"),
+    unsupported("gate_up", far_matrices),
+    *refused("down", lambda a: zeros(4, 40, 23)),
+    *refused("gate_up_scale", lambda a: zeros(4, 2, 1, 1)),
+    *refused("down_scale", lambda a: zeros(4, 1, 1)),
+    *refused("gate_up_bias", lambda a: zeros(4, 2, 23)),
+    *refused("down_bias", lambda a: zeros(4, 24)),
+    *OF_A_GATE,
+]  # fmt: skip
+QUANTIZED = [
+    *refused("gate_up", lambda a: a["gate_up"].transpose(2, 3).contiguous().mT),
+    *refused("gate_up_scale", None, lambda a: a["gate_up_scale"].repeat(1, 1, 2, 1)),
+    *refused("down_scale", None, lambda a: a["down_scale"].repeat(1, 1, 2)),
 ]
 
 
-def expand_arguments():
+def collapse():
+    return {
+        "streams": zeros(3, 2, 16), "fn": zeros(8, 32), "base": zeros(8), "scale": zeros(3),
+        "norm_weight": zeros(16),
+    }  # fmt: skip
+
+
+def wide_streams(n, size):
+    """Arguments of ``collapse_streams`` before the head."""
+    fn = zeros(n, n * size)
+    return {"streams": zeros(1, n, size), "fn": fn, "base": fn[:, 0].clone(), "scale": zeros(1), "norm_weight": None}  # fmt: skip
+
+
+COLLAPSE = [
+    *tensors(collapse(), "streams", ("norm_weight",)),
+    *refused("streams", lambda a: zeros(3, 0, 16), blamed="streams: n"),
+    *refused("streams", lambda a: zeros(3, 2, 0), blamed="streams: hidden_size"),
+    unsupported("streams", lambda a: wide_streams(9, 16), "streams: n"),
+    unsupported("streams", lambda a: wide_streams(1, 20000), "streams: hidden_size"),
+    *refused("fn", lambda a: zeros(7, 32)),
+    *refused("scale", lambda a: zeros(1)),
+    *factors("norm_eps", -100, 30),
+    *factors("eps", -100, 30),
+    *integers("iterations", 1),
+]
+
+
+def expand():
     return {
         "streams": zeros(3, 2, 16), "y": zeros(3, 16), "post": zeros(3, 2), "comb": zeros(3, 2, 2),
         "rows": zeros(6, 16), "weights": zeros(3, 2),
     }  # fmt: skip
 
 
-ROUTE = [
-    *no_tensors("logits", F16, first=True),
-    *apart("logits", "bias"),
-    *refused("logits", lambda a: zeros(3, 0), blamed="logits: num_experts"),
-    *integers("top_k", 1, 8),
-    *factors("scale", -30, 30),
-    *no_tensors("bias", F16),
-    *IMPL,
-]
-ROUTE_BY_TABLE = [
-    *refused("bias", lambda a: zeros(8)),
-    *no_tensors("table", I32),
-    *refused("table", None, lambda a: a["table"][:, :1]),
-    *no_tensors("token_ids", I32),
-    *refused("token_ids", None, lambda a: a["token_ids"][:2]),
-    *apart("table", "token_ids"),
-]
-
-
-ROUTE_BY_SOFTMAX = [
-    *refused("score", "relu", None, 3),
-    *factors("logits_factor", -30, 30),
-    *refused("logits_factor", lambda a: {"score": "sqrt_softplus", "logits_bias": None, "expert_scale": None}),
-    *no_tensors("logits_bias", F64),
-    *refused("logits_bias", lambda a: zeros(7), lambda a: {"score": "sqrt_softplus", "logits_factor": 1.0, "expert_scale": None}),
-    *no_tensors("expert_scale", F64),
-    *refused("expert_scale", lambda a: zeros(7), lambda a: {"score": "sqrt_softplus", "logits_factor": 1.0, "logits_bias": None}),
-    *apart("logits_bias", "expert_scale"),
-    *refused("bias", lambda a: zeros(8)),
-    *refused("table", lambda a: zeros(9, 2, dtype=I64)),
+EXPAND = [
+    *tensors(expand(), "streams", ("rows", "weights")),
+    *refused("post", lambda a: zeros(3, 4)[:, :2]),
+    *refused("comb", lambda a: a["comb"].transpose(0, 1)[[0, 0, 0]]),
+    *refused("rows", None, lambda a: zeros(5, 16), lambda a: zeros(6, 24)[:, 8:]),
+    *refused("weights", None, lambda a: zeros(3, 4)[:, :2]),
+    *refused("weights", lambda a: {"weights": zeros(3, 0), "rows": zeros(0, 16)}, blamed="weights: k"),
 ]  # fmt: skip
 
 
-def softmax_arguments():
-    more = {"score": "softmax", "logits_factor": 0.5, "logits_bias": zeros(8), "expert_scale": zeros(8)}  # fmt: skip
-    return {"logits": zeros(3, 8), "top_k": 2} | more
-
-
-def route_arguments():
+def route():
     return {"logits": zeros(3, 8), "top_k": 2, "bias": zeros(8)}
 
 
-def table_arguments():
-    rows = {"table": zeros(9, 2, dtype=I64), "token_ids": zeros(3, dtype=I64)}
-    return {"logits": zeros(3, 8), "top_k": 2} | rows
+def route_by_table():
+    return {"logits": zeros(3, 8), "top_k": 2, "table": ids(9, 2), "token_ids": ids(3)}
 
 
-COMBINE = [
-    *no_tensors("weights", F64, first=True),
-    *refused("weights", lambda a: zeros(3, 0), blamed="weights: k"),
-    *apart("rows", "weights", "addend"),
-    *no_tensors("rows", F64, optional=False),
-    *refused("rows", lambda a: zeros(5, 16)),
-    *no_tensors("addend", F16),
-    *IMPL,
+def route_by_softmax():
+    return {
+        "logits": zeros(3, 8), "top_k": 2, "score": "softmax", "logits_factor": 0.5,
+        "logits_bias": zeros(8), "expert_scale": zeros(8),
+    }  # fmt: skip
+
+
+def softplus(**more):
+    """Change of the score alone, beside one argument of the softmax."""
+    return {"score": "sqrt_softplus", "logits_factor": 1.0, "logits_bias": None, "expert_scale": None} | more  # fmt: skip
+
+
+ROUTE = [
+    *tensors(route(), "logits", ("bias",)),
+    *refused("logits", lambda a: zeros(3, 0), blamed="logits: num_experts"),
+    *integers("top_k", 1, 8),
+    *factors("scale", -30, 30),
+]
+ROUTE_BY_TABLE = [
+    *tensors(route_by_table(), "logits"),
+    *refused("bias", lambda a: zeros(8)),
+    *refused("table", lambda a: a["table"][:, :1]),
+    *refused("token_ids", lambda a: a["token_ids"][:2]),
+]
+ROUTE_BY_SOFTMAX = [
+    *tensors(route_by_softmax(), "logits", ("logits_bias", "expert_scale")),
+    *refused("score", "relu", None, 3),
+    *factors("logits_factor", -30, 30),
+    *refused("logits_factor", lambda a: softplus(logits_factor=0.5)),
+    *refused("logits_bias", lambda a: zeros(7), lambda a: softplus(logits_bias=zeros(8))),
+    *refused("expert_scale", lambda a: zeros(7), lambda a: softplus(expert_scale=zeros(8))),
+    *refused("bias", lambda a: zeros(8)),
+    *refused("table", lambda a: ids(9, 2)),
 ]
 
 
-def combine_arguments():
+def combine():
     return {"rows": zeros(6, 16), "weights": zeros(3, 2), "addend": zeros(3, 16)}
 
 
+COMBINE = [
+    *tensors(combine(), "weights", ("addend",)),
+    *refused("weights", lambda a: zeros(3, 0), blamed="weights: k"),
+    *refused("rows", lambda a: zeros(5, 16)),
+]
+
+
+def overlap():
+    return {
+        "kv": zeros(5, 16), "gate": zeros(5, 16), "ape": zeros(4, 16), "state": zeros(3, 8, 2, 16),
+        "pages": zeros(6, 4, 2, 8), "from_pages": ids(2), "state_index": ids(2),
+        "state_rows": ids(2, 4), "tokens": ids(4), "to_pages": ids(4),
+    }  # fmt: skip
+
+
 OVERLAP = [
-    *no_tensors("kv", F16, optional=False),
-    *no_tensors("gate", F16, optional=False),
-    *no_tensors("ape", F16, optional=False),
-    *no_tensors("state", F16, optional=False),
-    *overlapping("state"),
-    *no_tensors("pages", F16, first=True),
-    *overlapping("pages"),
-    *(
-        row
-        for name in ("from_pages", "state_index", "state_rows", "tokens", "to_pages")
-        for row in no_tensors(name, I32, optional=False)
-    ),
+    *tensors(overlap(), "pages", written=("state", "pages")),
     *refused("state_index", lambda a: a["state_index"][:1]),
     *refused("tokens", lambda a: a["tokens"][:3]),
     *refused("to_pages", lambda a: a["to_pages"][:3]),
-    *apart("kv", "gate", "ape", "state", "pages", "from_pages", "state_index", "state_rows", "tokens", "to_pages"),
-    *IMPL,
-]  # fmt: skip
+]
 
 
-def overlap_arguments():
-    def ids(*shape):
-        return zeros(*shape, dtype=I64)
-
+def sample():
     return {
-        "kv": zeros(5, 16), "gate": zeros(5, 16), "ape": zeros(4, 16), "state": zeros(3, 8, 2, 16), "pages": zeros(6, 4, 2, 8),
-        "from_pages": ids(2), "state_index": ids(2), "state_rows": ids(2, 4), "tokens": ids(4), "to_pages": ids(4),
+        "logits": zeros(3, 16), "temperature": zeros(3), "top_k": zeros(3, dtype=I32),
+        "top_p": zeros(3) + 1, "min_p": zeros(3), "u": zeros(3, dtype=F64), "probs": zeros(3, 16),
     }  # fmt: skip
 
 
 SAMPLE = [
-    *no_tensors("logits", F64, first=True),
+    *tensors(sample(), "logits", ("probs",), (), ("probs",)),
     *refused("logits", lambda a: {"logits": zeros(3, 0), "probs": None}, blamed="logits: vocab_size"),
-    *apart("logits", "temperature", "top_k", "top_p", "min_p", "u", "probs"),
-    *(
-        row
-        for name in ("temperature", "top_k", "top_p", "min_p", "u")
-        for row in [*no_tensors(name, F16, optional=False), *refused(name, lambda a: zeros(2))]
-    ),
-    *no_tensors("probs", F16),
-    *overlapping("probs"),
-    *refused("probs", lambda a: dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "u"))),
-    *IMPL,
+    unsupported("logits", lambda a: dict.fromkeys((*COLUMNS, "probs")) | {"logits": zeros(1, 2**20 + 1)}),
+    *(row for name in COLUMNS for row in refused(name, lambda a: zeros(2))),
+    *refused("probs", lambda a: dict.fromkeys(COLUMNS)),
 ]  # fmt: skip
 
 
-def sample_arguments():
-    return {
-        "logits": zeros(3, 16), "temperature": zeros(3), "top_k": zeros(3, dtype=I32), "top_p": zeros(3) + 1,
-        "min_p": zeros(3), "u": zeros(3, dtype=F64), "probs": zeros(3, 16),
-    }  # fmt: skip
-
-
 TABLES = [
-    (residual_norm, norm_arguments, NORM),
-    (norm_rope, rope_arguments, ROPE),
-    (gated_product, gated_arguments, GATED),
-    (collapse_streams, collapse_arguments, COLLAPSE),
-    (expand_streams, expand_arguments, EXPAND),
-    (route_tokens, route_arguments, ROUTE),
-    (route_tokens, table_arguments, ROUTE_BY_TABLE),
-    (route_tokens, softmax_arguments, ROUTE_BY_SOFTMAX),
-    (combine_experts, combine_arguments, COMBINE),
-    (copy_overlap, overlap_arguments, OVERLAP),
-    (sample_tokens, sample_arguments, SAMPLE),
+    (residual_norm, norm, NORM),
+    (norm_rope, rope, ROPE),
+    (gated_product, gated, GATED),
+    (expert_mlp, experts, EXPERTS),
+    (expert_mlp, lambda: quantized_experts(E4M3), QUANTIZED),
+    (expert_mlp, lambda: quantized_experts(U8), QUANTIZED),
+    (collapse_streams, collapse, COLLAPSE),
+    (expand_streams, expand, EXPAND),
+    (route_tokens, route, ROUTE),
+    (route_tokens, route_by_table, ROUTE_BY_TABLE),
+    (route_tokens, route_by_softmax, ROUTE_BY_SOFTMAX),
+    (combine_experts, combine, COMBINE),
+    (copy_overlap, overlap, OVERLAP),
+    (sample_tokens, sample, SAMPLE),
 ]
 REFUSED = [
     pytest.param(function, arguments, row, impl, id=f"{function.__name__}-{row}-{impl}")
     for function, arguments, rows in TABLES
     for row in rows
-    for impl in IMPLS
+    for impl in row.impls
     if row.outcome is not RIGHT
 ]
 

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from quire.bench.common.bounds import bounding
 from quire.kernels import norm_rope
 from quire.kernels.layers import rope
 from tests.kernels.oracles import rope as reference
@@ -55,10 +54,8 @@ CASES = {
     "queries-alone": Case(num_kv_heads=0, has_v=False, norm=True, dtype=BF16),
     "fp32-weights": Case(norm=True, norm_v=True, dtype=BF16, weight_dtype=torch.float32),
     "odd-heads": Case(num_heads=7, num_kv_heads=3, norm=True, norm_v=True),
-    "more-heads-than-a-program-takes": Case(
-        num_tokens=2, num_heads=12, num_kv_heads=3, head_dim=512, norm=True, norm_v=True
-    ),
-    "one-pair-of-tokens-wide": Case(num_tokens=1, num_heads=1, num_kv_heads=1, norm=True),
+    "several-programs": Case(2, 12, 3, 512, norm=True, norm_v=True),
+    "one-head": Case(num_tokens=1, num_heads=1, num_kv_heads=1, norm=True),
 }
 
 
@@ -104,26 +101,20 @@ def test_norm_rope(impl, name):
     assert arguments["qkv"].equal(before)
     assert out.dtype == before.dtype and out.is_contiguous()
     assert_within_budget("out", out, exact)
-
-
-@IMPLS
-def test_only_the_heads_are_written(impl):
-    """Of ``out`` within wider rows, in another order of its axes; and no tokens at all."""
-    arguments = make(CASES["gemma-4"])
-    expected = norm_rope(**arguments, impl=impl)
-    pool = torch.full((9, 3, 16), NAN, device=DEVICE)
-    out = pool[:8].transpose(0, 1)
-    assert norm_rope(**arguments, out=out, impl=impl) is out
-    assert out.equal(expected) and pool[8].isnan().all()
     none = {name: arguments[name][:0] for name in ("qkv", "cos", "sin")}
-    assert norm_rope(**arguments | none, impl=impl).shape == (0, 8, 16)
+    assert norm_rope(**arguments | none, impl=impl).shape == (0, *out.shape[1:])
+
+
+def test_a_head_size_of_torch_alone():
+    arguments = make(Case(head_dim=24))
+    exact = once(reference.norm_rope, **arguments)
+    assert_within_budget("out", norm_rope(**arguments, impl="torch"), exact)
 
 
 @IMPLS
 def test_a_head_without_frequencies_stays_where_it_is(impl):
     """Pairs of frequency 0 (proportional RoPE) keep their bits."""
     arguments = make(CASES["llama-bf16"])
-    arguments["cos"], arguments["sin"] = arguments["cos"].clone(), arguments["sin"].clone()
     arguments["cos"][:, 3:], arguments["sin"][:, 3:] = 1.0, 0.0
     out = norm_rope(**arguments, impl=impl)
     still = [*range(3, 8), *range(11, 16)]
@@ -131,19 +122,10 @@ def test_a_head_without_frequencies_stays_where_it_is(impl):
     assert not out[..., :3].equal(arguments["qkv"][:, :6, :3])
 
 
-@pytest.mark.parametrize("elements", [16, 32, 2048])
+@pytest.mark.parametrize("elements", [16, 32])
 def test_heads_by_program(monkeypatch, elements):
-    """One head a program, two, and all: the same bits."""
+    """One head a program, and two: the bits of all in one."""
     arguments = make(CASES["gemma-4"])
     expected = norm_rope(**arguments, impl="triton")
     monkeypatch.setattr(rope, "ELEMENTS_PER_PROGRAM", elements)
     assert norm_rope(**arguments, impl="triton").equal(expected)
-
-
-def test_head_sizes_of_no_kernel_are_refused():
-    arguments = make(Case(head_dim=24))
-    with pytest.raises(NotImplementedError, match="head_dim 24 is not one of"):
-        norm_rope(**arguments, impl="triton")
-    with bounding():
-        exact = reference.norm_rope(**arguments)
-    assert_within_budget("out", norm_rope(**arguments, impl="torch"), exact)

@@ -15,9 +15,10 @@ IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 
 # temperature, top_k, top_p, min_p
 GREEDY = (0.0, 3, 0.5, 0.5)
+PLAIN = (1.0, 0, 1.0, 0.0)
 FILTERS = [
     GREEDY,
-    (1.0, 0, 1.0, 0.0),
+    PLAIN,
     (0.3, 0, 1.0, 0.0),
     (7.0, 1, 1.0, 0.0),
     (1.0, 5, 1.0, 0.0),
@@ -32,7 +33,7 @@ FILTERS = [
     (0.8, 20, 0.8, 0.05),
     (2.0, 400, 0.9, 0.01),
 ]
-# Rows, tokens, steps of the logits (None: any), dtype, tokens that are not to come.
+# Rows, tokens, steps of the logits (None: any), dtype, tokens of -inf.
 CASES = {
     "one": (1, None, torch.float32, 0),
     "long": (450, None, torch.float32, 60),
@@ -50,34 +51,17 @@ def make_logits(num_rows, vocab_size, step=None, dtype=torch.float32, missing=0,
         wide = (wide / step).round() * step
     logits = wide.to(dtype)[:, 8:]
     if missing:
-        lowest = logits.float().argsort(dim=1)[:, :missing]
-        logits.scatter_(1, lowest, -torch.inf)
+        logits.scatter_(1, logits.float().argsort(dim=1)[:, :missing], -torch.inf)
     return logits.to(DEVICE)
 
 
 def make_call(logits, filters, u):
     """Keyword arguments of ``sample_tokens``; filters, u: of each row."""
     columns = [torch.tensor(column, device=DEVICE) for column in zip(*filters, strict=True)]
-    temperature, top_k, top_p, min_p = columns
-    return {
-        "logits": logits,
-        "temperature": temperature.float(),
-        "top_k": top_k.int(),
-        "top_p": top_p.float(),
-        "min_p": min_p.float(),
-        "u": torch.tensor(u, dtype=torch.float64, device=DEVICE),
-    }
-
-
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(sampling, "BLOCK", 128)
-
-
-def errors(logits, temperature):
-    """Relative errors [vocab_size] of exp(x): a difference, a quotient and an exponential, whose base two takes one more product; and
-    what is lost of a weight in units of 2**-42."""
-    x = ((logits - logits.max()) / temperature).exp().double()
-    return (4 * x.log().abs().clamp(max=90) + 4) * UNIT, 2.0**-42
+    names = ("temperature", "top_k", "top_p", "min_p")
+    call = {name: column.float() for name, column in zip(names, columns, strict=True)}
+    u = torch.tensor(u, dtype=torch.float64, device=DEVICE)
+    return call | {"logits": logits, "top_k": call["top_k"].int(), "u": u}
 
 
 def expect_sure(logits, mass, filters, unsure):
@@ -100,9 +84,9 @@ def expect_sure(logits, mass, filters, unsure):
 @pytest.mark.parametrize("name", CASES)
 def test_sample(impl, name, monkeypatch):
     """The distributions of rows, and the token that u selects."""
-    small_blocks(monkeypatch)
+    monkeypatch.setattr(sampling, "BLOCK", 128)
     vocab_size, step, dtype, missing = CASES[name]
-    # In another precision 0.9 and the like are other numbers.
+    # In fp32, 0.9 and the like are other numbers.
     filters = [
         (*torch.tensor([t]).tolist(), k, *torch.tensor([p, m]).tolist()) for t, k, p, m in FILTERS
     ]
@@ -118,8 +102,10 @@ def test_sample(impl, name, monkeypatch):
             assert probs[i].nonzero().tolist() == [[token]] and probs[i, token] == 1
             continue
         want = torch.tensor(reference.probabilities(row.tolist(), *filters[i]), dtype=torch.float64)
-        relative, lost = errors(row, filters[i][0])
         mass = ((row - row.max()) / filters[i][0]).exp()
+        # A difference, a quotient and an exponential, whose base two takes one more product; and
+        # what is lost of a weight in units of 2**-42.
+        relative, lost = (4 * mass.log().abs().clamp(max=90) + 4) * UNIT, 2.0**-42
         of_sum = float((mass * relative).sum() / mass.sum()) + vocab_size * (UNIT + lost)
         expect_sure(row.tolist(), mass, filters[i], 2 * of_sum)
         got = probs[i].cpu()
@@ -138,92 +124,69 @@ def test_sample(impl, name, monkeypatch):
 
 
 @IMPLS
-def test_a_draw_between_any_two_borders(impl):
-    """Each token's own share of u gives that token."""
+def test_draws_at_and_between_borders(impl):
+    """Each token's own share of u gives that token; the border of two gives the later one."""
     logits = make_logits(1, 40).expand(40, 40)
-    mass = reference.probabilities(logits[0].tolist(), 1.0, 0, 1.0, 0.0)
+    mass = reference.probabilities(logits[0].tolist(), *PLAIN)
     u = [math.fsum(mass[:token]) + mass[token] / 2 for token in range(40)]
-    call = make_call(logits, [(1.0, 0, 1.0, 0.0)] * 40, u)
     assert min(mass) > 1e-5
+    call = make_call(logits, [PLAIN] * 40, u)
     assert sample_tokens(**call, impl=impl).tolist() == list(range(40))
-
-
-def test_torch_draws_the_first_id_whose_cumulative_mass_exceeds_u():
-    mass = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
-    for u, expected in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-32, 4)):
-        assert sampling.draw(mass, torch.tensor([u], dtype=torch.float64)).tolist() == [expected]
-        assert sampling.draw(3 * mass, torch.tensor([u], dtype=torch.float64)).tolist() == [
-            expected
-        ]
-    # 1.0 stands for a product that is rounded up.
-    mass, u = torch.tensor([[0.3, 0.4, 0.0]]), torch.tensor([1.0], dtype=torch.float64)
-    assert sampling.draw(mass, u).tolist() == [1]
+    equal = torch.tensor([[-torch.inf, 0, -torch.inf, 0, 0, 0, -torch.inf]] * 5, device=DEVICE)
+    call = make_call(equal, [PLAIN] * 5, [0.0, 0.2499, 0.25, 0.75, 1.0])
+    assert sample_tokens(**call, impl=impl).tolist() == [1, 1, 3, 5, 5]
 
 
 @IMPLS
-@pytest.mark.parametrize(
-    ("filters", "num_kept"),
-    [
-        ((1.0, 4, 1.0, 0.0), 4),
-        ((1.0, 0, 0.5, 0.0), 4),
-        ((1.0, 6, 0.5, 0.0), 3),
-        ((1.0, 0, 1.0, 1.0), 8),
-    ],
-)
-def test_equal_logits_are_cut_in_the_order_of_ids(impl, filters, num_kept):
+def test_equal_logits_are_cut_in_the_order_of_ids(impl):
     """Also where their shares add up to top_p exactly."""
-    logits = torch.zeros(1, 9, device=DEVICE)
-    logits[0, 2] = -torch.inf
-    probs = torch.full((1, 9), NAN, device=DEVICE)
-    sample_tokens(**make_call(logits, [filters], [0.5]), probs=probs, impl=impl)
-    kept = [token for token in range(9) if token != 2][:num_kept]
-    assert probs[0].nonzero().squeeze(1).tolist() == kept
+    filters = [(1.0, 4, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 6, 0.5, 0.0), (1.0, 0, 1.0, 1.0)]
+    logits = torch.zeros(4, 9, device=DEVICE)
+    logits[:, 2] = -torch.inf
+    probs = torch.full((4, 9), NAN, device=DEVICE)
+    sample_tokens(**make_call(logits, filters, [0.5] * 4), probs=probs, impl=impl)
+    for row, num_kept in zip(probs, (4, 4, 3, 8), strict=True):
+        kept = [token for token in range(9) if token != 2][:num_kept]
+        assert row.nonzero().squeeze(1).tolist() == kept
 
 
 @IMPLS
-@pytest.mark.parametrize("temperature", [1e-30, 1e30])
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's numbers
-def test_extreme_temperatures(impl, temperature):
-    logits = torch.tensor([[1e4, -1e4, 0.0]], device=DEVICE)
-    probs = torch.full((1, 3), NAN, device=DEVICE)
-    call = make_call(logits, [(temperature, 0, 1.0, 0.0)], [0.9])
-    ids = sample_tokens(**call, probs=probs, impl=impl)
-    if temperature < 1:
-        assert ids.tolist() == [0] and probs.tolist() == [[1.0, 0.0, 0.0]]
-    else:
-        assert ids.tolist() == [2]
-        assert (probs - 1 / 3).abs().max() < 2 * UNIT
+def test_extreme_temperatures(impl):
+    logits = torch.tensor([[1e4, -1e4, 0.0]] * 2, device=DEVICE)
+    probs = torch.full((2, 3), NAN, device=DEVICE)
+    call = make_call(logits, [(1e-30, 0, 1.0, 0.0), (1e30, 0, 1.0, 0.0)], [0.9] * 2)
+    assert sample_tokens(**call, probs=probs, impl=impl).tolist() == [0, 2]
+    assert probs[0].tolist() == [1.0, 0.0, 0.0]
+    assert (probs[1] - 1 / 3).abs().max() < 2 * UNIT
 
 
 @IMPLS
 def test_the_lowest_of_equal_largest_logits(impl, monkeypatch):
-    small_blocks(monkeypatch)
+    monkeypatch.setattr(sampling, "BLOCK", 128)
     logits = torch.zeros(4, 700, device=DEVICE)
     logits[0, [699, 300, 44]] = 2.0
     logits[1, [128, 256]] = 2.0
     logits[3] = -torch.inf
     logits[3, 650] = -9.0
-    want = [44, 128, 0, 650]
-    assert sample_tokens(logits, impl=impl).tolist() == want
-    call = make_call(logits, [(0.0, 0, 1.0, 0.0)] * 4, [0.5] * 4)
-    assert sample_tokens(**call, impl=impl).tolist() == want
+    for call in ({"logits": logits}, make_call(logits, [(0.0, 0, 1.0, 0.0)] * 4, [0.5] * 4)):
+        assert sample_tokens(**call, impl=impl).tolist() == [44, 128, 0, 650]
+    assert sample_tokens(logits[:0], impl=impl).shape == (0,)
 
 
 @IMPLS
 @pytest.mark.parametrize("with_filters", [False, True])
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers
 def test_rows_that_give_no_token(impl, with_filters, monkeypatch):
-    small_blocks(monkeypatch)
+    monkeypatch.setattr(sampling, "BLOCK", 128)
     logits = make_logits(7, 300)
     filters = [(0.7, 20, 0.9, 0.01), GREEDY] * 3 + [(1.0, 0, 0.5, 0.0)]
     call = make_call(logits, filters, [0.4] * 7) if with_filters else {"logits": logits}
     expected = sample_tokens(**call, impl=impl).tolist()
     assert min(expected) >= 0
-    logits[1, 299] = NAN
-    logits[2, 7] = torch.inf
+    for row, token, value in ((1, 299, NAN), (2, 7, torch.inf), (4, 0, NAN), (6, 5, NAN)):
+        logits[row, token] = value
     logits[3] = -torch.inf
-    logits[4] = NAN
-    logits[6, 5] = NAN
     got = sample_tokens(**call, impl=impl).tolist()
     assert got == [expected[0], -1, -1, -1, -1, expected[5], -1]
 
@@ -240,15 +203,3 @@ def test_no_result_depends_on_how_a_row_is_divided(monkeypatch):
         results.append((sample_tokens(**call, probs=probs, impl="triton"), probs))
     for ids, probs in results[1:]:
         assert ids.equal(results[0][0]) and probs.equal(results[0][1])
-
-
-@IMPLS
-def test_no_rows(impl):
-    logits = torch.zeros(0, 50, device=DEVICE)
-    assert sample_tokens(logits, impl=impl).shape == (0,)
-
-
-def test_more_than_triton_supports():
-    logits = torch.zeros(1, 2**20 + 1, device=DEVICE)
-    with pytest.raises(NotImplementedError, match=r"^logits: up to 1048576 tokens are supported"):
-        sample_tokens(logits, impl="triton")
