@@ -1,18 +1,9 @@
 """Gated pooling of tokens into entries, then norm, RoPE and the paged write of ``latent_write``.
 
-    entry w = sum_j softmax_j(z_j) c_j   per channel, over the ratio tokens of window w;
-              with overlap over series a of the tokens of window w - 1 and b of those of window w
-    z_j = gate_j + ape[position_j mod ratio],  c_j = kv_j,  RoPE at position w * ratio
-
 One program makes one entry: an online softmax over tiles of BLOCK_TOKENS tokens from the start of
-the window, so an entry does not depend on how its tokens were split into steps. Rows of the step
-come from kv and gate, older ones from the ring. Other programs each copy one of the step's last
-rows to the ring: in the same launch if no row written can be one that is read, else in a second.
-
-The ring holds the last rows of a sequence by position, not running sums. So rejected drafts need no
-undo, and a snapshot is valid at any position.
-
-Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
+the window, so an entry does not depend on how its tokens were split into steps. Other programs each
+copy one of the step's last rows to the ring: in the same launch if no row written can be one that is
+read, else in a second. The ring holds rows by position, so rejected drafts need no undo.
 """
 
 from __future__ import annotations
@@ -59,32 +50,29 @@ def compress(
     max_seqlen_q: int,
     impl: str | None = None,
 ) -> None:
-    """Pool each window of ``ratio`` tokens that closes in this step into one entry.
+    """Pool each window of ``ratio`` tokens that closes in this step into one entry in its slot.
 
-    The entry is written to its slot. The last rows of each sequence are kept in ``state``.
+    Entry w pools the tokens w * ratio .. w * ratio + ratio - 1; with ``overlap`` also the window
+    before, in channels of its own. Per channel::
 
-    Entry w covers tokens w * ratio .. w * ratio + ratio - 1, with ``overlap`` also the window
-    before, in channels of its own. Per channel it is kv weighted by the softmax of
-    gate + ape[position % ratio] over these tokens; then RMS norm, and RoPE at position w * ratio,
-    all in fp32. Any split of a sequence into steps gives the same entries bit for bit.
+        entry = sum of softmax(gate + ape[position % ratio]) * kv    over these tokens
 
-    A later call with a smaller context takes a step back (rejected drafts): its rows replace the
-    old ones. At most ``ring`` - (ratio * (1 + overlap) - 1) tokens may be taken back.
+    then RMS norm, and RoPE at position w * ratio, all in fp32. Any split of a sequence into steps
+    gives the same bits. The last rows of each sequence are kept in ``state``: a later call with a
+    smaller context takes rejected drafts back, at most ring - (ratio * (1 + overlap) - 1) tokens.
 
     Args:
         kv, gate: [num_tokens, channels] bf16, fp16 or fp32, last stride 1, the step's ragged rows.
             channels = dim of the pages; with overlap twice that: series a, pooled by the next
             window, then series b, pooled by the token's own window.
-        ape: [ratio, channels] fp32, position bias, added to the gate at position % ratio.
+        ape: [ratio, channels] fp32, position bias of the gate.
         state: [num_states, ring, 2, channels] fp32, any strides with last stride 1. Row
-            position % ring holds kv and gate + ape of a token. ring >= ratio * (1 + overlap) - 1,
-            and longer by the tokens that may be taken back. Only rows that a closing window pools
-            are read, none of positions below 0: a new sequence needs no cleared state. One launch
-            if ring >= max_seqlen_q + ratio * (1 + overlap) - 1, else two.
-        state_index: [num_seqs] int32, the state of each sequence, each once. A negative one is
-            padding: nothing of the sequence is read or written.
-        seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 for a padding
-            row.
+            position % ring holds kv and gate + ape of a token; ring >= ratio * (1 + overlap) - 1.
+            A new sequence needs no cleared state. One launch if ring >= max_seqlen_q +
+            ratio * (1 + overlap) - 1, else two.
+        state_index: [num_seqs] int32, the state of each sequence, each once; a negative one is
+            padding, of which nothing is read or written.
+        seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 = padding.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         ratio: tokens of a window, 1..2**30.
         overlap: True = an entry also pools the window before its own.
@@ -98,8 +86,7 @@ def compress(
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above;
-            num_seqs * max_seqlen_q < num_tokens; a value of CPU tensors is out of range.
+        ValueError: an argument is not as above; a value of CPU tensors is out of range.
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
@@ -152,35 +139,17 @@ def compress(
     with torch.cuda.device_of(kv):
         for first_program, programs in launches:
             launching.launch(
-                _compress_kernel,
-                (programs,),
-                kv=strided.matrix(kv),
-                gate=strided.matrix(gate),
-                ape=strided.matrix(ape),
-                state=strided.pages(state),
-                state_index=state_index,
-                seq_lens=seq_lens,
-                cu_seqlens_q=cu_seqlens_q,
-                norm_weight=norm_weight,
-                eps=float(eps),
-                cos_sin=strided.matrix(cos_sin),
-                pages=paged_rows(pages),
-                slot_mapping=slot_mapping,
-                num_seqs=num_seqs,
-                num_entries=entries,
-                kept_rows=kept_rows,
-                first_program=first_program,
-                ratio=ratio,
-                ring=ring,
-                block_size=pages.storage_block_size,
-                INDEX_KEYS=isinstance(pages, IndexPages),
-                OVERLAP=overlap,
-                DIM=dim,
-                ROPE_DIM=cos_sin.shape[1],
-                BLOCK_TOKENS=BLOCK_TOKENS,
-                BLOCK_SEQS=BLOCK_SEQS,
-                num_warps=8,
-            )
+                _compress_kernel, (programs,),
+                kv=strided.matrix(kv), gate=strided.matrix(gate), ape=strided.matrix(ape),
+                state=strided.pages(state), state_index=state_index, seq_lens=seq_lens,
+                cu_seqlens_q=cu_seqlens_q, norm_weight=norm_weight, eps=float(eps),
+                cos_sin=strided.matrix(cos_sin), pages=paged_rows(pages),
+                slot_mapping=slot_mapping, num_seqs=num_seqs, num_entries=entries,
+                kept_rows=kept_rows, first_program=first_program, ratio=ratio, ring=ring,
+                block_size=pages.storage_block_size, INDEX_KEYS=isinstance(pages, IndexPages),
+                OVERLAP=overlap, DIM=dim, ROPE_DIM=cos_sin.shape[1], BLOCK_TOKENS=BLOCK_TOKENS,
+                BLOCK_SEQS=BLOCK_SEQS, num_warps=8,
+            )  # fmt: skip
 
 
 def _new_tokens(
@@ -237,22 +206,19 @@ def _torch(
 
 
 @triton.jit
-def _find_window(program, cu_seqlens_q, num_seqs, ratio, BLOCK_SEQS: tl.constexpr):
-    """(sequence, windows behind the first that can close) of a program.
+def _find_sequence(program, cu_seqlens_q, num_seqs, ratio, BLOCK_SEQS: tl.constexpr):
+    """The sequence of a program.
 
     Sequence s has the programs from cu_seqlens_q[s] // ratio + s on: at least as many as windows
     can close in its tokens.
     """
     begun = tl.zeros([], tl.int32)
-    first = tl.zeros([], tl.int32)
     for start in range(0, num_seqs, BLOCK_SEQS):
         seq = start + tl.arange(0, BLOCK_SEQS)
         live = seq < num_seqs
         begin = tl.load(cu_seqlens_q + seq, mask=live, other=0) // ratio + seq
-        live = live & (begin <= program)
-        begun += tl.sum(live.to(tl.int32), 0)
-        first = tl.maximum(first, tl.max(tl.where(live, begin, 0), 0))
-    return begun - 1, program - first
+        begun += tl.sum((live & (begin <= program)).to(tl.int32), 0)
+    return begun - 1
 
 
 @triton.jit
@@ -335,11 +301,11 @@ def _compress_kernel(
             item % kept_rows, ratio, ring, 2 * DIM if OVERLAP else DIM,
         )  # fmt: skip
         return
-    seq, window = _find_window(program, cu_seqlens_q, num_seqs, ratio, BLOCK_SEQS)
+    seq = _find_sequence(program, cu_seqlens_q, num_seqs, ratio, BLOCK_SEQS)
     first_token = tl.load(cu_seqlens_q + seq)
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - (tl.load(cu_seqlens_q + seq + 1) - first_token)
-    window += tl.maximum(context, 0) // ratio
+    window = program - (first_token // ratio + seq) + tl.maximum(context, 0) // ratio
     if window >= seq_len // ratio:
         return
     closing = window * ratio + ratio - 1

@@ -55,8 +55,7 @@ def collapse_streams(
         fn: [n or (2 + n) * n, n * hidden_size] fp32.
         base: [rows of fn] fp32.
         scale: [3] fp32, [1] where fn has n rows.
-        norm_weight: [hidden_size] bf16, fp16 or fp32, weight of the RMS norm of the result; None =
-            no norm.
+        norm_weight: [hidden_size] bf16, fp16 or fp32, of the norm of the result; None = no norm.
         norm_eps: added to the mean squares of both norms, in 2**-100 .. 2**30.
         eps: added to pre, to the softmax and to Sinkhorn's divisors, in the same range.
         iterations: normalizations of columns (over j), >= 1, with one of rows (over k) between
@@ -148,8 +147,7 @@ def expand_streams(
         y: [num_tokens, hidden_size] in the same dtype, output of the sub-block; with rows, output
             of the shared expert.
         post, comb: [num_tokens, n] and [num_tokens, n, n] fp32, from ``collapse_streams``.
-        rows: [num_tokens * k, hidden_size] in the same dtype, contiguous, from ``expert_mlp``; None
-            = no rows.
+        rows: [num_tokens * k, hidden_size] in the same dtype, contiguous, from ``expert_mlp``.
         weights: [num_tokens, k] fp32, contiguous, from ``route_tokens``; given with rows.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 

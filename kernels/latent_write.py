@@ -1,14 +1,9 @@
 """Norm, RoPE, quantization and paged write of latent rows in one pass. ``compressor`` ends with the
 same helpers.
 
-    y = x * rsqrt(mean(x^2) + eps) * weight                                   (optional)
-    y'[2i] = y[2i] cos_i - y[2i+1] sin_i,  y'[2i+1] = y[2i+1] cos_i + y[2i] sin_i    on the trailing channels (optional)
-
-A program takes BLOCK_ROWS rows of x. The arithmetic is fp32, rounded once to the dtype of the page.
+A program takes BLOCK_ROWS rows. The arithmetic is fp32, rounded once to the dtype of the page.
 Quantized rows round to bf16 and then to e4m3 (``common.latent_pages``) by integer arithmetic on the
 bits, which needs no hardware conversion.
-
-Source: DeepSeek-V4, kv_norm and RoPE of the latent; FlashMLA's tests/quant.py for quantized rows.
 """
 
 from __future__ import annotations
@@ -20,15 +15,6 @@ import triton.language as tl
 
 from .common import checks, latent_pages, launching, strided
 from .common.bits import INF_BITS, rounded_to_e4m3
-from .common.checks import (
-    MODEL_DTYPES,
-    expect_apart,
-    expect_device,
-    expect_ids,
-    expect_positive,
-    expect_tensor,
-    implementation,
-)
 from .common.latent_pages import IndexPages, LatentPages
 from .common.tile_shapes import MAX_REGISTERS
 
@@ -54,87 +40,76 @@ def write_latent(
 ) -> torch.Tensor | None:
     """Norm latent rows, rotate them, and write them to their slots. Each step is optional.
 
-    The arithmetic is fp32 and rounds once, to the dtype of the pages. ``out`` holds the rows as a
-    reader of the page sees them, so attention over new rows equals attention over cached rows.
+    The arithmetic is fp32 and rounds once, to the dtype of the pages.
 
     Args:
         x: [num_rows, head_dim] bf16, fp16 or fp32, last stride 1.
         pages: destination; None fills only ``out``. No two written slots may share memory.
         slot_mapping: [num_rows] int64, page * storage_block_size + row; -1 = do not write this row.
             None without pages.
-        positions: [num_rows] int64 absolute positions in tokens, rows of ``cos_sin``; None = no
-            RoPE. -1 = no rotation of this row (padding). Without pages [num_tokens], each the
-            position of num_rows / num_tokens consecutive rows, the heads of a token.
+        positions: [num_rows] int64, rows of ``cos_sin``; -1 = no rotation; None = no RoPE. Without
+            pages [num_tokens], each of num_rows / num_tokens consecutive rows, the heads of a token.
         cos_sin: [max_position, rope_dim] fp32, the cosines of rope_dim / 2 pairs and then their
             sines. Pair i is channels 2i and 2i + 1 of the trailing rope_dim channels and turns by
             +angle.
-        norm_weight: [head_dim] bf16, fp16 or fp32, weight of an RMS norm before RoPE; None = no
-            norm.
+        norm_weight: [head_dim] bf16, fp16 or fp32, of an RMS norm before RoPE; None = no norm.
         eps: added to the mean square, in 2**-100 .. 2**30.
-        out: [num_rows, head_dim] x's dtype, filled in place, rows of slot -1 too; it may be x. None
-            = not wanted.
+        out: [num_rows, head_dim] x's dtype, filled in place with the rows as a reader of the page
+            sees them, rows of slot -1 too; it may be x. None = not wanted.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; one of two
-            arguments that go together is missing; a slot or position of CPU tensors is out of
-            range.
+        ValueError: an argument is not as above; a slot or position of CPU tensors is out of range.
         NotImplementedError: head_dim is not a power of two in 16..512.
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.
     """
-    chosen = implementation(impl, x)
+    chosen = checks.implementation(impl, x)
     _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out)
     if chosen == "torch" or checks.is_readable(x):
         rotated = positions
         if pages is not None:
             live = slot_mapping >= 0
             num_slots = pages.data.shape[0] * pages.storage_block_size
-            expect_ids("slot_mapping", slot_mapping[live], num_slots)
+            checks.expect_ids("slot_mapping", slot_mapping[live], num_slots)
             if out is None and positions is not None:
                 rotated = positions[live]  # of the others nothing is read
         if rotated is not None:
-            expect_ids("positions", rotated[rotated >= 0], cos_sin.shape[0], "positions")
+            checks.expect_ids("positions", rotated[rotated >= 0], cos_sin.shape[0], "positions")
     if chosen == "torch":
         _torch(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out)
         return out
     num_rows, dim = x.shape
     block_rows = ELEMENTS_PER_PROGRAM // dim
+    num_tokens = num_rows if positions is None else len(positions)
     with torch.cuda.device_of(x):
         launching.launch(
-            _write_latent_kernel,
-            (triton.cdiv(num_rows, block_rows),),
-            x=strided.matrix(x),
-            positions=positions,
-            cos_sin=strided.matrix(cos_sin),
-            norm_weight=norm_weight,
-            eps=float(eps),
-            pages=None if pages is None else paged_rows(pages),
-            slot_mapping=slot_mapping,
-            out=strided.matrix(out),
-            num_rows=num_rows,
-            heads=max(1, num_rows // max(1, num_rows if positions is None else len(positions))),
-            block_size=1 if pages is None else pages.storage_block_size,
-            DIM=dim,
-            ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1],
-            BLOCK_ROWS=block_rows,
-            num_warps=4,
-            **launching.arch_and_sms(x)[0].register_limit(MAX_REGISTERS),
-        )
+            _write_latent_kernel, (triton.cdiv(num_rows, block_rows),),
+            x=strided.matrix(x), positions=positions, cos_sin=strided.matrix(cos_sin),
+            norm_weight=norm_weight, eps=float(eps),
+            pages=None if pages is None else paged_rows(pages), slot_mapping=slot_mapping,
+            out=strided.matrix(out), num_rows=num_rows,
+            heads=max(1, num_rows // max(1, num_tokens)),
+            block_size=1 if pages is None else pages.storage_block_size, DIM=dim,
+            ROPE_DIM=0 if cos_sin is None else cos_sin.shape[1], BLOCK_ROWS=block_rows,
+            num_warps=4, **launching.arch_and_sms(x)[0].register_limit(MAX_REGISTERS),
+        )  # fmt: skip
     return out
 
 
 def _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out) -> None:
     if pages is not None and not isinstance(pages, LatentPages):
         raise ValueError(f"pages: expected LatentPages or None, got {type(pages).__name__}")
-    expect_tensor("x", x, (None, None if pages is None else pages.head_dim), MODEL_DTYPES)
+    checks.expect_tensor(
+        "x", x, (None, None if pages is None else pages.head_dim), checks.MODEL_DTYPES
+    )
     (num_rows, head_dim), device = x.shape, x.device
     if pages is not None:
-        expect_device("pages", pages.data, device)
-        expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=device)
+        checks.expect_device("pages", pages.data, device)
+        checks.expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=device)
     elif out is None or slot_mapping is not None:
         raise ValueError("pages: expected LatentPages, or None with out and without slot_mapping")
     elif head_dim not in checks.HEAD_DIMS:
@@ -144,7 +119,7 @@ def _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out) ->
         raise ValueError(f"{missing}: expected positions and cos_sin or neither, got None")
     if positions is not None:
         expected = None if pages is None else num_rows
-        expect_tensor("positions", positions, (expected,), torch.int64, device=device)
+        checks.expect_tensor("positions", positions, (expected,), torch.int64, device=device)
         num_tokens = positions.shape[0]
         if num_rows % num_tokens if num_tokens else num_rows:
             raise ValueError(f"positions: expected a divisor of {num_rows} rows, got {num_tokens}")
@@ -152,15 +127,15 @@ def _check(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out) ->
     if norm_weight is not None:
         expect_norm(norm_weight, eps, head_dim, device)
     if out is not None:
-        expect_tensor("out", out, (num_rows, head_dim), x.dtype, device=device)
-        expect_apart("out", out)
+        checks.expect_tensor("out", out, (num_rows, head_dim), x.dtype, device=device)
+        checks.expect_apart("out", out)
 
 
 def expect_angles(
     cos_sin: torch.Tensor, dim: int, rope_dim: int | None, device: torch.device
 ) -> None:
     """Require a ``cos_sin`` [*, rope_dim] fp32 of an even rope_dim <= dim (None: any)."""
-    expect_tensor("cos_sin", cos_sin, (None, rope_dim), torch.float32, device=device)
+    checks.expect_tensor("cos_sin", cos_sin, (None, rope_dim), torch.float32, device=device)
     if cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= dim:
         raise ValueError(
             f"cos_sin: expected an even rope_dim in 2..{dim}, got {list(cos_sin.shape)}"
@@ -169,8 +144,8 @@ def expect_angles(
 
 def expect_norm(norm_weight: torch.Tensor, eps: float, dim: int, device: torch.device) -> None:
     """Require a ``norm_weight`` [dim] and an ``eps`` in [2**-100, 2**30]."""
-    expect_tensor("norm_weight", norm_weight, (dim,), MODEL_DTYPES, device=device)
-    expect_positive("eps", eps, least=-100)
+    checks.expect_tensor("norm_weight", norm_weight, (dim,), checks.MODEL_DTYPES, device=device)
+    checks.expect_positive("eps", eps, least=-100)
 
 
 @torch.no_grad()
@@ -187,12 +162,9 @@ def _torch(x, pages, slot_mapping, positions, cos_sin, norm_weight, eps, out) ->
 
 
 def norm_and_rotate(
-    x: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
+    x: torch.Tensor, positions: torch.Tensor | None, cos_sin: torch.Tensor | None,
+    norm_weight: torch.Tensor | None, eps: float,
+) -> torch.Tensor:  # fmt: skip
     """Norm rows and rotate those with a position >= 0, in plain torch; [num_rows, dim] fp32."""
     rows = x.float()
     if norm_weight is not None:

@@ -1,8 +1,6 @@
 """Load and save overlapping compression windows in one launch, a program per row of kv and gate.
 
 Rows of several widths take one kernel: channels past the end are masked.
-
-Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
 """
 
 from __future__ import annotations
@@ -89,24 +87,13 @@ def copy_overlap(
     num_loads = num_seqs * ratio
     with torch.cuda.device_of(kv):
         launching.launch(
-            _copy_overlap_kernel,
-            (num_loads + tokens.shape[0], triton.cdiv(width, BLOCK)),
-            kv=strided.matrix(kv),
-            gate=strided.matrix(gate),
-            ape=strided.matrix(ape),
-            state=strided.pages(state),
-            pages=strided.pages(pages),
-            from_pages=from_pages,
-            state_index=state_index,
-            state_rows=strided.matrix(state_rows),
-            tokens=tokens,
-            to_pages=to_pages,
-            num_loads=num_loads,
-            width=width,
-            RATIO=ratio,
-            BLOCK=BLOCK,
+            _copy_overlap_kernel, (num_loads + tokens.shape[0], triton.cdiv(width, BLOCK)),
+            kv=strided.matrix(kv), gate=strided.matrix(gate), ape=strided.matrix(ape),
+            state=strided.pages(state), pages=strided.pages(pages), from_pages=from_pages,
+            state_index=state_index, state_rows=strided.matrix(state_rows), tokens=tokens,
+            to_pages=to_pages, num_loads=num_loads, width=width, RATIO=ratio, BLOCK=BLOCK,
             num_warps=4,
-        )
+        )  # fmt: skip
     return None
 
 

@@ -34,21 +34,14 @@ def index_topk(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select the ``topk`` visible entries with the highest index score for each query.
-
-    The selection is exact and deterministic: among equal scores the lowest ids win.
+    """Select the ``topk`` visible entries with the highest index score for each query::
 
         score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)    in fp32
 
     over entries w < floor((p_t + 1) / compress_ratio), where p_t = seq_len - q_len + i is the
-    position of query i of its sequence. A query that sees at most ``topk`` entries gets them all
-    without scores. The order of the sum does not depend on the batch, on chunks, or on decode or
-    prefill; so neither does the selection. A score of NaN counts as infinity.
-
-    The workspace holds the scores of a chunk of queries and the candidates of the selection. That
-    is 4 bytes per entry and query, and 8 * topk bytes for each 8192 entries where there are more. At most 64 MiB are
-    allocated, or the need of one query if that is more (1.3 MB at 262,144 entries and topk 1024);
-    a longer step runs chunk by chunk.
+    position of query i of its sequence. The selection is exact, among equal scores the lowest ids
+    win, and NaN counts as infinity. It does not depend on the batch, on chunks, or on decode or
+    prefill. A query that sees at most ``topk`` entries gets them all without scores.
 
     Args:
         q: [num_tokens, index_heads, index_dim] bf16, fp16 or fp32, roped, last stride 1; the
@@ -56,21 +49,20 @@ def index_topk(
         weights: [num_tokens, index_heads] fp32 head weights with all factors; any sign.
         pages: IndexPages of q's dtype, or quantized.
         block_table: [num_seqs, width] int32, the page of entries [b * storage_block_size, ...) of
-            sequence s at [s, b]; any row stride. Table entries and keys that no query sees are
-            never read. Entries past the end of the table are never selected.
+            sequence s at [s, b]; any row stride. Those that no query sees are never read, and
+            entries past its end never selected.
         seq_lens: [num_seqs] int32, raw tokens of each sequence including this step's; 0 for a
             padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         topk: entries to select, 1..4096.
         compress_ratio: raw tokens of an entry, 1..2**30.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles
-            only.
-        max_seq_len: host int, upper bound of seq_lens. Entries from max_seq_len // compress_ratio
-            on are ignored.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence.
+        max_seq_len: host int, upper bound of seq_lens; later entries are ignored.
         out: [num_tokens, topk] int32, filled in place; None allocates.
         lens: [num_tokens] int32, filled in place; None allocates.
-        workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; more
-            queries in it mean fewer launches. None allocates. Concurrent calls need different ones.
+        workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; with
+            less than a step needs, it runs chunk by chunk. None allocates up to 64 MiB, or the need
+            of one query. Concurrent calls need different ones.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
@@ -78,8 +70,8 @@ def index_topk(
         their number.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above; prefix sums or
-            page ids of CPU tensors are out of range.
+        ValueError: an argument is not as above; a prefix sum or page id of CPU tensors is out of
+            range.
         NotImplementedError: topk > 4096 or more than 128 index heads.
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
@@ -103,15 +95,11 @@ def index_topk(
     checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
     expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
     _check_sizes(topk, compress_ratio, max_seq_len)
-    if out is None:
-        out = torch.empty(num_tokens, topk, dtype=int32, device=device)
-    else:
-        expect_tensor("out", out, (num_tokens, topk), int32, device=device)
-        checks.expect_apart("out", out)
-    if lens is None:
-        lens = torch.empty(num_tokens, dtype=int32, device=device)
-    else:
-        expect_tensor("lens", lens, (num_tokens,), int32, device=device)
+    out = torch.empty(num_tokens, topk, dtype=int32, device=device) if out is None else out
+    expect_tensor("out", out, (num_tokens, topk), int32, device=device)
+    checks.expect_apart("out", out)
+    lens = torch.empty(num_tokens, dtype=int32, device=device) if lens is None else lens
+    expect_tensor("lens", lens, (num_tokens,), int32, device=device)
     if workspace is not None:
         expect_tensor("workspace", workspace, (None,), fp32, device=device)
     # Entries past the end of the table do not exist.
@@ -148,22 +136,11 @@ def index_topk(
 def index_topk_workspace_numel(
     *, num_tokens: int, topk: int, compress_ratio: int = 4, max_seq_len: int
 ) -> int:
-    """Elements (fp32) of ``workspace`` that a call of ``num_tokens`` queries uses.
+    """fp32 elements of ``workspace`` that a call of ``num_tokens`` queries uses.
 
-    At most 2**24, or the need of one query if that is more.
-
-    Args:
-        num_tokens: most queries of a step; 1 gives the smallest workspace that is accepted.
-        topk, compress_ratio, max_seq_len: as in ``index_topk``.
-
-    Returns:
-        Elements; 0 if no call computes a score.
-
-    Raises:
-        ValueError: a value is out of range.
-        NotImplementedError: topk > 4096.
-
-    Source: ``indexer.kernel.Plan``.
+    At most 2**24, or the need of one query if that is more; 0 if no call computes a score.
+    ``num_tokens`` 1 gives the smallest workspace that is accepted. The other arguments, and the
+    errors, are those of ``index_topk``.
     """
     expect_int("num_tokens", num_tokens, 0)
     _check_sizes(topk, compress_ratio, max_seq_len)

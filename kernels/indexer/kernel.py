@@ -1,24 +1,10 @@
 """Scores of the lightning indexer over paged index keys, and an exact, deterministic top-k of them.
 
-    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)
-    over the entries w < visible(t) = floor((p_t + 1) / compress_ratio)
-
 Scores: a program multiplies tiles of keys (rows) with the heads of BLOCK_T tokens (columns). Decode
-and prefill run the same kernel, so a score has the same bits in both. The page id of the next tile
-is carried around the loop.
-
-Selection: a radix select. A program finds the k-th largest of a block, a digit of 8 bits at a time
-from counts of the digits, in the order of fp32 as integers. All above it are taken, and of its
-equals the first. Prefix sums give their positions in ascending order of id. NaN counts as infinity.
-Rows of more than BLOCK scores are selected from in two launches: the best ``topk`` of each block,
-then the best of these candidates. With blocks of 4 and topk = 2::
-
-    scores        7 3 9 1 | 2 8 4 6 | 5 0
-    candidates    7 9 | 8 6 | 5 0
-    result        9 8
-
-Source: DeepSeek-V4, lightning indexer; radix selection (Alabi et al., Fast k-selection algorithms
-    for graphics processing units).
+and prefill run the same kernel, so a score has the same bits in both. Selection: a radix select, a
+digit of 8 bits at a time, of the k-th largest of a block; all above it are taken, and of its equals
+the first. Rows of more than BLOCK scores take two launches: the best ``topk`` of each block, then
+the best of these candidates. Source: Alabi et al., Fast k-selection algorithms for GPUs.
 """
 
 from typing import NamedTuple
@@ -29,7 +15,6 @@ import triton.language as tl
 
 from ..common import launching, strided
 from ..common.bits import ordered, widen
-from ..common.latent_pages import IndexPages
 from ..common.launching import arch_and_sms
 from ..common.tile_shapes import PROGRAMS_PER_SM, next_power_of_2
 from ..latent_write import paged_rows
@@ -276,20 +261,9 @@ def index_select_kernel(
 
 
 def launch(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: IndexPages,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    topk: int,
-    compress_ratio: int,
-    max_seqlen_q: int,
-    plan: Plan,
-    out: torch.Tensor,
-    lens: torch.Tensor,
-    workspace: torch.Tensor,
-) -> None:
+    q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio, max_seqlen_q,
+    plan, out, lens, workspace,
+) -> None:  # fmt: skip
     """For each chunk of queries score the keys, if needed, and select."""
     (num_tokens, num_heads, _), num_seqs = q.shape, seq_lens.shape[0]
     arch, num_sms = arch_and_sms(q)
@@ -306,55 +280,24 @@ def launch(
             entries = triton.cdiv(entries, block_n) * block_n
             if plan.query_numel:
                 launching.launch(
-                    index_scores_kernel,
-                    (tiles, triton.cdiv(plan.num_entries, entries)),
-                    q=strided.rows(q),
-                    weights=strided.matrix(weights),
-                    keys=paged_rows(pages),
-                    block_table=strided.table(block_table),
-                    seq_lens=seq_lens,
-                    cu_seqlens_q=cu_seqlens_q,
-                    workspace=workspace,
-                    num_seqs=num_seqs,
-                    first_row=first,
-                    last_row=last,
-                    num_entries=plan.num_entries,
-                    entries_per_program=entries,
-                    topk=topk,
-                    tokens=tokens,
-                    compress_ratio=compress_ratio,
-                    row_numel=plan.row_numel,
-                    HEADS=num_heads,
-                    BLOCK_HEADS=block_heads,
-                    INDEX_DIM=pages.index_dim,
-                    ROWS=pages.storage_block_size,
-                    BLOCK_T=block_t,
-                    BLOCK_N=block_n,
-                    HARDWARE_FP8=arch.widens_e4m3,
-                    num_warps=num_warps,
-                    num_stages=3,
-                )
+                    index_scores_kernel, (tiles, triton.cdiv(plan.num_entries, entries)),
+                    q=strided.rows(q), weights=strided.matrix(weights), keys=paged_rows(pages),
+                    block_table=strided.table(block_table), seq_lens=seq_lens,
+                    cu_seqlens_q=cu_seqlens_q, workspace=workspace, num_seqs=num_seqs,
+                    first_row=first, last_row=last, num_entries=plan.num_entries,
+                    entries_per_program=entries, topk=topk, tokens=tokens,
+                    compress_ratio=compress_ratio, row_numel=plan.row_numel, HEADS=num_heads,
+                    BLOCK_HEADS=block_heads, INDEX_DIM=pages.index_dim,
+                    ROWS=pages.storage_block_size, BLOCK_T=block_t, BLOCK_N=block_n,
+                    HARDWARE_FP8=arch.widens_e4m3, num_warps=num_warps, num_stages=3,
+                )  # fmt: skip
             for merge in (False, True) if plan.num_blocks > 1 else (False,):
                 launching.launch(
-                    index_select_kernel,
-                    (last - first, 1 if merge else plan.num_blocks),
-                    workspace=workspace,
-                    out=out,
-                    lens=lens,
-                    seq_lens=seq_lens,
-                    cu_seqlens_q=cu_seqlens_q,
-                    num_seqs=num_seqs,
-                    first_row=first,
-                    num_rows=plan.chunk,
-                    num_blocks=plan.num_blocks,
-                    num_entries=plan.num_entries,
-                    topk=topk,
-                    compress_ratio=compress_ratio,
-                    row_numel=plan.row_numel,
-                    out_stride=out.stride(0),
-                    MERGE=merge,
-                    BLOCK=BLOCK,
-                    LANES=LANES,
-                    BLOCK_TOPK=next_power_of_2(topk),
-                    num_warps=8,
-                )
+                    index_select_kernel, (last - first, 1 if merge else plan.num_blocks),
+                    workspace=workspace, out=out, lens=lens, seq_lens=seq_lens,
+                    cu_seqlens_q=cu_seqlens_q, num_seqs=num_seqs, first_row=first,
+                    num_rows=plan.chunk, num_blocks=plan.num_blocks, num_entries=plan.num_entries,
+                    topk=topk, compress_ratio=compress_ratio, row_numel=plan.row_numel,
+                    out_stride=out.stride(0), MERGE=merge, BLOCK=BLOCK, LANES=LANES,
+                    BLOCK_TOPK=next_power_of_2(topk), num_warps=8,
+                )  # fmt: skip

@@ -46,14 +46,14 @@ class Tile(NamedTuple):
 # rows Triton 3.7.1 takes that of tf32 on sm_100, whatever input_precision says.
 TILES = {
     "plain": (Tile(16, 32, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
-    "packed": (Tile(16, 64, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
+    "quantized": (Tile(16, 64, 128, 4, 4), Tile(128, 128, 64, 8, 3)),
     "fp32": (Tile(16, 32, 32, 4, 3), Tile(32, 64, 32, 8, 2)),
 }
 
 
-def select_tile(num_rows: int, num_experts: int, dtype_bytes: int, packed: bool) -> Tile:
-    """Tile of both products; num_rows: num_tokens * k; packed: True if weights are quantized."""
-    few, many = TILES["fp32" if dtype_bytes == 4 else "packed" if packed else "plain"]
+def select_tile(num_rows: int, num_experts: int, dtype_bytes: int, quantized: bool) -> Tile:
+    """Tile of both products; num_rows: num_tokens * k; quantized: the weights."""
+    few, many = TILES["fp32" if dtype_bytes == 4 else "quantized" if quantized else "plain"]
     return few if num_rows <= 16 * num_experts else many
 
 
@@ -78,13 +78,10 @@ def expert_mlp(
         gate, up = gate_up[e] x + gate_up_bias[e]
         row      = down[e] gated_product(gate, up) + down_bias[e]
 
-    with fp32 sums; the gated product and the row are rounded to the dtype of x.
-
-    Weights are in the dtype of x, or quantized. e4m3 weights have a scale for each block of 128 x
-    128. e2m1 weights (fp4, MXFP4) have two values a byte, the earlier one in the low bits, and an
-    E8M0 scale byte for each 32 columns. A quantized weight times its scale is rounded to the dtype
-    of x. No quantized value and no scale may be NaN. A row depends on its token, its expert and the
-    number of tokens, not on other tokens.
+    with fp32 sums; the gated product, the row, and a quantized weight times its scale are rounded
+    to the dtype of x. e4m3 weights have a scale for each block of 128 x 128. e2m1 weights (fp4,
+    MXFP4) have two values a byte, the earlier one in the low bits, and an E8M0 scale byte for each
+    32 columns. No quantized value and no scale may be NaN. A row does not depend on other tokens.
 
     Args:
         x: [num_tokens, hidden_size] bf16, fp16 or fp32, last stride 1.
@@ -127,7 +124,7 @@ def expert_mlp(
                 f"{name}: matrices of < 2**31 elements are supported, got {weight.stride()}"
             )
     hidden, top_k, (num_experts, _, width, _) = x.shape[1], ids.shape[1], gate_up.shape
-    num_rows, kind = ids.numel(), weight_format(gate_up)
+    num_rows, kind = ids.numel(), _weight_format(gate_up)
     tile = select_tile(num_rows, num_experts, x.element_size(), kind != "plain")
     most_tiles = num_rows // tile.block_m + num_experts
     num_tiles = min(num_rows, most_tiles)
@@ -170,8 +167,7 @@ def expert_mlp(
     return out
 
 
-def weight_format(weight: torch.Tensor) -> str:
-    """Storage of a weight's values: "plain", "fp8" or "fp4"."""
+def _weight_format(weight: torch.Tensor) -> str:
     return {checks.E4M3: "fp8", torch.uint8: "fp4"}.get(weight.dtype, "plain")
 
 
@@ -201,7 +197,7 @@ def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_
 
 
 def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
-    kind, group, block = weight_format(weight), FP4_GROUP.value, FP8_BLOCK.value
+    kind, group, block = _weight_format(weight), FP4_GROUP.value, FP8_BLOCK.value
     if kind == "fp4" and columns % group:
         raise ValueError(
             f"{name}: expected rows of a multiple of {group} values in uint8, got {columns}"
@@ -223,7 +219,7 @@ def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:
 def _torch(
     x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias, options
 ) -> torch.Tensor:
-    kind = weight_format(gate_up)
+    kind = _weight_format(gate_up)
 
     def product(rows, weight, scale, bias, *index) -> torch.Tensor:
         matrix = weight[index]

@@ -110,21 +110,13 @@ def route_tokens(
         )  # fmt: skip
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
     weights = logits.new_empty(num_tokens, top_k)
-    by_table = table is not None
-    if not softmax:
-        # One kernel for layers of a model that choose by score and those that choose by a table:
-        # where there is no table, or with one no bias, any tensor stands in and is not read.
-        table = ids if table is None else table
-        token_ids = ids if token_ids is None else token_ids
-        bias = weights if by_table else bias
     with torch.cuda.device_of(logits):
         launching.launch(
             _route_kernel, (num_tokens,),
             logits=strided.matrix(logits), logits_factor=float(logits_factor),
             logits_bias=logits_bias, expert_scale=expert_scale, bias=bias,
-            table=strided.matrix(table), token_ids=token_ids, by_table=int(by_table),
-            ids=ids, route_weights=weights, scale=float(scale),
-            SOFTMAX=softmax, NUM_EXPERTS=num_experts, TOP_K=top_k,
+            table=strided.matrix(table), token_ids=token_ids, ids=ids, route_weights=weights,
+            scale=float(scale), SOFTMAX=softmax, NUM_EXPERTS=num_experts, TOP_K=top_k,
             BLOCK=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k),
             num_warps=1 if num_experts <= 512 else 4,
         )  # fmt: skip
@@ -256,10 +248,10 @@ def _best(
     return chosen, found
 
 
-@triton.jit(do_not_specialize=["by_table"])
+@triton.jit
 def _route_kernel(
-    logits, logits_factor, logits_bias, expert_scale, bias, table, token_ids, by_table,
-    ids, route_weights, scale,
+    logits, logits_factor, logits_bias, expert_scale, bias, table, token_ids, ids, route_weights,
+    scale,
     SOFTMAX: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -267,17 +259,15 @@ def _route_kernel(
     place = tl.arange(0, BLOCK_K)
     inside = place < TOP_K
     row = logits.data + token * logits.stride_row
-    chosen = tl.zeros([BLOCK_K], tl.int64)
-    found = tl.zeros([BLOCK_K], tl.float32)
-    if by_table == 0:
-        chosen, found = _best(
-            row, logits_factor, logits_bias, bias, SOFTMAX, NUM_EXPERTS, TOP_K, BLOCK, BLOCK_K
-        )
-    elif table is not None:
+    if table is not None:
         entry = tl.load(token_ids + token)
         chosen = tl.load(table.data + entry * table.stride_row + place, mask=inside, other=0)
         found = _scores(tl.load(row + chosen, mask=inside, other=0.0))
         found = tl.where(inside, found, 0.0)
+    else:
+        chosen, found = _best(
+            row, logits_factor, logits_bias, bias, SOFTMAX, NUM_EXPERTS, TOP_K, BLOCK, BLOCK_K
+        )
     if SOFTMAX:
         largest = tl.max(tl.where(inside, found, float("-inf")), 0)
         found = tl.where(inside, tl.exp(found - largest), 0.0)

@@ -52,8 +52,8 @@ def sample_tokens(
         min_p: of these, the ones with exp(x) >= min_p
         token: first id at which the running sum of exp(x), by id, exceeds u times the whole sum
 
-    Among equal largest logits the lowest id wins. Triton's sums are exact; torch sums in fp32 for
-    top_p and in fp64 for the draw, so the two may differ within rounding of a border.
+    Triton's sums are exact; torch sums in fp32 for top_p and in fp64 for the draw, so the two may
+    differ within rounding of a border. Among equal largest logits the lowest id wins.
 
     Args:
         logits: [num_rows, vocab_size] bf16, fp16 or fp32, last stride 1; -inf excludes a token.
@@ -127,7 +127,7 @@ def _torch(logits, temperature, top_k, top_p, min_p, u, probs) -> torch.Tensor:
                 columns = (column[rows] for column in columns)
             *columns, u = columns
             mass = _probabilities(*columns)
-            ids[rows] = draw(mass, u)
+            ids[rows] = _draw(mass, u)
             if probs is not None:
                 probs.index_copy_(0, rows, mass)
     # The largest is NaN where any logit is, +inf where any is, and -inf where all are.
@@ -158,19 +158,11 @@ def _probabilities(logits, temperature, top_k, top_p, min_p) -> torch.Tensor:
     return kept
 
 
-def draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Draw one index a row by inversion.
-
-    Args:
-        mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
-        u: [num_rows] float64 in [0, 1).
-
-    Returns:
-        [num_rows] int64; never an index of mass 0. The last one for a row of NaN.
-    """
+def _draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Draw one index a row by inversion, none of mass 0; mass: [num_rows, n] of any positive sum."""
     total = mass.cumsum(dim=-1, dtype=torch.float64)
     last = total[:, -1:]
-    # The product may round up to the whole sum, behind which there is nothing.
+    # The product may round up to the whole sum, behind which there is nothing; a row may be NaN.
     goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
     return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
 

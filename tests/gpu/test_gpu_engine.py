@@ -26,25 +26,18 @@ FAMILIES = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 
 
 @pytest.mark.parametrize("name", NAMES if DRY_RUN else NAMES + FAMILIES)
-def test_ragged_requests_equal_each_alone(name):
+def test_ragged_requests_and_a_prefix_hit_equal_each_alone(name):
     """fp32, every page that nobody owns is NaN, every sampled logit compared."""
-    run = Recorder(build(name))
+    run, base = Recorder(build(name)), prompt(100)
     ids = [run.add(prompt(n, seed=n), max_tokens=3 + n % 20) for n in LENGTHS]
+    ids.append(run.add(base, max_tokens=4))
+    run.run()
+    assert any(report.num_decodes and report.num_prefills for report in run.reports)
+    hit = run.add(base + prompt(20, seed=9), max_tokens=4)
     run.run()
     for request_id in ids:
         run.check(request_id)
-    assert any(report.num_decodes and report.num_prefills for report in run.reports)
-
-
-@pytest.mark.parametrize("name", NAMES if DRY_RUN else NAMES + FAMILIES)
-def test_a_prefix_hit_equals_a_cold_run(name):
-    run = Recorder(build(name))
-    base = prompt(100)
-    run.add(base, max_tokens=4)
-    run.run()
-    request_id = run.add(base + prompt(20, seed=9), max_tokens=4)
-    run.run()
-    assert run.check(request_id).num_cached_tokens > 0
+    assert run.check(hit).num_cached_tokens > 0
 
 
 def first_layers(name, num_layers, num_experts):

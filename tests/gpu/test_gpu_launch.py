@@ -1,4 +1,5 @@
-"""CUDA graphs, no host synchronisation, and no allocation where memory is given, for batches of the case tables of tests/kernels."""
+"""CUDA graphs, no host synchronisation, and no allocation where memory is given, for batches of the
+case tables of tests/kernels."""
 
 import pytest
 import torch
@@ -87,6 +88,19 @@ def sampling(q_lens):
     return call | {"probs": torch.zeros_like(logits)}
 
 
+def writing(q_lens):
+    k, v = torch.randn(2, 40, 4, 128, device=DEVICE, dtype=BF16).unbind(0)
+    pages = torch.zeros(2, 8, 16, 4, 128, device=DEVICE, dtype=BF16)
+    slots = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:40].to(DEVICE)
+    return {"k": k, "v": v, "k_pages": pages[0], "v_pages": pages[1], "slot_mapping": slots}
+
+
+def merging(q_lens):
+    parts = torch.randn(3, 40, 4, 128, device=DEVICE)
+    part_lse, out = torch.randn(3, 4, 40, device=DEVICE), torch.zeros_like(parts[0])
+    return {"partial_out": parts, "partial_lse": part_lse, "out": out}
+
+
 # name -> (operator, arguments for the new tokens of four sequences)
 CALLS = {
     "attention": (paged_attention, attention),
@@ -100,8 +114,18 @@ CALLS = {
     "compress-index": (compress, lambda q: pooling(q, **compressor_cases.INDEX_FP8)),
     "compress-hca": (compress, lambda q: pooling(q, **compressor_cases.HCA)),
     "write-latent": (write_latent, latent_rows),
+    "write-kv": (write_kv, writing),
+    "merge": (merge_partials, merging),
     "sample": (sample_tokens, sampling),
 }
+
+
+TABLES = (
+    ("block_table", "k_pages"),
+    ("block_table", "pages"),
+    ("window_table", "window_pages"),
+    ("compressed_table", "compressed_pages"),
+)
 
 
 def data_of(call):
@@ -111,13 +135,13 @@ def data_of(call):
 
 
 def make(name, q_lens):
-    """An operator and a call of it over memory that is finite throughout, results and workspace given."""
+    """An operator and a call of it over finite memory, results and workspace given."""
     function, arguments = CALLS[name]
     call = arguments(q_lens)
     for tensor in data_of(call):
         if tensor.is_floating_point():
             tensor.nan_to_num_()
-    for table, pages in (("block_table", "k_pages"), ("block_table", "pages"), ("window_table", "window_pages"), ("compressed_table", "compressed_pages")):  # fmt: skip
+    for table, pages in TABLES:
         if call.get(table) is not None and pages in call:
             pool = getattr(call[pages], "data", call[pages])
             call[table].remainder_(len(pool))
@@ -132,7 +156,7 @@ def make(name, q_lens):
 
 
 @pytest.mark.parametrize("q_lens", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "sample"])
+@pytest.mark.parametrize("name", [n for n in CALLS if n not in ("sample", "write-kv", "merge")])
 def test_calls_neither_synchronise_nor_allocate(name, q_lens):
     function, call = make(name, q_lens)
     assert_neither_waits_nor_allocates(lambda: function(**call, impl="triton"))
@@ -140,7 +164,7 @@ def test_calls_neither_synchronise_nor_allocate(name, q_lens):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_captured_decode_serves_other_values(name):
-    """Work is divided on the device: replayed for other lengths, tables and numbers, a graph gives what a call of its own gives."""
+    """Replayed for other lengths, tables and numbers, a graph gives what a call of its own gives."""
     function, call = make(name, DECODE)
     graph = captured(lambda: function(**call, impl="triton"))
     for lengths in ([LONGEST] * 4, [1, 3, 4, 33], [0, LONGEST, 16, 17]):
@@ -160,22 +184,6 @@ def test_a_captured_decode_serves_other_values(name):
             found.append([tensor.clone() for tensor in data_of(call)])
         for replayed, expected in zip(*found, strict=True):
             torch.testing.assert_close(replayed, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_writes_and_merges_do_not_synchronise():
-    k, v = torch.randn(2, 40, 4, 128, device=DEVICE, dtype=BF16).unbind(0)
-    k_pages, v_pages = torch.zeros(2, 8, 16, 4, 128, device=DEVICE, dtype=BF16).unbind(0)
-    slots = torch.arange(40, device=DEVICE)
-    parts, part_lse = torch.randn(3, 40, 4, 128, device=DEVICE), torch.randn(3, 4, 40, device=DEVICE)  # fmt: skip
-
-    def step():
-        write_kv(k, v, k_pages, v_pages, slots, impl="triton")
-        merge_partials(parts, part_lse, impl="triton")
-
-    step()
-    with without_waiting():
-        step()
-    assert k_pages.flatten(0, 1)[:40].equal(k) and v_pages.flatten(0, 1)[:40].equal(v)
 
 
 def test_two_streams_do_not_disturb_each_other(cuda):

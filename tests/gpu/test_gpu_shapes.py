@@ -1,5 +1,5 @@
-"""Named shapes at real sizes against float64, and runs repeated: a race shows as another result. The case tables of tests/kernels run on a
-device as well (`bench.gpu.parts`)."""
+"""Named shapes at real sizes against float64, and runs repeated: a race shows as another result. The
+case tables of tests/kernels run on a device as well (`bench.gpu.parts`)."""
 
 import dataclasses
 

@@ -1,4 +1,5 @@
-"""``index_topk`` against the float64 oracle, both implementations, on batches full of poison and of equal scores."""
+"""``index_topk`` against the float64 oracle, both implementations, on batches full of poison and of
+equal scores."""
 
 import dataclasses
 from itertools import pairwise
@@ -12,15 +13,14 @@ from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.common import bits
 from quire.kernels.common.arch import named
-from quire.kernels.indexer import kernel as indexer_triton
-from quire.kernels.indexer.kernel import make_plan
+from quire.kernels.indexer import kernel as indexer_kernel
 from tests.kernels.oracles import indexer as reference_indexer
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels.indexer_cases import IndexCase, exact_scores, make_index_batch
 
 BF16, FP16 = torch.bfloat16, torch.float16
-IMPLS = ("triton", "torch")
-# Raw tokens at which 0, 1, topk - 1, topk and topk + 1 entries have just been closed, and one token earlier.
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+# Raw tokens that have just closed 0, 1, topk - 1, topk and topk + 1 entries, and one token fewer.
 AROUND_TOPK = [3, 4, 7, 28, 31, 32, 35, 36]
 
 CASES = [
@@ -61,34 +61,29 @@ NORMAL = [
 ]
 
 
-def select(batch, impl="triton", **more):
-    return index_topk(**batch, impl=impl, **more)
-
-
 def assert_selected(got, want):
     for have, expected in zip(got, want, strict=True):
         assert have.dtype == torch.int32
         assert have.cpu().equal(expected)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@IMPLS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_exact_scores_give_exactly_the_oracle_s_selection(case, impl):
     batch = make_index_batch(case)
     want = reference_indexer.select(exact_scores(batch), case.topk)
-    assert_selected(select(batch, impl), want)
+    assert_selected(index_topk(**batch, impl=impl), want)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@IMPLS
 @pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
 def test_rounding_can_only_swap_what_is_as_good(case, impl):
-    case = dataclasses.replace(case, values="normal")
-    batch = make_index_batch(case)
-    assert_as_good(select(batch, impl), batch)
+    batch = make_index_batch(dataclasses.replace(case, values="normal"))
+    assert_as_good(index_topk(**batch, impl=impl), batch)
 
 
 def assert_as_good(got, batch):
-    """Selections that a right program may have: where others are in their place, rounding can have swapped them."""
+    """Require selections that differ from the best only where rounding can have swapped scores."""
     (out, lens), topk = got, batch["topk"]
     with bounding():
         scores = exact_scores(batch)
@@ -107,30 +102,19 @@ def assert_as_good(got, batch):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("values", ["normal", "integers", "zeros"])
 def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
-    """A decode step and a chunk of a prompt, whose tiles hold other tokens and borders of sequences: selections, and scores to the bit.
+    """A decode step and a chunk of a prompt, whose tiles hold borders of sequences.
 
-    Scores of integers are exact, and many are equal. Those of other numbers are rounded by NumPy here, in an order that depends on the size
-    of its product; that a device rounds both alike is in ``tests/gpu/test_gpu_bits.py``.
+    The interpreter's products round by their size; ``tests/gpu/test_gpu_bits.py`` compares scores.
     """
-    case = IndexCase("", [203, 120], [5, 2], dtype=dtype, values=values, rows=64)
-    batch = make_index_batch(case)
-    sizes = {name: batch[name] for name in ("topk", "compress_ratio", "max_seq_len")}
-    divided = make_plan(7, **sizes)
-    workspace = torch.full((7 * divided.query_numel,), NAN, device=DEVICE)
-    together = select(batch, workspace=workspace)
-    scores = workspace[: 7 * divided.row_numel].view(torch.int32).view(7, -1).clone()
+    batch = make_index_batch(IndexCase("", [203, 120], [5, 2], dtype=dtype, values=values, rows=64))
+    together = index_topk(**batch, impl="triton")
     alone = batch | {name: batch[name][:1] for name in ("block_table", "seq_lens")}
     alone |= {"cu_seqlens_q": batch["cu_seqlens_q"][:2].clamp(max=1), "max_seqlen_q": 1}
     for token in (0, 2, 4):
         alone |= {name: batch[name][token : token + 1] for name in ("q", "weights")}
         alone["seq_lens"] = batch["seq_lens"][:1] - 4 + token
-        got = select(alone, workspace=workspace)
+        got = index_topk(**alone, impl="triton")
         assert_selected(got, [x[token : token + 1].cpu() for x in together])
-        if values != "normal":
-            visible = (203 - 4 + token) // case.compress_ratio
-            row = workspace[:visible].view(torch.int32)
-            assert row.equal(scores[token, :visible])
-            assert len(row.unique()) < visible
 
 
 @pytest.mark.parametrize(
@@ -138,30 +122,30 @@ def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
     [("integers", 8), ("integers", 2048), ("zeros", 8), ("negative", 8), ("normal", 2048)],
 )
 def test_blocks_change_nothing(values, lanes, monkeypatch):
-    """Blocks of 16 scores in two turns or in one, and top-k 8: rows of one block, of one and a bit, and of seven."""
-    monkeypatch.setattr(indexer_triton, "LANES", lanes)
-    monkeypatch.setattr(indexer_triton, "BLOCK", 16)
+    """Blocks of 16 scores in two turns or in one, and top-k 8: rows of one, two and seven blocks."""
+    monkeypatch.setattr(indexer_kernel, "LANES", lanes)
+    monkeypatch.setattr(indexer_kernel, "BLOCK", 16)
     batch = make_index_batch(IndexCase("", [400, 64, 68], [1, 1, 1], values=values))
-    assert make_plan(1, topk=8, compress_ratio=4, max_seq_len=400).num_blocks == 7
+    got = index_topk(**batch, impl="triton")
     if values == "normal":
-        assert_as_good(select(batch), batch)
+        assert_as_good(got, batch)
     else:
-        assert_selected(select(batch), reference_indexer.select(exact_scores(batch), 8))
+        assert_selected(got, reference_indexer.select(exact_scores(batch), 8))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("block", [16, indexer_triton.BLOCK])
+@IMPLS
+@pytest.mark.parametrize("block", [16, indexer_kernel.BLOCK])
 def test_scores_that_are_no_numbers(block, impl, monkeypatch):
-    """NaN is the largest and -inf the least there is, but more than no score; among equals the lowest ids are taken."""
-    monkeypatch.setattr(indexer_triton, "BLOCK", block)
-    monkeypatch.setattr(indexer_triton, "LANES", 8)
+    """NaN is the largest and -inf the least there is, but more than no score."""
+    monkeypatch.setattr(indexer_kernel, "BLOCK", block)
+    monkeypatch.setattr(indexer_kernel, "LANES", 8)
     batch = make_index_batch(IndexCase("", [400, 72, 90], [1, 1, 1]), seed=1)
     batch["weights"][:] = torch.tensor([1.0, 0, 0, 0])
     nan = [(row == 0).nonzero().flatten().tolist() for row in exact_scores(batch)]
     assert len(nan[0]) > 8 > len(nan[1])
     batch["weights"][:, 0] = -torch.inf
-    out, lens = select(batch, impl)
+    out, lens = index_topk(**batch, impl=impl)
     assert lens.tolist() == [8] * 3
     for row, first, num_entries in zip(out.tolist(), nan, [100, 18, 22], strict=True):
         others = [w for w in range(num_entries) if w not in first]
@@ -172,65 +156,41 @@ def test_scores_that_are_no_numbers(block, impl, monkeypatch):
 def test_chunks_change_nothing_and_stay_within_the_workspace(queries):
     batch = make_index_batch(IndexCase("", [120, 90], [3, 2]))
     want = reference_indexer.select(exact_scores(batch), 8)
-    sizes = {"topk": 8, "compress_ratio": 4, "max_seq_len": 120}
-    numel = queries * index_topk_workspace_numel(num_tokens=1, **sizes)
-    guarded = torch.full((numel + 50,), NAN, device=DEVICE)
-    assert_selected(select(batch, workspace=guarded[:numel]), want)
-    assert guarded[numel:].isnan().all() and not guarded[:numel].isnan().all()
+    one = index_topk_workspace_numel(num_tokens=1, topk=8, max_seq_len=120)
+    assert one == 64
+    guarded = torch.full((queries * one + 50,), NAN, device=DEVICE)
+    workspace = guarded[: queries * one]
+    assert_selected(index_topk(**batch, workspace=workspace, impl="triton"), want)
+    assert guarded[queries * one :].isnan().all() and not workspace.isnan().all()
 
 
-def test_a_workspace_without_room_for_a_query_is_refused():
-    batch = make_index_batch(IndexCase("", [120], [2]))
-    message = r"^workspace: expected float32 \[>= 64\], got float32 \[63\]"
-    with pytest.raises(ValueError, match=message):
-        select(batch, workspace=torch.zeros(63, device=DEVICE))
-    assert index_topk_workspace_numel(num_tokens=1, topk=8, max_seq_len=120) == 64
-
-
-@pytest.mark.parametrize("impl", IMPLS)
+@IMPLS
 def test_given_memory_is_filled_and_nothing_else(impl):
+    """Rows behind the last sequence, as a captured graph has them, select nothing."""
     batch = make_index_batch(IndexCase("", [120, 9, 0], [2, 1, 1]))
-    want = select(batch, impl)
-    wide = torch.full((4, 11), -7, dtype=torch.int32, device=DEVICE)
-    lens = torch.full((4,), -7, dtype=torch.int32, device=DEVICE)
-    out, counts = select(batch, impl, out=wide[:, 1:9], lens=lens)
+    want = index_topk(**batch, impl=impl)
+    for name in ("q", "weights"):
+        batch[name] = torch.cat([batch[name], torch.full_like(batch[name], NAN)])
+    batch["max_seqlen_q"] = 3
+    wide = torch.full((8, 11), -7, dtype=torch.int32, device=DEVICE)
+    lens = torch.full((8,), -7, dtype=torch.int32, device=DEVICE)
+    out, counts = index_topk(**batch, impl=impl, out=wide[:, 1:9], lens=lens)
     assert out.data_ptr() == wide[:, 1:9].data_ptr() and counts is lens
-    assert out.equal(want[0]) and lens.equal(want[1])
+    assert out[:4].equal(want[0]) and lens[:4].equal(want[1])
+    assert (out[4:] == -1).all() and not lens[4:].any()
     assert (wide[:, [0, 9, 10]] == -7).all()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_rows_behind_the_last_sequence_pick_nothing(impl):
-    """A captured graph has more rows than tokens; their contents are whatever they were."""
-    batch = make_index_batch(IndexCase("", [120, 90], [1, 1]))
-    want = select(batch, impl)
-    batch["q"] = torch.cat([batch["q"], torch.full_like(batch["q"], NAN)])
-    batch["weights"] = torch.cat([batch["weights"], torch.full_like(batch["weights"], NAN)])
-    batch["max_seqlen_q"] = 2
-    # Behind their ends, a sequence whose keys would be seen.
-    batch["seq_lens"] = torch.cat([batch["seq_lens"], batch["seq_lens"]])[:2]
-    batch["cu_seqlens_q"] = torch.cat([batch["cu_seqlens_q"], batch["cu_seqlens_q"]])[:3]
-    out, lens = select(batch, impl)
-    assert out[:2].equal(want[0]) and lens[:2].equal(want[1])
-    assert (out[2:] == -1).all() and not lens[2:].any()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_no_tokens_and_no_sequences(impl):
-    batch = make_index_batch(IndexCase("", [120], [1]))
     none = batch | {name: batch[name][:0] for name in ("q", "weights", "block_table", "seq_lens")}
-    none["cu_seqlens_q"] = batch["cu_seqlens_q"][:1]
-    out, lens = select(none, impl)
+    out, lens = index_topk(**none | {"cu_seqlens_q": batch["cu_seqlens_q"][:1]}, impl=impl)
     assert out.shape == (0, 8) and lens.shape == (0,)
 
 
 @pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
 def test_a_million_tokens(seq_len, monkeypatch):
-    """Up to 262,144 entries through a table of 4,096 pages, almost all of them the same one, whose keys score 0."""
+    """262,144 entries in a table of 4,096 pages, almost all one page, whose keys score 0."""
     interpreted = DEVICE == "cpu"
     if interpreted:
         # Tiles that no device has room for: the interpreter takes its time for each.
-        monkeypatch.setattr(indexer_triton, "FP32_TILE", (8192, 64, 8))
+        monkeypatch.setattr(indexer_kernel, "FP32_TILE", (8192, 64, 8))
     rows, topk = 64, 512
     data = torch.full((6, rows, 16), NAN, device=DEVICE)
     data[1] = 0
@@ -253,8 +213,8 @@ def test_a_million_tokens(seq_len, monkeypatch):
         "max_seq_len": 2**20,
     }
     assert len(best) == (189 if seq_len == 2**20 else 188)
-    for impl in ("torch",) if interpreted and seq_len == 2**20 else IMPLS:
-        out, lens = select(batch, impl)
+    for impl in ("torch",) if interpreted and seq_len == 2**20 else ("triton", "torch"):
+        out, lens = index_topk(**batch, impl=impl)
         assert out[0].tolist() == [*range(topk - len(best)), *best] and lens.tolist() == [topk]
 
 
@@ -276,9 +236,9 @@ def _ordered_kernel(scores, out):
 
 
 def test_ordered_bits():
-    """Integers in the order of the scores, all above the 0 that stands for no score; both zeros are equal."""
-    tiny, huge = 2.0**-149, 3e38
-    scores = [-torch.inf, -huge, -2.5, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, huge, torch.inf]  # fmt: skip
+    """Integers in the order of the scores, all above 0; both zeros are equal."""
+    tiny, huge, inf = 2.0**-149, 3e38, torch.inf
+    scores = [-inf, -huge, -2.5, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, huge, inf]  # fmt: skip
     out = torch.zeros(16, dtype=torch.int32, device=DEVICE)
     _ordered_kernel[(1,)](torch.tensor(scores, device=DEVICE), out)
     values = [value % 2**32 for value in out.tolist()]
@@ -289,11 +249,10 @@ def test_ordered_bits():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("power", [-126, 0, 118])
 def test_any_bf16_query_meets_quantised_keys(power, arch, monkeypatch):
-    """Every second head is out of the range of fp16, and weights bring all heads to one scale again."""
-    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (named(arch), 2))
-    case = IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16)
-    batch = make_index_batch(case)
-    want = reference_indexer.select(exact_scores(batch), case.topk)
+    """Every second head is out of the range of fp16; its weight brings it to the scale of others."""
+    monkeypatch.setattr(indexer_kernel, "arch_and_sms", lambda tensor: (named(arch), 2))
+    batch = make_index_batch(IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16))
+    want = reference_indexer.select(exact_scores(batch), batch["topk"])
     batch["q"][:, ::2] *= 2.0**power
     batch["weights"][:, ::2] *= 2.0**-power
-    assert_selected(select(batch), want)
+    assert_selected(index_topk(**batch, impl="triton"), want)

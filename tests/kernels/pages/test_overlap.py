@@ -1,4 +1,5 @@
-"""copy_overlap, both implementations, against the oracle: every element, and what must stay untouched."""
+"""copy_overlap, both implementations, against the oracle: every element, and what must stay
+untouched."""
 
 import pytest
 import torch
@@ -7,10 +8,10 @@ from quire.kernels import copy_overlap
 from tests.kernels.oracles import overlap as reference
 from tests.support.helpers import DEVICE, NAN
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 CASES = {  # sequences, blocks that each may save, ratio, width, ring
     "small": (2, 1, 4, 16, 8),
     "width-of-no-power-of-two": (3, 2, 4, 24, 9),
+    "several-programs-a-row": (2, 1, 2, 600, 4),
     "another-ratio": (2, 3, 2, 16, 4),
     "one-sequence": (1, 1, 4, 16, 8),
     "nothing": (0, 0, 4, 16, 8),
@@ -18,62 +19,45 @@ CASES = {  # sequences, blocks that each may save, ratio, width, ring
 
 
 def make_call(name):
-    """Arguments; all tensors are parts of wider ones. Of the sequences every other loads, of the blocks every other is saved."""
+    """Arguments; all tensors are parts of wider ones. Every other sequence loads, and every other
+    block is saved; what belongs to the rest, and series b, is poison."""
     num_seqs, blocks, ratio, width, ring = CASES[name]
     generator = torch.Generator().manual_seed(2)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator).to(DEVICE)
 
-    num_tokens, saved = 7, num_seqs * blocks * ratio
-    both = normal(num_tokens, 4 * width + 3)
+    num_tokens, num_pages = 7, num_seqs * (1 + blocks) + 1
+    both, ape = normal(num_tokens, 4 * width + 3), normal(ratio, 2 * width)
+    for series_b in (both[:, width : 2 * width], both[:, 3 * width :], ape[:, width:]):
+        series_b[:] = NAN
+    page = torch.randperm(num_pages - 1, generator=generator) + 1
+    from_pages, to_pages = page.split([num_seqs, num_seqs * blocks])
     index = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs]
-    index[1::2] = -1
-    page = torch.randperm(num_seqs * (1 + blocks), generator=generator) + 1
-    to_pages = page[num_seqs:].clone()
-    to_pages[1::2] = 0
-    rows = torch.stack([torch.randperm(ring, generator=generator)[:ratio] for _ in range(num_seqs)] or [torch.zeros(0, ratio).long()])  # fmt: skip
-    return {
+    rows = torch.rand(num_seqs, ring, generator=generator).argsort(1)[:, :ratio]
+    tokens = torch.randint(num_tokens, (num_seqs * blocks, ratio), generator=generator)
+    from_pages[1::2], index[1::2], rows[1::2] = 2**40, -1, 2**40
+    to_pages[1::2], tokens[1::2] = 0, 2**40
+    call = {
         "kv": both[:, : 2 * width],
         "gate": both[:, 2 * width : 4 * width],
-        "ape": normal(ratio, 2 * width),
+        "ape": ape,
         "state": normal(num_seqs + 3, ring, 2, 2 * width + 4)[..., : 2 * width],
-        "pages": normal(num_seqs * (1 + blocks) + 1, ratio, 2, width + 8)[..., 8:],
-        "from_pages": page[:num_seqs].to(DEVICE),
-        "state_index": index.to(DEVICE),
-        "state_rows": rows.view(num_seqs, ratio).to(DEVICE),
-        "tokens": torch.randint(num_tokens, (saved,), generator=generator).to(DEVICE),
-        "to_pages": to_pages.repeat_interleave(ratio).to(DEVICE),
+        "pages": normal(num_pages, ratio, 2, width + 8)[..., 8:],
+        "from_pages": from_pages,
+        "state_index": index,
+        "state_rows": rows,
+        "tokens": tokens.flatten(),
+        "to_pages": to_pages.repeat_interleave(ratio),
     }
+    return {name: tensor.to(DEVICE) for name, tensor in call.items()}
 
 
-@IMPLS
+@pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("name", CASES)
 def test_copy_overlap(impl, name):
     call = make_call(name)
-    expected = {k: call[k].clone() for k in ("state", "pages")}
+    expected = {name: call[name].clone() for name in ("state", "pages")}
     reference.copy_overlap(**call | expected)
     copy_overlap(**call, impl=impl)
     assert call["state"].equal(expected["state"]) and call["pages"].equal(expected["pages"])
-
-
-@IMPLS
-def test_padding_rows(impl):
-    """A padding row reads and writes nothing, whatever its other arguments say."""
-    call = make_call("small")
-    call["state_index"][:], call["to_pages"][:] = -1, 0
-    call["from_pages"][:], call["state_rows"][:], call["tokens"][:] = 2**40, 2**40, 2**40
-    before = call["state"].clone(), call["pages"].clone()
-    copy_overlap(**call, impl=impl)
-    assert call["state"].equal(before[0]) and call["pages"].equal(before[1])
-
-
-@IMPLS
-def test_nan_stays_where_it_is(impl):
-    """Series b, and rows of the step that are not saved, reach neither a page nor the state."""
-    call = make_call("small")
-    width = call["pages"].shape[-1]
-    for name in ("kv", "gate", "ape"):
-        call[name][:, width:] = NAN
-    copy_overlap(**call, impl=impl)
-    assert call["state"].isfinite().all() and call["pages"][1:].isfinite().all()
