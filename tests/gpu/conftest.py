@@ -43,7 +43,7 @@ def assert_neither_waits_nor_allocates(step):
 
 
 def captured(step):
-    """A CUDA graph of a step, which has run once before; without a device what calls the step again."""
+    """A CUDA graph of a step that has run once; without a device its replay calls the step."""
     step()
     if DRY_RUN:
         return SimpleNamespace(replay=step)

@@ -1,4 +1,4 @@
-"""Results that a device must give bit for bit: quantized rows, scores in tiles of any size, products in fp32."""
+"""Results that a device must give bit for bit."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 def midpoints():
-    """Codes, what lies halfway between neighbours, and a step of fp32 to either side: [n] fp32; n is a multiple of 16."""
+    """Codes, the middles of neighbours, and a step of fp32 to either side: [n], a multiple of 16."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = torch.cat([-values.flip(0), values])
     middle, inf = (values[1:] + values[:-1]) / 2, torch.tensor(torch.inf)
@@ -30,7 +30,7 @@ def midpoints():
 
 @pytest.mark.parametrize("scale", [None, 1.0, 0.37])
 def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
-    """The device's division and rounding against torch's on a CPU, ties and subnormals among the values."""
+    """The device's division and rounding against torch's on a CPU, with ties and subnormals."""
     x = midpoints().view(-1, 1, 16) * (1.0 if scale is None else scale)
     if scale is None:
         more = torch.randn(20 if DRY_RUN else 500, 1, 16, device=DEVICE)
@@ -40,8 +40,9 @@ def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
     codes, scales = e4m3.quantize(x.cpu(), scale)
     case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
     pages, row_scales = blank(case, -(-len(x) // 16))
-    given = dict(zip(("k_scale", "v_scale"), row_scales if scale is None else (scale,) * 2, strict=True))  # fmt: skip
-    write_kv(x, x, *pages, torch.arange(len(x), device=DEVICE), **given, impl="triton")
+    k_scale, v_scale = row_scales if scale is None else (scale, scale)
+    slots = torch.arange(len(x), device=DEVICE)
+    write_kv(x, x, *pages, slots, k_scale=k_scale, v_scale=v_scale, impl="triton")
     for page, row_scale in zip(pages, row_scales, strict=True):
         written = page.view(torch.uint8).flatten(0, 1)[: len(x)]
         assert written.cpu().equal(codes.view(torch.uint8))
@@ -76,10 +77,10 @@ def test_quantized_latents_of_any_bits(block_size):
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_a_score_has_the_same_bits_in_decode_and_in_any_prefill_tile(fp8, cuda):
-    """On a device only: the interpreter multiplies matrices with NumPy, whose sums depend on their shapes."""
+    """On a device only: sums of the interpreter's products depend on their shapes."""
     length = 2001
-    case = IndexCase("", [length], [5], topk=64, num_heads=64, index_dim=128, rows=64, dtype=torch.bfloat16, fp8=fp8, values="normal")  # fmt: skip
-    together = make_index_batch(case)
+    sizes = {"topk": 64, "num_heads": 64, "index_dim": 128, "rows": 64, "dtype": torch.bfloat16}
+    together = make_index_batch(IndexCase("", [length], [5], **sizes, fp8=fp8, values="normal"))
     divided = make_plan(5, topk=64, compress_ratio=4, max_seq_len=length)
     workspace = torch.full((5 * divided.query_numel,), NAN, device=DEVICE)
     selected = index_topk(**together, workspace=workspace)
@@ -96,7 +97,7 @@ def test_a_score_has_the_same_bits_in_decode_and_in_any_prefill_tile(fp8, cuda):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_two_bytes_have_results_of_four(dtype):
-    """``mm(out_dtype=)`` on a device: off by the additions in fp32 alone, as products of two such numbers are exact in fp32."""
+    """``mm(out_dtype=)`` is off by the additions in fp32 alone: its products are exact in fp32."""
     rows, width = (3, 64) if DRY_RUN else (33, 4096)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, width, generator=generator).to(dtype) for n in (rows, 64))

@@ -50,18 +50,20 @@ def seq_lens(q_lens):
 
 
 def attention(q_lens, **options):
-    case = AttentionCase("", seq_lens(q_lens), q_lens, num_heads=8, head_dim=64, dtype=BF16, in_step=False, **options)  # fmt: skip
-    return make_batch(case)
+    sizes = {"num_heads": 8, "head_dim": 64, "dtype": BF16, "in_step": False}
+    return make_batch(AttentionCase("", seq_lens(q_lens), q_lens, **sizes, **options))
 
 
 def latent(q_lens, **options):
-    case = compressed_cases.Case("", seq_lens(q_lens), q_lens, num_heads=16, head_dim=64, rope_dim=16, dtype=BF16, in_step=False, ring=False, **options)  # fmt: skip
+    sizes = {"num_heads": 16, "head_dim": 64, "rope_dim": 16, "dtype": BF16}
+    options |= {"in_step": False, "ring": False}
+    case = compressed_cases.Case("", seq_lens(q_lens), q_lens, **sizes, **options)
     return compressed_cases.make_batch(case)
 
 
 def mla(q_lens):
-    case = mla_cases.MlaCase("", seq_lens(q_lens), q_lens, num_heads=16, head_dim_v=64, in_step=False, dtype=BF16)  # fmt: skip
-    return mla_cases.make_mla_batch(case)
+    sizes = {"num_heads": 16, "head_dim_v": 64, "in_step": False, "dtype": BF16}
+    return mla_cases.make_mla_batch(mla_cases.MlaCase("", seq_lens(q_lens), q_lens, **sizes))
 
 
 def index(q_lens):
@@ -164,7 +166,7 @@ def test_calls_neither_synchronise_nor_allocate(name, q_lens):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_captured_decode_serves_other_values(name):
-    """Replayed for other lengths, tables and numbers, a graph gives what a call of its own gives."""
+    """Replayed for other lengths, tables and numbers, a graph gives what a new call gives."""
     function, call = make(name, DECODE)
     graph = captured(lambda: function(**call, impl="triton"))
     for lengths in ([LONGEST] * 4, [1, 3, 4, 33], [0, LONGEST, 16, 17]):

@@ -36,7 +36,7 @@ def make_call(filters, vocab_size, scale=3.0):
 @pytest.mark.parametrize("vocab_size", [300] if DRY_RUN else [128_256, 262_144, 151_937])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_real_vocabularies(filters, vocab_size):
-    """Kept are the tokens that torch keeps, but those within rounding of a border; u stands for the token, and so each time."""
+    """The tokens that torch keeps, but those within rounding of a border, and the same each time."""
     call = make_call(filters, vocab_size)
     expected = torch.full_like(call["logits"], NAN)
     greedy = sample_tokens(**call, probs=expected, impl="torch")

@@ -27,7 +27,7 @@ REPEATS = 1 if DRY_RUN else 20
 
 
 def named_cases():
-    """Every named shape in every phase, and shares and plain pages of latent ones; lengths that fill no page and no tile."""
+    """Every named shape in every phase, with lengths that fill no page and no tile."""
     if DRY_RUN:
         chosen = {"tiny/local": "decode", "tiny/local/fp8": "mixed"}
         tiny = [Case(TINY_SHAPES[name], phase, 2, 20) for name, phase in chosen.items()]
@@ -94,7 +94,7 @@ def test_named_shapes_in_other_dtypes(dtype):
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
 def test_calls_share_their_output_and_differ_by_copy(in_step):
-    """A benchmark that rotates its copies relies on this: each call reads its own copy, and fills one output."""
+    """Each call reads its own copy and fills one output: a benchmark rotates them."""
     case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20)
     problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
     first, second = quire_calls(problem, in_step=in_step)

@@ -1,5 +1,7 @@
 """Oracle of ``collapse_streams`` and ``expand_streams``: one token and one matrix entry at a time.
 
+Tensors are those of one token, in the dtype of the arithmetic: streams [n, hidden_size].
+
 Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
 """
 
@@ -11,15 +13,7 @@ import torch
 
 
 def mixes(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
-    """The projection of a token's streams.
-
-    Args:
-        streams: [n, hidden_size] of one token, in the dtype of the arithmetic.
-        fn, norm_eps: as in ``quire.kernels.collapse_streams``.
-
-    Returns:
-        [rows of fn].
-    """
+    """The projection [rows of fn] of a token's streams."""
     flat = streams.flatten()
     flat = flat / torch.sqrt((flat * flat).mean() + norm_eps)
     return fn.to(flat.dtype) @ flat
@@ -28,8 +22,7 @@ def mixes(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Ten
 def weights(
     mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, num_streams: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(pre [n], post [n], rows' softmax [n, n]) of one token's `mixes`; post and the softmax are
-    empty where there are n mixes.
+    """(pre [n], post [n], rows' softmax [n, n]); post and the softmax are empty of n mixes.
 
     sigmoid(x) is the first weight of a softmax over (x, 0).
     """
@@ -48,8 +41,8 @@ def weights(
 
 
 def sinkhorn(softmax: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
-    """[n, n] of one token: eps added, then columns, and (rows, columns) iterations - 1 times,
-    divided by their sums + eps."""
+    """[n, n]: eps added, then columns, and (rows, columns) iterations - 1 times, divided by their
+    sums + eps."""
     n = len(softmax)
     matrix = [[float(softmax[i, j]) + eps for j in range(n)] for i in range(n)]
     for turn in range(2 * iterations - 1):
@@ -68,16 +61,8 @@ def collapsed(
     norm_eps: float,
     rounded: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """``out`` [hidden_size] of one token.
-
-    Args:
-        streams: [n, hidden_size] in the dtype of the arithmetic.
-        pre: [n].
-        norm_weight, norm_eps: as in ``quire.kernels.collapse_streams``.
-        rounded: what is left of the sum before it is normed.
-    """
-    out = pre[:, None] * streams
-    out = out.sum(0)
+    """``out`` [hidden_size]; rounded: what is left of the sum before it is normed."""
+    out = (pre[:, None] * streams).sum(0)
     if norm_weight is None:
         return out
     out = rounded(out)
@@ -87,12 +72,7 @@ def collapsed(
 def written(
     y: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """The result of one token's sub-block [hidden_size].
-
-    Args:
-        y: [hidden_size] in the dtype of the arithmetic.
-        rows, weights: [k, hidden_size] and [k]; None = y is all.
-    """
+    """The result of the sub-block [hidden_size]; rows [k, hidden_size], weights [k]: added to y."""
     if rows is None or weights is None:
         return y
     return torch.stack([y, *(weights[i] * rows[i] for i in range(len(rows)))]).sum(0)
@@ -101,13 +81,7 @@ def written(
 def expanded(
     streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two terms [n, hidden_size] whose sum is ``expand_streams`` of one token.
-
-    Args:
-        streams: [n, hidden_size] in the dtype of the arithmetic.
-        y: [hidden_size].
-        post, comb: [n] and [n, n], rounded already.
-    """
+    """The two terms [n, hidden_size] whose sum is ``expand_streams``."""
     n = streams.shape[0]
     written = torch.stack([post[k] * y for k in range(n)])
     mixed = torch.stack([(comb[:, k, None] * streams).sum(0) for k in range(n)])
