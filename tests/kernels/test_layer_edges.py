@@ -16,6 +16,7 @@ from quire.kernels import (
     route_tokens,
     sample_tokens,
 )
+from tests.support.helpers import DEVICE
 from tests.support.kernels.edges import (
     IMPLS,
     RIGHT,
@@ -58,6 +59,11 @@ def tensors(arguments, first, optional=(), any_stride=(), written=()):
 def unsupported(name, value, blamed=None):
     """A row of what Triton does not support."""
     return Row(name, value, NotImplementedError, blamed, ("triton",))
+
+
+def values(name, *changes):
+    """Rows of values in memory, which are looked at on a CPU alone."""
+    return [Row(name, change, impls=IMPLS if DEVICE == "cpu" else ()) for change in changes]
 
 
 def numbers(name):
@@ -160,6 +166,7 @@ EXPERTS = [
     *refused("x", lambda a: zeros(5, 0), blamed="x: hidden_size"),
     *refused("ids", lambda a: ids(4, 2)),
     *refused("ids", lambda a: ids(5, 0), blamed="ids: k"),
+    *values("ids", lambda a: a["ids"] + 4, lambda a: a["ids"] - 1),
     *refused("gate_up", lambda a: zeros(4, 2, 24, 39)),
     *refused("gate_up", lambda a: zeros(0, 2, 24, 40), blamed="gate_up: num_experts"),
     *refused("gate_up", lambda a: zeros(4, 2, 0, 40), blamed="gate_up: width"),
@@ -255,6 +262,8 @@ ROUTE_BY_TABLE = [
     *refused("bias", lambda a: zeros(8)),
     *refused("table", lambda a: a["table"][:, :1]),
     *refused("token_ids", lambda a: a["token_ids"][:2]),
+    *values("token_ids", lambda a: a["token_ids"] + 9, lambda a: a["token_ids"] - 1),
+    *values("table", lambda a: a["table"] + 8, lambda a: a["table"] - 1),
 ]
 ROUTE_BY_SOFTMAX = [
     *tensors(route_by_softmax(), "logits", ("logits_bias", "expert_scale")),
@@ -292,6 +301,11 @@ OVERLAP = [
     *refused("state_index", lambda a: a["state_index"][:1]),
     *refused("tokens", lambda a: a["tokens"][:3]),
     *refused("to_pages", lambda a: a["to_pages"][:3]),
+    *values("from_pages", lambda a: a["from_pages"] + 6, lambda a: a["from_pages"] - 1),
+    *values("state_index", lambda a: a["state_index"] + 3, lambda a: a["state_index"] - 2),
+    *values("state_rows", lambda a: a["state_rows"] + 8, lambda a: a["state_rows"] - 1),
+    *values("to_pages", lambda a: a["to_pages"] + 6, lambda a: a["to_pages"] - 1),
+    *values("tokens", lambda a: {"tokens": a["tokens"] + 5, "to_pages": a["to_pages"] + 1}),
 ]
 
 
@@ -308,6 +322,9 @@ SAMPLE = [
     unsupported("logits", lambda a: dict.fromkeys((*COLUMNS, "probs")) | {"logits": zeros(1, 2**20 + 1)}),
     *(row for name in COLUMNS for row in refused(name, lambda a: zeros(2))),
     *refused("probs", lambda a: dict.fromkeys(COLUMNS)),
+    *(row for name in COLUMNS for row in values(name, lambda a, name=name: a[name] - 2)),
+    *values("temperature", lambda a: a["temperature"] + float("nan")),
+    *(row for name in ("min_p", "u") for row in values(name, lambda a, name=name: a[name] + 2)),
 ]  # fmt: skip
 
 

@@ -58,7 +58,7 @@ CASES = {
     "all-to-one-in-chunks": Case(37, 6, 1, to_one=True, tile=SMALL, chunk=8),
     "all-to-two": Case(37, 6, 2, hidden=16, width=8, to_one=True, bias=True),
     "tiles-by-number": Case(20, 2, 2, hidden=16, width=8, bias=True),
-    "tiles-by-number-in-chunks": Case(20, 2, 2, hidden=16, width=8, bias=True, chunk=1),
+    "tiles-by-number-in-chunks": Case(20, 2, 2, hidden=16, width=8, bias=True, chunk=2),
     "tiles-by-row-in-chunks": Case(9, 9, 3, hidden=16, width=8, chunk=4),
     "rows-of-64": Case(70, 2, 1, hidden=16, width=8, tile=Tile(64, 32, 32, 4, 2)),
     "gelu-bf16": Case(options=GELU, dtype=BF16, hidden=136, bias=True),
