@@ -115,6 +115,11 @@ def test_named_files_targets_and_links_exist(name):
         assert (ROOT / name).parent.joinpath(target).exists(), target
 
 
+def test_files_that_the_makefile_names_exist():
+    files = re.findall(r"(?<= )tests/[\w/.]+", (ROOT / "Makefile").read_text())
+    assert len(files) > 10 and [file for file in files if not (ROOT / file).exists()] == []
+
+
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^\n`]|\\\n)*)")
 
 
