@@ -5,8 +5,8 @@ is a multiple of the alignment, in tokens; its *depth* is the same in segments. 
 what window and state groups keep so that a request can start at a boundary. A request lives through
 ``match -> admit -> (plan -> run the model -> commit)* -> release``.
 
-Tables change in `commit` only: a step's attention reads them as the last step left them, and a page
-that the step starts is in its slot mapping alone. 31 tokens in blocks of 16 in pages 2 and 1:
+A step's attention reads the tables as the last step left them: `plan` changes none, and a page that
+the step starts is in its slot mapping alone. 31 tokens in blocks of 16 in pages 2 and 1:
 
     token         seq_lens   table       keys in pages   slot of the new row
     31            32         [2, 1]      0 .. 30         31 = 1 * 16 + 15
@@ -14,10 +14,10 @@ that the step starts is in its slot mapping alone. 31 tokens in blocks of 16 in 
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
 An engine that schedules a step before it knows the tokens of the last one, or asks for one request
-at a time, makes the four calls behind `plan` and `commit`:
+at a time, makes four calls instead of `plan` and `commit`:
 
     reserve    pages leave the pool and wait beside the tables (`Reservations`)
-    arrays     what the kernels need; reads only
+    arrays     what the kernels need; the requests are in flight until they advance
     advance    pages enter the tables: rows count as computed, whatever the tokens are
     publish    the tokens are known: whole segments and their resume points become findable
 
@@ -71,7 +71,7 @@ from .tables.rows import Tables
 if TYPE_CHECKING:
     from .tier.tiers import Tiers
 
-SETTLED = -1  # in `KVCache._known`: all computed tokens are published
+SETTLED = -1  # in `KVCache._known`
 
 
 class KVCache:
@@ -82,8 +82,8 @@ class KVCache:
         num_pages: pages of the pool, page 0 (never owned) included.
         max_requests: requests admitted at once.
         max_model_len: longest sequence, tokens.
-        retention: boundaries inside a prompt that stay resumable: ``"auto"``, ``"latest"``,
-            ``"dense"`` or an interval in tokens (see `policies.retention`).
+        retention: further boundaries of prompt and answer that stay resumable: ``"auto"``,
+            ``"latest"``, ``"dense"`` or an interval in tokens (see `policies.retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
         max_draft_tokens: tokens of a step that may be rejected, or taken back by `rollback`; rows
@@ -98,10 +98,10 @@ class KVCache:
             attention reads them.
         adopt: a request that computes a segment cached meanwhile by another takes the cached pages
             and gives its own back. False: it keeps its own until it is released.
-        append_only: tables are lists that only grow (`tables.linear`), for engines whose workers
-            append what `reserve` returns, count requests back without a call, and let one request
-            hit what another computes in the same step. Needs ``reads="pages"`` and ``adopt=False``;
-            dense and window groups alone; no tables, plans, events, drafts or replays.
+        append_only: lists of pages that only grow (`pages_of`) replace `tables`, for engines whose
+            workers append what `reserve` returns, count requests back without a call, and let one
+            request hit what another computes in the same step. Needs ``reads="pages"`` and
+            ``adopt=False``; dense and window groups; no plans, deltas, events, drafts, replays.
         track_deltas: collect table changes for `take_deltas`.
         events: log of what is stored and removed, of this cache alone.
         debug: check each call: RuntimeError for two threads at once, ValueError for tokens that
@@ -206,13 +206,14 @@ class KVCache:
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Tokens of each slot's request that are published, if not all computed ones are.
+        # Published tokens of each slot's request. SETTLED: all computed ones, as after `commit`. A
+        # number: fewer, between `advance` and `publish`; or in an append-only cache any, always.
         self._known: Int64 = np.full(max_requests, SETTLED, dtype=np.int64)
         # No request was ever in a step of the four calls, or admitted with keys: `plan` need not
         # check for reserved pages and unpublished tokens.
         self._only_plans = True
-        # The most tokens that start at most one block a table, none dead after the step: `reserve`
-        # of so few needs no arrays.
+        # A step of at most so many tokens starts at most one block a table, which outlives it:
+        # `reserve` needs no arrays.
         sizes = [g.block_size for g in layout.groups if g.kind != "state"]
         self._few = min([self.max_draft_tokens + 1, layout.alignment, *sizes])
         take_ownership(policy, events)
@@ -978,8 +979,7 @@ class KVCache:
 
         Args:
             request_id: from `admit`.
-            discard: keep no resume point. Content that its commits made findable stays (see
-                `evict_pages`).
+            discard: keep no resume point. What was published stays findable (see `evict_pages`).
 
         Raises:
             ValueError: the request is in a step that has not advanced.

@@ -1,8 +1,8 @@
 """Cache groups of a model, from the shapes of its layers.
 
-One page id stands for ``num_tensors`` physical pages, one in each page tensor that the engine
-allocates. The j-th layer of every group has its rows in tensor j and sees it with its own shape, so
-layers with different heads, head sizes and block sizes share one pool::
+One page id stands for a page in each of the page tensors that the engine allocates. The j-th layer
+of every group has its rows in tensor j and sees it with its own shape, so layers with different
+heads, head sizes and block sizes share one pool::
 
               tensor 0      tensor 1
     group 0   layer 2       layer 5        full attention

@@ -13,7 +13,6 @@ from .arrays import Int32, Int64
 from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
-# Numpy computes with an array of no dimensions in half the time that it takes with an int.
 NULL: Int64 = np.array(NULL_BLOCK)
 # `PagePool.counts` of a page that one request reads and no resume point holds.
 UNSHARED: Int64 = np.array(1)
@@ -36,7 +35,7 @@ class PagePool:
         self.users: Int32
         self.holds: Int32
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
-        self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
+        self.users[NULL_BLOCK] = 1 << 30  # padding entries name it
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0
 

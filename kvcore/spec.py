@@ -34,7 +34,8 @@ class GroupSpec:
     Args:
         name: unique among the groups of a model; appears in errors and reports.
         kind: ``"dense"``, ``"window"`` or ``"state"``.
-        block_size: tokens that a block covers; in a state group, tokens between snapshots.
+        block_size: tokens that a block covers. A state group has its snapshots at multiples of the
+            alignment.
         page_bytes: bytes of one page, the same in all groups of a pool.
         sliding_window: W tokens including the query itself; window groups only.
         lookahead: rows at position t depend on the tokens up to t + lookahead, as a drafter's do. A
@@ -206,7 +207,7 @@ class Layout:
 
     def span(self, exact: bool) -> int:
         """Largest distance in segments of two resume points that hold all tails in between. `exact`:
-        count only rows that a point's own boundary sees, as after a replay others may be wrong."""
+        after a replay, only the last ``sliding_window - 1`` rows of a tail are sure to be right."""
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
             return 0

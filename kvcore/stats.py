@@ -81,7 +81,7 @@ def describe(cache: KVCache) -> str:
     retention = f"every {cache.interval} tokens" if cache.interval else "none besides"
     lines = [
         f"{cache.num_pages} pages of {mib:.3g} MiB "
-        f"({cache.num_pages * mib / 1024:.3g} GiB a layer slot), "
+        f"({cache.num_pages * mib / 1024:.3g} GiB a page tensor), "
         f"{cache.max_requests} requests of up to {cache.max_model_len} tokens",
         f"hits are multiples of {a} tokens; smallest cacheable prefix {a} tokens "
         f"(a prompt of at least {a + 1}), keys: SHA-256, one per {a} tokens",
@@ -90,7 +90,7 @@ def describe(cache: KVCache) -> str:
         lines.append("prefix caching is off")
     elif cache.hybrid:
         lines.append(
-            f"resume points: both replay boundaries of a prompt, junctions, the end of a request; "
+            f"resume points: the resend boundaries of a prompt, junctions, the end of a request; "
             f"retention {cache.retention!r}: {retention}; "
             f"{layout.pages_per_point} pages each ({layout.pages_per_point * mib:.3g} MiB)"
         )
@@ -104,7 +104,7 @@ def describe(cache: KVCache) -> str:
         if g.kind == "dense":
             lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{ahead}")
         elif g.kind == "state":
-            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}")
+            lines.append(f"  {g.name}: state, snapshots at multiples of {a}")
         else:
             lines.append(
                 f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block, "

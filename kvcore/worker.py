@@ -77,8 +77,8 @@ class WorkerTables:
         self._changed: list[Int64] = []
 
     def update(self, step: StepArrays) -> None:
-        """Bring the tables up to date before `step` runs; each step once, in order. ValueError if
-        it is of a cache with other tables.
+        """Bring the tables up to date before `step` runs; each step once, in order. ValueError for
+        an index past the tables.
         """
         indices = step.table_indices
         if len(indices) and int(indices.max()) >= self.tables.size:

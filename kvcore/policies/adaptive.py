@@ -11,8 +11,7 @@ from itertools import islice
 from .base import Entry, in_order
 from .returns import GONE, Record, Returns
 
-# New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that
-# those that wait become fewer.
+# New entries filed at each prompt (about 0.3 ms), and at each eviction (two: the backlog shrinks).
 LOOKS, LOOKS_AGAIN = 64, 2
 Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
 Queue = tuple[int, str, bool]  # log2 of segments saved per page, kind, `Record.continues`
@@ -208,7 +207,7 @@ class Adaptive:
         if (record is None or not record.kind) and key not in returns.left:
             self._look_before(entry)
         if record is None:
-            # A chain that was only shortened is what it was.
+            # Eviction took only the end of a chain: the rest keeps its record.
             was = self._popped is not None and self._popped[0] is entry
             record = self._popped[1] if was and self._popped is not None else Record()
             returns.remember(key, record)

@@ -39,11 +39,11 @@ class Entry(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of this entry, and of the segments that it gains."""
+        """Window and state pages of this entry, shared ones too, and dense pages of its `gain`."""
 
     @property
     def freed(self) -> int:
-        """Pages that its eviction frees, unless longer entries need the segments that it gains."""
+        """As `num_pages`, without dense pages that requests or longer entries need."""
 
     @property
     def shorter(self) -> Entry | None:
@@ -51,14 +51,16 @@ class Entry(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """The whole interface. A policy serves one cache.
+    """Interface of a policy, which serves one cache. A host tier also needs `Ranked.coming`.
 
-    Errors leave the cache whole: `KVCache.admit` raises those of `asked`, `plan` and `evict` those
-    of `pop`. Calls of `add` and `discard` that raise are repeated by the next eviction.
+    Errors leave the cache whole: `KVCache.admit` raises those of `asked`, and each call that evicts
+    those of `pop`. Calls of `add` and `discard` that raise are repeated by the next eviction.
     """
 
     def add(self, entry: Entry) -> None:
-        """Rank `entry`: it was cached, or used again."""
+        """Rank `entry`: it was cached, or used again. An end of a chain is discarded while a request
+        uses it.
+        """
 
     def discard(self, entry: Entry) -> None:
         """Forget `entry`: it is gone or may not be evicted. It may be unknown."""

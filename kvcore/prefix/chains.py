@@ -1,8 +1,9 @@
 """Cached chains of running requests, and the boundaries at which they leave resume points.
 
 The dense blocks of a request up to the end of its run belong to the prefix index; those after it
-are the request's own. The run ends at the last boundary that the request has passed, or before it
-while the tokens of a step are unknown.
+are the request's own. The run ends at the last boundary with a known key: that is before the last
+one passed while tokens, or the lookahead of the key, are unknown. In linear tables it may be ahead
+of what is computed.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Chains:
         self.waiting: dict[int, list[Point]] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # `ask`; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
-        # Tokens that may lack at the end of a chunk: rejected drafts, the lookahead of the last
-        # key, both or none.
+        # Tokens by which the end of a chunk may lie before its last row when boundaries are sought:
+        # rejected drafts, the lookahead of the key, both or none.
         late = {0, layout.lookahead}
         self._may_lack = np.array(sorted(late | {k + layout.drafts for k in late}))
 
@@ -100,7 +101,7 @@ class Chains:
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
-            # A replay may end before the dense blocks do, where no longer hit is wanted.
+            # `max_tokens` may end a replay before the dense blocks.
             junction = match.replay_to or match.dense_tokens
             keep = (*resend_boundaries(match.prompt.num_tokens, a), junction)
         self.index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
@@ -169,7 +170,7 @@ class Chains:
         if self._tables.states:
             late = counts if longest <= drafts + 1 else np.minimum(counts, drafts + 1)
             snapshots = (end % self._a < late).nonzero()[0]
-        # The next query sees the whole tail of a boundary that at most the drafts follow.
+        # At most `drafts` tokens follow a boundary in so short a step: the ring keeps its tail.
         if longest <= drafts + 1:
             return NONE_KEPT, snapshots
         requests = ((counts > drafts + 1) & (end // a > start // a)).nonzero()[0]
@@ -180,7 +181,7 @@ class Chains:
         start = np.minimum(end, np.maximum(start, self.replays.stop[slots] - 1))
         if self._tables.states:  # no state is kept but where a step may end
             start = np.maximum(start, end - (drafts + 1))
-        # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
+        # The last boundary, and the last with a key, stay resumable whatever is accepted.
         ends = (end[:, None] - self._may_lack) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
         which, kept = kept_boundaries(start, end, always, self.interval)
@@ -192,7 +193,7 @@ class Chains:
         """The segments and boundaries that a step to `end` [n] completes."""
         requests = (end - self.cached[step.slots] >= self._a).nonzero()[0]
         slots, to = step.slots[requests], end[requests]
-        if self.layout.lookahead:
+        if self.layout.lookahead:  # tokens that a key needs past its end: the prompt has them
             to = np.maximum(to, self.sequences.prompt_len[slots]) - self.layout.lookahead
             to = np.minimum(to, end[requests])
         to = to - to % self._a

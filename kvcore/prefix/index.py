@@ -114,8 +114,8 @@ class PrefixIndex:
         point = point_before(run, limit + 1)
         last = 0 if point is None else point.depth
         most = last + self.span
-        # No point lies past `last` up to `limit`, so all depths of a run have the same points after
-        # them. Where it starts, those of its siblings are new: not over the run `below`.
+        # No point lies between `last` and `limit`, so all depths in a run have the same points after
+        # them: one test a run. Up the path, runs beside `below` add points.
         depth, below = limit, None
         while depth > last:
             if depth < most and point_after(run, depth, most, below) is not None:

@@ -78,8 +78,8 @@ class Run:
 
     Attributes:
         keys: length * 32 bytes.
-        source: pages of the newest segments, in the table of the request that prolongs the run,
-            until they are read or it ends; None if the run has all.
+        source: reads the pages of the newest segments from the table of the request that prolongs
+            the run. None: the run has all.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted depths (segments from the root) of the resume points here.
     """

@@ -1,5 +1,7 @@
 """Table formats of other kernels: FlashInfer's compressed rows of pages, and linear tables.
 
+A table covers the tokens that its next query reads from pages:
+
 called with                   tokens described       for
 slots, before a step          computed ones          its queries; its own rows are elsewhere
 slots, after its commit       computed ones          the last query of steps of one token

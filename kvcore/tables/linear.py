@@ -5,7 +5,7 @@ sees any more are 0. A request of 44 tokens, a dense group and a window of 20, b
 
     block          0    1    2    3    4    5
     dense        [ 3    7    8   11   15   20 ]
-    window       [ 0    0   12   13   16   21 ]     `num_gone` 2
+    window       [ 0    0   12   13   16   21 ]     `num_gone` 2: a resume point at 40 needs block 2
 
 Plain ints serve one request at a time in a tenth of the time of arrays of one element.
 """

@@ -10,8 +10,8 @@ where retention keeps the boundaries 64, 128 and 160:
     kept for              [   64    ]         [   128   ][   160  ]
     page          -    -   new  new   -    -   new  new  new  new
 
-After the step only resume points hold blocks 2, 3, 6 and 7. Where a request starts a block, its
-ring *turns*: dead blocks leave and new ones enter.
+After the step only resume points hold blocks 2, 3 and 6; the window of token 159 begins in block 7.
+Where a request starts a block, its ring *turns*: dead blocks leave and new ones enter.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class StepPlanner:
         if not requests.size:
             return NewBlocks(requests, NO_ROWS, NO_ROWS, NO_ROWS, None, NO_ROWS)
         newest, last = newest[requests], last[requests]
-        reach = max(1, table.cls.reach)
+        reach = max(1, table.cls.reach)  # with a window of one token the newest row still stays
         survives = table.cls.holds_all or longest <= reach
         if survives and longest <= table.cls.block_size:  # one each
             return NewBlocks(requests, newest, np.arange(len(requests)), last, None, NO_ROWS)
@@ -382,7 +382,11 @@ class StepPlanner:
         `one_each`: each of the requests takes one block, its last."""
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
-        # The newest `live` blocks stay. Other columns get new blocks, or lose old ones.
+        # Look at `num` columns, from that of the first new block on. Width 4, `live` 2, a step of at
+        # most 16 tokens that starts block 6: `num` is 3, as block 5 stays in any case.
+        #     block    2   3   4   5   6
+        #     column   2   3   0   1   2
+        #     looked       x   x       x    in the order 6, 3, 4
         num = min(c.width, c.width - c.live - (-step.longest // c.block_size))
         first = np.maximum(new.newest, last - window.width) + ONE
         # All columns of all requests are in one dimension, in which numpy is quickest.

@@ -20,7 +20,7 @@ class Promises:
     """Prefixes that must be findable while nothing was evicted, as hashes of token prefixes.
 
     These are all computed segments, and resume points at the boundaries that `policies.retention`
-    names: the replay boundaries of a prompt, the junction, the interval, and the last boundary of a
+    names: the resend boundaries of a prompt, the junction, the interval, and the last boundary of a
     request. With a state group, only where a step ended there and no later step wrote over it.
     """
 

@@ -148,6 +148,8 @@ def test_describe_tells_what_can_hit():
     text = engine(retention=64).kv.describe()
     for part in ("multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):
         assert part in text
+    short = GroupSpec("state", "state", 16, 4096)
+    assert "snapshots at multiples of 32" in engine((DENSE, short)).kv.describe()
 
 
 def test_cut_ends_chunks_where_a_point_is_due():
