@@ -10,9 +10,8 @@ A prompt that starts with these 320 tokens hits 192 of them. A second point at 3
 and 4. The two are no further apart than a tail is long, so they also hold blocks 2 and 3 of the
 boundary 256: a hit there makes its own point of these.
 
-Order of eviction: segments past the last resume point of their chain, which serve no hit; entries
-as the policy ranks them (resume points or, without window and state groups, ends of chains); pinned
-entries, the oldest pin first. Children go before parents; running requests lock their path.
+Eviction takes children before parents (docs/concepts.md has the whole order). Running requests lock
+their path.
 """
 
 from __future__ import annotations
