@@ -114,4 +114,16 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-register_family(Family("gemma3", ("gemma3_text", "gemma3"), config_from_hf, Gemma, config_to_hf))
+_GEMMA3N = (
+    "of Gemma-3n, AltUp streams, LAuReL blocks and activation sparsity are not supported"
+)
+register_family(
+    Family(
+        "gemma3",
+        ("gemma3_text", "gemma3"),
+        config_from_hf,
+        Gemma,
+        config_to_hf,
+        refused=dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
+    )
+)

@@ -16,8 +16,8 @@ from quire.models.deepseek_v4.checkpoint import target
 from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
-from tests.models.deepseek_v4 import test_weights as v4
-from tests.models.loading.test_weights_quantized import write_fp8, write_mxfp4
+from tests.support.models import v4_release
+from tests.support.models.quantized import write_fp8, write_mxfp4
 
 FILE = "model.safetensors"
 BATCH = 20  # tensors that an error names
@@ -43,7 +43,7 @@ def write_blocks(path):
 def write_v4(experts):
     def write(path):
         shutil.rmtree(path)
-        v4.write_release(path, random_model(v4.CONFIG), experts, num_files=1)
+        v4_release.write_release(path, random_model(v4_release.CONFIG), experts, num_files=1)
         (path / "model-00001-of-00001.safetensors").rename(path / FILE)
         (path / INDEX_FILE).unlink()
 

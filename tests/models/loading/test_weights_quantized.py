@@ -66,30 +66,6 @@ def test_dequantize_experts():
         torch.testing.assert_close(got[expert].double(), want, rtol=2**-24, atol=0)
 
 
-def write_fp8(path, name, suffix, method):
-    """A checkpoint whose layer matrices are fp8 with a scale for each 32 x 32 block; returns what they stand for."""
-    save_checkpoint(random_model(get_config(name)), path)
-    tensors = load_file(path / "model.safetensors")
-    exact = {}
-    for stored in list(tensors):
-        weight = tensors[stored]
-        if ".layers." not in stored or weight.ndim < 2:
-            continue
-        rows, columns = (-(-n // 32) for n in weight.shape[-2:])
-        scale = torch.rand(*weight.shape[:-2], rows, columns) / 100 + 0.01
-        whole = scale.repeat_interleave(32, -1).repeat_interleave(32, -2)
-        whole = whole[..., : weight.shape[-2], : weight.shape[-1]]
-        tensors[stored] = (weight / whole).to(FP8)
-        tensors[f"{stored}{suffix}"] = scale
-        exact[stored.removeprefix("model.")] = tensors[stored].float() * whole
-    tensors["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(1)
-    save_file(tensors, path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method}
-    (path / "config.json").write_text(json.dumps(config))
-    return exact
-
-
 @pytest.mark.parametrize(
     ("name", "suffix", "method"),
     [
@@ -178,25 +154,6 @@ def test_mxfp4_equals_transformers(oracle_root):
     got = dequantize_mxfp4(blocks, scales)
     assert torch.equal(got.transpose(1, 2), want)
     assert got.unique().numel() > 100
-
-
-def write_mxfp4(path, width=64):
-    """Experts packed as in released gpt-oss files: [E, out, in / 32, 16] bytes. Returns what they stand for, transposed, as the model's weights lie."""
-    config = get_config("gpt-oss-tiny")
-    moe = replace(config.moe, intermediate_size=width)
-    save_checkpoint(random_model(replace(config, moe=moe)), path)
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
-    want = {}
-    for stored in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
-        experts, in_size, out_size = tensors.pop(stored).shape
-        blocks = torch.randint(0, 256, (experts, out_size, in_size // 32, 16), generator=generator)
-        scales = torch.randint(120, 126, (experts, out_size, in_size // 32), generator=generator)
-        tensors |= {f"{stored}_blocks": blocks.byte(), f"{stored}_scales": scales.byte()}
-        value = dequantize_mxfp4(blocks.byte(), scales.byte())
-        want[stored.removeprefix("model.")] = value.transpose(1, 2)
-    save_file(tensors, path / "model.safetensors")
-    return want
 
 
 def test_mxfp4_checkpoint(tmp_path):

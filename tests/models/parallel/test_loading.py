@@ -10,8 +10,6 @@ from quire.models.config.named import get_config
 from quire.models.loading import dequantize
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
-from tests.models.deepseek_v4 import test_weights as v4
-from tests.models.loading.test_weights_quantized import write_fp8, write_mxfp4
 from tests.support.models.ranks import on_ranks
 from tests.support.models.tolerance import tolerance
 
@@ -101,6 +99,6 @@ def test_mxfp4(tmp_path, width, fp8):
 @pytest.mark.parametrize(("experts", "fp8"), [("fp4", "keep"), ("fp8", "dequantize")])
 def test_deepseek_v4(tmp_path, experts, fp8):
     """As released, experts one by one, values and scales in other files; a width of 192 is one block of 128 and a half."""
-    v4.write_release(tmp_path / "release", random_model(v4.CONFIG), experts)
+    v4_release.write_release(tmp_path / "release", random_model(v4_release.CONFIG), experts)
     _, models = assert_together_the_whole(tmp_path / "release", 2, fp8=fp8)
     assert models[0].config.moe_intermediate_size == (96 if experts == "fp4" else 128)

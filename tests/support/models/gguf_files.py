@@ -1,0 +1,163 @@
+"""GGUF files of random models, written from transformers' as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+SHAPE = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def write(path: Path, model, kind: str = "F32") -> dict[str, torch.Tensor]:
+    """Write a model of transformers, and return its weights after quantization, by their names."""
+    config, arch = model.config, "gemma3" if "gemma" in model.config.model_type else "llama"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    if arch == "gemma3":
+        writer.add_key_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
+        rope = rope["full_attention"]
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+    else:
+        writer.add_rope_dimension_count(config.head_dim)
+        if rope["rope_type"] == "llama3":
+            plain = rope["rope_theta"] ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+            writer.add_tensor(
+                "rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy()
+            )
+    writer.add_rope_freq_base(rope["rope_theta"])
+    tokens = [f"<{i}>" for i in range(3)] + [f"<0x{i:02X}>" for i in range(256)]
+    tokens += list("▁abcd")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([3] * 3 + [6] * 256 + [1] * 5)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    names = gguf.get_tensor_name_map(
+        {"llama": gguf.MODEL_ARCH.LLAMA, "gemma3": gguf.MODEL_ARCH.GEMMA3}[arch],
+        config.num_hidden_layers,
+    )
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    dequantized = {}
+    for name, weight in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module == "lm_head" and config.tie_word_embeddings:
+            continue
+        # llama.cpp's converter: pairs of RoPE side by side, and 1 + weight of Gemma's norms.
+        num_heads = heads.get(module.split(".")[-1]) if arch == "llama" else None
+        value, one = weight, int(arch == "gemma3" and module.endswith("norm"))
+        if num_heads:
+            value = value.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).reshape(value.shape)
+        quant = gguf.GGMLQuantizationType[kind if value.ndim == 2 else "F32"]
+        if quant.name in ("Q4_K", "Q5_K", "Q6_K"):
+            packed, known = k_blocks(quant.name, value.shape)
+        else:
+            packed = gguf.quantize((value + one).numpy(), quant)
+            known = gguf.dequantize(packed, quant)
+        writer.add_tensor(names.get_name(module) + ".weight", packed, raw_dtype=quant)
+        value = torch.from_numpy(known) - one
+        if num_heads:
+            value = value.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(value.shape)
+        dequantized[name] = value
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return dequantized
+
+
+def k_blocks(kind: str, shape: torch.Size) -> tuple[np.ndarray, np.ndarray]:
+    """Random blocks of 256 values by the layout that ggml's ``ggml-common.h`` documents, and the values themselves; the package does not write them."""
+    rng, num = np.random.default_rng(0), shape.numel() // 256
+    d = (rng.random((num, 1)) * 2e-4 + 2e-4).astype(np.float16)
+    if kind == "Q6_K":
+        codes, scale = rng.integers(0, 64, (num, 2, 4, 32)), rng.integers(-40, 40, (num, 16))
+        low, high = codes & 15, codes >> 4
+        parts = [
+            low[:, :, :2] | low[:, :, 2:] << 4,
+            high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6,
+        ]
+        parts = [*(part.reshape(num, -1).astype(np.uint8) for part in parts)]
+        parts += [scale.astype(np.int8).view(np.uint8), d.view(np.uint8)]
+        values = (codes.reshape(num, 16, 16) - 32.0) * (scale * d.astype(float))[..., None]
+    else:
+        codes = rng.integers(0, 32 if kind == "Q5_K" else 16, (num, 4, 2, 32))
+        scale, least = rng.integers(0, 64, (2, num, 8))
+        dmin = (d * codes.mean()).astype(np.float16)
+        six = [
+            scale[:, :4] | scale[:, 4:] >> 4 << 6,
+            least[:, :4] | least[:, 4:] >> 4 << 6,
+            scale[:, 4:] & 15 | (least[:, 4:] & 15) << 4,
+        ]
+        fifth = (codes.reshape(num, 8, 32) >> 4) << np.arange(8)[:, None]
+        nibbles = codes[:, :, 0] & 15 | (codes[:, :, 1] & 15) << 4
+        parts = [d.view(np.uint8), dmin.view(np.uint8), np.concatenate(six, 1).astype(np.uint8)]
+        if kind == "Q5_K":
+            parts.append(fifth.sum(1).astype(np.uint8))
+        parts.append(nibbles.reshape(num, -1).astype(np.uint8))
+        d, dmin = d.astype(float), dmin.astype(float)
+        values = (scale * d)[..., None] * codes.reshape(num, 8, 32) - (least * dmin)[..., None]
+    packed = np.concatenate(parts, 1).reshape(shape[0], -1)
+    return packed, values.reshape(shape).astype(np.float32)
+
+
+def make(case: str, kind: str = "F32"):
+    """A random model of transformers, wide enough for the blocks of a kind."""
+    torch.manual_seed(0)
+    sizes = SHAPE
+    if kind.endswith("_K"):
+        sizes = SHAPE | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
+    if case.startswith("llama"):
+        rope = LLAMA3 if case == "llama-rope" else {"rope_type": "default", "rope_theta": 5e4}
+        config = transformers.LlamaConfig(
+            **sizes, rope_parameters=rope, tie_word_embeddings=case == "llama-tied"
+        )
+    else:
+        full = (
+            {"rope_type": "default"} if case == "gemma3" else {"rope_type": "linear", "factor": 8.0}
+        )
+        config = transformers.Gemma3TextConfig(
+            **sizes, sliding_window=16, query_pre_attn_scalar=32,
+            rope_parameters={
+                "full_attention": {"rope_theta": 1e6} | full,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(weight, mean=0.0 if "gemma" in case else 1.0, std=0.3)
+    return model
