@@ -114,9 +114,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_GEMMA3N = (
-    "of Gemma-3n, AltUp streams, LAuReL blocks and activation sparsity are not supported"
-)
+_GEMMA3N = "of Gemma-3n, AltUp streams, LAuReL blocks and activation sparsity are not supported"
 register_family(
     Family(
         "gemma3",

@@ -16,6 +16,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # What safetensors calls dtypes.
 FLOATS = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
+_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")  # of weights, readable or not
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,11 @@ def weight_files(path: Path) -> dict[str, list[str]]:
             files[name].append(tensor)
     absent = [name for name in files if not _is_file(path / name)]
     if absent:
-        raise ValueError(f"path: expected the files {_some(absent)} in {str(path)!r}")
+        there = sorted(file.name for file in path.glob("*") if file.suffix in _SUFFIXES)
+        raise ValueError(
+            f"path: expected the files {_some(absent)} in {str(path)!r}, got "
+            f"{_some(there) if there else 'no weights'}"
+        )
     return files
 
 

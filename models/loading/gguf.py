@@ -101,8 +101,7 @@ class GGUFFile:
                 "(pip install 'quire-attention[hf,gguf]')"
             ) from error
         self.path = Path(path)
-        kinds = {name: gguf.GGMLQuantizationType[name] for name in TYPES}
-        sizes = {int(kind): gguf.GGML_QUANT_SIZES[kind] for kind in kinds.values()}
+        sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
         with open(self.path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 raise ValueError(f"path: expected a GGUF file, got {str(path)!r}, which is empty")
@@ -115,6 +114,16 @@ class GGUFFile:
                 f"general.architecture: supported are {sorted(MODULES)}, got "
                 f"{self.architecture!r} in {str(path)!r}"
             )
+        if (num_files := self._value("split.count", 1)) != 1:
+            raise NotImplementedError(
+                f"split.count: supported is 1 file, got {num_files} in {str(path)!r}: join them "
+                "with llama.cpp's gguf-split --merge"
+            )
+        for name, one in header.tensors.items():
+            if (kind := gguf.GGMLQuantizationType(one.type).name) not in TYPES:
+                raise NotImplementedError(
+                    f"type: supported are {TYPES}, got {kind!r} of tensor {name!r} in {str(path)!r}"
+                )
         self._tensors = {self._name(name): one for name, one in header.tensors.items()}
         self._rope_factors = self._tensors.pop(_ROPE_FACTORS, None)
         self._dequantize, self._kinds = gguf.dequantize, gguf.GGMLQuantizationType
@@ -164,10 +173,13 @@ class GGUFFile:
                 config["query_pre_attn_scalar"] = scalar
         if (scaling := self._rope_scaling()) is not None:
             config["rope_scaling"] = scaling
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise ValueError(f"path: expected a tensor 'token_embd.weight' in {str(self.path)!r}")
         special = "tokenizer.ggml.{}_token_id"
         stops = {self.metadata.get(special.format(name)) for name in ("eos", "eot", "eom")}
         return config | {
-            "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
+            "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "bos_token_id": self.metadata.get(special.format("bos")),
             "eos_token_id": sorted(stops - {None}),

@@ -68,12 +68,10 @@ def test_flat_rope_parameters_belong_to_compressed_layers():
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"model_type": "deepseek_v41"}, NotImplementedError, "model_type"),
         ({"model_type": "deepseek_v3"}, NotImplementedError, "model_type"),
         ({"scoring_func": "softmax"}, NotImplementedError, "scoring_func"),
         ({"n_shared_experts": 2}, NotImplementedError, "n_shared_experts"),
         ({"tie_word_embeddings": True}, NotImplementedError, "tie_word_embeddings"),
-        ({"quantization_config": {"quant_method": "awq"}}, NotImplementedError, "awq"),
         ({"compress_ratios": [0] * 42 + [16, 0]}, NotImplementedError, "16"),
         ({"compress_ratios": [0] * 42}, ValueError, "compress_ratios"),
         ({"compress_ratios": [0] * 43 + [4]}, ValueError, "num_nextn_predict_layers"),

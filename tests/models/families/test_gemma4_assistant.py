@@ -1,16 +1,13 @@
 """Gemma-4's assistant as a drafter, beside transformers' model of it (a first round over the keys and values of one pass)."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.models import LLM, SamplingParams
 from quire.models.config.named import get_config
 from quire.models.families.gemma4_assistant import Gemma4Drafter, load_assistant
-from quire.models.llm import make_drafter
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import Recorder, prompt
@@ -178,16 +175,3 @@ def test_what_is_refused(target, assistant, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="num_centroids: expected a divisor of vocab_size=272"):
         load_assistant(tmp_path)
-
-
-def test_the_drafter_of_a_directory(target, assistant):
-    """Tokens are those without it."""
-    params, answers = SamplingParams(max_tokens=12, ignore_eos=True), []
-    for drafter in (None, partial(make_drafter, str(assistant[1]), 3)):
-        llm = LLM(target[1], dtype="float32", device="cpu", drafter=drafter)
-        (output,) = llm.generate([[5, 6, 7, 8, 9]], params, progress=False)
-        answers.append(output.token_ids)
-        llm.close()
-    assert answers[0] == answers[1]
-    with pytest.raises(ValueError, match=r"drafter: expected one of .*or a directory, got 'none'"):
-        make_drafter("none", 3, None)

@@ -284,25 +284,3 @@ def test_shards_outside_of_the_directory(tmp_path, name):
         match=f"^weight_map: expected names of files in the directory, got .*{INDEX_FILE}'$",
     ):
         load_model(tmp_path)
-
-
-def test_shards_that_are_links(tmp_path):
-    """As Hugging Face's cache has them."""
-    write_dense(tmp_path / "blobs")
-    (tmp_path / "snapshot").mkdir()
-    for file in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / file.name)
-    load_model(tmp_path / "snapshot")
-    (tmp_path / "blobs" / FILE).unlink()
-    with pytest.raises(ValueError, match=r"path: expected the files \['model.safetensors'\] in"):
-        load_model(tmp_path / "snapshot")
-
-
-def test_an_index_of_tensors_that_its_files_lack(tmp_path):
-    write_dense(tmp_path)
-    names = dict.fromkeys([*load_file(tmp_path / FILE), "model.absent.weight"], FILE)
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(
-        ValueError, match=rf"path: expected in '.*{FILE}' .*, got none of \['model.absent.weight'\]"
-    ):
-        load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""GGUF files against transformers: the same logits from the same quantized weights."""
+"""GGUF files: their header, tokenizer and slices; `test_layouts` has their logits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from quire.models.chat import find_chat
 from quire.models.loading.gguf import GGUF_FILE, GGUFFile, unpack
-from quire.models.loading.weights import load_model
 from quire.models.tokenizer import FileTokenizer
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+gguf_files = pytest.importorskip("tests.support.models.gguf_files", exc_type=ImportError)
 transformers = pytest.importorskip("transformers")
+
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write(path, make("llama"), "Q8_0")
+    gguf_files.write(path, gguf_files.make("llama"), "Q8_0")
     return path
 
 

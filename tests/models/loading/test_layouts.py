@@ -8,8 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.models import LLM, SamplingParams
 from quire.models.config.hf import from_hf, to_hf
 from quire.models.config.named import get_config
+from quire.models.families.gemma4_assistant import Assistant, AssistantKeys, load_assistant
+from quire.models.llm import make_drafter
 from quire.models.loading.checkpoint import INDEX_FILE
 from quire.models.loading.gguf import unpack
 from quire.models.loading.random_weights import random_model
@@ -69,6 +72,17 @@ def write_wrapped(path, name, prefix, model_type, extra=(), **keys):
     return config, tensors
 
 
+def write_older(path):
+    """Keys and tensors as they were before transformers 4.43, in fp16."""
+    config, tensors = plain("llama-tiny")
+    config = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")}
+    config |= {"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float16"}  # fmt: skip
+    tensors = {name: weight.half() for name, weight in tensors.items()}
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    save(path, config, tensors | frequencies)
+    return config, {name: weight.float() for name, weight in tensors.items()}
+
+
 def write_links(path):
     """As Hugging Face's cache has them."""
     written = write_plain(path / "blobs", "llama-tiny")
@@ -88,13 +102,21 @@ def write_mxfp4_of(path):
     return plain("gpt-oss-tiny", write_mxfp4(path), intermediate_size=64)
 
 
-def write_v4(path, experts=None, e8m0=True, edit=None, make=lambda: random_model(v4_release.CONFIG)):
+def write_v4(
+    path, experts=None, e8m0=True, edit=None, make=lambda: random_model(v4_release.CONFIG)
+):
     model = make()
     exact = v4_release.write_release(path / "release", model, experts, e8m0, edit=edit)
     for file in (path / "release").iterdir():
         file.rename(path / file.name)
     tensors = v4_release.of_transformers(model, exact)
     return to_hf(random_model(v4_release.CONFIG).config), tensors
+
+
+def with_copies(stored):
+    """What drafters share with the trunk, once more."""
+    stored["mtp.0.emb.tok_emb.weight"] = stored["embed.weight"].clone()
+    stored["mtp.0.head.weight"] = stored["head.weight"].clone()
 
 
 def write_v4_of_0731(path, edit=None):
@@ -151,7 +173,7 @@ LOADS = {
         partial(write_fp8_of, name="gemma4-moe-tiny", suffix="_scale_inv", method="fp8"), SCALED),
     "DeepSeek-V4, transformers' names": (partial(write_plain, name="deepseek-v4-tiny"), ["auto"]),
     "DeepSeek-V4, as transformers saves it": (write_v4_of_transformers, ["auto"]),
-    "DeepSeek-V4, release names": (write_v4, ["auto"]),
+    "DeepSeek-V4, release names": (partial(write_v4, edit=with_copies), ["auto"]),
     "DeepSeek-V4, fp8 with E8M0 scales": (partial(write_v4, experts="fp8"), SCALED),
     "DeepSeek-V4, fp8 with fp32 scales": (partial(write_v4, experts="fp8", e8m0=False), SCALED),
     "DeepSeek-V4, fp4 experts": (partial(write_v4, experts="fp4"), SCALED),
@@ -165,6 +187,7 @@ LOADS = {
     "Llama, tied, with an output projection": (
         partial(write_plain, name="llama-tiny", tie_word_embeddings=True, extra=["lm_head.weight"]), ["auto"]),
     "Llama, five files with an index": (partial(write_plain, name="llama-tiny", num_files=5), ["auto"]),
+    "Llama, older keys, fp16": (write_older, ["auto"]),
     "Llama, links of a cache": (write_links, ["auto"]),
     "Llama, fp8 by tensor": (
         partial(write_fp8_of, name="llama-tiny", suffix="_scale", method="fp8", scales="tensor"), SCALED),
@@ -209,6 +232,34 @@ def test_loads(layout, tmp_path):
         assert (model.full_forward(IDS) - expected).abs().max() <= bound
 
 
+@torch.no_grad()
+def test_gemma4_with_its_assistant(tmp_path):
+    """Two directories: the tokens are transformers' of the target alone, and drafts are among them."""
+    config, tensors = write_plain(tmp_path / "target", "gemma4-tiny")
+    keys = AssistantKeys(backbone_hidden_size=64)
+    text = from_hf(config | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]})  # fmt: skip
+    assistant = Assistant(keys, text, device=torch.device("cpu"), dtype=torch.float32)
+    for weight in assistant.parameters():
+        weight.normal_(0.0, weight.shape[-1] ** -0.5)
+    names = ("model.", "")  # layers and norms, projections
+    stored = {names["projection.weight" in n] + n: w.detach() for n, w in assistant.named_parameters()}  # fmt: skip
+    whole = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64, "text_config": to_hf(text)}  # fmt: skip
+    save(tmp_path / "assistant", whole, stored)
+    expected = theirs(config, tensors).generate(
+        IDS[None], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    drafter = partial(make_drafter, str(tmp_path / "assistant"), 3)
+    llm = LLM(tmp_path / "target", dtype="float32", device="cpu", drafter=drafter)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate([IDS.tolist()], params, progress=False)
+    assert list(output.token_ids) == expected[0, len(IDS) :].tolist()
+    assert llm.engine.totals.num_drafts > 0
+    loaded = dict(load_assistant(tmp_path / "assistant", dtype=torch.float32).named_parameters())
+    assert all(torch.equal(loaded[n], w) for n, w in assistant.named_parameters())
+    with pytest.raises(ValueError, match=r"drafter: expected one of .*or a directory, got 'none'"):
+        make_drafter("none", 3, None)
+
+
 # A directory that is refused: the model, keys of its config.json, what happens to its tensors, and
 # what the error says.
 KEYS = {
@@ -223,6 +274,9 @@ KEYS = {
     "AWQ of DeepSeek-V4": ("deepseek-v4-tiny", {"quantization_config": {"quant_method": "awq"}}, "got 'awq'"),
     "unknown model_type": ("llama-tiny", {"model_type": "mamba"}, r"model_type: supported are \[.*got 'mamba'"),
     "vision alone": ("llama-tiny", {"model_type": "siglip_vision_model"}, "got 'siglip_vision_model'"),
+    "EmbeddingGemma": ("gemma3-tiny", {"use_bidirectional_attention": True},
+        "use_bidirectional_attention: .*got True"),
+    "ModelOpt": ("llama-tiny", {"quantization_config": {"quant_method": "modelopt"}}, "got 'modelopt'"),
     "Gemma-3n": ("gemma4-e-tiny", {"model_type": "gemma3n", "text_config": {"model_type": "gemma3n_text"}},
         "'gemma3n': .*AltUp"),
     "Gemma-3n, text": ("gemma4-e-tiny", {"model_type": "gemma3n_text"}, "'gemma3n_text': .*AltUp"),
@@ -290,7 +344,9 @@ def nothing(tensors):
 def without_scales(path):
     write_fp8(path, "llama-tiny", "_scale", "fp8")
     tensors = load_file(path / FILE)
-    save_file({n: w for n, w in tensors.items() if not n.endswith("up_proj.weight_scale")}, path / FILE)
+    save_file(
+        {n: w for n, w in tensors.items() if not n.endswith("up_proj.weight_scale")}, path / FILE
+    )
 
 
 def two_formats(path):
@@ -308,20 +364,14 @@ def lacking(path, what):
     file = path / "model-1.safetensors"
     if what == "file":
         file.unlink()
+    elif what == "index":
+        (path / INDEX_FILE).unlink()
     elif what == "end":
         file.write_bytes(file.read_bytes()[:1000])
     else:
         index = json.loads((path / INDEX_FILE).read_text())
         index["weight_map"]["model.absent.weight"] = "model-1.safetensors"
         (path / INDEX_FILE).write_text(json.dumps(index))
-
-
-def gguf_file(path, old, new):
-    """A GGUF file of which a word of the header is another of the same length."""
-    write_gguf(path, "llama", "F32")
-    data = (path / "tiny.gguf").read_bytes()
-    assert old in data
-    (path / "tiny.gguf").write_bytes(data.replace(old, new, 1))
 
 
 REFUSED = {
@@ -339,6 +389,8 @@ REFUSED = {
     "fp8 without scales": (without_scales, r"unscaled \['model\.layers\.0\.mlp\.up_proj\.weight in"),
     "experts in two formats": (two_formats, "experts: expected one format for all"),
     "a file that is missing": (partial(lacking, what="file"), r"expected the files \['model-1\.safetensors'\]"),
+    "files without an index": (partial(lacking, what="index"),
+        r"expected the files \['model\.safetensors'\] in .*, got \['model-0\.safetensors', "),
     "a file that is cut off": (partial(lacking, what="end"), r"complete safetensors file, got '.*model-1\.safe"),
     "a tensor that only the index has": (partial(lacking, what="tensor"), r"got none of \['model\.absent\.weight'\]"),
     "a directory of nothing": (lambda path: None, r"expected a directory with a config\.json"),
@@ -352,12 +404,34 @@ def test_refused(layout, tmp_path):
     assert_refused(tmp_path, message)
 
 
-@pytest.mark.parametrize(("old", "new", "message"), [
-    (b"llama", b"qwen2", r"general\.architecture: supported are \['gemma3', 'llama'\], got 'qwen2'"),
-    (b"GGUF", b"GGML", "expected a GGUF file"),
+def other_architecture(writer):
+    writer.arch = "qwen2"
+    writer.add_architecture()
+
+
+def other_type(writer):
+    import gguf
+    import numpy as np
+
+    kind = gguf.GGMLQuantizationType.IQ4_NL
+    writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, 18), np.uint8), raw_dtype=kind)
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (other_architecture, r"general\.architecture: supported are \['gemma3', 'llama'\], got 'qwen2'"),
+    (other_type, r"type: supported are .*, got 'IQ4_NL' of tensor 'blk\.0\.ffn_up\.weight'"),
+    (lambda writer: writer.add_uint16("split.count", 2), r"split\.count: supported is 1 file, got 2"),
+    (lambda writer: None, r"expected metadata 'llama\.rope\.dimension_count'"),
+    (lambda writer: writer.add_rope_dimension_count(32), r"expected a tensor 'token_embd\.weight'"),
 ])  # fmt: skip
-def test_gguf_is_refused(old, new, message, tmp_path):
-    gguf_file(tmp_path, old, new)
+def test_gguf_is_refused(edit, message, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     with pytest.raises((ValueError, NotImplementedError), match=message) as error:
-        unpack(tmp_path / "tiny.gguf", tmp_path / "cache")
+        unpack(tmp_path / "x.gguf", tmp_path / "cache")
     assert "\n" not in str(error.value)

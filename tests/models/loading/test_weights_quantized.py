@@ -1,6 +1,5 @@
 """Checkpoints in fp8 and mxfp4, and what loading costs in memory."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +12,11 @@ from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.kernels.common.dequantize import dequantize_fp8, dequantize_mxfp4
 from quire.models.config.named import get_config
 from quire.models.engine import memory
-from quire.models.engine.memory import weight_bytes
 from quire.models.layers.basic import Linear
 from quire.models.loading.names import Source, Target
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import build_model, kept_as_stored, load_model
+from tests.support.models.quantized import write_fp8
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.
@@ -64,26 +63,6 @@ def test_dequantize_experts():
     for expert in range(3):
         want = naive(weight[expert], scale[expert])
         torch.testing.assert_close(got[expert].double(), want, rtol=2**-24, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "suffix", "method"),
-    [
-        ("gemma3-tiny", "_scale_inv", "fp8"),
-        ("gemma4-e-tiny", "_scale", "compressed-tensors"),
-        ("gemma4-moe-tiny", "_scale_inv", "fp8"),
-    ],
-)
-def test_fp8_checkpoints(tmp_path, name, suffix, method):
-    exact = write_fp8(tmp_path, name, suffix, method)
-    converted = load_model(tmp_path, fp8="dequantize")
-    parameters = dict(converted.named_parameters())
-    assert len(exact) > 20 and all(torch.equal(parameters[n], exact[n]) for n in exact)
-    kept = load_model(tmp_path, fp8="keep")
-    in_fp8 = {n for n, w in kept.named_parameters() if w.dtype == FP8}
-    assert in_fp8 == {n for n, w in exact.items() if w.ndim == 2}
-    ids = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(kept.full_forward(ids), converted.full_forward(ids))
 
 
 def test_fp8_is_kept_where_the_converted_model_does_not_fit(tmp_path, monkeypatch):
@@ -154,26 +133,6 @@ def test_mxfp4_equals_transformers(oracle_root):
     got = dequantize_mxfp4(blocks, scales)
     assert torch.equal(got.transpose(1, 2), want)
     assert got.unique().numel() > 100
-
-
-def test_mxfp4_checkpoint(tmp_path):
-    want = write_mxfp4(tmp_path)
-    converted = load_model(tmp_path)
-    loaded = dict(converted.named_parameters())
-    assert len(want) == 8 and all(torch.equal(loaded[name], want[name]) for name in want)
-    kept = load_model(tmp_path, fp8="keep")
-    held = {n: w for n, w in kept.named_parameters() if w.dtype == torch.uint8}
-    assert set(held) == set(want) | {f"{name}_scale" for name in want}
-    # Half a byte for each value, and one for each 32.
-    num_values = sum(value.numel() for value in want.values())
-    assert sum(w.numel() for w in held.values()) == num_values * 17 // 32
-    assert weight_bytes(converted) - weight_bytes(kept) == num_values * 4 - num_values * 17 // 32
-    ids = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(0))
-    for layer in converted.layers:  # products of the same rows, by the same strides
-        for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(layer.mlp.experts, name)
-            weight.data = weight.data.mT.contiguous().mT
-    assert torch.equal(kept.full_forward(ids), converted.full_forward(ids))
 
 
 def test_mxfp4_experts_are_kept_where_their_kernel_reads_them(monkeypatch):

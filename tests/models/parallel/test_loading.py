@@ -10,6 +10,8 @@ from quire.models.config.named import get_config
 from quire.models.loading import dequantize
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
+from tests.support.models import v4_release
+from tests.support.models.quantized import write_fp8, write_mxfp4
 from tests.support.models.ranks import on_ranks
 from tests.support.models.tolerance import tolerance
 
