@@ -17,9 +17,8 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ours", "long", "hybrid", "pure"])
+@pytest.mark.parametrize("name", ["ours", "long"])
 def test_full_forward_equals_transformers(name, v4_oracles):
-    """Also: weights are found under transformers' names, and under the mixture that its save_pretrained writes."""
     oracle = v4_oracles[name]
     model = load_model(oracle.path, dtype=torch.float32)
     assert oracle.logits.std() > 0.5  # a dead model would agree with anything

@@ -35,9 +35,6 @@ def write_moe(path):
 
 def write_blocks(path):
     write_fp8(path, "gemma3-tiny", "_scale_inv", "fp8")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [32, 32]
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def write_v4(experts):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.models import LLM, SamplingParams
 from quire.models.config.hf import from_hf, to_hf
 from quire.models.config.named import get_config
+from quire.models.engine.memory import weight_bytes
 from quire.models.families.gemma4_assistant import Assistant, AssistantKeys, load_assistant
 from quire.models.llm import make_drafter
 from quire.models.loading.checkpoint import INDEX_FILE
@@ -21,9 +23,8 @@ from tests.support.models import v4_release
 from tests.support.models.quantized import write_fp8, write_mxfp4
 from tests.support.models.tolerance import tolerance
 
-transformers = pytest.importorskip("transformers")
 IDS = torch.randint(3, 259, (60,), generator=torch.Generator().manual_seed(0))
-FILE = "model.safetensors"
+FILE, GGUF = "model.safetensors", "tiny.gguf"
 
 
 def plain(name, exact=(), **keys):
@@ -50,24 +51,24 @@ def save(path, config, tensors, num_files=1):
 # Each of these writes a directory, and returns transformers' configuration and its weights.
 
 
-def write_plain(path, name, num_files=1, extra=(), **keys):
-    config, tensors = plain(name, **keys)
+def write_plain(path, name, keys=(), extra=(), num_files=1):
+    config, tensors = plain(name, **dict(keys))
     save(path, config, tensors | {n: torch.zeros(16) for n in extra}, num_files)
     return config, tensors
 
 
-def write_wrapped(path, name, prefix, model_type, extra=(), **keys):
+def write_wrapped(path, name, prefix):
     """Text under a prefix, beside other towers and an output projection that is tied."""
-    config, tensors = plain(name, **keys)
+    config, tensors = plain(name)
     names = (
         "lm_head.weight", "language_model.lm_head.weight", "lm_head.weight_scale",
         "vision_tower.layer.weight", "model.vision_tower.layer.weight",
         "model.audio_tower.layer.weight", "multi_modal_projector.weight",
         "model.vision_embedder.pos_embedding", "model.embed_audio.embedding_projection.weight",
-        "model.embed_vision.embedding_projection.weight", *extra,
+        "model.embed_vision.embedding_projection.weight",
     )  # fmt: skip
+    whole = {"model_type": get_config(name).family, "text_config": config, "vision_config": {}}
     renamed = {prefix + n.removeprefix("model."): w for n, w in tensors.items()}
-    whole = {"model_type": model_type, "text_config": config, "vision_config": {"hidden_size": 8}}
     save(path, whole, renamed | {n: torch.zeros(2) for n in names})
     return config, tensors
 
@@ -92,25 +93,20 @@ def write_links(path):
 
 
 def write_fp8_of(path, name, suffix, method, scales="block"):
-    exact = write_fp8(path, name, suffix, method, scales)
-    if scales == "block":
-        edit_config(path, quantization_config={"quant_method": method, "weight_block_size": [32, 32]})  # fmt: skip
-    return plain(name, exact)
+    return plain(name, write_fp8(path, name, suffix, method, scales))
 
 
 def write_mxfp4_of(path):
     return plain("gpt-oss-tiny", write_mxfp4(path), intermediate_size=64)
 
 
-def write_v4(
-    path, experts=None, e8m0=True, edit=None, make=lambda: random_model(v4_release.CONFIG)
-):
-    model = make()
-    exact = v4_release.write_release(path / "release", model, experts, e8m0, edit=edit)
-    for file in (path / "release").iterdir():
+def write_v4(path, experts=None, e8m0_scales=True, edit=None, model=None):
+    model = model or random_model(v4_release.CONFIG)
+    exact = v4_release.write_release(path / "x", model, experts, e8m0_scales, edit=edit)
+    for file in (path / "x").iterdir():
         file.rename(path / file.name)
-    tensors = v4_release.of_transformers(model, exact)
-    return to_hf(random_model(v4_release.CONFIG).config), tensors
+    config = to_hf(replace(model.config, dspark=None, num_mtp_layers=0))
+    return config, v4_release.of_transformers(model, exact)
 
 
 def with_copies(stored):
@@ -121,12 +117,12 @@ def with_copies(stored):
 
 def write_v4_of_0731(path, edit=None):
     """The keys that DeepSeek-V4-Flash-0731 has: one layer of its drafter is counted, and three are there."""
-    config, tensors = write_v4(path, "fp8", edit=edit, make=v4_release.with_dspark)
+    written = write_v4(path, "fp8", edit=edit, model=v4_release.with_dspark())
     raw = json.loads((path / "config.json").read_text())
     del raw["layer_types"]
     raw |= {"compress_ratios": [0, 4, 128, 0, 0, 0], "num_nextn_predict_layers": 1}
     (path / "config.json").write_text(json.dumps(raw))
-    return config, tensors
+    return written
 
 
 def write_v4_of_transformers(path):
@@ -139,97 +135,90 @@ def write_v4_of_transformers(path):
 def write_gguf(path, case, kind):
     gguf_files = pytest.importorskip("tests.support.models.gguf_files", exc_type=ImportError)
     model = gguf_files.make(case, kind)
-    return model.config.to_dict(), gguf_files.write(path / "tiny.gguf", model, kind)
+    return model.config.to_dict(), gguf_files.write(path / GGUF, model, kind)
 
 
-def edit_config(path, **keys):
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | keys))
-
-
-SHARED_KEYS = [f"model.layers.{i}.self_attn.{n}.weight" for i in (6, 8) for n in ("k_proj", "v_proj", "k_norm")]  # fmt: skip
-SCALED = ("dequantize", "keep")
-# What writes it, and the ways to load it.
-LOADS = {
-    "Gemma-3": (partial(write_plain, name="gemma3-tiny"), ["auto"]),
-    "Gemma-3, as Gemma3ForConditionalGeneration saved it": (
-        partial(write_wrapped, name="gemma3-tiny", prefix="language_model.model.", model_type="gemma3"), ["auto"]),
-    "Gemma-3, as Gemma3ForConditionalGeneration saves it": (
-        partial(write_wrapped, name="gemma3-tiny", prefix="model.language_model.", model_type="gemma3"), ["auto"]),
-    "Gemma-3, fp8 blocks": (
-        partial(write_fp8_of, name="gemma3-tiny", suffix="_scale_inv", method="fp8"), SCALED),
-    "Gemma-4": (
-        partial(write_wrapped, name="gemma4-tiny", prefix="model.language_model.", model_type="gemma4"), ["auto"]),
-    "Gemma-4 without k_eq_v": (partial(write_plain, name="gemma4-tiny", attention_k_eq_v=False), ["auto"]),
-    "Gemma-4 E, with towers": (
-        partial(write_wrapped, name="gemma4-e-tiny", prefix="language_model.", model_type="gemma4"), ["auto"]),
-    "Gemma-4 E, keys of layers that share them": (
-        partial(write_plain, name="gemma4-e-tiny", extra=SHARED_KEYS), ["auto"]),
-    "Gemma-4 E, compressed-tensors fp8": (
-        partial(write_fp8_of, name="gemma4-e-tiny", suffix="_scale", method="compressed-tensors"), SCALED),
-    "Gemma-4 MoE, names without a prefix": (
-        partial(write_wrapped, name="gemma4-moe-tiny", prefix="", model_type="gemma4"), ["auto"]),
-    "Gemma-4 MoE, fp8 blocks": (
-        partial(write_fp8_of, name="gemma4-moe-tiny", suffix="_scale_inv", method="fp8"), SCALED),
-    "DeepSeek-V4, transformers' names": (partial(write_plain, name="deepseek-v4-tiny"), ["auto"]),
-    "DeepSeek-V4, as transformers saves it": (write_v4_of_transformers, ["auto"]),
-    "DeepSeek-V4, release names": (partial(write_v4, edit=with_copies), ["auto"]),
-    "DeepSeek-V4, fp8 with E8M0 scales": (partial(write_v4, experts="fp8"), SCALED),
-    "DeepSeek-V4, fp8 with fp32 scales": (partial(write_v4, experts="fp8", e8m0=False), SCALED),
-    "DeepSeek-V4, fp4 experts": (partial(write_v4, experts="fp4"), SCALED),
-    "DeepSeek-V4-0731, with DSpark": (write_v4_of_0731, SCALED),
-    "DeepSeek-V4-0731, trunk alone": (
-        partial(write_v4_of_0731, edit=v4_release.without_drafters), ["auto"]),
-    "gpt-oss": (partial(write_plain, name="gpt-oss-tiny"), ["auto"]),
-    "gpt-oss, mxfp4": (write_mxfp4_of, SCALED),
-    "Llama": (partial(write_plain, name="llama-tiny"), ["auto"]),
-    "Llama, tied": (partial(write_plain, name="llama-tiny", tie_word_embeddings=True), ["auto"]),
-    "Llama, tied, with an output projection": (
-        partial(write_plain, name="llama-tiny", tie_word_embeddings=True, extra=["lm_head.weight"]), ["auto"]),
-    "Llama, five files with an index": (partial(write_plain, name="llama-tiny", num_files=5), ["auto"]),
-    "Llama, older keys, fp16": (write_older, ["auto"]),
-    "Llama, links of a cache": (write_links, ["auto"]),
-    "Llama, fp8 by tensor": (
-        partial(write_fp8_of, name="llama-tiny", suffix="_scale", method="fp8", scales="tensor"), SCALED),
-    "Llama, compressed-tensors fp8 by channel": (
-        partial(write_fp8_of, name="llama-tiny", suffix="_scale", method="compressed-tensors", scales="channel"), SCALED),
-    "Llama, fp8 blocks": (
-        partial(write_fp8_of, name="llama-tiny", suffix="_scale_inv", method="fp8"), SCALED),
-} | {
-    f"GGUF {kind}, {case}": (partial(write_gguf, case=case, kind=kind), ["auto"])
-    for kind, case in {
-        "F32": "llama", "F16": "llama-rope", "BF16": "gemma3-linear", "Q4_0": "gemma3", "Q4_1": "llama-tied",
-        "Q5_0": "gemma3", "Q8_0": "gemma3", "Q4_K": "llama", "Q5_K": "llama-tied", "Q6_K": "llama-rope",
-    }.items()
+SHARED_KEYS = [
+    f"model.layers.{i}.self_attn.{n}.weight" for i in (6, 8) for n in ("k_proj", "v_norm")
+]
+TIED = {"tie_word_embeddings": True}
+# By layout: what writes it, and its arguments.
+PLAIN = {
+    "Gemma-3": (write_plain, "gemma3-tiny"),
+    "Gemma-3, as Gemma3ForConditionalGeneration saved it": (write_wrapped, "gemma3-tiny", "language_model.model."),
+    "Gemma-3, as Gemma3ForConditionalGeneration saves it": (write_wrapped, "gemma3-tiny", "model.language_model."),
+    "Gemma-4 (k_eq_v)": (write_wrapped, "gemma4-tiny", "model.language_model."),
+    "Gemma-4 without k_eq_v": (write_plain, "gemma4-tiny", {"attention_k_eq_v": False}),
+    "Gemma-4 E": (write_wrapped, "gemma4-e-tiny", "language_model."),
+    "Gemma-4 E, with keys of layers that share them": (write_plain, "gemma4-e-tiny", {}, SHARED_KEYS),
+    "Gemma-4 MoE, names without a prefix": (write_wrapped, "gemma4-moe-tiny", ""),
+    "DeepSeek-V4, transformers' names": (write_plain, "deepseek-v4-tiny"),
+    "DeepSeek-V4, as transformers saves it": (write_v4_of_transformers,),
+    "DeepSeek-V4, release names": (write_v4, None, True, with_copies),
+    "DeepSeek-V4-0731, trunk alone": (write_v4_of_0731, v4_release.without_drafters),
+    "gpt-oss, bf16": (write_plain, "gpt-oss-tiny"),
+    "Llama": (write_plain, "llama-tiny"),
+    "Llama, tied": (write_plain, "llama-tiny", TIED),
+    "Llama, tied, with an output projection": (write_plain, "llama-tiny", TIED, ["lm_head.weight"]),
+    "Llama, five files with an index": (write_plain, "llama-tiny", {}, (), 5),
+    "Llama, older keys, fp16": (write_older,),
+    "Llama, links of a cache": (write_links,),
+    "Llama, GGUF F32": (write_gguf, "llama", "F32"),
+    "Llama, scaled RoPE, GGUF F16": (write_gguf, "llama-rope", "F16"),
+    "Gemma-3, linear RoPE, GGUF BF16": (write_gguf, "gemma3-linear", "BF16"),
+    "Gemma-3, GGUF Q4_0": (write_gguf, "gemma3", "Q4_0"),
+    "Llama, tied, GGUF Q4_1": (write_gguf, "llama-tied", "Q4_1"),
+    "Gemma-3, GGUF Q5_0": (write_gguf, "gemma3", "Q5_0"),
+    "Gemma-3, GGUF Q8_0": (write_gguf, "gemma3", "Q8_0"),
+    "Llama, GGUF Q4_K": (write_gguf, "llama", "Q4_K"),
+    "Llama, tied, GGUF Q5_K": (write_gguf, "llama-tied", "Q5_K"),
+    "Llama, scaled RoPE, GGUF Q6_K": (write_gguf, "llama-rope", "Q6_K"),
+}  # fmt: skip
+# These are also loaded with weights that stay as they are stored.
+QUANTIZED = {
+    "Gemma-3, fp8 by block": (write_fp8_of, "gemma3-tiny", "_scale_inv", "fp8"),
+    "Gemma-4 E, compressed-tensors fp8 by block": (write_fp8_of, "gemma4-e-tiny", "_scale", "compressed-tensors"),
+    "Gemma-4 MoE, fp8 by block": (write_fp8_of, "gemma4-moe-tiny", "_scale_inv", "fp8"),
+    "DeepSeek-V4, fp8 with E8M0 scales": (write_v4, "fp8"),
+    "DeepSeek-V4, fp8 with fp32 scales": (write_v4, "fp8", False),
+    "DeepSeek-V4, fp8 and fp4 experts": (write_v4, "fp4"),
+    "DeepSeek-V4-0731, fp8, with DSpark": (write_v4_of_0731,),
+    "gpt-oss, mxfp4": (write_mxfp4_of,),
+    "Llama, fp8 by tensor": (write_fp8_of, "llama-tiny", "_scale", "fp8", "tensor"),
+    "Llama, fp8 by block": (write_fp8_of, "llama-tiny", "_scale_inv", "fp8"),
+    "Llama, compressed-tensors fp8 by channel": (write_fp8_of, "llama-tiny", "_scale", "compressed-tensors", "channel"),
 }  # fmt: skip
 
 
 def theirs(config, tensors):
     """transformers' model with these weights, none missing."""
+    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(**config)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"} and (
-        not missing or config.tie_word_embeddings
-    )  # fmt: skip
+    assert not unexpected and (config.tie_word_embeddings or not missing)
+    assert set(missing) <= {"lm_head.weight"}
     return model.eval()
 
 
-@pytest.mark.parametrize("layout", LOADS)
+@pytest.mark.parametrize("layout", PLAIN | QUANTIZED)
 @torch.no_grad()
 def test_loads(layout, tmp_path):
-    write, modes = LOADS[layout]
-    expected = theirs(*write(tmp_path))(IDS[None], use_cache=False).logits[0]
-    path, bound = tmp_path, None
-    if (tmp_path / "tiny.gguf").is_file():
-        path = unpack(tmp_path / "tiny.gguf", tmp_path / "cache")
-    for mode in modes:
-        model = load_model(path, dtype=torch.float32, fp8=mode)
-        bound = bound or tolerance(model)
-        assert expected.std() > 10 * bound
-        assert (model.full_forward(IDS) - expected).abs().max() <= bound
+    write, *args = (PLAIN | QUANTIZED)[layout]
+    expected = theirs(*write(tmp_path, *args))(IDS[None], use_cache=False).logits[0]
+    path = tmp_path
+    if (path / GGUF).is_file():
+        path = unpack(path / GGUF, path / "cache")
+    model = load_model(path, dtype=torch.float32, fp8="dequantize")
+    bound = tolerance(model)
+    assert expected.std() > 10 * bound
+    assert (model.full_forward(IDS) - expected).abs().max() <= bound
+    if layout in QUANTIZED:
+        kept = load_model(path, dtype=torch.float32, fp8="keep")
+        assert weight_bytes(kept) < weight_bytes(model)
+        assert (kept.full_forward(IDS) - expected).abs().max() <= bound
 
 
 @torch.no_grad()
@@ -241,8 +230,8 @@ def test_gemma4_with_its_assistant(tmp_path):
     assistant = Assistant(keys, text, device=torch.device("cpu"), dtype=torch.float32)
     for weight in assistant.parameters():
         weight.normal_(0.0, weight.shape[-1] ** -0.5)
-    names = ("model.", "")  # layers and norms, projections
-    stored = {names["projection.weight" in n] + n: w.detach() for n, w in assistant.named_parameters()}  # fmt: skip
+    weights = dict(assistant.named_parameters())
+    stored = {n if "projection" in n else f"model.{n}": w.detach() for n, w in weights.items()}
     whole = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64, "text_config": to_hf(text)}  # fmt: skip
     save(tmp_path / "assistant", whole, stored)
     expected = theirs(config, tensors).generate(
@@ -255,13 +244,12 @@ def test_gemma4_with_its_assistant(tmp_path):
     assert list(output.token_ids) == expected[0, len(IDS) :].tolist()
     assert llm.engine.totals.num_drafts > 0
     loaded = dict(load_assistant(tmp_path / "assistant", dtype=torch.float32).named_parameters())
-    assert all(torch.equal(loaded[n], w) for n, w in assistant.named_parameters())
+    assert all(torch.equal(loaded[n], w) for n, w in weights.items())
     with pytest.raises(ValueError, match=r"drafter: expected one of .*or a directory, got 'none'"):
         make_drafter("none", 3, None)
 
 
-# A directory that is refused: the model, keys of its config.json, what happens to its tensors, and
-# what the error says.
+# By what is wrong: the model, keys of its config.json, and what the error says.
 KEYS = {
     "GPTQ": ("llama-tiny", {"quantization_config": {"quant_method": "gptq"}},
         r"quantization_config\.quant_method: supported is 'fp8' or .*, got 'gptq'"),
@@ -312,13 +300,6 @@ def test_keys_are_refused_before_a_file_is_read(layout, tmp_path):
     assert_refused(tmp_path, message)
 
 
-def edit_tensors(path, name, edit):
-    write_plain(path, name)
-    tensors = load_file(path / FILE)
-    edit(tensors)
-    save_file(tensors, path / FILE)
-
-
 def misfits(tensors):
     del tensors["model.layers.1.layer_scalar"], tensors["model.norm.weight"]
     tensors["model.layers.2.self_attn.v_proj.weight"] = torch.zeros(32, 64)  # this layer has k_eq_v
@@ -331,31 +312,14 @@ def vision_alone(tensors):
 
 
 def packed(tensors):
-    for name in [n for n in tensors if n.endswith("q_proj.weight")]:
-        prefix = name.removesuffix("weight")
-        tensors[f"{prefix}qweight"] = torch.zeros(8, 64, dtype=torch.int32)
-        del tensors[name]
+    name = "model.layers.0.self_attn.q_proj."
+    tensors[f"{name}qweight"] = tensors.pop(f"{name}weight").int()
 
 
-def nothing(tensors):
-    tensors["model.layers.0.mlp.up_proj.weight"][5, 7] = float("nan")
-
-
-def without_scales(path):
-    write_fp8(path, "llama-tiny", "_scale", "fp8")
-    tensors = load_file(path / FILE)
-    save_file(
-        {n: w for n, w in tensors.items() if not n.endswith("up_proj.weight_scale")}, path / FILE
-    )
-
-
-def two_formats(path):
-    def edit(stored):
-        for name in [n for n in stored if n.startswith("layers.0.ffn.experts.1.")]:
-            if name.endswith("weight"):
-                stored[name] = torch.zeros(stored[name].shape[0], 2 * stored[name].shape[1])
-
-    write_v4(path, "fp4", edit=edit)
+def edited(path, name, edit):
+    write_plain(path, name)
+    edit(tensors := load_file(path / FILE))
+    save_file(tensors, path / FILE)
 
 
 def lacking(path, what):
@@ -374,33 +338,28 @@ def lacking(path, what):
         (path / INDEX_FILE).write_text(json.dumps(index))
 
 
+# By what is wrong: what writes it, its arguments, and what the error says.
+V_NORM = "model.layers.5.self_attn.v_norm.weight"
 REFUSED = {
-    "tensors that do not fit": (partial(edit_tensors, name="gemma4-tiny", edit=misfits),
+    "tensors that do not fit": (edited, "gemma4-tiny", misfits,
         r"missing \['layers\.1\.layer_scalar', 'norm\.weight'\]; unexpected \['model\.layers\.2\.self_attn\.v_proj\."
         r"weight in model\.safetensors'\]; misshaped \['model\.layers\.0\.self_attn\.k_norm\.weight \[17\] \(expected "
         r"\[16\]\) in model\."),
-    "a norm of values of a layer that has none": (
-        partial(write_plain, name="gemma4-e-tiny", extra=["model.layers.5.self_attn.v_norm.weight"]),
-        r"unexpected \['model\.layers\.5\.self_attn\.v_norm\.weight in model\.safetensors'\]"),
-    "vision tensors alone": (partial(edit_tensors, name="gemma3-tiny", edit=vision_alone), r"missing \['embed_tokens"),
-    "integers of GPTQ that no key names": (partial(edit_tensors, name="llama-tiny", edit=packed),
-        r"unexpected \['model\.layers\.0\.self_attn\.q_proj\.qweight in"),
-    "a NaN": (partial(edit_tensors, name="llama-tiny", edit=nothing), r"'model\.layers\.0\.mlp\.up_proj\.weight'.*\[5, 7\]"),
-    "fp8 without scales": (without_scales, r"unscaled \['model\.layers\.0\.mlp\.up_proj\.weight in"),
-    "experts in two formats": (two_formats, "experts: expected one format for all"),
-    "a file that is missing": (partial(lacking, what="file"), r"expected the files \['model-1\.safetensors'\]"),
-    "files without an index": (partial(lacking, what="index"),
-        r"expected the files \['model\.safetensors'\] in .*, got \['model-0\.safetensors', "),
-    "a file that is cut off": (partial(lacking, what="end"), r"complete safetensors file, got '.*model-1\.safe"),
-    "a tensor that only the index has": (partial(lacking, what="tensor"), r"got none of \['model\.absent\.weight'\]"),
+    "a norm of values of a layer that has none": (write_plain, "gemma4-e-tiny", {}, [V_NORM], rf"unexpected \['{V_NORM} in"),
+    "vision tensors alone": (edited, "gemma3-tiny", vision_alone, r"missing \['embed_tokens"),
+    "integers that no key names": (edited, "llama-tiny", packed, r"unexpected \['model\.layers\.0\.self_attn\.q_proj\.qw"),
+    "a file that is missing": (lacking, "file", r"expected the files \['model-1\.safetensors'\]"),
+    "files without an index": (lacking, "index", r"the files \['model\.safe.*, got \['model-0\.safetensors', "),
+    "a file that is cut off": (lacking, "end", r"complete safetensors file, got '.*model-1\.safe"),
+    "a tensor that only the index has": (lacking, "tensor", r"got none of \['model\.absent\.weight'\]"),
     "a directory of nothing": (lambda path: None, r"expected a directory with a config\.json"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", REFUSED)
 def test_refused(layout, tmp_path):
-    write, message = REFUSED[layout]
-    write(tmp_path)
+    write, *args, message = REFUSED[layout]
+    write(tmp_path, *args)
     assert_refused(tmp_path, message)
 
 
@@ -426,12 +385,12 @@ def other_type(writer):
 ])  # fmt: skip
 def test_gguf_is_refused(edit, message, tmp_path):
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer = gguf.GGUFWriter(tmp_path / GGUF, "llama")
     edit(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises((ValueError, NotImplementedError), match=message) as error:
-        unpack(tmp_path / "x.gguf", tmp_path / "cache")
+        unpack(tmp_path / GGUF, tmp_path / "cache")
     assert "\n" not in str(error.value)

@@ -4,7 +4,7 @@ named ``kernels`` and must not find this repository's: start it in another direc
 Usage: python oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
     {..., "new_tokens": n}                                             (token ids, their logits), of the prompt with n greedy tokens
-    {"make": directory, "config": {...}, "seed": n, "original": bool}  a random checkpoint, saved by transformers itself
+    {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
     {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
     {"keys": [model_type, ...], "out": file}                           {model_type: keys of its config.json} as JSON
     {"ropes": [{config}, ...], "out": file}                            [(frequencies, amplitude)] of llama configurations
@@ -131,7 +131,7 @@ def main():
             config = AutoConfig.for_model(**job["config"])
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             (randomise_v4 if config.model_type == "deepseek_v4" else randomise)(model, job["seed"])
-            model.save_pretrained(job["make"], save_original_format=job.get("original", True))
+            model.save_pretrained(job["make"])
         elif "shapes" in job:
             Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
         elif "keys" in job:

@@ -36,6 +36,8 @@ def write_fp8(path, name, suffix, method, scales="block"):
     save_file(tensors, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method}
+    if scales == "block" and method == "fp8":
+        config["quantization_config"]["weight_block_size"] = [32, 32]
     (path / "config.json").write_text(json.dumps(config))
     return exact
 

@@ -38,14 +38,12 @@ def long_config():
 def prompts() -> dict[str, torch.Tensor]:
     """The tokens that each checkpoint is asked about."""
     ids = {"ours": input_ids(NUM_TOKENS), "long": input_ids(LONG_TOKENS, 1)}
-    ids |= {name: input_ids(60, 2) for name in ("hybrid", "pure")}
     return ids | {"wide": input_ids(150, 3)}
 
 
 def ask_transformers(root: Path) -> None:
-    """Fills a directory with checkpoints and their logits: "ours", "long" and "wide", written by save_checkpoint; "hybrid" and "pure", made
-    and saved by transformers itself."""
-    from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
+    """Fills a directory with checkpoints and their logits: "ours", "long" and "wide"."""
+    from quire.bench.common.hf_checkpoint import save_checkpoint
     from quire.models.deepseek_v4.config import CONFIGS
     from quire.models.loading.random_weights import random_model
     from tests.support.forked import RUN, printed
@@ -54,11 +52,7 @@ def ask_transformers(root: Path) -> None:
     save_checkpoint(random_model(tiny), root / "ours")
     save_checkpoint(random_model(long_config(), seed=1), root / "long")
     save_checkpoint(random_model(CONFIGS["deepseek-v4-small"], seed=2), root / "wide")
-    jobs = [
-        {"make": name, "config": to_hf(tiny), "seed": 7, "original": name == "hybrid"}
-        for name in ("hybrid", "pure")
-    ]
-    jobs += [{"load": n, "input_ids": i.tolist(), "out": f"{n}.pt"} for n, i in prompts().items()]
+    jobs = [{"load": n, "input_ids": i.tolist(), "out": f"{n}.pt"} for n, i in prompts().items()]
     (root / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     program = Path(__file__).resolve().with_name("oracle.py")
