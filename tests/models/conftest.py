@@ -13,7 +13,7 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.config.model import ModelConfig, RopeConfig
-from quire.models.config.named import CONFIGS, get_config
+from quire.models.config.named import get_config
 from quire.models.families.decoder import Decoder
 from quire.models.loading.random_weights import random_model
 from tests.support.forked import RUN, printed
@@ -110,13 +110,10 @@ def _ask_transformers(root: Path) -> None:
         jobs.append({"make": str(theirs)} | made)
         asked = {"load": str(theirs), "out": str(theirs / "said.pt"), "new_tokens": NEW_TOKENS}
         jobs.append(asked | {"input_ids": _input_ids(seed).tolist()})
-    for name, config in CONFIGS.items():
-        jobs.append({"shapes": to_hf(config), "out": str(root / f"{name}.json")})
     kinds = ["llama", "gpt_oss", "gemma3_text", "gemma4_text", "deepseek_v4"]
     jobs.append({"keys": kinds, "out": str(root / "keys.json")})
     ropes = [to_hf(rope_config(rope)) for rope in ROPES.values()]
     jobs.append({"ropes": ropes, "out": str(root / "ropes.pt")})
-    jobs.append({"mxfp4": 0, "out": str(root / "mxfp4.pt")})
     directories = [root / f"chat{i}" for i in range(len(chats.CASES))]
     for directory, case in zip(directories, chats.CASES, strict=True):
         chats.write_tokenizer(directory, *case)

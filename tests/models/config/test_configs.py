@@ -153,16 +153,6 @@ def test_unsupported_features_wrong_values_and_contradictions_are_named(
         read(to_hf(get_config(name)) | change)
 
 
-def test_eight_bit_floats_of_compressed_tensors_are_supported():
-    groups = {
-        "group_0": {"weights": {"num_bits": 8, "type": "float"}},
-        "group_1": {"weights": None},
-    }
-    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
-    config = to_hf(CONFIGS["gemma3-tiny"])
-    assert read(config | {"quantization_config": quantization}) == read(config)
-
-
 def test_absent_keys_of_gemma4_mean_what_transformers_takes_them_for():
     """A width of 256 for per-layer embeddings, where a file does not say 0; the unified models have none."""
     config = to_hf(CONFIGS["gemma4-tiny"])

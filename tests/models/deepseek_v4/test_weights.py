@@ -5,22 +5,19 @@ import json
 import pytest
 import torch
 
-from quire.kernels.common.dequantize import (
-    dequantize_fp4,
-    scale_values,
-)
+from quire.kernels.common.dequantize import dequantize_fp4, scale_values
 from quire.models.deepseek_v4.model import Experts
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.layers.moe import PackedExperts
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
-from tests.support.models.v4_release import (
+from tests.support.models.v4_release import (  # fmt: skip
     CONFIG,
     E2M1,
     release_tensors,
     with_dspark,
     write_release,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

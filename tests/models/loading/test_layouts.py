@@ -3,19 +3,15 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.models import LLM, SamplingParams
 from quire.models.config.hf import from_hf, to_hf
 from quire.models.config.named import get_config
 from quire.models.engine.memory import weight_bytes
-from quire.models.families.gemma4_assistant import Assistant, AssistantKeys, load_assistant
-from quire.models.llm import make_drafter
-from quire.models.loading.checkpoint import INDEX_FILE
+from quire.models.loading.checkpoint import INDEX_FILE, NUM_NAMED
 from quire.models.loading.gguf import unpack
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
@@ -92,12 +88,20 @@ def write_links(path):
     return written
 
 
-def write_fp8_of(path, name, suffix, method, scales="block"):
-    return plain(name, write_fp8(path, name, suffix, method, scales))
+def write_fp8_of(path, name, *layout):
+    return plain(name, write_fp8(path, name, *layout))
 
 
 def write_mxfp4_of(path):
-    return plain("gpt-oss-tiny", write_mxfp4(path), intermediate_size=64)
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    write_mxfp4(path)
+    stored, exact = load_file(path / FILE), {}
+    for name in [n.removesuffix("_blocks") for n in stored if n.endswith("_blocks")]:
+        blocks = (stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        values = convert_moe_packed_tensors(*blocks, dtype=torch.float32)
+        exact[name.removeprefix("model.")] = values.contiguous()
+    return plain("gpt-oss-tiny", exact, intermediate_size=64)
 
 
 def write_v4(path, experts=None, e8m0_scales=True, edit=None, model=None):
@@ -184,7 +188,9 @@ QUANTIZED = {
     "DeepSeek-V4, fp8 and fp4 experts": (write_v4, "fp4"),
     "DeepSeek-V4-0731, fp8, with DSpark": (write_v4_of_0731,),
     "gpt-oss, mxfp4": (write_mxfp4_of,),
-    "Llama, fp8 by tensor": (write_fp8_of, "llama-tiny", "_scale", "fp8", "tensor"),
+    "Llama, fp8 by tensor": (write_fp8_of, "llama-tiny", "_scale", "fp8", "tensor", True),
+    "Llama, fp8 by 32 rows": (write_fp8_of, "llama-tiny", "_scale", "fp8", "rows"),
+    "Llama, fp8 by channel, scales without a second axis": (write_fp8_of, "llama-tiny", "_scale", "fp8", "channel", True),
     "Llama, fp8 by block": (write_fp8_of, "llama-tiny", "_scale_inv", "fp8"),
     "Llama, compressed-tensors fp8 by channel": (write_fp8_of, "llama-tiny", "_scale", "compressed-tensors", "channel"),
 }  # fmt: skip
@@ -221,34 +227,6 @@ def test_loads(layout, tmp_path):
         assert (kept.full_forward(IDS) - expected).abs().max() <= bound
 
 
-@torch.no_grad()
-def test_gemma4_with_its_assistant(tmp_path):
-    """Two directories: the tokens are transformers' of the target alone, and drafts are among them."""
-    config, tensors = write_plain(tmp_path / "target", "gemma4-tiny")
-    keys = AssistantKeys(backbone_hidden_size=64)
-    text = from_hf(config | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]})  # fmt: skip
-    assistant = Assistant(keys, text, device=torch.device("cpu"), dtype=torch.float32)
-    for weight in assistant.parameters():
-        weight.normal_(0.0, weight.shape[-1] ** -0.5)
-    weights = dict(assistant.named_parameters())
-    stored = {n if "projection" in n else f"model.{n}": w.detach() for n, w in weights.items()}
-    whole = {"model_type": "gemma4_assistant", "backbone_hidden_size": 64, "text_config": to_hf(text)}  # fmt: skip
-    save(tmp_path / "assistant", whole, stored)
-    expected = theirs(config, tensors).generate(
-        IDS[None], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    drafter = partial(make_drafter, str(tmp_path / "assistant"), 3)
-    llm = LLM(tmp_path / "target", dtype="float32", device="cpu", drafter=drafter)
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    (output,) = llm.generate([IDS.tolist()], params, progress=False)
-    assert list(output.token_ids) == expected[0, len(IDS) :].tolist()
-    assert llm.engine.totals.num_drafts > 0
-    loaded = dict(load_assistant(tmp_path / "assistant", dtype=torch.float32).named_parameters())
-    assert all(torch.equal(loaded[n], w) for n, w in weights.items())
-    with pytest.raises(ValueError, match=r"drafter: expected one of .*or a directory, got 'none'"):
-        make_drafter("none", 3, None)
-
-
 # By what is wrong: the model, keys of its config.json, and what the error says.
 KEYS = {
     "GPTQ": ("llama-tiny", {"quantization_config": {"quant_method": "gptq"}},
@@ -259,7 +237,6 @@ KEYS = {
     "compressed-tensors of int4": ("gemma4-tiny", {"quantization_config": {"quant_method": "compressed-tensors",
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}}},
         "group_0.weights.type: supported is 'float', got 'int'; .*num_bits: supported is 8, got 4"),
-    "AWQ of DeepSeek-V4": ("deepseek-v4-tiny", {"quantization_config": {"quant_method": "awq"}}, "got 'awq'"),
     "unknown model_type": ("llama-tiny", {"model_type": "mamba"}, r"model_type: supported are \[.*got 'mamba'"),
     "vision alone": ("llama-tiny", {"model_type": "siglip_vision_model"}, "got 'siglip_vision_model'"),
     "EmbeddingGemma": ("gemma3-tiny", {"use_bidirectional_attention": True},
@@ -311,6 +288,11 @@ def vision_alone(tensors):
     tensors["vision_tower.layer.weight"] = torch.zeros(2)
 
 
+def renamed(tensors):
+    for name in list(tensors):
+        tensors[f"other.{name}"] = tensors.pop(name)
+
+
 def packed(tensors):
     name = "model.layers.0.self_attn.q_proj."
     tensors[f"{name}qweight"] = tensors.pop(f"{name}weight").int()
@@ -347,6 +329,8 @@ REFUSED = {
         r"\[16\]\) in model\."),
     "a norm of values of a layer that has none": (write_plain, "gemma4-e-tiny", {}, [V_NORM], rf"unexpected \['{V_NORM} in"),
     "vision tensors alone": (edited, "gemma3-tiny", vision_alone, r"missing \['embed_tokens"),
+    "another prefix": (edited, "gemma4-tiny", renamed,
+        rf"missing \[('[^']+', ){{{NUM_NAMED - 1}}}'[^']+'\] and \d+ more; unexpected \[('other\.[^']+'(, )?)+\] and \d+ more"),
     "integers that no key names": (edited, "llama-tiny", packed, r"unexpected \['model\.layers\.0\.self_attn\.q_proj\.qw"),
     "a file that is missing": (lacking, "file", r"expected the files \['model-1\.safetensors'\]"),
     "files without an index": (lacking, "index", r"the files \['model\.safe.*, got \['model-0\.safetensors', "),

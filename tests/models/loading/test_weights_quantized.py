@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
-from quire.kernels.common.dequantize import dequantize_fp8, dequantize_mxfp4
 from quire.models.config.named import get_config
 from quire.models.engine import memory
 from quire.models.layers.basic import Linear
@@ -19,50 +18,6 @@ from quire.models.loading.weights import build_model, kept_as_stored, load_model
 from tests.support.models.quantized import write_fp8
 
 FP8 = torch.float8_e4m3fn
-# Scales of a [out_size, in_size] weight: their shape.
-LAYOUTS = {
-    "tensor": lambda out_size, in_size: (1,),
-    "scalar": lambda out_size, in_size: (),
-    "channel": lambda out_size, in_size: (out_size, 1),
-    "channel, flat": lambda out_size, in_size: (out_size,),
-    "blocks of 32": lambda out_size, in_size: (-(-out_size // 32), -(-in_size // 32)),
-    "blocks of 32 rows": lambda out_size, in_size: (-(-out_size // 32), 1),
-}
-
-
-def naive(weight, scale):
-    """fp64, element by element."""
-    out = torch.empty(weight.shape, dtype=torch.float64)
-    if scale.numel() == 1:
-        rows, columns, scale = weight.shape[0], weight.shape[1], scale.view(1, 1)
-    else:
-        scale = scale.view(len(scale), -1)
-        rows = 1 if len(scale) == len(weight) else 32
-        columns = weight.shape[1] if scale.shape[1] == 1 else 32
-    for i in range(weight.shape[0]):
-        for j in range(weight.shape[1]):
-            out[i, j] = weight[i, j].double() * scale[i // rows, j // columns].double()
-    return out
-
-
-@pytest.mark.parametrize("shape", [(64, 96), (70, 33), (33, 64)])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_dequantize(layout, shape):
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(shape, generator=generator).to(FP8)
-    scale = torch.rand(layout(*shape), generator=generator) + 0.5
-    got = dequantize_fp8(weight, scale, torch.float32)
-    # One rounding to fp32.
-    torch.testing.assert_close(got.double(), naive(weight, scale), rtol=2**-24, atol=0)
-
-
-def test_dequantize_experts():
-    weight = torch.randn(3, 64, 40, generator=torch.Generator().manual_seed(0)).to(FP8)
-    scale = torch.rand(3, 2, 2) + 0.5
-    got = dequantize_fp8(weight, scale, torch.float32)
-    for expert in range(3):
-        want = naive(weight[expert], scale[expert])
-        torch.testing.assert_close(got[expert].double(), want, rtol=2**-24, atol=0)
 
 
 def test_fp8_is_kept_where_the_converted_model_does_not_fit(tmp_path, monkeypatch):
@@ -126,13 +81,6 @@ def test_scales_of_the_fp8_cache_that_are_refused(tmp_path, scales, message):
     write_kv_scales(tmp_path, scales)
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
-
-
-def test_mxfp4_equals_transformers(oracle_root):
-    blocks, scales, want = torch.load(oracle_root / "mxfp4.pt")
-    got = dequantize_mxfp4(blocks, scales)
-    assert torch.equal(got.transpose(1, 2), want)
-    assert got.unique().numel() > 100
 
 
 def test_mxfp4_experts_are_kept_where_their_kernel_reads_them(monkeypatch):

@@ -5,10 +5,8 @@ Usage: python oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
     {..., "new_tokens": n}                                             (token ids, their logits), of the prompt with n greedy tokens
     {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
-    {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
     {"keys": [model_type, ...], "out": file}                           {model_type: keys of its config.json} as JSON
     {"ropes": [{config}, ...], "out": file}                            [(frequencies, amplitude)] of llama configurations
-    {"mxfp4": seed, "out": file}                                       (blocks, scales, their values) of random packed experts
     {"chats": [directory, ...], "texts": [...], "messages": [...], "tools": [...], "out": file}
                                        for each directory, as JSON: ids of the texts, the rendered chat without tools and with them
 """
@@ -87,26 +85,11 @@ def logits(path, input_ids, new_tokens=None):
     return input_ids, run(input_ids)
 
 
-def shapes(config):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    return {name: list(tensor.shape) for name, tensor in own_tensors(model)}
-
-
 def ropes(configs):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     modules = [LlamaRotaryEmbedding(AutoConfig.for_model(**config)) for config in configs]
     return [(module.inv_freq, module.attention_scaling) for module in modules]
-
-
-def mxfp4(seed):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(110, 140, (3, 10, 2), generator=generator, dtype=torch.uint8)
-    return blocks, scales, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
 
 
 def chats(directories, texts, messages, tools):
@@ -132,8 +115,6 @@ def main():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             (randomise_v4 if config.model_type == "deepseek_v4" else randomise)(model, job["seed"])
             model.save_pretrained(job["make"])
-        elif "shapes" in job:
-            Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
         elif "keys" in job:
             keys = {kind: [*AutoConfig.for_model(kind).to_dict()] for kind in job["keys"]}
             Path(job["out"]).write_text(json.dumps(keys))
@@ -142,8 +123,6 @@ def main():
         elif "chats" in job:
             results = chats(job["chats"], job["texts"], job["messages"], job["tools"])
             Path(job["out"]).write_text(json.dumps(list(results)))
-        elif "mxfp4" in job:
-            torch.save(mxfp4(job["mxfp4"]), job["out"])
         else:
             torch.save(logits(job["load"], job["input_ids"], job.get("new_tokens")), job["out"])
 
