@@ -160,8 +160,6 @@ def test_what_is_refused(target, assistant, tmp_path):
         Gemma4Drafter(random_model(get_config("gemma4-small")), own)
     with pytest.raises(NotImplementedError, match="model_type: supported as a drafter is"):
         load_assistant(target[1])
-    with pytest.raises(NotImplementedError, match="a drafter, which reads the keys"):
-        load_model(path)
     tensors = load_file(path / "model.safetensors")
     del tensors["pre_projection.weight"]
     tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()

@@ -80,6 +80,13 @@ def write_older(path):
     return config, {name: weight.float() for name, weight in tensors.items()}
 
 
+def write_bf16(path, name):
+    config, tensors = plain(name)
+    tensors = {name: weight.bfloat16() for name, weight in tensors.items()}
+    save(path, config | {"dtype": "bfloat16"}, tensors)
+    return config, {name: weight.float() for name, weight in tensors.items()}
+
+
 def write_links(path):
     """As Hugging Face's cache has them."""
     written = write_plain(path / "blobs", "llama-tiny")
@@ -142,15 +149,13 @@ def write_gguf(path, case, kind):
     return model.config.to_dict(), gguf_files.write(path / GGUF, model, kind)
 
 
-SHARED_KEYS = [
-    f"model.layers.{i}.self_attn.{n}.weight" for i in (6, 8) for n in ("k_proj", "v_norm")
-]
+SHARED_KEYS = [f"model.layers.6.self_attn.{n}.weight" for n in ("k_proj", "v_proj", "k_norm")]
 TIED = {"tie_word_embeddings": True}
 # By layout: what writes it, and its arguments.
 PLAIN = {
     "Gemma-3": (write_plain, "gemma3-tiny"),
-    "Gemma-3, as Gemma3ForConditionalGeneration saved it": (write_wrapped, "gemma3-tiny", "language_model.model."),
-    "Gemma-3, as Gemma3ForConditionalGeneration saves it": (write_wrapped, "gemma3-tiny", "model.language_model."),
+    "Gemma-3, multimodal as it was saved": (write_wrapped, "gemma3-tiny", "language_model.model."),
+    "Gemma-3, multimodal as it is saved": (write_wrapped, "gemma3-tiny", "model.language_model."),
     "Gemma-4 (k_eq_v)": (write_wrapped, "gemma4-tiny", "model.language_model."),
     "Gemma-4 without k_eq_v": (write_plain, "gemma4-tiny", {"attention_k_eq_v": False}),
     "Gemma-4 E": (write_wrapped, "gemma4-e-tiny", "language_model."),
@@ -160,7 +165,7 @@ PLAIN = {
     "DeepSeek-V4, as transformers saves it": (write_v4_of_transformers,),
     "DeepSeek-V4, release names": (write_v4, None, True, with_copies),
     "DeepSeek-V4-0731, trunk alone": (write_v4_of_0731, v4_release.without_drafters),
-    "gpt-oss, bf16": (write_plain, "gpt-oss-tiny"),
+    "gpt-oss, bf16": (write_bf16, "gpt-oss-tiny"),
     "Llama": (write_plain, "llama-tiny"),
     "Llama, tied": (write_plain, "llama-tiny", TIED),
     "Llama, tied, with an output projection": (write_plain, "llama-tiny", TIED, ["lm_head.weight"]),
@@ -190,7 +195,7 @@ QUANTIZED = {
     "gpt-oss, mxfp4": (write_mxfp4_of,),
     "Llama, fp8 by tensor": (write_fp8_of, "llama-tiny", "_scale", "fp8", "tensor", True),
     "Llama, fp8 by 32 rows": (write_fp8_of, "llama-tiny", "_scale", "fp8", "rows"),
-    "Llama, fp8 by channel, scales without a second axis": (write_fp8_of, "llama-tiny", "_scale", "fp8", "channel", True),
+    "Llama, fp8 by channel, flat scales": (write_fp8_of, "llama-tiny", "_scale", "fp8", "channel", True),
     "Llama, fp8 by block": (write_fp8_of, "llama-tiny", "_scale_inv", "fp8"),
     "Llama, compressed-tensors fp8 by channel": (write_fp8_of, "llama-tiny", "_scale", "compressed-tensors", "channel"),
 }  # fmt: skip

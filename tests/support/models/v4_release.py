@@ -61,15 +61,9 @@ TOP = {
     "hc_head.hc_fn": "hc_head_fn", "hc_head.hc_base": "hc_head_base", "hc_head.hc_scale": "hc_head_scale",
 }  # fmt: skip
 FP8 = (
-    "attn.wq_",
-    "indexer.wq_b",
-    "attn.wkv",
-    "attn.wo_",
-    "shared_experts",
-    "e_proj",
-    "h_proj",
+    "attn.wq_", "indexer.wq_b", "attn.wkv", "attn.wo_", "shared_experts", "e_proj", "h_proj",
     "main_proj",
-)
+)  # fmt: skip
 
 
 def release_tensors(model):
