@@ -1050,7 +1050,6 @@ class KVCache:
         match, run = self._lookup.find_again(match)
         if not match.num_tokens:
             return False
-        self.index.tick += 1
         return self.index.pins.unpin(run, match.num_tokens // self.alignment)
 
     def expire_pins(self, now: float) -> int:

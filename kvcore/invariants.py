@@ -54,7 +54,7 @@ def check_invariants(cache: KVCache) -> None:
             live = table.table[slot][:, visible % c.width]
             assert (live != 0).all(), "a block inside the window has no page"
         for table in cache._tables.blocks:
-            size, newest = table.cls.block_size, (computed - 1) // table.cls.block_size
+            size, newest = table.cls.block_size, computed // table.cls.block_size
             if computed % size and (table.is_window or not replaying):
                 offset = cache._tables.offset[table.cls.tables, slot]
                 pages = table.read(slot, np.array([newest]))[:, 0]

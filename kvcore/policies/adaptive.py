@@ -136,9 +136,6 @@ class Adaptive:
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
         """`shorter` now serves returns to the evicted `record`, and may be the last of its chain."""
-        if shorter in self._new and shorter not in self._filed:
-            del self._new[shorter]
-            self._file(shorter, self._record(shorter))
         if shorter in self._filed:
             known = self._filed[shorter][1]
             if self._returns.chance(record) > self._returns.chance(known):

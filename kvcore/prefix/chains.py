@@ -142,7 +142,6 @@ class Chains:
         for pages in self.duplicates.pop(slot, ()):
             self.index.pool.put(pages)
         self.runs[slot] = self.index.root
-        self.cached[slot] = 0
 
     # Before a step.
 
@@ -166,14 +165,12 @@ class Chains:
         a, drafts = self.alignment, self._drafts
         if not self.layout.hybrid:
             return NONE_KEPT, NO_ROWS
-        counts = end - start
         if self._tables.states:
-            late = counts if longest <= drafts + 1 else np.minimum(counts, drafts + 1)
-            snapshots = (end % self._a < late).nonzero()[0]
+            snapshots = (end % self._a < np.minimum(end - start, drafts + 1)).nonzero()[0]
         # At most `drafts` tokens follow a boundary in so short a step: the ring keeps its tail.
         if longest <= drafts + 1:
             return NONE_KEPT, snapshots
-        requests = ((counts > drafts + 1) & (end // a > start // a)).nonzero()[0]
+        requests = (end // a > start // a).nonzero()[0]
         if not requests.size:
             return NONE_KEPT, snapshots
         slots, start, end = slots[requests], start[requests], end[requests]

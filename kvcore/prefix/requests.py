@@ -77,7 +77,6 @@ class Sequences:
         """Give a request with `computed` valid and `hit` cached tokens a free slot."""
         slot = self._slots[request_id] = self._free[-1]
         del self._free[-1]
-        self._checked = None
         self.active[slot] = True
         self.num_computed[slot] = computed
         self.prompt_len[slot] = prompt.num_tokens

@@ -434,7 +434,7 @@ class StepPlanner:
         c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
         before = ((step.start[requests] - 1) // window.size)[:, None]
-        in_ring = (blocks >= 0) & (blocks > before - c.width) & (blocks <= before)
+        in_ring = (blocks >= 0) & (blocks <= before)
         pages = self._flat[window.indices(step.slots[requests], blocks)] * in_ring[:, None, :]
         started = new.requests[new.which] << BLOCK_BITS | new.blocks
         wanted = requests[:, None] << BLOCK_BITS | np.maximum(blocks, 0)
