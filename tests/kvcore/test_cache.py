@@ -146,8 +146,9 @@ def test_eviction_takes_whole_resume_points_least_recently_used_first():
 
 def test_describe_tells_what_can_hit():
     text = engine(retention=64).kv.describe()
-    for part in ("multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):
+    for part in ("pages of 0.00391 MiB", "multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):  # fmt: skip
         assert part in text
+    assert "ahead" not in text
     short = GroupSpec("state", "state", 16, 4096)
     assert "snapshots at multiples of 32" in engine((DENSE, short)).kv.describe()
 

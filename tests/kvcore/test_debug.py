@@ -124,5 +124,12 @@ def test_a_plan_that_writes_page_0_is_named(name, monkeypatch):
         kv.plan([slot], [9])
 
 
+def test_a_page_that_nobody_holds_is_found():
+    kv = cache()
+    kv.pool.pop(1)
+    with pytest.raises(AssertionError):
+        kv.check_invariants()
+
+
 def test_without_debug_the_methods_are_the_class_s():
     assert not set(CALLS) & set(vars(cache(debug=False)))

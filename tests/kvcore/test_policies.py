@@ -12,7 +12,7 @@ import pytest
 
 from quire.kvcore import LRU, Adaptive, KVCache
 from quire.kvcore.policies import adaptive, base
-from quire.kvcore.policies.returns import hazard
+from quire.kvcore.policies.returns import Record, Returns, hazard
 from tests.kvcore.engine import Engine, groups
 from tests.kvcore.tier.setup import Setup
 
@@ -107,20 +107,24 @@ def test_what_was_discarded_costs_no_later_look(make, monkeypatch):
 @pytest.mark.parametrize("policy", [Adaptive, LRU])
 def test_a_policy_remembers_no_more_than_what_is_filed(policy):
     """Every request that shares a chain takes its entry out and files it again."""
-    p, entries = policy(), [Fake(key(depth), depth=depth) for depth in range(1, 4)]
+    p, entries = policy(), [Fake(key(depth), depth=depth) for depth in range(1, 5)]
+    p.add(entries[3])  # which stays
     for _ in range(5000):
-        for entry in entries:
+        for entry in entries[:3]:
             p.discard(entry)
             p.add(entry)
     containers = [c for c in vars(p).values() if hasattr(c, "__len__")]
     containers += [heap for c in containers if isinstance(c, dict) for heap in c.values() if isinstance(heap, list)]  # fmt: skip
     assert max(map(len, containers)) <= 4 * len(entries) + 1024
+    assert entries[3] in p.coming(4)
 
 
-def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
-    policy = LRU()
+@pytest.mark.parametrize("make", [LRU, Adaptive])
+def test_the_least_recently_used_goes_first_and_the_deepest_among_equals(make):
+    policy = make()
     for name, tick, depth in ((b"a", 1, 1), (b"b", 1, 5), (b"c", 0, 1), (b"d", 2, 1)):
         policy.add(Fake(name, last_used=tick, depth=depth))
+    policy.coming(0)  # `Adaptive` looks at all of them
     assert popped(policy) == [b"c", b"b", b"a", b"d"]
 
 
@@ -300,6 +304,16 @@ def test_adaptive_forgets_old_keys():
     assert len(policy._returns.records) <= 1100 and len(policy._returns.left) <= 64 * 32
 
 
+def test_returns_forget_the_record_that_was_renewed_first():
+    returns, record = Returns(), Record()
+    record.kind = "end"
+    for i in range(1024):
+        returns.remember(key(i), record)
+    returns.renew(record, Fake(key(0)), is_used=False)
+    returns.remember(key(1024), record)
+    assert len(returns.records) == 1024 and next(iter(returns.records)) == key(2)
+
+
 def test_no_dense_page_of_a_running_request_is_counted_as_freed():
     e = Engine(
         groups(*GEMMA), num_pages=200, max_requests=2, max_model_len=1024, retention="latest"
@@ -328,6 +342,8 @@ def test_a_policy_of_ones_own_decides():
         e.run(i, list(range(1000 * (i + 1), 1000 * (i + 1) + 200)))
         e.check()
     assert e.kv.match(loved).num_tokens == 192
+    points = [point for run in e.kv.index.runs() for point in run.points.values()]
+    assert max(point.num_uses for point in points) == 3
 
 
 # Entries that come next, and policies of a host tier.

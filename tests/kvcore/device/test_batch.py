@@ -6,6 +6,7 @@ import pickle
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, WorkerTables, step_arrays
@@ -59,6 +60,8 @@ def test_a_worker_builds_the_same_batch():
         arrays = pickle.loads(pickle.dumps(step_arrays(kv, plan)))
         here.deltas.append(arrays.table_indices)
         worker.update(arrays)
+        with pytest.raises(AttributeError):  # a step that fails takes the deltas, too
+            builders[0].build(plan, None, None)
         one = builders[0].build(plan, ids, plan.cu_seqlens_q[1:].astype(np.int64) - 1)
         other = builders[1].build(arrays, ids, arrays.cu_seqlens_q[1:].astype(np.int64) - 1)
         assert torch.equal(one.input_ids, other.input_ids)

@@ -51,15 +51,17 @@ def test_several_requests_get_all_that_they_ask_for_or_nothing():
 
 def test_without_caching_windows_keep_nothing_for_others():
     cache = full(100, enable_caching=False)
-    a = admitted(cache, "a", b"", 80, 80)
     keys = keys_of(list(range(80)), 8)
-    cache.publish(a, 80, keys=keys)
-    match = cache.match(keys=keys, num_tokens=80)
-    assert (match.num_tokens, match.dense_tokens) == (0, 0)
-    cache.advance(a, 80)
-    assert [pages.count(0) for pages in cache.pages_of(a)] == [0, 7, 6]
-    assert cache.room(a) == 80
-    cache.check_invariants()
+    for _ in range(2):  # both in one slot
+        a = admitted(cache, "a", b"", 80, 80)
+        cache.publish(a, 80, keys=keys)
+        match = cache.match(keys=keys, num_tokens=80)
+        assert (match.num_tokens, match.dense_tokens) == (0, 0)
+        cache.advance(a, 80)
+        assert [pages.count(0) for pages in cache.pages_of(a)] == [0, 7, 6]
+        assert cache.room(a) == 80
+        cache.check_invariants()
+        cache.release("a")
 
 
 def test_what_lacks_is_said_and_nothing_changes():
@@ -103,6 +105,8 @@ def test_calls_that_need_tables_are_refused_by_name():
             call()
     with pytest.raises(ValueError, match=r"upto: expected 0\.\.24 of slot 0"):
         cache.publish(a, 25, [1] * 25)
+    with pytest.raises(ValueError, match="ends: slot 0 would reach 161 tokens"):
+        cache.reserve(a, LONGEST + 1)
     cache.check_invariants()
 
 

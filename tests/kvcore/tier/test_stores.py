@@ -56,6 +56,16 @@ def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again():
     assert found == [96, 0, 96]
 
 
+def test_the_host_evicts_first_what_it_was_given_first():
+    s = Setup(pages=200, host=36)
+    prompts = [1, *PROMPT[:60]], [2, *PROMPT], [3, *PROMPT]
+    for prompt in prompts:
+        s.serve(prompt)
+        s.store()
+    s.forget()
+    assert [s.tiers.match([*prompt, 1]).num_saved_tokens for prompt in prompts] == [0, 96, 96]
+
+
 def test_a_host_that_is_too_small_is_not_written_over_and_over():
     s = Setup(pages=200, host=20)
     for i in range(4):

@@ -40,15 +40,19 @@ def dense_page(s: Setup, segment: int) -> int:
     return int(s.e.kv.index.pages_between(run, segment, segment + 1)[0, 0])
 
 
-def test_wrong_rows_are_not_kept_in_the_host():
+@pytest.mark.parametrize(("is_stored", "left"), [(True, 56), (False, 40)])
+def test_wrong_rows_are_not_kept_in_the_host(is_stored, left):
     s = Setup(DENSE)
-    s.serve(PROMPT)
     s.serve([*PROMPT[:40], *range(300, 340)])
     s.store()
-    s.e.kv.evict_pages([dense_page(s, 5)])
+    s.serve(PROMPT)
+    if is_stored:
+        s.store()
+    s.e.kv.evict_pages([dense_page(s, 7)])
     s.check()
-    assert s.tiers.match(LONGER).dense_tokens == 40
+    assert s.e.kv.match(LONGER).dense_tokens == 56
     s.forget()
+    assert s.tiers.match(LONGER).dense_tokens == left
     assert s.tiers.match([*PROMPT[:40], *range(300, 340), 1]).num_saved_tokens == 80
 
 
@@ -71,6 +75,18 @@ def test_a_wrong_window_block_leaves_points_that_the_device_has_not(is_open):
     s.e.kv.evict_pages([page])
     s.end(*(jobs if is_open else ()))
     assert 12 not in s.points()
+
+
+def test_a_wrong_row_of_a_short_prompt_costs_no_other():
+    """Resume points near the start hold page 0 where there are no blocks."""
+    s = Setup()
+    for prompt in (PROMPT[:9], [7, *PROMPT[:8]]):
+        s.serve(prompt)
+    s.store()
+    s.e.kv.evict_pages([dense_page(s, 0)])
+    s.forget()
+    found = [s.tiers.match(prompt).num_saved_tokens for prompt in (PROMPT[:9], [7, *PROMPT[:8]])]
+    assert found == [0, 8]
 
 
 def test_a_wrong_state_drops_its_chain_in_the_host():
