@@ -17,9 +17,12 @@ LOAD_EXPLANATIONS: dict[Limit, str] = {
     "slower": "loading more would take longer than computing it",
     "no-room": "the pool had no room to load more",
 }
-_EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items()) | LOAD_EXPLANATIONS
-_EXPLANATIONS["not-cached"] = "nothing of this prompt is in the cache or the host"
-_EXPLANATIONS["diverged"] = "the chain in cache and host ends, or differs from the prompt, there"
+_EXPLANATIONS: dict[Limit, str] = {
+    **dict(EXPLANATIONS.items()),
+    **LOAD_EXPLANATIONS,
+    "not-cached": "nothing of this prompt is in the cache or the host",
+    "diverged": "the chain in cache and host ends, or differs from the prompt, there",
+}
 
 
 @dataclass(frozen=True)

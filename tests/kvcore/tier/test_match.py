@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kvcore.tier.setup import LONGER, PAGE, PROMPT, Setup
+from tests.kvcore.tier.setup import DENSE, LONGER, PAGE, PROMPT, Setup
 
 
 def test_what_comes_from_where():
@@ -32,6 +32,10 @@ def test_what_is_nowhere():
     match = s.tiers.match([*PROMPT[:50], *range(300, 350)])
     assert (match.num_saved_tokens, match.dense_tokens, match.num_bytes) == (0, 48, 0)
     assert match.explain().endswith(": dense blocks reach 48, but no resume point does")
+    dense = Setup(DENSE)
+    dense.behind(PROMPT)
+    said = dense.tiers.match([*PROMPT[:50], *range(50)]).explain()
+    assert said.endswith(": the chain in cache and host ends, or differs from the prompt, there")
 
 
 def test_what_is_computed_sooner_than_loaded():
