@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from ..parallel.steps import StepSender
 
 
+# Logits of a step for `SamplingParams.prompt_logprobs`, 128 MiB: longer chunks are cut.
+MAX_PROMPT_LOGITS = 2**25
+
+
 class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
@@ -111,7 +115,13 @@ class Engine:
         self.clock, self.totals = runner.clock, EngineTotals()
         self.memory, self.kv, self.pool = runner.memory, runner.kv, runner.pool
         self.tiers, self.max_model_len = runner.tiers, runner.memory.max_model_len
-        self.scheduler = Scheduler(self.kv, self.clock, config, self.tiers)
+        self.scheduler = Scheduler(
+            self.kv,
+            self.clock,
+            config,
+            self.tiers,
+            max_prompt_rows=max(1, MAX_PROMPT_LOGITS // model.config.vocab_size),
+        )
         self.outputs = OutputQueue(self.scheduler)
         is_standard = config.rejection_sample_method == "standard"
         self._drafts_are_drawn = is_standard and hasattr(drafter, "sample")
@@ -177,6 +187,7 @@ class Engine:
         if self.tokenizer is not None:
             decode = decode_of(self.tokenizer, params.skip_special_tokens)
         has_text = decode is not None and (stream or params.stop)
+        prompt_logprobs = None if params.prompt_logprobs is None else []
         samples = [
             Request(
                 request_id=request_id,
@@ -192,6 +203,7 @@ class Engine:
                 text=TextStream(decode, params.stop, stop_ids) if has_text else None,
                 decode=decode,
                 stream=stream,
+                prompt_logprobs=prompt_logprobs,
             )
             for sample in range(params.n)
         ]
@@ -293,6 +305,8 @@ class Engine:
         if due is not None:
             if due.taken_back:
                 new = [tokens for tokens in new if tokens.request not in due.taken_back]
+            if due.scored:
+                due.keep_prompt_scores()
             num_generated, has_nan = outputs.deliver(new, time.perf_counter())
             if has_nan:  # any row so far may be NaN: none may be found, nor may one have been
                 if ahead is not None:
@@ -338,11 +352,18 @@ class Engine:
         clock.switch(TENSORS)
         clock.begin_device()
         plan, ids, rows = step.plan, step.input_ids, step.rows
-        shape = None if runner.graphs is None else runner.graphs.shape_of(plan, len(rows))
+        shape = None
+        if step.scored:
+            rows = np.concatenate([rows, step.prompt_rows])
+        elif runner.graphs is not None:
+            shape = runner.graphs.shape_of(plan, len(rows))
         if ranks is not None:
             plan = ranks.run(plan, ids, rows, shape)
         logits, step.hidden, step.batch = runner.run(plan, ids, rows, shape)
         clock.switch(SAMPLE)
+        if step.scored:
+            logits, prompt_logits = logits.split([len(step.rows), len(step.prompt_rows)])
+            step.prompt_scores = self._sampler.score_prompts(prompt_logits, step.scored)
         num_unknown = max(0, -int(ids.min())) if step.has_drafts else 0
         step.sampled = self._sampler(
             logits,
@@ -354,13 +375,15 @@ class Engine:
             next_ids = runner.builder.sampled[: len(step.ready)]
             next_ids.copy_(step.sampled.device_ids)
             if ranks is not None:
-                ranks.group.from_first(next_ids)
+                ranks.group.from_first(runner.builder.sampled[: len(rows)])
         clock.end_device()
 
     def _tokens(self, step: Step) -> list[NewTokens]:
         """Wait for the tokens of a step, and verify its drafts."""
         self.clock.switch(WAIT)
         step.sampled.wait()
+        if step.scored:
+            step.prompt_scores.wait()
         self.clock.switch(DELIVER)
         if step.has_drafts:
             step.learn(step.sampled.drafts)

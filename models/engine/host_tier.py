@@ -101,7 +101,8 @@ class HostTier:
             raise RuntimeError("expected an engine that is open, got one after its close()")
         self._end(self.copier.poll())
         for request in list(islice(waiting, max(0, room))):
-            if request not in self._loading and request not in self._settled:
+            known = request in self._loading or request in self._settled
+            if not known and request.max_hit is None:
                 try:
                     self._look_up(request)
                 except Exception as error:

@@ -25,7 +25,7 @@ class TokenLogprobs:
     """Natural-log probabilities of one position, before penalties, temperature and filters.
 
     Attributes:
-        logprob: natural-log probability of the generated token.
+        logprob: natural-log probability of the token that is there.
         top: (token id, logprob) of the likeliest tokens, best first.
     """
 
@@ -58,6 +58,8 @@ class RequestOutput:
         num_drafts, num_accepted: speculated tokens that were computed, and accepted ones.
         arrival, token_times: seconds on `time.perf_counter`'s clock.
         logprobs: one for each of token_ids; None without `SamplingParams.logprobs`.
+        prompt_logprobs: one for each of prompt_token_ids, fewer if the request ended before it was
+            computed; the first is None. None without `SamplingParams.prompt_logprobs`.
         error: the reason of "nan" or "error", else None. Tokens and text so far are good.
     """
 
@@ -79,6 +81,7 @@ class RequestOutput:
     error: RequestError | None = None
     dense_tokens: int = 0
     num_loaded_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def explain(self) -> str:
         """One sentence: tokens of the prompt that were cached or loaded, and why not more."""

@@ -50,6 +50,8 @@ class SamplingParams:
             alone, not on other requests; None = a seed of the engine.
         n: samples of the prompt, at most 16,384; they share its pages.
         logprobs: number of the likeliest tokens to report at each position; None = none.
+        prompt_logprobs: the same for the positions of the prompt but the first; None = none. What
+            is cached of the prompt is then computed again.
         skip_special_tokens: False = the text has the special tokens of the output too, but for the
             id that stops it.
 
@@ -69,6 +71,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -95,9 +98,10 @@ class SamplingParams:
             ("n", Integral, 1, MAX_SAMPLES, f"an int in 1..{MAX_SAMPLES}"),
             ("seed", Integral, None, None, "None or an int"),
             ("logprobs", Integral, 0, MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
+            ("prompt_logprobs", Integral, 0, MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
         ):
             given = getattr(self, name)
-            if given is not None or name not in ("seed", "logprobs"):
+            if given is not None or name not in ("seed", "logprobs", "prompt_logprobs"):
                 put(name, _number(name, given, kind, expected, low, high))
 
 
@@ -108,6 +112,8 @@ class Request:
     Attributes:
         prompt_token_ids: [prompt_len] int32, never changed.
         capacity: most tokens of prompt and output together.
+        prompt_logprobs: of the prompt's tokens behind the first, as far as they are known; one list
+            for all samples. None = not wanted.
         host_match: look-up in the host tier before its last load.
         text: its growing text, where stop strings or a stream need it.
         decode: ids to text, for the end; None = no tokenizer.
@@ -132,6 +138,7 @@ class Request:
     text: TextStream | None = None
     decode: Callable[[list[int]], str] | None = None
     stream: bool = False
+    prompt_logprobs: list[TokenLogprobs] | None = None
     slot: int = -1
     num_output_placeholders: int = 0
     num_cached_tokens: int = -1
@@ -170,6 +177,17 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.prompt_len
+
+    def unscored(self, start: int, end: int) -> range:
+        """Rows in start .. end - 1 that give a wanted `prompt_logprobs` that is not known yet."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs)), min(end, self.prompt_len - 1))
+
+    @property
+    def max_hit(self) -> int | None:
+        """Longest cached prefix that leaves all `unscored` rows to compute; None = no limit."""
+        return len(self.prompt_logprobs) if self.unscored(0, self.prompt_len) else None
 
     def reserve(self) -> None:
         """Allocate memory for tokens and drafts; until then samples share the prompt's."""
@@ -239,6 +257,9 @@ class Request:
             num_drafts=self.num_drafts,
             num_accepted=self.num_accepted,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=(
+                None if self.prompt_logprobs is None else (None, *self.prompt_logprobs)
+            ),
             error=error,
         )
 

@@ -134,13 +134,21 @@ class Sampler:
             if probs is not None:
                 ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
         wanted = [p.logprobs for p in params]
-        packed = [ids[:, None].double()]
-        if any(n is not None for n in wanted):
-            most = min(max(n for n in wanted if n is not None), logits.shape[1])
-            scores = raw.log_softmax(dim=-1)
-            best, best_ids = scores.topk(most, dim=-1)
-            packed += [scores.gather(1, ids.clamp_min(0)[:, None]), best, best_ids.double()]
-        return Sampled(ids, torch.cat(packed, dim=1), wanted, drafts)
+        if all(n is None for n in wanted):
+            return Sampled(ids, ids[:, None].double(), wanted, drafts)
+        return Sampled(ids, _with_logprobs(ids, raw, wanted), wanted, drafts)
+
+    def score_prompts(self, logits: Tensor, rows: Sequence[tuple[Request, range]]) -> Sampled:
+        """Log-probabilities of prompt tokens, each the one behind its row.
+
+        Args:
+            logits: [num_rows, vocab_size] fp32.
+            rows: of each request its rows, one request after another.
+        """
+        next_ids = [r.prompt_token_ids[part.start + 1 : part.stop + 1] for r, part in rows]
+        [ids] = self._staging.send([np.concatenate(next_ids).astype(np.int64)])
+        wanted = [r.params.prompt_logprobs for r, part in rows for _ in part]
+        return Sampled(ids, _with_logprobs(ids, logits, wanted), wanted, ids[:0])
 
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -210,6 +218,15 @@ class Sampler:
         [new] = self._staging.send([request.tokens[known:].astype(np.int64)])
         self._seen[request.slot, new] = True
         self._owners[request.slot] = (request, request.num_tokens)
+
+
+def _with_logprobs(ids: Tensor, logits: Tensor, wanted: Sequence[int | None]) -> Tensor:
+    """`Sampled.packed` of ids [num_rows] with the log-probabilities that rows want."""
+    most = min(max(n for n in wanted if n is not None), logits.shape[1])
+    scores = logits.log_softmax(dim=-1)
+    best, best_ids = scores.topk(most, dim=-1)
+    own = scores.gather(1, ids.clamp_min(0)[:, None])
+    return torch.cat([ids[:, None].double(), own, best, best_ids.double()], dim=1)
 
 
 def _draws(

@@ -44,10 +44,13 @@ class Step:
             host does not know yet (`learn`).
         ready: indices of the requests that get their next token; the others are in prefill.
         rows: [num_rows] int64, of each of ``ready`` the rows of its last known token and drafts.
+        prompt_rows: [n] int64, further rows, those of ``scored``.
+        scored: requests of which it gives `Request.prompt_logprobs`, and the positions of the rows.
         has_drafts: True if it verifies drafts.
         num_preempted: requests preempted for it.
         admitted: requests admitted for it.
         sampled: tokens of ``ready``, on the device and later on the host.
+        prompt_scores: log-probabilities of ``prompt_rows``; None = there are none.
         batch, hidden: inputs and hidden states, for a `DeviceDrafter`.
         accepted: [num_seqs] computed tokens that stay; None = all.
         taken_back: requests whose tokens are dropped, as they wait again.
@@ -60,10 +63,13 @@ class Step:
     input_ids: np.ndarray
     ready: list[int]
     rows: np.ndarray
+    prompt_rows: np.ndarray
+    scored: list[tuple[Request, range]]
     has_drafts: bool
     num_preempted: int
     admitted: frozenset[Request]
     sampled: Sampled | None = None
+    prompt_scores: Sampled | None = None
     batch: Batch | None = None
     hidden: Tensor | None = None
     accepted: np.ndarray | None = None
@@ -104,6 +110,15 @@ class Step:
             row += num_drafts + 1
         return new
 
+    def keep_prompt_scores(self) -> None:
+        """Append log-probabilities of prompts to those of their requests."""
+        first = 0
+        for request, rows in self.scored:
+            if request not in self.taken_back:
+                new = self.prompt_scores.logprobs[first : first + len(rows)]
+                request.prompt_logprobs.extend(new)
+            first += len(rows)
+
     def numbers(self) -> dict[str, Any]:
         """Numbers of its `StepReport`."""
         num_decodes = self.num_new_tokens.count(1)
@@ -138,11 +153,18 @@ class Scheduler:
     on_failure: Callable[[Request, Exception], None]
 
     def __init__(
-        self, kv: KVCache, clock: StepClock, config: EngineConfig, tiers: HostTier | None = None
+        self,
+        kv: KVCache,
+        clock: StepClock,
+        config: EngineConfig,
+        tiers: HostTier | None = None,
+        *,
+        max_prompt_rows: int,
     ) -> None:
         self.kv, self.tiers, self._clock = kv, tiers, clock
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
+        self._max_prompt_rows = max_prompt_rows
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._starved = False  # pages ran out and no request has ended since
@@ -239,27 +261,42 @@ class Scheduler:
         decodes = [r for r, count in pending.items() if count == 1]
         prefill = budget - len(decodes)
         chosen: dict[Request, int] = {}
+        room = self._max_prompt_rows
         for request, count in pending.items():
             if count > 1 and prefill:
-                chosen[request] = min(count, prefill)
-                prefill -= chosen[request]
+                count, room = self._chunk(request, min(count, prefill), room)
+                if count:
+                    chosen[request] = count
+                    prefill -= count
         admitted = set()
         tiers = self.tiers
         while prefill and not self._starved and len(self.running) < self.max_num_seqs:
-            waiting = (r for r in self.waiting if tiers is None or not tiers.waits(r))
+            waiting = (
+                r
+                for r in self.waiting
+                if (tiers is None or not tiers.waits(r)) and (room or r.max_hit is None)
+            )
             request = next(waiting, None)
             if request is None:
                 break
             if self._admit(request):
                 admitted.add(request)
                 count = request.num_tokens - int(self.kv.num_computed[request.slot])
-                chosen[request] = min(count, prefill)
+                chosen[request], room = self._chunk(request, min(count, prefill), room)
                 prefill -= chosen[request]
         for request in decodes:  # the next tokens of all go before the drafts of any
             num_drafts = min(len(request.drafts), prefill)
             chosen[request] = 1 + num_drafts
             prefill -= num_drafts
         return chosen, admitted
+
+    def _chunk(self, request: Request, count: int, room: int) -> tuple[int, int]:
+        """(New tokens, at most ``count``, with at most ``room`` `unscored` rows; the room left)."""
+        start = int(self.kv.num_computed[request.slot])
+        rows = request.unscored(start, start + count)
+        if len(rows) > room:
+            count, rows = rows[room] - start, rows[:room]
+        return count, room - len(rows)
 
     def _plan(
         self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int
@@ -269,7 +306,7 @@ class Scheduler:
         plan = self._timed(self.kv.plan, [r.slot for r in requests], counts)
         if not isinstance(plan, StepPlan):
             return plan
-        ids, ready, drafts, rows = [], [], [], []
+        ids, ready, drafts, rows, prompt_rows, scored = [], [], [], [], [], []
         ends, row_ends = plan.seq_lens.tolist(), plan.cu_seqlens_q[1:].tolist()
         for i, (request, end, row_end) in enumerate(zip(requests, ends, row_ends, strict=True)):
             ids.append(request.buffer[end - counts[i] : end])
@@ -278,6 +315,10 @@ class Scheduler:
             if end >= request.num_tokens:
                 ready.append(i)
                 rows += range(row_end - 1 - drafts[i], row_end)
+            wants = request.prompt_logprobs is not None
+            if wants and (part := request.unscored(end - counts[i], end)):
+                scored.append((request, part))
+                prompt_rows += range(row_end - end + part.start, row_end - end + part.stop)
         return Step(
             requests=requests,
             num_new_tokens=counts,
@@ -286,6 +327,8 @@ class Scheduler:
             input_ids=np.concatenate(ids),
             ready=ready,
             rows=np.array(rows, dtype=np.int64),
+            prompt_rows=np.array(prompt_rows, dtype=np.int64),
+            scored=scored,
             has_drafts=len(rows) > len(ready),
             num_preempted=num_preempted,
             admitted=frozenset(admitted.intersection(requests)),
@@ -296,7 +339,9 @@ class Scheduler:
         try:
             request.reserve()
             # The cache has changed since the request came: look up again, without hashing.
-            match = self._timed(self.kv.match, request.match.prompt, salt=request.salt)
+            match = self._timed(
+                self.kv.match, request.match.prompt, salt=request.salt, max_tokens=request.max_hit
+            )
             resumed = request.num_cached_tokens >= 0
             slot = self._timed(self.kv.admit, request.key, match, resumed=resumed)
         except Exception as error:

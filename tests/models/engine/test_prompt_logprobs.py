@@ -1,0 +1,145 @@
+"""Log-probabilities of prompts against a whole forward pass without a cache, its softmax in float64."""
+
+import pytest
+import torch
+
+from quire.models.deepseek_v4.mtp import MTPDrafter
+from quire.models.engine import engine as engine_module
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.loading.random_weights import random_model
+from tests.models.engine.test_engine import DEVICE, Recorder, prompt
+from tests.support.models.few import few
+from tests.support.models.tolerance import tolerance
+from tests.support.models.toy import finish
+
+TOP = 3
+WANTED = {"prompt_logprobs": TOP}
+
+
+@pytest.fixture(
+    scope="module", params=["gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "deepseek-v4-tiny"]
+)
+def model(request):
+    return random_model(few(request.param), device=DEVICE)
+
+
+def check(model, output, top=TOP):
+    """Logits differ by `tolerance` at most, so log-probabilities by twice that: log-sum-exp moves no more than they do. Rounding of
+    fp32's log-softmax, of numbers below 32, comes on top."""
+    ids = output.prompt_token_ids
+    exact = model.full_forward(torch.tensor(ids, device=DEVICE)).double().log_softmax(dim=-1).cpu()
+    allowed = 2 * tolerance(model) + 32 * 4 * 2.0**-24
+    first, *scores = output.prompt_logprobs
+    assert first is None and len(scores) == len(ids) - 1
+    for row, token, got in zip(exact[:-1], ids[1:], scores, strict=True):
+        assert abs(got.logprob - row[token]) <= allowed
+        assert len({i for i, _ in got.top}) == len(got.top) == top
+        values = torch.tensor([value for _, value in got.top], dtype=torch.float64)
+        assert (values - row[[i for i, _ in got.top]]).abs().le(allowed).all()
+        assert (values - row.topk(top).values).abs().le(allowed).all()
+    return output
+
+
+@pytest.mark.parametrize("budget", [17, 500])
+@pytest.mark.parametrize("max_rows", [5, 400])
+def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max_rows, monkeypatch):
+    monkeypatch.setattr(engine_module, "MAX_PROMPT_LOGITS", max_rows * model.config.vocab_size + 3)
+    run = Recorder(model, max_num_batched_tokens=budget)
+    run.add(prompt(70), request_id="others", max_tokens=30)
+    run.add([*prompt(70)[:60], *prompt(9, seed=1)], request_id="a", sampling=WANTED)
+    run.add(prompt(40, seed=2), request_id="b", sampling={"prompt_logprobs": 0, "logprobs": 2})
+    run.run()
+    run.add(prompt(90), request_id="again", sampling=WANTED | {"temperature": 0.7, "n": 1})
+    run.add([7], request_id="one token", sampling=WANTED)
+    run.add([7, 8], request_id="two tokens", sampling=WANTED)
+    run.add(prompt(90), request_id="hit", max_tokens=3)
+    run.run()
+    for name, top in (("a", TOP), ("b", 0), ("again", TOP), ("two tokens", TOP)):
+        output = check(model, run.outputs[name], top)
+        assert output.num_cached_tokens == 0
+        run.check(name)  # the logits that it samples from
+    assert run.outputs["again"].limited_by == "max-tokens"
+    assert run.outputs["one token"].prompt_logprobs == (None,)
+    for name in ("others", "hit"):
+        assert run.check(name).prompt_logprobs is None
+    assert run.outputs["hit"].num_cached_tokens > 0
+    assert max(len(logits) for logits in [run.outputs["b"].logprobs]) == 8
+
+
+def test_samples_share_them(model):
+    engine = Engine(model, EngineConfig(num_pages=600, max_num_seqs=3, max_num_batched_tokens=30))
+    engine.add_request(prompt(70), SamplingParams(4, n=4, temperature=1.0, seed=2, **WANTED))
+    outputs = finish(engine)
+    assert [o.sample for o in sorted(outputs, key=lambda o: o.sample)] == [0, 1, 2, 3]
+    for output in outputs:
+        check(model, output)
+        assert (output.num_cached_tokens > 0) == (output.sample > 0)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 7])
+def test_what_is_known_survives_a_preemption(model, after):
+    """Rows are scored once, though a preempted request finds less than it had, or more than was scored."""
+    run = Recorder(model, max_num_batched_tokens=20)
+    run.add(prompt(100), max_tokens=4, sampling=WANTED, request_id="a")
+    run.add([*prompt(100)[:80], 9], max_tokens=12, request_id="b")
+    for _ in range(after):
+        run.engine.step()
+    scored = len(run.engine.scheduler.running[0].prompt_logprobs)
+    assert scored == min(20 * after, 99)
+    run.engine.scheduler.take_back(list(run.engine.scheduler.running))
+    run.run()
+    output = check(model, run.outputs["a"])
+    assert output.num_preemptions == 1 and output.num_cached_tokens == 0
+    stats = run.engine.kv.stats()
+    assert stats["resumed_hit_tokens"] <= 2 * scored + 80
+
+
+@pytest.mark.parametrize("settings", [{}, {"decode_graphs": True}])
+def test_a_step_ahead_and_with_graphs(model, settings):
+    """Chunks of one token, too, are no decode step."""
+    engine = Engine(
+        model,
+        EngineConfig(
+            num_pages=600,
+            max_num_seqs=4,
+            max_num_batched_tokens=4,
+            async_scheduling=True,
+            **settings,
+        ),
+    )
+    plain = SamplingParams(40, ignore_eos=True)
+    for i in range(3):
+        engine.add_request(prompt(3, seed=i), plain, request_id=str(i))
+    engine.add_request(prompt(20), SamplingParams(4, **WANTED), request_id="a")
+    outputs = {o.request_id: o for o in finish(engine)}
+    check(model, outputs["a"])
+    alone = Engine(model, EngineConfig(num_pages=600, decode_graphs=False, async_scheduling=False))
+    for i in range(3):
+        alone.add_request(prompt(3, seed=i), plain, request_id=str(i))
+    assert {o.request_id: o.token_ids for o in finish(alone)} == {
+        str(i): outputs[str(i)].token_ids for i in range(3)
+    }
+
+
+def test_with_a_drafter_that_reads_hidden_states():
+    config = few("deepseek-v4-tiny")
+    model = random_model(type(config)(**{**config.__dict__, "num_mtp_layers": 1}), device=DEVICE)
+    run = Recorder(model, drafter=MTPDrafter(model, 2), max_num_batched_tokens=24)
+    run.add(prompt(50), max_tokens=20, request_id="a")
+    run.run(max_steps=4)
+    run.add(prompt(60), max_tokens=9, sampling=WANTED, request_id="b")
+    run.run()
+    check(model, run.outputs["b"])
+    run.check("a"), run.check("b")
+
+
+def test_an_aborted_request_has_those_of_what_was_computed():
+    model = random_model(few("gemma3-tiny"), device=DEVICE)
+    engine = Engine(model, EngineConfig(num_pages=600, max_num_seqs=2, max_num_batched_tokens=20))
+    name = engine.add_request(prompt(60), SamplingParams(4, **WANTED))
+    assert len(engine.abort(name).prompt_logprobs) == 1
+    name = engine.add_request(prompt(60), SamplingParams(4, **WANTED))
+    engine.step(), engine.step()
+    assert len(engine.abort(name).prompt_logprobs) in (21, 41)
+    assert not engine.has_work
