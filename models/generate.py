@@ -48,6 +48,18 @@ from .loading.locate import locate_checkpoint
 from .loading.weights import DTYPES
 from .parallel.launch import launched
 
+CHAT = """Talk to a model; each line is a message.
+
+    quire chat --model MODEL --system "Answer in one sentence."
+
+MODEL is a Hugging Face directory, a .gguf file, a name on the Hub, or a built-in name (random
+weights). Ctrl-C ends an answer, and at the prompt the chat, as does Ctrl-D; a second Ctrl-C does
+not wait for the step.
+
+Exit status: 0; 2 after an error, with the reason on stderr; 130 after Ctrl-C; 141 when the reader
+of the output has gone.
+"""
+
 
 @program
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,11 +273,19 @@ def _parser() -> Parser:
     threads_default = torch.get_num_threads()
     # fmt: off
     add("--model", required=True, metavar="MODEL", help=names)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--prompt", action="append", metavar="TEXT",
-        help="may be repeated; default: stdin")
-    what.add_argument("--file", metavar="FILE", help="a prompt from a file")
-    what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
+    if parser.prog == "quire chat":
+        parser.description = CHAT
+        parser.set_defaults(chat=True, prompt=None, file=None, n=1, max_num_seqs=16)
+    else:
+        what = parser.add_mutually_exclusive_group()
+        what.add_argument("--prompt", action="append", metavar="TEXT",
+            help="may be repeated; default: stdin")
+        what.add_argument("--file", metavar="FILE", help="a prompt from a file")
+        what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
+        add("--n", type=integer(most=MAX_SAMPLES), default=1, metavar="N",
+            help="samples of each prompt; default: 1")
+        add("--max-num-seqs", type=integer(), default=16, metavar="N",
+            help="requests at once; default: 16")
     add("--system", metavar="TEXT", help="of a chat: its system message")
     add("--max-tokens", type=integer(), default=256, metavar="N",
         help="most tokens to generate; default: 256")
@@ -281,8 +301,6 @@ def _parser() -> Parser:
     add("--stop", action="append", default=[], metavar="TEXT",
         help="ends the answer; may be repeated")
     add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")
-    add("--n", type=integer(most=MAX_SAMPLES), default=1, metavar="N",
-        help="samples of each prompt; default: 1")
     add("--speculate", type=integer(0, MAX_DRAFTS), default=0, metavar="K",
         help="K draft tokens a step; default: 0, none")
     add("--drafter", metavar="NAME",
@@ -296,8 +314,6 @@ def _parser() -> Parser:
         help="longest sequence; default: that of model and pool")
     add("--tensor-parallel-size", type=integer(most=MAX_RANKS), metavar="N",
         help="ranks with a part of the model each; default: those of torchrun, else 1")
-    add("--max-num-seqs", type=integer(), default=16, metavar="N",
-        help="requests at once; default: 16")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add("--dtype", choices=tuple(DTYPES),
         help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")

@@ -10,19 +10,15 @@ from quire import __version__
 from quire.models.command import REFUSED, run
 
 COMMANDS = {
-    "chat": ("quire.models.generate", ["--chat"], "talk to a model"),
-    "generate": ("quire.models.generate", [], "continue a text"),
-    "bench": (
-        "quire.bench.prefill_decode.__main__",
-        [],
-        "generate, check the tokens, report speed",
-    ),
+    "chat": ("quire.models.generate", "talk to a model"),
+    "generate": ("quire.models.generate", "continue a text"),
+    "bench": ("quire.bench.prefill_decode.__main__", "generate, check the tokens, report speed"),
 }
 
 
 def main() -> NoReturn:
     """Run the program that the first argument names, with the arguments after it."""
-    lines = [f"  {name:10}{about}" for name, (_, _, about) in COMMANDS.items()]
+    lines = [f"  {name:10}{about}" for name, (_, about) in COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog="quire",
         usage="quire [--version] COMMAND [OPTIONS]",
@@ -39,9 +35,8 @@ def main() -> NoReturn:
             print(f"error: command: expected one of {expected}, got {first[0]!r}", file=sys.stderr)
             sys.exit(REFUSED)
         parser.parse_args(first)
-    module, options, _ = COMMANDS[first[0]]
-    sys.argv = [f"quire {first[0]}", *options, *sys.argv[2:]]
-    run(module)
+    sys.argv = [f"quire {first[0]}", *sys.argv[2:]]
+    run(COMMANDS[first[0]][0])
 
 
 if __name__ == "__main__":

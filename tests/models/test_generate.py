@@ -344,6 +344,19 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(run, monkey
     assert run(*BASE, "--chat") == (0, out, "")
 
 
+def test_the_chat_command_has_the_options_of_a_chat(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    expected = run(*BASE, "--chat")
+    monkeypatch.setattr(sys, "argv", ["quire chat"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert run(*BASE) == expected
+    shown = generate._parser().format_help()
+    assert "--system" in shown and "quire generate" not in shown
+    for option in ("--prompt", "--file", "--chat", "--n ", "--max-num-seqs"):
+        assert option not in shown
+        assert "error: " in run(*BASE, f"{option.strip()}=1")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -130,6 +130,8 @@ def test_arguments_of_requests():
         ("repetition_penalty", 0, r"a number in \[1e-30, 1e30\], got 0"),
         ("n", 0, r"an int in 1\.\.16384, got 0"), ("n", 2.0, r"an int in 1\.\.16384, got 2.0"),
         ("logprobs", 65, r"None or 0\.\.64, got 65"), ("logprobs", True, r"None or 0\.\.64, got True"),
+        ("prompt_logprobs", 65, r"None or 0\.\.64, got 65"), ("prompt_logprobs", -1, r"None or 0\.\.64, got -1"),
+        ("prompt_logprobs", True, r"None or 0\.\.64, got True"), ("prompt_logprobs", 2.5, r"None or 0\.\.64, got 2.5"),
         ("max_tokens", 0, "an int >= 1, got 0"), ("max_tokens", 2.5, "an int >= 1, got 2.5"),
         ("max_tokens", None, "an int >= 1, got None"), ("seed", 1.5, "None or an int, got 1.5"),
         ("stop", ("a", ""), "strings that are not empty, got ''"), ("stop", (5,), "strings that are not empty, got 5"),
