@@ -47,6 +47,10 @@ def check(model, output, top=TOP):
 def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max_rows, monkeypatch):
     monkeypatch.setattr(engine_module, "MAX_PROMPT_LOGITS", max_rows * model.config.vocab_size + 3)
     run = Recorder(model, max_num_batched_tokens=budget)
+    counts, score = [], run.engine._sampler.score_prompts
+    run.engine._sampler.score_prompts = lambda logits, rows: (
+        counts.append(len(logits)) or score(logits, rows)
+    )
     run.add(prompt(70), request_id="others", max_tokens=30)
     run.add([*prompt(70)[:60], *prompt(9, seed=1)], request_id="a", sampling=WANTED)
     run.add(prompt(40, seed=2), request_id="b", sampling={"prompt_logprobs": 0, "logprobs": 2})
@@ -66,6 +70,9 @@ def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max
         assert run.check(name).prompt_logprobs is None
     assert run.outputs["hit"].num_cached_tokens > 0
     assert len(run.outputs["b"].logprobs) == 8
+    # No row is scored twice, and a step has as many as fit.
+    assert sum(counts) == 68 + 39 + 89 + 1
+    assert max_rows == 400 or max(counts) == max_rows
 
 
 def test_samples_share_them(model):
