@@ -206,8 +206,8 @@ class KVCache:
         self._planned: StepPlan | None = None  # the one plan that `commit` takes
         # Tokens of each slot's request below which no rollback may go.
         self._floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Published tokens of each slot's request. SETTLED: all computed ones, as after `commit`. A
-        # number: fewer, between `advance` and `publish`; or in an append-only cache any, always.
+        # Published tokens of each slot's request: SETTLED, all computed ones, as after `commit`; or
+        # fewer, after `advance`; in an append-only cache, without keys, always their number.
         self._known: Int64 = np.full(max_requests, SETTLED, dtype=np.int64)
         # No request was ever in a step of the four calls, or admitted with keys: `plan` need not
         # check for reserved pages and unpublished tokens.

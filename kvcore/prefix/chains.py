@@ -88,8 +88,8 @@ class Chains:
         self.waiting: dict[int, list[Point]] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # `ask`; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
-        # Tokens by which the end of a chunk may lie before its last row when boundaries are sought:
-        # rejected drafts, the lookahead of the key, both or none.
+        # Last tokens of a chunk that may not count towards its last boundary: rejected drafts, the
+        # lookahead of the key, both or none.
         late = {0, layout.lookahead}
         self._may_lack = np.array(sorted(late | {k + layout.drafts for k in late}))
 
