@@ -91,8 +91,8 @@ def paged_attention(
 
     Query i of sequence s stands at position p = seq_lens[s] - q_len + i and sees the keys j <= p.
     With ``k`` and ``v`` the pages hold keys [0, seq_len - q_len) and the new rows are the last
-    q_len keys; without them all keys are in the pages. Page rows and table entries of keys that no
-    query sees are never read, and may hold anything.
+    q_len keys; without them all keys are in the pages. Page rows of keys that no query sees are
+    never read. Their table entries may hold anything too.
 
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, sequence after sequence. (The last

@@ -5,9 +5,10 @@
 
 A sink, one logit per head, joins the denominator only; lse leaves it out.
 
-A program walks the keys of one query tile, whose rows are tokens x heads of one KV head (row =
-token * HEADS + head): those in pages, then the step's new rows, in one online softmax (exp2 domain,
-fp32 sums). Per source, tiles that every row sees whole run without masks:
+A program walks the keys of one query tile: first those in pages, then the step's new rows, in one
+online softmax (exp2 domain, fp32 sums). The rows of the tile are tokens x heads of one KV head (row
+= token * HEADS + head). Of each source, the tiles that every row sees whole run first, without
+masks; then both edges:
 
     tiles of a source    [ head edge | interior ... interior | tail edge ]
                            masks       no masks                masks
@@ -25,8 +26,8 @@ from ..common.bits import widen
 from ..common.query_tiles import KEEP_INVARIANTS, LOG2E
 from ..common.strided import Pages
 
-# e4m3 K and V are multiplied in fp16, which holds e4m3 exactly. On sm_89+ one instruction converts
-# them, and weights keep 11 bits (bf16: 8). bf16 queries become fp16 for this.
+# e4m3 K and V are multiplied in fp16, which holds e4m3 exactly (with fp32 queries in fp32). On sm_89+
+# one instruction converts them, and weights keep 11 bits (bf16: 8). bf16 queries become fp16.
 # Weights times v_scale are raised to at most 2^HEADROOM, a factor 4 below the end of fp16: they
 # keep all digits down to 2^-28 of the largest.
 HEADROOM = tl.constexpr(14)
@@ -68,7 +69,7 @@ class Source(NamedTuple):
     k_scale: Any  # ``Pages`` of fp32 row scales, or None
     v_scale: Any
     table: Any  # block table of the sequence; with a window, block b is at entry b % width
-    width: Any  # its entries; in a linear table more than there are blocks
+    width: Any  # its entries; a linear table may have fewer or more than there are blocks
     offset: Any  # position of row 0 in the sequence
 
 

@@ -235,7 +235,7 @@ class Engine:
         return self.outputs.abort(request_id)
 
     def close(self) -> None:
-        """End the other ranks and wait for copies of the host tier; later steps raise RuntimeError."""
+        """End the other ranks and wait for copies of the host tier; no step may follow."""
         self._expect_between_steps("close")
         if self.tiers is not None:
             self.tiers.close()
@@ -257,7 +257,7 @@ class Engine:
 
         Raises:
             Exception: an error of the model, or of a drafter in it, such as a device out of memory;
-                then nothing is lost, and the next call tries again.
+                then nothing is lost, and the next call tries again (on ranks it raises RankError).
             RuntimeError: called while a step runs.
         """
         self._expect_between_steps("step")
