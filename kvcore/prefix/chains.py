@@ -170,10 +170,6 @@ class Chains:
         # At most `drafts` tokens follow a boundary in so short a step: the ring keeps its tail.
         if longest <= drafts + 1:
             return NONE_KEPT, snapshots
-        requests = (end // a > start // a).nonzero()[0]
-        if not requests.size:
-            return NONE_KEPT, snapshots
-        slots, start, end = slots[requests], start[requests], end[requests]
         # The windows are not exact before the end of a replay.
         start = np.minimum(end, np.maximum(start, self.replays.stop[slots] - 1))
         if self._tables.states:  # no state is kept but where a step may end
@@ -181,8 +177,7 @@ class Chains:
         # The last boundary, and the last with a key, stay resumable whatever is accepted.
         ends = (end[:, None] - self._may_lack) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
-        which, kept = kept_boundaries(start, end, always, self.interval)
-        return (requests[which], kept), snapshots
+        return kept_boundaries(start, end, always, self.interval), snapshots
 
     # When a step's rows count as computed.
 
