@@ -71,12 +71,13 @@ def pretend():
 
 def pack_experts(model, kind):
     """Experts of a DeepSeek-V4 model as they are released, "fp8" or "fp4", of zeros: no value is looked at."""
+    from quire.models.layers.basic import WeightPlacement
     from quire.models.layers.moe import PackedExperts
 
-    config = model.config
+    config, place = model.config, WeightPlacement(torch.device("cpu"), torch.bfloat16)
     sizes = (config.num_experts, config.hidden_size, config.moe_intermediate_size)
     for layer in model.layers:
-        packed = PackedExperts(kind, *sizes, torch.device("cpu"), limit=config.swiglu_limit)
+        packed = PackedExperts(kind, *sizes, place, limit=config.swiglu_limit)
         for weight in packed.parameters():
             weight.data = torch.zeros(weight.shape, dtype=weight.dtype)
         layer.mlp.experts = packed
