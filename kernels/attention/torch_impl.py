@@ -28,7 +28,7 @@ QUERY_BLOCK = 64
 
 
 class Batch(NamedTuple):
-    """What B sequences of one new token each read of the pages: S rows each.
+    """Rows of the pages that B sequences of one new token each read: S rows each.
 
     Attributes:
         tokens: the B tokens.
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What the L new tokens of one sequence read of the pages.
+    """Rows of the pages that the L new tokens of one sequence read.
 
     Attributes:
         padding: tokens of negative positions.

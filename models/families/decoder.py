@@ -232,7 +232,7 @@ class Decoder(nn.Module):
         return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What layers read of each token beside x, [num_tokens, num_layers, size]; None = nothing."""
+        """Inputs of layers beside x, [num_tokens, num_layers, size]; None = there are none."""
         return None
 
     def logits(self, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ Shape = namedtuple("Shape", "num_kv_heads head_dim sliding_window")
 
 
 def _layers_of(config: Any) -> Any:
-    """What `cache_groups` and `PageTensors` read of a model, from its configuration."""
+    """Attributes that `cache_groups` and `PageTensors` read of a model, from its configuration."""
     num_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     kind = "full_attention" if window is None else "sliding_attention"
     types = getattr(config, "layer_types", None) or [kind] * num_layers

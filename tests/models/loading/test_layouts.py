@@ -121,7 +121,7 @@ def write_v4(path, experts=None, e8m0_scales=True, edit=None, model=None):
 
 
 def with_copies(stored):
-    """What drafters share with the trunk, once more."""
+    """Copies of the tensors that drafters share with the trunk."""
     stored["mtp.0.emb.tok_emb.weight"] = stored["embed.weight"].clone()
     stored["mtp.0.head.weight"] = stored["head.weight"].clone()
 
