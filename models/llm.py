@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,7 @@ from .parallel.heartbeat import EXIT_STATUS
 from .parallel.launch import join_ranks
 from .parallel.steps import StepSender
 from .progress import tqdm
-from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer, no_panic
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -216,14 +216,20 @@ class LLM:
             ValueError: prompts that the engine refuses (none is then queued), texts without a
                 tokenizer, or another number of params than of prompts.
         """
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts: expected a list of texts or of ids, got {shown(prompts)}")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_params] * len(prompts)
-        if len(params) != len(prompts):
+        given = len(params) if isinstance(params, Sequence) else shown(params)
+        if given != len(prompts):
             raise ValueError(
-                f"params: expected one for each of {len(prompts)} prompts, got {len(params)}"
+                f"params: expected one for each of {len(prompts)} prompts, got {given}"
             )
-        token_ids = [self._encode(prompt) for prompt in prompts]
+        token_ids = [
+            self.engine.check(self._encode(prompt), one)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
         queued: dict[str, dict[int, RequestOutput]] = {}
         num_outputs, num_done, num_tokens = sum(one.n for one in params), 0, 0
         with (
@@ -290,7 +296,7 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError("chat: expected a model with a tokenizer.json, this one has none")
         text = self._template.render(messages, tools=tools, **variables)
-        return self.tokenizer.encode(text, special=False)
+        return self._encode(text, special=False)
 
     def chat(
         self,
@@ -353,7 +359,7 @@ class LLM:
                     self._streams[delta.request_id].append(delta)
         return report
 
-    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+    def _encode(self, prompt: str | Sequence[int], special: bool = True) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -361,7 +367,8 @@ class LLM:
                 "prompts: expected token ids, got text, and this model has no tokenizer.json"
             )
         try:
-            return self.tokenizer.encode(prompt)
+            with no_panic():
+                return self.tokenizer.encode(prompt, special=special)
         except Exception as error:
             raise ValueError(
                 f"prompts: expected text that the tokenizer takes, got {shown(prompt)}: {error}"

@@ -5,8 +5,8 @@ A ``tokenizer.json`` through the tokenizers library, or plain bytes for the smal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -141,7 +141,8 @@ class FileTokenizer:
                 "text prompts need the package tokenizers (pip install 'quire-attention[hf]')"
             ) from error
         try:
-            self._backend = Backend.from_file(str(path))
+            with no_panic():
+                self._backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises no narrower one
             raise ValueError(
                 f"path: expected a tokenizer in {str(path)!r}, got: {error}"
@@ -162,11 +163,26 @@ class FileTokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """Raise a RuntimeError for a panic of the tokenizers library, which is not an Exception."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
 def decode_of(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
-    """A tokenizer's ``decode``, with or without the texts of special tokens."""
-    if skip_special_tokens:
-        return tokenizer.decode
-    return partial(tokenizer.decode, skip_special_tokens=False)
+    """A tokenizer's ``decode``, with or without the texts of special tokens; as `no_panic`."""
+    options = {} if skip_special_tokens else {"skip_special_tokens": False}
+
+    def decode(token_ids: Sequence[int]) -> str:
+        with no_panic():
+            return tokenizer.decode(token_ids, **options)
+
+    return decode
 
 
 def find_tokenizer(config: ModelConfig, path: Path | None) -> Tokenizer | None:

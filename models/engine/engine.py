@@ -128,7 +128,7 @@ class Engine:
         self._in_flight: Step | None = None  # launched, its tokens are not known yet
         self._seeds = np.random.default_rng(config.seed)
         self._num_added = 0
-        self._is_stepping = False
+        self._is_stepping = self._is_closed = False
         self._ranks = ranks
         if ranks is not None:
             ranks.attach(self.kv, runner.tables, drafter)
@@ -166,9 +166,10 @@ class Engine:
 
         Raises:
             ValueError: arguments that break these rules, or samples that do not fit the memory.
-            RuntimeError: called while a step runs.
+            RuntimeError: called while a step runs, or after `close`.
         """
         self._expect_between_steps("add_request")
+        self._expect_open("add_request")
         params = SamplingParams() if params is None else params
         prompt = self.check(prompt_token_ids, params)
         if request_id is None:
@@ -235,8 +236,9 @@ class Engine:
         return self.outputs.abort(request_id)
 
     def close(self) -> None:
-        """End the other ranks and wait for copies of the host tier; no step may follow."""
+        """End the other ranks and wait for copies of the host tier; no request or step may follow."""
         self._expect_between_steps("close")
+        self._is_closed = True
         if self.tiers is not None:
             self.tiers.close()
         if self._ranks is not None:
@@ -249,6 +251,10 @@ class Engine:
                 "from a second thread"
             )
 
+    def _expect_open(self, name: str) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"{name}: expected an engine that is open, got one after `close`")
+
     @torch.inference_mode()
     def step(self) -> StepReport | None:
         """Run one step of the batch; None when there is nothing to do.
@@ -258,9 +264,10 @@ class Engine:
         Raises:
             Exception: an error of the model, or of a drafter in it, such as a device out of memory;
                 then nothing is lost, and the next call tries again (on ranks it raises RankError).
-            RuntimeError: called while a step runs.
+            RuntimeError: called while a step runs, or after `close`.
         """
         self._expect_between_steps("step")
+        self._expect_open("step")
         with interrupts_wait():
             self._is_stepping = True
             try:

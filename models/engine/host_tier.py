@@ -71,7 +71,6 @@ class HostTier:
         self.copier = PageCopier(pages, HostPages(num_pages, size, device))
         self._loading: dict[Request, Job] = {}  # waiting request -> its load
         self._settled: set[Request] = set()  # waiting requests without another load to come
-        self._is_closed = False
 
     @property
     def is_loading(self) -> bool:
@@ -97,8 +96,6 @@ class HostTier:
             room: number of requests that may be admitted.
             fail: called for each request whose look-up fails.
         """
-        if self._is_closed:
-            raise RuntimeError("expected an engine that is open, got one after its close()")
         self._end(self.copier.poll())
         for request in list(islice(waiting, max(0, room))):
             known = request in self._loading or request in self._settled
@@ -149,8 +146,7 @@ class HostTier:
         return had_jobs
 
     def close(self) -> None:
-        """Wait for copies; later steps fail."""
-        self._is_closed = True
+        """Wait for copies."""
         self._loading.clear()
         self.settle()
 

@@ -106,8 +106,29 @@ def test_a_bad_prompt_queues_nothing():
     llm.tokenizer = None
     with pytest.raises(ValueError, match="prompts: expected token ids, got text"):
         llm.generate("text", FOUR)
-    with pytest.raises(ValueError, match="params: expected one for each of 2 prompts, got 1"):
-        llm.generate([[5], [6]], [FOUR], progress=False)
+    for prompts, params, message in (
+        ([[5], [6]], [FOUR], "params: expected one for each of 2 prompts, got 1"),
+        ([[5], [6]], 7, "params: expected one for each of 2 prompts, got 7"),
+        ([[5], [6]], [FOUR, None], "params: expected SamplingParams, got None"),
+        ([[5], None], FOUR, "prompt_token_ids: expected a list of ids, got None"),
+        (None, FOUR, "prompts: expected a list of texts or of ids, got None"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            llm.generate(prompts, params, progress=False)
+    assert not llm.engine.has_work
+
+
+def test_texts_that_a_tokenizer_does_not_take(monkeypatch):
+    llm = LLM("gemma3-tiny", engine=SETTINGS)
+
+    def panic(*args, **more):
+        raise BaseException("of Rust")
+
+    for text, reason in (("\ud800", "'utf-8' codec can't encode"), ("a", "BaseException: of Rust")):
+        for call in (llm.generate, lambda text: llm.chat([{"role": "user", "content": text}])):
+            with pytest.raises(ValueError, match=f"^prompts: expected text .*: {reason}"):
+                call(text)
+        monkeypatch.setattr(llm.tokenizer, "encode", panic)
 
 
 def test_a_prompt_that_never_fits_is_refused_before_any_runs():

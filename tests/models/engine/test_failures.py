@@ -52,6 +52,7 @@ GUESS = NGramDrafter(3, min_ngram=1)
         ("tensors", GUESS, False),
         ("written", None, False),
         ("sample", GUESS, False),
+        ("evict", GUESS, False),
         ("tensors", None, True),
         ("written", None, True),
         ("wait", None, True),
@@ -70,6 +71,7 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter, is_async, m
         "written": (model, "forward"),
         "sample": (engine, "_sampler"),
         "wait": (HostCopy, "wait"),
+        "evict": (engine.kv.index, "_evict_one"),
     }[where]
     flaky = fails_at_times(rng, getattr(owner, name), after=where == "written")
     monkeypatch.setattr(owner, name, flaky)

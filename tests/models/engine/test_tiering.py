@@ -391,5 +391,7 @@ def test_close_waits_for_copies_and_ends_the_steps(monkeypatch):
     engine.close()
     assert later.ended and not engine.tiers.copier.has_jobs and not engine.tiers.tiers.jobs
     engine.close()
-    with pytest.raises(RuntimeError, match=r"^expected an engine that is open"):
+    with pytest.raises(RuntimeError, match=r"^step: expected an engine that is open"):
         engine.step()
+    with pytest.raises(RuntimeError, match=r"^add_request: expected an engine that is open"):
+        engine.add_request(LONG, PARAMS)
