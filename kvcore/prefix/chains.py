@@ -120,7 +120,9 @@ class Chains:
             self._tables.fill_dense(slot, 0, index.pages_between(run, 0, run.depth))
             known = index.num_points
             point = None if match.replay_to else index.use(run)
-            if point is not None:
+            if match.replay_to:
+                self._tables.load_nothing(slot)
+            elif point is not None:
                 self._tables.load(slot, hit, point.pages)
                 self._counters["resume_points_used"] += 1
                 self._counters["resume_points_kept"] += index.num_points - known

@@ -12,8 +12,11 @@ Where dense blocks reach much further than any resume point, a request computes 
     new tokens                                |--------|     [160, 200)
 
 The first rows of windows saw nothing before 96 and are wrong, but no query from 160 on sees them.
-Attention over all keys reads the cached dense rows (`StepPlan.replay_rows`), as the step's own come
-from the inexact windows. The first resume point is made at 160.
+Each window layer adds at most its W - 1 to the wrong ones, as everything else that it reads is
+right: attention over all keys, or over compressed entries, takes the cached dense rows
+(`StepPlan.replay_rows`, or pages), and the step writes none of these again. Window tables begin with
+page 0, whose rows must be finite: kernels multiply by weights of 0. The first resume point is made
+at 160.
 """
 
 from __future__ import annotations

@@ -106,6 +106,12 @@ class Tables:
             state.table[slot, :, SNAPSHOT] = state.cls.tails(pages)[:, 0]
         self.snapshot_at[slot] = boundary
 
+    def load_nothing(self, slot: int) -> None:
+        """Start a request whose windows have no rows: copies of its tables get page 0, too."""
+        for table in self.windows:
+            indices = table.indices(np.array([slot]), np.arange(table.cls.width)[None, :])
+            self.note(indices, np.zeros(indices.shape, dtype=np.int32))
+
     def tail(self, slot: int, boundary: int) -> Int32:
         """Pages of the tail of `boundary` from the rings of `slot`: [pages_per_point]."""
         tail: Int32 = np.zeros(self.layout.pages_per_point, dtype=np.int32)

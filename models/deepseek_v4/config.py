@@ -204,6 +204,20 @@ class DeepseekV4Config(Sizes):
         """MTP layers, or stages of DSpark."""
         return self.num_mtp_layers if self.dspark is None else self.dspark.num_stages
 
+    @property
+    def replay_tokens(self) -> int:
+        """As `quire.models.config.model.ModelConfig.replay_tokens`.
+
+        Queries also see compressed entries, from any distance: a replay reads those from their
+        pages, which are exact, and writes none. So the input of layer i is exact from replayed
+        token i * (W - 1) on, its window rows too. A replay ends at a multiple of both ratios,
+        where no compression window is open: the rings matter for the last `csa_ratio` tokens of
+        CSA layers, which the next entry overlaps. Rows of a drafter layer depend on the trunk's
+        output, or on the layer before at the token before.
+        """
+        reach = max(self.sliding_window - 1, self.csa_ratio)
+        return self.num_layers * reach + self.num_drafter_layers * self.sliding_window
+
     def compress_ratio(self, layer: int) -> int | None:
         """Tokens of an entry of a layer (drafter layers follow the trunk's); None = it slides."""
         ratios = {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}

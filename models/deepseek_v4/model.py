@@ -268,14 +268,9 @@ class DeepseekV4(nn.Module):
 
     Attributes:
         kv_cache_dtypes: supported values of `EngineConfig.kv_cache_dtype`.
-        no_replay: reason for which `EngineConfig.replay` is refused.
     """
 
     kv_cache_dtypes = ("auto", "fp8")
-    no_replay = (
-        ", whose compressors would pool replayed rows, which are inexact, into entries "
-        "that are cached"
-    )
 
     def __init__(
         self,

@@ -29,8 +29,7 @@ class EngineConfig:
             for its values, the model's ``kv_scales``.
         retention, enable_caching: arguments of `quire.kvcore.KVCache`.
         replay: True = where dense blocks are cached far beyond any resume point, compute only the
-            tokens that restore the windows. Not with DeepSeek-V4: replayed tokens would be pooled
-            into cached entries again.
+            tokens that restore the windows.
         host_cache_gib: GiB of host memory behind the pool. Cached pages that leave the pool go
             there, and come back where a load is quicker than a prefill; None = none.
         seed: seed of requests without one, in order of arrival.

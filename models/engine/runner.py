@@ -156,15 +156,6 @@ class ModelRunner:
 
 
 def _make_kv(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -> KVCache:
-    replay_tokens = None
-    if config.replay:
-        if not hasattr(model.config, "replay_tokens"):
-            raise ValueError(
-                f"replay: expected False for {type(model).__name__}"
-                f"{getattr(model, 'no_replay', '')}; supported with models of full and sliding "
-                "attention"
-            )
-        replay_tokens = model.config.replay_tokens
     return KVCache(
         memory.groups,
         num_pages=memory.num_pages,
@@ -173,7 +164,7 @@ def _make_kv(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -> KVCa
         retention=config.retention,
         enable_caching=config.enable_caching,
         max_draft_tokens=memory.max_draft_tokens,
-        replay_tokens=replay_tokens,
+        replay_tokens=model.config.replay_tokens if config.replay else None,
         track_deltas=True,
     )
 

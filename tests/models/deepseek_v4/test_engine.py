@@ -178,7 +178,3 @@ def test_what_is_refused(model):
         MTPDrafter(without)
     with pytest.raises(ValueError, match="max_draft_tokens: expected >= 1, got 0"):
         MTPDrafter(model, 0)
-    with pytest.raises(
-        ValueError, match="replay: expected False for DeepseekV4, whose compressors"
-    ):
-        Engine(model, EngineConfig(num_pages=50, replay=True))
