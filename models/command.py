@@ -94,8 +94,11 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str, description: str | None, **options: object) -> None:
+        prog = f"python -m {name}"
+        if sys.argv[0].startswith("quire "):
+            prog, description = sys.argv[0], (description or "").replace(prog, sys.argv[0])
         super().__init__(
-            prog=sys.argv[0] if sys.argv[0].startswith("quire ") else f"python -m {name}",
+            prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ MODULES = {
 PROGRAMS = list(MODULES)
 
 # One whose output is written when it ends, and one that writes it at once: when asked to flush, or as Python is told to.
-REPLAY = ["bench.replay", "--quiet", "--limit", "3", "--preset", "llama-like", "--pool", "100%"]
+REPLAY = ["bench.replay", "--quiet", "--limit", "3", "--model", "llama-like", "--pool", "100%"]
 PRINTING = [(["bench.deepseek_v4_memory"], ""), (REPLAY, ""), (REPLAY, "1")]
 
 # Says when a module is about to be imported, and then gives the test all the time to send a signal.
@@ -191,7 +191,7 @@ NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
 # Ints whose least value is not 1, and numbers that may be 0; by program too where programs differ.
 LEAST = {
     "seed": 0, "models.generate seed": -(2**63), "model_seed": 0, "top_k": 0, "models.generate speculate": 0, "bench.kvcore repeats": 0,
-    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "prompt_tokens": 2,
+    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "prompt_tokens": 2, "context": 2,
     "bench.prefill_decode tensor_parallel_size": 2,
 }  # fmt: skip
 # Of what takes memory for each.
@@ -203,7 +203,7 @@ MOST = {
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "retention", "host", "drafter",
+    "baseline", "retention", "host", "drafter", "eviction",
 }  # fmt: skip
 
 
@@ -240,6 +240,7 @@ def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     module = import_module(MODULES[name])
     required = {
         "models.generate": ["--model", "gemma3-tiny"],
+        "models.memory": ["--model", "gemma3-tiny"],
         "models.integrations.hub_kernels": [f"{tmp_path}/new"],
         "bench.released": ["smollm2"],
     }

@@ -69,13 +69,14 @@ class DeviceLost(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = _parser().parse_args(argv)
+    device = find_device(args.device)
+    name = args.set or ("headline" if device.type == "cuda" else "tiny")
     skipped = set(SETS[args.skip]()) if args.skip else set()
-    cases = [case for case in SETS[args.set]() if args.only in case.name and case not in skipped]
+    cases = [case for case in SETS[name]() if args.only in case.name and case not in skipped]
     if not cases:
         raise ValueError(
-            f"only: expected part of the name of a case of {args.set!r}, got {args.only!r}"
+            f"only: expected part of the name of a case of {name!r}, got {args.only!r}"
         )
-    device = find_device(args.device)
     if args.compile:
         return compile_all(cases, device, args)
     try:
@@ -267,7 +268,7 @@ def table(result: dict[str, Any]) -> str:
 def _parser() -> Parser:
     parser = Parser("bench.kernels", __doc__)
     add = parser.add_argument
-    add("--set", choices=SETS, default="headline", help="cases; default: headline")
+    add("--set", choices=SETS, help="cases; default: headline, on a CPU tiny")
     add("--skip", choices=SETS, help="leave out the cases of this set")
     add("--only", default="", metavar="TEXT", help="cases whose name contains this")
     add("--impl", metavar="A,B", help="implementations; default: all that are there")

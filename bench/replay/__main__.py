@@ -1,11 +1,11 @@
 """Compare retentions and evictions for a model, a pool and a trace, beside the best possible.
 
-    python -m bench.replay --workload round-robin --preset gemma-4-31b --pool 25% 50% 100%
-    python -m bench.replay --workload mooncake:conversation.jsonl --limit 4000 --preset v4-flash \\
+    python -m bench.replay --workload round-robin --model gemma-4-31b --pool 25% 50% 100%
+    python -m bench.replay --workload mooncake:conversation.jsonl --limit 4000 --model v4-flash \\
         --pool 5% 10% 20% 40% --max-requests 1
-    python -m bench.replay --workload pr43447 --preset v4-flash --pool 106126pages \\
+    python -m bench.replay --workload pr43447 --model v4-flash --pool 106126pages \\
         --retention 32768 4096
-    python -m bench.replay --workload agent-pauses --preset v4-flash --pool 20% --host 20% 40% \\
+    python -m bench.replay --workload agent-pauses --model v4-flash --pool 20% --host 20% 40% \\
         --link 50
 
 Requests go through the allocator on a simulated clock; nothing touches a device. Times follow from
@@ -22,10 +22,12 @@ if __name__ == "__main__":
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from quire.kvcore.policies.retention import parse_retention
-from quire.models.command import Parser, integer, number, output_file, program
+from quire.models.command import Parser, Refused, integer, number, output_file, program
 
 from ..common.results import aligned, require_matplotlib
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
@@ -45,18 +47,18 @@ COLUMNS = (
     ("host", "host", "{}"),
     ("hit rate", "hit_rate", "{:.2%}"),
     ("mean hit", "mean_hit", "{:.2%}"),
-    ("TTFT p50", "ttft_p50", "{:.2f}"),
-    ("p99", "ttft_p99", "{:.2f}"),
+    ("TTFT p50, s", "ttft_p50", "{:.2f}"),
+    ("p99, s", "ttft_p99", "{:.2f}"),
     ("tokens/s", "tokens_per_s", "{:.0f}"),
-    ("recomputed", "recomputed_tokens", "{}"),
+    ("recomputed tokens", "recomputed_tokens", "{}"),
     ("evicted points", "evicted_resume_points", "{}"),
     ("segments", "evicted_segments", "{}"),
 )
 HOST_COLUMNS = (
-    ("on device", "device_tokens", "{}"),
-    ("stalled", "stalled_s", "{:.2f}"),
-    ("to host", "bytes device>host", "{:.1f}"),
-    ("back", "bytes host>device", "{:.1f}"),
+    ("tokens on device", "device_tokens", "{}"),
+    ("stalled, s", "stalled_s", "{:.2f}"),
+    ("to host, GiB", "bytes device>host", "{:.1f}"),
+    ("back, GiB", "bytes host>device", "{:.1f}"),
 )
 
 
@@ -105,6 +107,25 @@ def retention(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
+def eviction(text: str) -> str:
+    """Type of an option: a name of `EVICTIONS`, or ``module:Class``, which joins them."""
+    module, colon, name = text.partition(":")
+    if colon:
+        sys.path.insert(0, "")  # the command `quire` does not look in the working directory
+        try:
+            EVICTIONS[text] = getattr(import_module(module), name)
+            EVICTIONS[text]()
+        except Exception as error:  # a module of the user's may raise anything
+            raise Refused(
+                f"expected module:Class of an eviction policy, got {text!r}: {error}"
+            ) from error
+        finally:
+            sys.path.remove("")
+    elif text not in EVICTIONS:
+        raise Refused(f"expected one of {list(EVICTIONS)}, or module:Class, got {text!r}")
+    return text
+
+
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print the tables, write `--json` and `--plot`; returns the exit status."""
@@ -116,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests)
     # A fault of any workload or size is reported before the first one is replayed.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
-    for workload, preset in itertools.product(workloads, args.preset):
+    for workload, preset in itertools.product(workloads, args.model):
         groups = PRESETS[preset]
         for size in args.pool:
             pool_pages(size, groups, workload)
@@ -127,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = (*COLUMNS, *HOST_COLUMNS) if args.host else COLUMNS
     rows: list[Row] = []
     named = zip(args.workload, workloads, strict=True)
-    for (name, workload), preset in itertools.product(named, args.preset):
+    for (name, workload), preset in itertools.product(named, args.model):
         new = run_grid(
             workload, preset, args.pool, args.retention, args.eviction, timing,
             hosts=args.host, link=args.link * 1e9, progress=not args.quiet,
@@ -148,12 +169,13 @@ def _parser() -> Parser:
     loaders, generators = ", ".join(LOADERS), ", ".join(GENERATORS)
     source = f"FORMAT:PATH ({loaders}), or a generator ({generators}) with :name=value,..."
     add("--workload", nargs="+", default=["round-robin"], help=source)
-    add("--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model")
+    add("--model", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model")
     sizes = "e.g. 64GiB, 10%% of the dense working set, 5000pages"
     add("--pool", nargs="+", default=["25%", "50%", "100%"], help=sizes)
     kept = "auto, latest, dense, or an interval in tokens; default: auto"
     add("--retention", nargs="+", type=retention, default=["auto"], help=kept)
-    add("--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS))
+    policies = f"{', '.join(EVICTIONS)}, or module:Class of your own; default: lru adaptive"
+    add("--eviction", nargs="+", type=eviction, default=["lru", "adaptive"], help=policies)
     host = "host memory behind each pool, in sizes as of --pool; default: none"
     add("--host", nargs="+", default=[], metavar="SIZE", help=host)
     add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")

@@ -21,7 +21,7 @@ PROMPT = (
 
 def test_rows_of_the_command(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    arguments = ["--spec", "v4", "--repeats", "0", "--requests", "1", "3", "--steps", "1"]
+    arguments = ["--model", "v4", "--repeats", "0", "--requests", "1", "3", "--steps", "1"]
     assert main([*arguments, "--json", str(path)]) == 0
     rows = [r for r in json.loads(path.read_text()) if not r["name"].startswith("vllm_")]
     assert all(set(r) == {"name", "spec", "value", "unit"} and r["spec"] == "v4" for r in rows)

@@ -13,7 +13,7 @@ AGENTS = "agent-pauses:agents=4,steps=4,root=1024,rate=1.0"
 def test_rows_and_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out, picture = tmp_path / "rows.json", tmp_path / "plot.svg"
-    arguments = ["--workload", CHATS, "--preset", "v4-flash", "llama-like", "--quiet"]
+    arguments = ["--workload", CHATS, "--model", "v4-flash", "llama-like", "--quiet"]
     arguments += ["--pool", "3000pages", "1GiB", "--eviction", "lru", "adaptive"]
     assert main([*arguments, "--json", str(out), "--plot", str(picture)]) == 0
     rows = json.loads(out.read_text())
@@ -29,9 +29,18 @@ def test_rows_and_picture(tmp_path, capsys):
     assert "clairvoyant" in capsys.readouterr().out
 
 
+def test_a_policy_of_ones_own(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text("from quire.kvcore import LRU\n\nclass Own(LRU):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--workload", CHATS, "--model", "llama-like", "--pool", "50%", "--quiet"]
+    assert main([*arguments, "--eviction", "lru", "mine:Own"]) == 0
+    lru, own = (line.split()[2:] for line in capsys.readouterr().out.splitlines()[3:5])
+    assert own == lru  # its name is all that differs
+
+
 def test_hosts(tmp_path, capsys):
     out = tmp_path / "rows.json"
-    arguments = ["--workload", AGENTS, "--preset", "llama-like", "--pool", "80%", "--quiet"]
+    arguments = ["--workload", AGENTS, "--model", "llama-like", "--pool", "80%", "--quiet"]
     arguments += ["--host", "30%", "0.5GiB", "--link", "40", "--eviction", "lru"]
     assert main([*arguments, "--json", str(out)]) == 0
     rows = [r for r in json.loads(out.read_text()) if "host" in r]
@@ -44,7 +53,7 @@ def test_hosts(tmp_path, capsys):
 def test_rows_are_written_before_a_later_error(tmp_path, capsys):
     out = tmp_path / "rows.json"
     longer = "round-robin:sessions=2,turns=2,first=131072"  # more than the pool
-    arguments = ["--workload", CHATS, longer, "--preset", "v4-flash", "--pool", "300pages"]
+    arguments = ["--workload", CHATS, longer, "--model", "v4-flash", "--pool", "300pages"]
     assert main([*arguments, "--eviction", "lru", "--quiet", "--json", str(out)]) == 2
     assert "error: pool: expected room for request 0" in capsys.readouterr().err
     assert {r["workload"] for r in json.loads(out.read_text())} == {CHATS}
@@ -59,7 +68,7 @@ def test_rows_are_written_before_a_later_error(tmp_path, capsys):
         "--workload pr40676:rate=0", "--workload round-robin:sessions=2000000000",
         "--workload pr43447:tokens=2000000000", "--workload mooncake:",
         "--workload mooncake:/nowhere", "--workload weka:/", "--pool 25% 25", "--pool nan%",
-        "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0", "--max-requests 0",
+        "--eviction lru nope", "--eviction nope:X", "--eviction math:pi", "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0", "--max-requests 0",
         "--prefill-rate nan", "--plot rows.txt", "--host x", "--host 1% 2%%",
         "--host 1% --link 0", "--host 1% --plot a.svg",
     ],
