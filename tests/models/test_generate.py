@@ -114,37 +114,70 @@ def write_tokenizer(path, kind):
         letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         vocabulary = [*special, *letters, "Ġa", "Ġstop", "ĠĠ"]
         decoder = decoders.ByteLevel()
+    elif kind == "wordpiece":
+        words = ["a", "b", "世", "stop", "##a", "##b", "##stop", ".", "!", "'s", "n't", "don"]
+        vocabulary = [*special, *words]
+        decoder = decoders.WordPiece(prefix="##")
     else:
         vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         steps += [decoders.Strip(" ", 1, 0)] * (kind == "llama")
-        decoder = decoders.Metaspace() if kind == "metaspace" else decoders.Sequence(steps)
+        decoder = decoders.Sequence(steps)
+        if kind in ("metaspace", "unigram"):
+            decoder = decoders.Metaspace()
     ids = {token: i for i, token in enumerate(vocabulary)}
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.BPE(ids, [], byte_fallback=kind != "byte-level")
-    )
+    if kind == "unigram":
+        model = tokenizers.models.Unigram([(token, 0.0) for token in vocabulary], 0, False)
+    elif kind == "wordpiece":
+        model = tokenizers.models.WordPiece(ids, unk_token=special[0])
+    else:
+        model = tokenizers.models.BPE(ids, [], byte_fallback=kind != "byte-level")
+    backend = tokenizers.Tokenizer(model)
     backend.decoder = decoder
     backend.add_special_tokens(special)
     backend.save(str(path / "tokenizer.json"))
     return FileTokenizer(path / "tokenizer.json"), vocabulary
 
 
-@pytest.mark.parametrize("kind", ["gemma", "llama", "metaspace", "byte-level"])
+def byte_tokens(kind):
+    """The token of each byte, where a kind has them."""
+    if kind == "wordpiece":
+        return {}
+    if kind != "byte-level":
+        return {byte: f"<0x{byte:02X}>" for byte in range(256)}
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    characters = "".join(map(chr, [*range(128), *range(0x80, 0x800, 0x40), *range(0x80, 0xC0)]))
+    found = {}
+    for text in (*characters, "世", "🙂"):
+        found |= dict(zip(text.encode(), split(text)[0][0], strict=True))
+    return found
+
+
+NUM_LISTS = 1500
+KINDS = ["gemma", "llama", "metaspace", "byte-level", "unigram", "wordpiece"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
-    """4,000 lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop string ends it."""
+    """Lists of ids, special ones among them, characters in bytes: text, pieces, and where a stop string ends it."""
     tokenizer, vocabulary = write_tokenizer(tmp_path, kind)
     ids = {token: i for i, token in enumerate(vocabulary)}
-    rng, byte = random.Random(0), vocabulary.index("<0x00>") if "<0x00>" in ids else None
-    words = range(3, len(vocabulary)) if byte is None else range(259, len(vocabulary))
-    for _ in range(4000):
+    letters = byte_tokens(kind)
+    words = [ids[token] for token in vocabulary[3:] if token not in letters.values()]
+    if kind == "byte-level":
+        words = [ids[token] for token in ("Ġa", "Ġstop", "ĠĠ", *"abop.!Ġ")]
+    rng = random.Random(0)
+    for _ in range(NUM_LISTS):
         given = []
         for _ in range(rng.randrange(1, 12)):
             what = rng.random()
             if what < 0.3:
                 given.append(rng.randrange(3))
-            elif what < 0.4 and byte is not None:
+            elif what < 0.4 and letters:
                 for b in rng.choice(["é", "世", "🙂", " "]).encode():
-                    given += [*rng.choices(range(3), k=rng.choice([0, 0, 0, 9])), byte + b]
+                    given += [*rng.choices(range(3), k=rng.choice([0, 0, 0, 9])), ids[letters[b]]]
             else:
                 given.append(rng.choice(words))
         for skip in (True, False):
