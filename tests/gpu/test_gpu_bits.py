@@ -1,7 +1,5 @@
 """Results that a device must give bit for bit."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -11,8 +9,8 @@ from quire.kernels.common import e4m3
 from quire.kernels.indexer.kernel import make_plan
 from quire.models.layers.basic import linear_fp32
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.attention.test_fp8 import CASES, blank
-from tests.support.helpers import DEVICE, NAN
+from tests.kernels.pages.test_write_kv import blank
+from tests.support.helpers import DEVICE, NAN, AttentionCase
 from tests.support.kernels.indexer_cases import IndexCase, make_index_batch
 
 pytestmark = pytest.mark.gpu
@@ -38,8 +36,7 @@ def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
     if DRY_RUN:
         x = x[::8]
     codes, scales = e4m3.quantize(x.cpu(), scale)
-    case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
-    pages, row_scales = blank(case, -(-len(x) // 16))
+    pages, row_scales = blank(AttentionCase("", [], [], num_kv_heads=1), -(-len(x) // 16))
     k_scale, v_scale = row_scales if scale is None else (scale, scale)
     slots = torch.arange(len(x), device=DEVICE)
     write_kv(x, x, *pages, slots, k_scale=k_scale, v_scale=v_scale, impl="triton")

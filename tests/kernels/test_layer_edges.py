@@ -16,59 +16,27 @@ from quire.kernels import (
     route_tokens,
     sample_tokens,
 )
-from tests.support.helpers import DEVICE
 from tests.support.kernels.edges import (
     IMPLS,
-    RIGHT,
-    Row,
-    expect_all_arguments,
+    cases,
     expect_refusal,
     factors,
     integers,
-    no_tensors,
-    overlapping,
+    numbers,
     refused,
+    tensors,
+    unsupported,
+    values,
     zeros,
 )
 
-F16, I64, I32, F64 = torch.float16, torch.int64, torch.int32, torch.float64
+I64, I32, F64 = torch.int64, torch.int32, torch.float64
 U8, E4M3 = torch.uint8, torch.float8_e4m3fn
 COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")
 
 
 def ids(*shape):
     return zeros(*shape, dtype=I64)
-
-
-def tensors(arguments, first, optional=(), any_stride=(), written=()):
-    """Rows of what is no tensor as the arguments have it: of another dtype, number of dimensions,
-    device or last stride, none at all, or of elements that share memory."""
-    rows = []
-    for name, tensor in arguments.items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        dtype = F16 if tensor.dtype == F64 else F64 if tensor.is_floating_point() else torch.int16
-        rows += no_tensors(name, dtype, optional=name in optional, first=name == first)
-        if name not in any_stride and tensor.shape[-1] > 1:
-            rows += refused(name, lambda a, name=name: a[name].repeat_interleave(2, -1)[..., ::2])
-        if name in written:
-            rows += overlapping(name)
-    return [*rows, *refused("impl", "cuda", 3)]
-
-
-def unsupported(name, value, blamed=None):
-    """A row of what Triton does not support."""
-    return Row(name, value, NotImplementedError, blamed, ("triton",))
-
-
-def values(name, *changes):
-    """Rows of values in memory, which are looked at on a CPU alone."""
-    return [Row(name, change, impls=IMPLS if DEVICE == "cpu" else ()) for change in changes]
-
-
-def numbers(name):
-    """Rows of what is no finite host number."""
-    return refused(name, float("nan"), float("inf"), None, True, "1")
 
 
 def norm():
@@ -344,16 +312,9 @@ TABLES = [
     (copy_overlap, overlap, OVERLAP),
     (sample_tokens, sample, SAMPLE),
 ]
-REFUSED = [
-    pytest.param(function, arguments, row, impl, id=f"{function.__name__}-{row}-{impl}")
-    for function, arguments, rows in TABLES
-    for row in rows
-    for impl in row.impls
-    if row.outcome is not RIGHT
-]
 
 
-@pytest.mark.parametrize(("function", "arguments", "row", "impl"), REFUSED)
+@cases(*TABLES, right=False)
 def test_refused(function, arguments, row, impl):
     expect_refusal(function, row, arguments(), impl)
 
@@ -362,9 +323,3 @@ def test_refused(function, arguments, row, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_the_rows_change_is_right(function, arguments, impl):
     function(**arguments(), impl=impl)
-
-
-@pytest.mark.parametrize("function", dict.fromkeys(function for function, _, _ in TABLES))
-def test_every_argument_has_a_row(function):
-    rows = [row for other, _, rows in TABLES if other is function for row in rows]
-    expect_all_arguments(function, rows)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from quire.kernels import merge_partials, paged_attention, write_kv
+from quire.kernels import merge_partials, paged_attention
 from tests.support.forked import forked, printed
 from tests.support.helpers import DEVICE, AttentionCase, make_batch
 
@@ -86,13 +86,6 @@ def test_unsupported_head_dim_names_the_supported():
         paged_attention(**arguments, impl="triton")
     with pytest.raises(NotImplementedError, match="partial_out: head_dim 24"):
         merge_partials(zeros(2, 3, 4, 24), zeros(2, 4, 3))
-
-
-def test_pages_too_long_for_32_bits():
-    pages = torch.empty_strided((1, 2, 1, 16), (16, 2**30, 16, 1), device="meta")
-    rows = torch.zeros(1, 1, 16, device="meta")
-    with pytest.raises(ValueError, match=r"k_pages: expected pages of < 2\*\*31 elements"):
-        write_kv(rows, rows, pages, pages, torch.zeros(1, dtype=torch.int64, device="meta"))
 
 
 def test_the_torch_implementations_need_no_triton():

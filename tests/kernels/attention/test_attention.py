@@ -1,11 +1,9 @@
 """Paged and sliding-window attention against the float64 oracle, both implementations, on batches full of poison."""
 
-import math
-
 import pytest
 import torch
 
-from quire.kernels import merge_partials, paged_attention, sliding_window_attention, workspace_numel
+from quire.kernels import paged_attention, sliding_window_attention, workspace_numel
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -180,36 +178,3 @@ def test_a_row_of_a_batch_is_what_it_is_alone(impl):
             cu_seqlens_q=together["cu_seqlens_q"][:2],
         )
         assert attend(alone, impl).equal(out[rows])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_decodes", [0, 2])
-def test_the_context_and_the_step_merge_to_the_whole(impl, num_decodes):
-    batch = make_batch(
-        AttentionCase("", [700, 40, 33, 9], [1, 2, 20, 9], num_decodes=num_decodes, sinks=True)
-    )
-    exact, exact_lse = attention_reference(batch)
-    q_lens = batch["cu_seqlens_q"].diff()
-    parts = [
-        dict(batch, k=None, v=None, context_only=True, sinks=None),
-        dict(batch, seq_lens=q_lens, sinks=None),
-    ]
-    lses = torch.full((2, *exact_lse.shape), NAN, device=DEVICE)
-    outs = torch.stack([attend(part, impl, lse=lse) for part, lse in zip(parts, lses, strict=True)])
-    lse = torch.empty(exact_lse.shape, device=DEVICE)
-    out = merge_partials(outs, lses, sinks=batch["sinks"], lse=lse, impl=impl)
-    assert_within_budget("out", out, exact)
-    assert_within_budget("lse", lse, exact_lse)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("num_decodes", [0, 2])
-def test_infinite_sinks(impl, num_decodes):
-    """One takes the whole weight and one takes none, also where a decode is split and merged."""
-    case = AttentionCase("", [700, 9], [1, 1], num_decodes=num_decodes, num_heads=2)
-    batch = make_batch(case)
-    batch["sinks"] = torch.tensor([math.inf, -math.inf], device=DEVICE)
-    exact, _ = attention_reference(batch)
-    out = attend(batch, impl)
-    assert not out[:, 0].any()
-    assert_within_budget("out", out, exact)

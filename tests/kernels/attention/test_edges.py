@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import quire.kernels
+from quire.bench.common.bounds import bounding
 from quire.kernels import (
     merge_partials,
     paged_attention,
@@ -11,41 +11,42 @@ from quire.kernels import (
     workspace_numel,
     write_kv,
 )
-from quire.kernels.attention.api import AttentionCall
 from tests.kernels.oracles import attention as reference
 from tests.kernels.oracles import write_kv as reference_write
-from tests.support.helpers import DEVICE, NAN, AttentionCase, make_batch
+from tests.support.helpers import (
+    DEVICE,
+    NAN,
+    AttentionCase,
+    assert_within_budget,
+    attention_reference,
+    make_batch,
+)
 from tests.support.kernels.edges import (
     HUGE,
     RIGHT,
-    Row,
-    assert_near,
-    attention_bound,
+    cases,
     copied,
-    expect_all_arguments,
     expect_refusal,
     factors,
+    far,
     integers,
-    largest,
-    no_tensors,
-    overlapping,
+    plain,
     refused,
     right,
+    tensors,
+    values,
     zeros,
 )
 
 E4M3 = torch.float8_e4m3fn
-BF16, F16, I64 = torch.bfloat16, torch.float16, torch.int64
 
 
 def attention_arguments(window=None, scale=None):
-    """A batch of integers, whose dot products are exact in any arithmetic; ``out`` and ``lse`` included."""
+    """Arguments of attention; ``out`` and ``lse`` included."""
     case = AttentionCase(
         "", [20, 3], [1, 2], num_heads=2, num_kv_heads=1, sliding_window=window, max_seq_len=20
     )
     batch = make_batch(case)
-    for name in ("q", "k", "v", "k_pages", "v_pages"):
-        batch[name] = batch[name].round()
     batch |= {"workspace": zeros(1 << 16), "k_scale": None, "v_scale": None}
     batch |= {"out": zeros(3, 2, 16), "lse": zeros(2, 3), "sinks": zeros(2)}
     if scale is not None:
@@ -55,35 +56,16 @@ def attention_arguments(window=None, scale=None):
     return batch
 
 
-def attention_oracle(dtype, **arguments):
-    """The oracle of attention by arguments, as the other oracles are called."""
-    return reference.attention(AttentionCall(**arguments), dtype)
-
-
-def expect_right_attention(function, oracle, arguments, impl):
+def expect_attention(function, given, impl):
     """Require the oracle's output and lse, and no gradient."""
-    exact_lse = torch.full(arguments["lse"].shape, NAN, dtype=torch.float64, device=DEVICE)
-    known = {name: x for name, x in arguments.items() if name not in ("out", "lse")}
-    exact = oracle(**{**known, "lse": exact_lse, "dtype": torch.float64})
-    scale = arguments["softmax_scale"] or 0.25
-    k_scale = arguments["k_scale"] if isinstance(arguments["k_scale"], float) else 1.0
-    v_scale = arguments["v_scale"] if isinstance(arguments["v_scale"], float) else 1.0
-    keys = largest(arguments["k_pages"]) * k_scale, largest(arguments["k"])
-    logit = largest(arguments["q"]) * max(keys) * 16 * scale
-    value = max(largest(arguments["v_pages"]) * v_scale, largest(arguments["v"]))
-    # Dots are exact: of logits whose steps are so far apart, all but the highest weigh nothing, without an error.
-    sharp = min(scale, scale * k_scale) >= 2**8 or (
-        scale * k_scale > 2**8 and arguments["k"] is None
-    )
-    bound = attention_bound(0.0 if sharp else logit, 40, 16, value)
-    lse_bound = bound + 64 * 2.0**-24 * logit
+    exact, exact_lse = attention_reference(plain(given, "out", "lse"))
     # A sequence on the decode path, the other one on the prefill path.
-    if arguments["num_decodes"] is None and arguments["seq_lens"].shape[0]:
-        arguments["num_decodes"] = 1
-    out = function(**arguments, impl=impl)
-    assert not out.requires_grad and (arguments["out"] is None or out is arguments["out"])
-    assert_near("out", out, exact, bound)
-    assert_near("lse", arguments["lse"], exact_lse, lse_bound)
+    if given["num_decodes"] is None and given["seq_lens"].shape[0]:
+        given["num_decodes"] = 1
+    out = function(**given, impl=impl)
+    assert not out.requires_grad and (given["out"] is None or out is given["out"])
+    assert_within_budget("out", out, exact)
+    assert_within_budget("lse", given["lse"], exact_lse)
 
 
 def spread_heads(a):
@@ -107,27 +89,20 @@ def no_sequences(a):
 
 
 ATTENTION = [
-    *no_tensors("q", torch.float64, first=True),
+    *tensors(attention_arguments(), "q", ("k", "v", "sinks", "out", "lse", "workspace"), (), ("out", "lse")),
     *refused("q", lambda a: zeros(3, 0, 16)),
     *refused("q", lambda a: a["q"][..., :8], blamed="k_pages"),
     *right("q", spread_heads, lambda a: a["q"][:1].expand(3, 2, 16), no_tokens, no_sequences),
     *right("q", lambda a: {n: a[n].requires_grad_() for n in ("q", "k", "v")}),
-    *no_tensors("k_pages", F16, optional=False),
     *refused("k_pages", lambda a: a["k_pages"][:0], blamed="v_pages"),
     *refused("k_pages", lambda a: {n: a[n][:0] for n in ("k_pages", "v_pages")}, blamed="k_pages: num_pages"),
     *refused("k_pages", lambda a: {n: a[n][:, :0] for n in ("k_pages", "v_pages")}, blamed="k_pages: block_size"),
     *right("k_pages", lambda a: {n: a[n].transpose(1, 2).contiguous().transpose(1, 2) for n in ("k_pages", "v_pages")}),
-    *no_tensors("v_pages", F16, optional=False),
-    *no_tensors("block_table", I64, optional=False),
     *refused("block_table", lambda a: a["block_table"][:, :0], blamed="block_table: width"),
     *right("block_table", lambda a: a["block_table"].clone()),
-    *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: torch.tensor([0, -5], dtype=torch.int32, device=DEVICE)),
-    *no_tensors("cu_seqlens_q", I64, optional=False),
     *integers("max_seqlen_q", 0, odd=[2**31, 2**40]),
-    *no_tensors("k", F16),
-    *refused("k", None),
-    *no_tensors("v", F16),
+    *refused("k", None, far("k", (3, 1, 16), (2**24, 16, 1))),
     *refused("v", None),
     *right("v", lambda a: {"k": a["k"][:1].expand(3, 1, 16), "v": a["v"][:1].expand(3, 1, 16)}),
     *refused("k_scale", 1.0, zeros(1)),
@@ -137,20 +112,11 @@ ATTENTION = [
     *factors("softmax_scale", -30, 16),
     *factors("softcap", -30, 30),
     *right("softcap", 1e-3),
-    *no_tensors("sinks", F16),
-    *right("sinks", lambda a: a["sinks"] + float("inf"), None),
-    *no_tensors("out", F16),
-    *overlapping("out"),
+    *right("sinks", lambda a: a["sinks"] + float("inf"), lambda a: a["sinks"] - float("inf"), None),
     *right("out", None, lambda a: zeros(2, 3, 16).transpose(0, 1)),
-    *no_tensors("lse", F16),
-    *overlapping("lse"),
     *right("lse", lambda a: zeros(2, 9)[:, :3]),
-    *no_tensors("workspace", F16),
-    *refused("workspace", lambda a: zeros(99, 2)[:, 0], zeros(0, 1)),
     *right("workspace", None),
-    *refused("impl", "cuda", 3, "Triton"),
 ]  # fmt: skip
-
 FULL = [
     *ATTENTION,
     *refused("context_only", True, 1, None),
@@ -164,7 +130,8 @@ WINDOW = [
 ]
 # Of pages of e4m3.
 SCALED = [
-    *factors("k_scale", -30, 30),
+    *(row for row in factors("k_scale", -30, 30) if row.value != 2.0**30),
+    *right("k_scale", lambda a: {"k_scale": 2.0**30, "softmax_scale": 2.0**-30}),
     *factors("v_scale", -30, 30),
     *refused("k_scale", None, zeros(2), zeros(1, dtype=torch.float64), zeros(1).to("meta")),
     *refused("v_scale", None, zeros(2), zeros(1, dtype=torch.float64), zeros(1).to("meta")),
@@ -172,31 +139,6 @@ SCALED = [
     *right("k_scale", lambda a: {n: zeros(1) + 0.5 for n in ("k_scale", "v_scale")}),
     *right("k_scale", lambda a: {n: zeros(1, 1, 1).expand(a["k_pages"].shape[:3]) + 0.5 for n in ("k_scale", "v_scale")}),
 ]  # fmt: skip
-
-CASES = [
-    ("full", paged_attention, attention_oracle, {}, FULL),
-    ("window", sliding_window_attention, attention_oracle, {"window": 40}, WINDOW),
-    ("e4m3", paged_attention, attention_oracle, {"scale": 0.5}, SCALED),
-]  # fmt: skip
-
-
-def pairs(cases):
-    """(case without rows, row, implementation) for each row of each case."""
-    return [
-        pytest.param(*case[1:-1], row, impl, id=f"{case[0]}-{row}-{impl}")
-        for case in cases
-        for row in case[-1]
-        for impl in row.impls
-    ]
-
-
-@pytest.mark.parametrize("function, oracle, options, row, impl", pairs(CASES))
-def test_attention(function, oracle, options, row, impl):
-    arguments = attention_arguments(**options)
-    if row.outcome is RIGHT:
-        expect_right_attention(function, oracle, copied(row.applied(arguments)), impl)
-    else:
-        expect_refusal(function, row, arguments, impl)
 
 
 def merge_arguments():
@@ -210,7 +152,7 @@ def merge_arguments():
 
 
 MERGE = [
-    *no_tensors("partial_out", torch.float64, first=True),
+    *tensors(merge_arguments(), "partial_out", ("sinks", "out", "lse"), (), ("out", "lse")),
     *refused("partial_out", lambda a: a["partial_out"][:0], blamed="partial_out: num_parts"),
     *refused("partial_out", lambda a: a["partial_out"][..., :12], error=NotImplementedError),
     *right("partial_out", lambda a: a["partial_out"][:1].expand(3, 5, 4, 16)),
@@ -221,42 +163,25 @@ MERGE = [
     *right("partial_out", lambda a: {
         "partial_out": a["partial_out"][:, :, :0], "partial_lse": a["partial_lse"][:, :0], "sinks": None, "out": None, "lse": None,
     }),
-    *no_tensors("partial_lse", F16, optional=False),
-    *right("partial_lse", lambda a: a["partial_lse"] - float("inf"), lambda a: a["partial_lse"] + 1e30),
-    *no_tensors("sinks", F16),
+    *right("partial_lse", lambda a: a["partial_lse"] - float("inf"), lambda a: a["partial_lse"] + 1e4),
     *right("sinks", lambda a: a["sinks"] + float("inf"), lambda a: a["sinks"] - float("inf"), None),
-    *no_tensors("out", torch.float64),
-    *overlapping("out"),
     *right("out", None, lambda a: a["partial_out"][0]),
-    *no_tensors("lse", F16),
-    *overlapping("lse"),
     *right("lse", None),
-    *refused("impl", "cuda", 3),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("row, impl", pairs([("merge", MERGE)]))
-def test_merge(row, impl):
-    arguments = merge_arguments()
-    if row.outcome is not RIGHT:
-        expect_refusal(merge_partials, row, arguments, impl)
-        return
-    given = row.applied(arguments)
-    exact_lse = torch.empty(given["partial_lse"].shape[1:], dtype=torch.float64, device=DEVICE)
-    inputs = {n: given[n].detach().clone() if given[n] is not None else None for n in ("partial_out", "partial_lse", "sinks")}  # fmt: skip
-    exact = reference.merge_partials(**inputs, out=None, lse=exact_lse, dtype=torch.float64)
-    out = merge_partials(**given, impl=impl)
+def expect_merged(function, given, impl):
+    """Require the oracle's output and lse, and no gradient."""
+    inputs = plain(copied(plain(given)), "out", "lse")
+    with bounding():
+        shape = given["partial_lse"].shape[1:]
+        exact_lse = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
+        exact = reference.merge_partials(**inputs, lse=exact_lse, dtype=torch.float64)
+    out = function(**given, impl=impl)
     assert not out.requires_grad
-    logit, value = (
-        largest(given["partial_lse"].detach().clamp(-99, 99)),
-        largest(inputs["partial_out"]),
-    )
-    bound = attention_bound(logit, 3, 1, value)
-    assert_near("out", out, exact, bound)
+    assert_within_budget("out", out, exact)
     if given["lse"] is not None:
-        assert_near(
-            "lse", given["lse"], exact_lse, bound + 2.0**-22 * largest(exact_lse.clamp(-1e31, 1e31))
-        )
+        assert_within_budget("lse", given["lse"], exact_lse)
 
 
 def write_arguments(scale=None):
@@ -269,40 +194,49 @@ def write_arguments(scale=None):
 
 
 WRITE = [
-    *no_tensors("k", torch.float64, first=True),
+    *tensors(write_arguments(), "k"),
     *right("k", lambda a: a["k"][:1].expand(4, 2, 16), lambda a: a["k"].transpose(0, 1).contiguous().transpose(0, 1)),
     *right("k", lambda a: {n: a[n][:0] for n in ("k", "v", "slot_mapping")}),
     *right("k", lambda a: {n: a[n].requires_grad_() for n in ("k", "v")}),
-    *no_tensors("v", F16, optional=False),
-    *no_tensors("k_pages", F16, optional=False),
     *refused("k_pages", lambda a: {n: a[n][..., :0, :] for n in ("k_pages", "v_pages")}, blamed="k_pages: num_kv_heads"),
     *right("k_pages", lambda a: {n: zeros(3, 2, 8, 16).transpose(1, 2) for n in ("k_pages", "v_pages")}),
-    *no_tensors("v_pages", F16, optional=False),
-    *no_tensors("slot_mapping", torch.int32, optional=False),
+    *refused("k_pages", far("k_pages", (3, 8, 2, 16), (32, 2**30, 16, 1))),
     *right("slot_mapping", lambda a: a["slot_mapping"] * 0 - 1),
-    Row("slot_mapping", lambda a: a["slot_mapping"] + 1, impls=("torch",)),
+    *values("slot_mapping", lambda a: a["slot_mapping"] + 1),
     *refused("k_scale", 1.0),
     *refused("v_scale", 1.0),
-    *refused("impl", "cuda", 3),
 ]  # fmt: skip
 WRITE_SCALED = [row for row in SCALED if row.name != "k_scale" or row.outcome is not RIGHT or not callable(row.value)]  # fmt: skip
 
 
-@pytest.mark.parametrize("scale, row, impl", pairs([("plain", None, WRITE), ("e4m3", 0.5, WRITE_SCALED)]))  # fmt: skip
-def test_write(scale, row, impl):
-    arguments = write_arguments(scale)
-    if row.outcome is not RIGHT:
-        expect_refusal(write_kv, row, arguments, impl)
-        return
-    given = row.applied(arguments)
-    expected = {
-        n: x.detach().clone() if isinstance(x, torch.Tensor) else x for n, x in given.items()
-    }
+def expect_written(function, given, impl):
+    """Require the oracle's pages."""
+    expected = copied(plain(given))
     reference_write.write_kv(**expected)
-    write_kv(**given, impl=impl)
+    function(**given, impl=impl)
     for name in ("k_pages", "v_pages"):
         assert not given[name].requires_grad
         assert torch.equal(given[name].float(), expected[name].float())
+
+
+TABLES = [
+    (paged_attention, attention_arguments, FULL, expect_attention),
+    (sliding_window_attention, lambda: attention_arguments(window=40), WINDOW, expect_attention),
+    (paged_attention, lambda: attention_arguments(scale=0.5), SCALED, expect_attention),
+    (merge_partials, merge_arguments, MERGE, expect_merged),
+    (write_kv, write_arguments, WRITE, expect_written),
+    (write_kv, lambda: write_arguments(0.5), WRITE_SCALED, expect_written),
+]
+
+
+@cases(*(table[:3] for table in TABLES), right=False)
+def test_refused(function, arguments, row, impl):
+    expect_refusal(function, row, arguments(), impl)
+
+
+@cases(*TABLES, right=True)
+def test_right(function, arguments, row, impl, expect):
+    expect(function, copied(row.applied(arguments())), impl)
 
 
 SIZES = {"num_decodes": 4, "max_seqlen_q": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_sms": 8}  # fmt: skip
@@ -314,26 +248,3 @@ WORKSPACE = [
 @pytest.mark.parametrize("row", WORKSPACE, ids=str)
 def test_workspace(row):
     expect_refusal(workspace_numel, row, SIZES, None)
-
-
-def test_every_argument_has_a_row():
-    tables = {
-        "paged_attention": FULL,
-        "sliding_window_attention": WINDOW,
-        "merge_partials": MERGE,
-        "write_kv": WRITE,
-        "workspace_numel": WORKSPACE,
-    }
-    for name, rows in tables.items():
-        expect_all_arguments(getattr(quire.kernels, name), rows)
-
-
-def test_fresh_rows_too_far_apart_for_32_bits():
-    rows = torch.empty_strided((2, 1, 16), (2**24, 16, 1), device="meta")
-    pages = torch.empty(1, 16, 1, 16, device="meta")
-    numbers = torch.empty(3, dtype=torch.int32, device="meta")
-    with pytest.raises(ValueError, match=r"^k: expected tokens < 2\*\*24 elements apart"):
-        paged_attention(
-            torch.empty(2, 1, 16, device="meta"), pages, pages, numbers[:2, None], numbers[:2], numbers,
-            max_seqlen_q=1, k=rows, v=rows,
-        )  # fmt: skip

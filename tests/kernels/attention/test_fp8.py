@@ -1,16 +1,12 @@
-"""K and V in e4m3 pages: what is written against torch's cast, and attention against the float64 oracle on the dequantised values."""
-
-import dataclasses
+"""Attention over e4m3 pages against the float64 oracle on the dequantised values."""
 
 import pytest
 import torch
 
-from quire.kernels import write_kv
 from quire.kernels.attention import launch as paged
 from quire.kernels.common import e4m3
 from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
-from tests.kernels.oracles import write_kv as reference_write
 from tests.support.helpers import (
     DEVICE,
     NAN,
@@ -164,105 +160,3 @@ def test_values_of_zero(kind, impl):
     assert exact[0, 0, 1:].abs().amax() < 1e-5 < exact[0, 0, 0].abs()
     assert_within_budget("out", out, exact)
     assert_within_budget("lse", lse, exact_lse)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(3.3), torch.tensor([2.0**-9])])
-def test_one_scale_rounds_as_torch_does(impl, scale):
-    """The quotient; `common.test_e4m3` rounds every number."""
-    scale = scale.to(DEVICE) if isinstance(scale, torch.Tensor) else scale
-    number = torch.as_tensor(scale, device=DEVICE).float()
-    x = torch.randn(64, 1, 16, device=DEVICE) * torch.logspace(-3, 3, 64, device=DEVICE).view(-1, 1, 1)  # fmt: skip
-    x[0, 0, :7] = torch.tensor([0.0, -0.0, 464.0, 465.0, -1e30, torch.inf, -torch.inf])
-    x *= number
-    want = (x / number.expand(x.shape)).clamp(-448, 448).to(E4M3).view(torch.uint8)
-    pages = [torch.zeros(len(x), 1, 1, 16, dtype=E4M3, device=DEVICE) for _ in range(2)]
-    slots = torch.arange(len(x), device=DEVICE)
-    write_kv(x, -2 * x, *pages, slots, k_scale=scale, v_scale=2 * scale, impl=impl)
-    k, v = (page.view(torch.uint8).view(x.shape) for page in pages)
-    assert k.equal(want)
-    assert v.equal(want ^ 0x80)
-    assert not pages[0].float().isnan().any()
-
-
-WRITES = {
-    "no-rows": (0, AttentionCase("", [], [])),
-    "odd-heads": (11, AttentionCase("", [], [], num_kv_heads=5, block_size=7)),
-    "many-heads-bf16": (5, AttentionCase("", [], [], num_kv_heads=20, head_dim=512, dtype=BF16)),
-    "interleaved-bf16": (40, AttentionCase("", [], [], layout="interleaved", dtype=BF16)),
-    "head-major-fp16": (9, AttentionCase("", [], [], layout="hnd", dtype=FP16, head_dim=64)),
-}
-
-
-def blank(case, num_pages):
-    """K and V pages and their row scales, NaN everywhere; strides of the case's layout."""
-    batch = make_batch(dataclasses.replace(case, seq_lens=[1], q_lens=[1]))
-    pages = []
-    for like in batch["k_pages"], batch["v_pages"]:
-        shape = (num_pages, *like.shape[1:])
-        code = torch.empty_strided(shape, like.stride(), dtype=torch.uint8, device=DEVICE)
-        pages.append(code.fill_(NAN_E4M3).view(E4M3))
-    scales = torch.full((2, num_pages, case.num_kv_heads, case.block_size), NAN, device=DEVICE)
-    return pages, list(scales.transpose(2, 3).unbind(0))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("name", WRITES)
-def test_rows_with_scales_of_their_own(impl, name):
-    num_rows, case = WRITES[name]
-    fused = torch.randn(num_rows, 2 * case.num_kv_heads, case.head_dim).to(DEVICE, case.dtype)
-    fused *= torch.logspace(-4, 3, num_rows, device=DEVICE).to(case.dtype)[:, None, None]
-    # Halfway between two codes below the smallest normal one: an error of half a step, and rounding.
-    fused[..., 1] = fused.abs().amax(-1) * 2.0**-16
-    k, v = fused[:, : case.num_kv_heads], fused[:, case.num_kv_heads :]
-    slots = torch.randperm(4 * case.block_size)[:num_rows].to(DEVICE)
-    slots[1::3] = -1
-    pages, scales = blank(case, 4)
-    expected, expected_scales = blank(case, 4)
-    write_kv(k, v, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
-    reference_write.write_kv(k, v, *expected, slots, *expected_scales)
-    for got, want in zip(pages, expected, strict=True):
-        assert got.view(torch.uint8).equal(want.view(torch.uint8))
-    for got, want in zip(scales, expected_scales, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    written = slots >= 0
-    page, row = slots[written] // case.block_size, slots[written] % case.block_size
-    quantized = pages[0].view(torch.uint8)[page, row].view(E4M3)
-    back, x = e4m3.dequantize(quantized, scales[0][page, row]).double(), k[written].double()
-    largest = x.abs().amax(-1, keepdim=True) if num_rows else x
-    # Half a step of 3 bits; below the smallest normal code (2**-6), half of that one's step. The scale,
-    # the quotient and the product are rounded: two of these are relative to the value, which may be
-    # that code, so relative to half a step they are 2 * 2**-24 * 2**-6 / 2**-10.
-    bound = torch.maximum(x.abs() * (2.0**-4 + 2.0**-22), largest / 448 * 2.0**-10 * (1 + 2.0**-18))
-    assert bool(((back - x).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_rows_that_are_not_ordinary(impl):
-    x = torch.randn(9, 1, 16, device=DEVICE)
-    x[0] = 0.0
-    x[1] = 1e-44
-    x[2] = 3e-38
-    x[3, 0, 5] = torch.inf
-    x[4, 0, 2] = -torch.inf
-    x[5, 0, 7] = NAN
-    x[6, 0, 3] = 3e38
-    x[7] = -0.0
-    pages, scales = blank(AttentionCase("", [], [], num_kv_heads=1), 1)
-    slots = torch.arange(9, device=DEVICE)
-    write_kv(x, -x, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
-    expected, expected_scales = blank(AttentionCase("", [], [], num_kv_heads=1), 1)
-    reference_write.write_kv(x, -x, *expected, slots, *expected_scales)
-    for got, want in zip(scales, expected_scales, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    back = e4m3.dequantize(pages[0][0, :9], scales[0][0, :9])[:, 0]
-    for got, want in zip(pages, expected, strict=True):
-        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
-    assert back[[0, 7]].eq(0).all()
-    assert back[5].isnan().all(), "a NaN is not lost"
-    finite = back[[0, 1, 2, 3, 4, 6, 7, 8]]
-    assert finite.isfinite().all(), "nothing else becomes one"
-    top = torch.finfo(torch.float32).max
-    assert abs(back[3, 5].item()) >= 0.99 * top
-    assert abs(back[4, 2].item()) >= 0.99 * top
-    assert scales[0].isnan()[0, 9:].all(), "other rows stay as they were"

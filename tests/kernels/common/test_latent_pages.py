@@ -133,20 +133,6 @@ def test_dequantise_is_exact():
         assert rows.to(torch.bfloat16).float().nan_to_num(0).equal(want.nan_to_num(0))
 
 
-def zeros(*shape, dtype=torch.bfloat16):
-    return torch.zeros(shape, dtype=dtype)
-
-
-def raw(*shape):
-    return zeros(*shape, dtype=torch.uint8)
-
-
-def test_pages_too_long_for_32_bits():
-    pages = torch.empty_strided((2, 2, 16), (16, 2**30, 1), device="meta")
-    with pytest.raises(ValueError, match=r"data: expected pages of < 2\*\*31 elements"):
-        LatentPages(pages, 2, 16, 8)
-
-
 def test_quantized_latents_have_one_width():
     with pytest.raises(NotImplementedError, match=r"quantized latents have head_dim 512 and rope"):
         LatentPages(torch.zeros(3, 1728, dtype=torch.uint8), 2, 32, 8)

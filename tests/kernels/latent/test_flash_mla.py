@@ -84,7 +84,7 @@ def make_call(fp8=True, num_heads=3, batch=2, seq_len_q=1, lens=True, extra=True
     return arguments, lists
 
 
-def exactly(arguments, lists):
+def exactly(arguments, lists, softmax_scale=512**-0.5):
     """Output and lse of the oracle with bounds."""
     q, sinks = arguments["q"], arguments["attn_sink"]
     lists = [
@@ -93,7 +93,7 @@ def exactly(arguments, lists):
     ]
     with bounding(weights=q.dtype):
         return slots_attention(
-            q.flatten(0, 1).cpu(), lists, softmax_scale=512**-0.5,
+            q.flatten(0, 1).cpu(), lists, softmax_scale=softmax_scale,
             sinks=None if sinks is None else sinks.cpu(), dtype=torch.float64,
         )  # fmt: skip
 

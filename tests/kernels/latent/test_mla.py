@@ -99,20 +99,3 @@ def test_a_row_of_a_batch_is_what_it_is_alone():
         alone |= {name: together[name][s : s + 1] for name in ("block_table", "seq_lens")}
         alone["cu_seqlens_q"] = together["cu_seqlens_q"][:2]
         assert attend(alone).equal(out[rows])
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_no_sequences(impl):
-    batch = make_mla_batch(MlaCase("", [5], [1]))
-    for name in ("q", "kv", "block_table", "seq_lens"):
-        batch[name] = batch[name][:0]
-    batch["cu_seqlens_q"] = batch["cu_seqlens_q"][:1]
-    assert attend(batch, impl).shape == (0, 4, 16)
-
-
-def test_pages_too_long_for_32_bits():
-    pages = torch.empty_strided((1, 2, 32), (32, 2**30, 1), device="meta")
-    q = torch.zeros(1, 4, 32, device="meta")
-    one = torch.zeros(1, dtype=torch.int32, device="meta")
-    with pytest.raises(ValueError, match=r"^pages: expected pages of < 2\*\*31 elements"):
-        mla_attention(q, pages, one[:, None], one, one, max_seqlen_q=1, softmax_scale=1.0, head_dim_v=16)  # fmt: skip

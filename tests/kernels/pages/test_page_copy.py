@@ -152,6 +152,10 @@ REFUSED = [
     ({"buffer": bytes_(3, 3504), "rows": None}, r"buffer: expected uint8 \[>= 4, 3504\], got uint8 \[3, 3504\]"),
     ({"page_ids": int64(1, 2).int()}, r"page_ids: expected int64 \[\*\], got int32 \[2\]"),
     ({"rows": int64(1, 2)}, r"rows: expected int64 \[4\], got int64 \[2\]"),
+    ({"page_ids": int64(0, 1, 2, 7)}, r"page_ids: expected ids in \[0, 7\), got 7"),
+    ({"page_ids": int64(-1, 0, 1, 2)}, r"page_ids: expected ids in \[0, 7\), got -1"),
+    ({"rows": int64(6, 0, 1, 2)}, r"rows: expected ids in \[0, 6\), got 6"),
+    ({"rows": int64(0, 1, 2, -1)}, r"rows: expected ids in \[0, 6\), got -1"),
     ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Tables of what each argument of a public function may be: what a test of edges needs beside the function and its oracle."""
+"""Tables of what each argument of a public function may be: refused by name, or right."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from tests.support.helpers import DEVICE
 
 RIGHT = "right"
 IMPLS = ("torch", "triton")
-U32 = 2.0**-24
+# Implementations that look at values in memory.
+CHECKED = IMPLS if DEVICE == "cpu" else ()
 HUGE = (2**31 - 1, 2**31, 2**40)
+F16, F64 = torch.float16, torch.float64
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One value of one argument.
 
-    name: the argument. value: of it; a function of all other arguments is called, and may return several by name. outcome: RIGHT, or the error,
-    whose message starts with the name of the argument or with ``blamed``. impls: those that can tell.
+    name: the argument. value: its value, or a function of all other arguments that returns it, or
+    several by name. outcome: RIGHT, or the error; its message starts with the name of the argument
+    or with ``blamed``. impls: the implementations that can tell.
     """
 
     name: str
@@ -33,10 +36,11 @@ class Row:
     impls: tuple[str, ...] = IMPLS
 
     def __str__(self) -> str:
-        if callable(self.value):
+        if callable(self.value) and self.value.__name__ == "<lambda>":
             source = inspect.getsource(self.value).split("lambda", 1)[-1]
             return f"{self.name}={' '.join(source.split())[:50]}"
-        return f"{self.name}={self.value!r}"[:50]
+        value = getattr(self.value, "__name__", None) or repr(self.value)
+        return f"{self.name}={value}"[:50]
 
     def applied(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with this one changed."""
@@ -44,17 +48,25 @@ class Row:
         return arguments | (value if isinstance(value, dict) else {self.name: value})
 
 
+def cases(*tables: tuple, right: bool) -> pytest.MarkDecorator:
+    """Parametrize a test by the rows of tables that are right, or by those that are refused.
+
+    tables: (function, its arguments, rows, [what else the test takes]) each.
+    """
+    found = [
+        pytest.param(*table[:2], row, impl, *table[3:], id=f"{table[0].__name__}-{row}-{impl}")
+        for table in tables
+        for row in table[2]
+        if (row.outcome is RIGHT) is right
+        for impl in row.impls
+    ]
+    names = ["function", "arguments", "row", "impl", "expect"]
+    return pytest.mark.parametrize(names[: len(tables[0]) + 1], found)
+
+
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Zeros on the device of the tests."""
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
-
-
-def largest(*tensors: torch.Tensor | None) -> float:
-    """The largest magnitude in any of the tensors, NaN left out; 0.0 where there is none."""
-    sizes = [
-        t.float().abs().nan_to_num(0.0).max().item() for t in tensors if t is not None and t.numel()
-    ]
-    return max(sizes, default=0.0)
 
 
 def refused(
@@ -69,19 +81,62 @@ def right(name: str, *values: Any) -> list[Row]:
     return [Row(name, value, RIGHT) for value in values]
 
 
-def no_tensors(
-    name: str, dtype: torch.dtype, *, optional: bool = True, first: bool = False
+def values(name: str, *changes: Callable) -> list[Row]:
+    """Rows of refused values in memory."""
+    return [Row(name, change, impls=CHECKED) for change in changes]
+
+
+def unsupported(name: str, value: Any, blamed: str | None = None) -> Row:
+    """A row of what Triton does not support."""
+    return Row(name, value, NotImplementedError, blamed, ("triton",))
+
+
+def far(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Callable:
+    """A value: a tensor with elements too far apart, of no memory, as all others are then."""
+
+    def value(a: dict[str, Any]) -> dict[str, Any]:
+        there = {n: x.to("meta") for n, x in a.items() if isinstance(x, torch.Tensor)}
+        for n, x in a.items():
+            if dataclasses.is_dataclass(x):
+                there[n] = dataclasses.replace(x, data=x.data.to("meta"))
+        made = torch.empty_strided(shape, stride, dtype=a[name].dtype, device="meta")
+        return there | {name: made}
+
+    return value
+
+
+def tensors(
+    arguments: dict[str, Any],
+    first: str,
+    optional: Iterable[str] = (),
+    any_stride: Iterable[str] = (),
+    written: Iterable[str] = (),
 ) -> list[Row]:
-    """Rows of what is no such tensor: of another dtype, with one more dimension, and no tensor at all; on another device, unless it is the
-    first one, whose device is that of the call."""
-    rows = [
-        Row(name, lambda a: a[name].to(dtype)),
-        Row(name, lambda a: a[name][None]),
-        Row(name, 3),
-    ]
-    if not first:
-        rows.append(Row(name, lambda a: a[name].to("meta")))
-    return rows if optional and not first else [*rows, Row(name, None)]
+    """Rows of what is no tensor as the arguments have it, and of ``impl``.
+
+    That is one of another dtype, number of dimensions, device or last stride, none at all, or one
+    of elements that share memory. first: its device is that of the call.
+    """
+    rows = []
+    for name, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        dtype = F16 if tensor.dtype == F64 else F64 if tensor.is_floating_point() else torch.int16
+        rows += refused(
+            name,
+            lambda a, name=name, dtype=dtype: a[name].to(dtype),
+            lambda a, name=name: a[name][None],
+            3,
+        )
+        if name != first:
+            rows += refused(name, lambda a, name=name: a[name].to("meta"))
+        if name not in optional:
+            rows += refused(name, None)
+        if name not in any_stride and tensor.shape[-1] > 1:
+            rows += refused(name, lambda a, name=name: a[name].repeat_interleave(2, -1)[..., ::2])
+        if name in written:
+            rows += refused(name, lambda a, name=name: a[name][:1].expand(a[name].shape))
+    return [*rows, *refused("impl", "cuda", 3)]
 
 
 def integers(name: str, low: int, high: int | None = None, odd: Iterable[int] = ()) -> list[Row]:
@@ -97,9 +152,9 @@ def factors(name: str, least: int, most: int) -> list[Row]:
     return refused(name, *bad, 2.0**least / 2, 2.0**most * 2) + right(name, 2.0**least, 2.0**most)
 
 
-def overlapping(name: str) -> list[Row]:
-    """Rows of a result of which all rows lie in one place."""
-    return [Row(name, lambda a: a[name][:1].expand(a[name].shape))]
+def numbers(name: str) -> list[Row]:
+    """Rows of what is no finite host number."""
+    return refused(name, float("nan"), float("inf"), None, True, "1")
 
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -109,6 +164,15 @@ def copied(arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and value.device.type == DEVICE
         else value
         for name, value in arguments.items()
+    }
+
+
+def plain(arguments: dict[str, Any], *without: str) -> dict[str, Any]:
+    """What an oracle is given: the arguments without gradients, and without some of them."""
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+        if name not in without
     }
 
 
@@ -131,32 +195,3 @@ def expect_refusal(
     for name, before in outputs.items():
         same = torch.equal(before.nan_to_num(3.0), given[name].float().nan_to_num(3.0))
         assert same, f"{name} was changed"
-
-
-def expect_all_arguments(
-    function: Callable[..., Any], rows: Iterable[Row], without: Iterable[str] = ()
-) -> None:
-    """Require a row for each argument of a function."""
-    missing = (
-        set(inspect.signature(function).parameters) - {row.name for row in rows} - set(without)
-    )
-    assert not missing, f"no row for {sorted(missing)}"
-
-
-def attention_bound(logit: float, keys: int, dim: int, value: float) -> float:
-    """The largest distance of fp32 attention in any order of summation from the exact result, of logits and values up to these sizes.
-
-    A logit is off by dim + 16 roundings (products, scales, the base of the exponential), a weight by that, the exponential's own four and a
-    sum of all keys, twice; the sum of weights times values once more. Twice that for terms of higher order.
-    """
-    weight = 2 * ((dim + 16) * U32 * logit + 4 * U32) + (2 * keys + 8) * U32
-    return 2 * (weight + keys * U32) * max(1.0, value)
-
-
-def assert_near(what: str, actual: torch.Tensor, exact: torch.Tensor, bound: float) -> None:
-    """Require results within ``bound``, and infinities where the exact result has them."""
-    actual, exact = actual.double().cpu(), exact.double().cpu()
-    finite = torch.isfinite(exact)
-    assert torch.equal(actual[~finite], exact[~finite]), f"{what}: {actual} is not {exact}"
-    error = (actual - exact)[finite].abs().max().item() if finite.any() else 0.0
-    assert error <= bound, f"{what}: error {error:.3g}, bound {bound:.3g}"
