@@ -27,11 +27,12 @@ REPEATS = 1 if DRY_RUN else 20
 
 
 def named_cases():
-    """Every named shape in every phase, with lengths that fill no page and no tile."""
+    """Every named shape in every phase, with lengths that fill no page and no tile; some in other dtypes."""
     if DRY_RUN:
         chosen = {"tiny/local": "decode", "tiny/local/fp8": "mixed"}
         tiny = [Case(TINY_SHAPES[name], phase, 2, 20) for name, phase in chosen.items()]
-        return [*tiny, *(case for case in tiny_latent_cases() if case.phase == "decode")]
+        tiny += [case for case in tiny_latent_cases() if case.phase == "decode"]
+        return [(case, BF16) for case in tiny]
     cases = []
     for shape in SHAPES.values():
         cases.append(Case(shape, "decode", 5, 9001))
@@ -41,7 +42,12 @@ def named_cases():
         plain = dataclasses.replace(shape, name=f"{shape.name}/plain", fp8=False)
         for each in {shape, plain, shape.shard(8) or shape}:
             cases += [Case(each, "decode", 5, 9001), Case(each, "prefill", 1, 1301)]
-    return cases
+    gemma = [
+        dataclasses.replace(SHAPES[f"gemma-4-31b/{name}"], block_size=16)
+        for name in ("global", "local")
+    ]
+    others = [Case(shape, phase, 2, 2999) for shape in gemma for phase in ("decode", "mixed")]
+    return [(case, BF16) for case in cases] + [(case, d) for case in others for d in (FP16, FP32)]
 
 
 def poisoned_problem(case, dtype):
@@ -67,9 +73,11 @@ def poisoned_problem(case, dtype):
 
 
 @pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
-@pytest.mark.parametrize("case", named_cases(), ids=lambda case: case.name.replace(" ", "-"))
-def test_named_shapes(case, in_step):
-    problem = poisoned_problem(case, BF16)
+@pytest.mark.parametrize(
+    ("case", "dtype"), named_cases(), ids=lambda x: getattr(x, "name", str(x)).replace(" ", "-")
+)
+def test_named_shapes(case, dtype, in_step):
+    problem = poisoned_problem(case, dtype)
     if in_step and problem.in_step is None:
         pytest.skip("takes no rows of the step")
     [call] = quire_calls(problem, in_step=in_step, impl="triton")
@@ -77,27 +85,3 @@ def test_named_shapes(case, in_step):
     assert expect(problem).wrong(*first) is None
     for _ in range(REPEATS):
         assert all(again.equal(result) for again, result in zip(call(), first, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [FP16, FP32])
-def test_named_shapes_in_other_dtypes(dtype):
-    names = ["tiny/global"] if DRY_RUN else ["gemma-4-31b/global", "gemma-4-31b/local"]
-    for name in names:
-        shape = (SHAPES | TINY_SHAPES)[name]
-        for phase in ("decode", "mixed"):
-            tokens = 20 if DRY_RUN else 2999
-            case = Case(dataclasses.replace(shape, block_size=16), phase, 2, tokens)
-            problem = poisoned_problem(case, dtype)
-            [call] = quire_calls(problem, in_step=True, impl="triton")
-            assert expect(problem).wrong(*call()) is None, (name, phase)
-
-
-@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
-def test_calls_share_their_output_and_differ_by_copy(in_step):
-    """Each call reads its own copy and fills one output: a benchmark rotates them."""
-    case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20)
-    problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
-    first, second = quire_calls(problem, in_step=in_step)
-    one = first()[0].clone()
-    two = second()[0].clone()
-    assert not one.equal(two) and first()[0].equal(one)
