@@ -7,7 +7,7 @@ make on any machine and in any order of summation (`quire.bench.common.bounds`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -174,6 +174,27 @@ def assert_within_budget(name: str, actual: torch.Tensor, exact: Bounded) -> Non
         raise AssertionError(
             f"{name}: error {error[worst]:.3g}, budget {budget[worst]:.3g}, in {wrong.sum()} of {wrong.numel()} elements"
         )
+
+
+def assert_attends(
+    function: Callable[..., torch.Tensor],
+    batch: dict[str, Any],
+    exact: tuple[Bounded, Bounded],
+    *impls: str,
+) -> None:
+    """Require the output and lse of attention within the budget of the oracle's.
+
+    Args:
+        function, batch: an attention function and its arguments.
+        exact: output and lse of the oracle.
+        impls: implementations; none given: both.
+    """
+    for impl in impls or ("triton", "torch"):
+        lse = torch.full(exact[1].shape, NAN, device=DEVICE)
+        out = function(**batch, impl=impl, lse=lse)
+        assert out.dtype == batch["q"].dtype and not out.requires_grad
+        for name, actual, want in (("out", out, exact[0]), ("lse", lse, exact[1])):
+            assert_within_budget(f"{impl} {name}", actual.to(want.device), want)
 
 
 def assert_equal_in_float64(name: str, actual: torch.Tensor, expected: Bounded) -> None:

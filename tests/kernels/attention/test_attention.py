@@ -8,6 +8,7 @@ from tests.support.helpers import (
     DEVICE,
     NAN,
     AttentionCase,
+    assert_attends,
     assert_within_budget,
     attention_reference,
     in_dtypes,
@@ -98,34 +99,30 @@ def cases(*tables):
     )
 
 
-def attend(batch, impl, **more):
-    function = sliding_window_attention if "sliding_window" in batch else paged_attention
-    return function(**batch, impl=impl, **more)
+def attend(**arguments):
+    return (sliding_window_attention if "sliding_window" in arguments else paged_attention)(
+        **arguments
+    )
 
 
 @cases(("full", FULL), ("window", WINDOW))
 def test_against_float64(case):
     batch = make_batch(case)
-    exact, exact_lse = attention_reference(batch)
-    for impl in IMPLS:
-        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-        out = attend(batch, impl, lse=lse)
-        assert out.dtype == case.dtype
-        assert_within_budget(f"{impl} out", out, exact)
-        assert_within_budget(f"{impl} lse", lse, exact_lse)
-        if impl == "torch":  # without lse, torch's own attention computes
-            assert_within_budget("torch out without lse", attend(batch, impl), exact)
+    exact = attention_reference(batch)
+    assert_attends(attend, batch, exact)
+    # Without lse, torch's own attention computes.
+    assert_within_budget("torch out without lse", attend(**batch, impl="torch"), exact[0])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_given_memory_is_filled_and_nothing_else(impl):
     case = AttentionCase("", [700, 40, 9], [1, 2, 9], num_decodes=2, num_heads=2, num_kv_heads=1)
     batch = make_batch(case)
-    expected = attend(batch, impl)
+    expected = attend(**batch, impl=impl)
     workspace = torch.full((10**6,), NAN, device=DEVICE)
     strided = torch.full((12, 5, 16), NAN, device=DEVICE)
     rows = strided[:, 1:3]
-    assert attend(batch, impl, out=rows, workspace=workspace) is rows
+    assert attend(**batch, impl=impl, out=rows, workspace=workspace) is rows
     assert rows.equal(expected)
     assert strided[:, [0, 3, 4]].isnan().all()
 
@@ -137,13 +134,13 @@ def test_rows_of_values_may_lie_otherwise_than_rows_of_keys(which, head_dim):
         "", [40, 33], [1, 20], num_decodes=1, head_dim=head_dim, num_heads=2, num_kv_heads=1, dtype=BF16
     )  # fmt: skip
     batch = make_batch(case)
-    exact, _ = attention_reference(batch)
+    exact = attention_reference(batch)
     for name in which:
         rows = batch[name]
         wide = torch.full((*rows.shape[:-2], 3, head_dim), NAN, dtype=BF16, device=DEVICE)
         wide[..., 1:2, :] = rows
         batch[name] = wide[..., 1:2, :]
-    assert_within_budget("out", attend(batch, "triton"), exact)
+    assert_attends(attend, batch, exact, "triton")
 
 
 def test_workspace_is_as_large_as_stated_and_no_larger_is_needed():
@@ -153,22 +150,22 @@ def test_workspace_is_as_large_as_stated_and_no_larger_is_needed():
     numel = workspace_numel(
         num_decodes=2, max_seqlen_q=3, num_heads=6, num_kv_heads=2, head_dim=16, num_sms=num_sms
     )
-    expected = attend(batch, "triton")
+    expected = attend(**batch, impl="triton")
     guarded = torch.full((numel + 100,), NAN, device=DEVICE)
-    assert attend(batch, "triton", workspace=guarded[:numel]).equal(expected)
+    assert attend(**batch, impl="triton", workspace=guarded[:numel]).equal(expected)
     assert guarded[numel:].isnan().all()
     assert not guarded[:numel].isnan().all()
     with pytest.raises(
         ValueError,
         match=rf"workspace: expected float32 \[>= {numel}\], got float32 \[{numel - 1}\]",
     ):
-        attend(batch, "triton", workspace=guarded[: numel - 1])
+        attend(**batch, impl="triton", workspace=guarded[: numel - 1])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_row_of_a_batch_is_what_it_is_alone(impl):
     together = make_batch(AttentionCase("", [40, 21], [6, 6]))
-    out = attend(together, impl)
+    out = attend(**together, impl=impl)
     for s in range(2):
         rows = slice(6 * s, 6 * s + 6)
         alone = dict(together, q=together["q"][rows], k=together["k"][rows], v=together["v"][rows])
@@ -177,4 +174,4 @@ def test_a_row_of_a_batch_is_what_it_is_alone(impl):
             seq_lens=together["seq_lens"][s : s + 1],
             cu_seqlens_q=together["cu_seqlens_q"][:2],
         )
-        assert attend(alone, impl).equal(out[rows])
+        assert attend(**alone, impl=impl).equal(out[rows])

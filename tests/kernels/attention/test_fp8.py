@@ -9,9 +9,8 @@ from quire.kernels.common.arch import named
 from tests.kernels.attention.test_attention import attend
 from tests.support.helpers import (
     DEVICE,
-    NAN,
     AttentionCase,
-    assert_within_budget,
+    assert_attends,
     attention_reference,
     in_dtypes,
     make_batch,
@@ -83,21 +82,10 @@ def kinds_of_cases():
     return found + [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(table) if i % 3 == 0]
 
 
-def assert_exact(batch, dtype, impls, exact=None):
-    """Output and lse of some implementations are as near to the float64 oracle (or to what it said, ``exact``) as a right program's."""
-    exact, exact_lse = exact or attention_reference(batch)
-    for impl in impls:
-        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-        out = attend(batch, impl, lse=lse)
-        assert out.dtype == dtype
-        assert_within_budget(f"{impl} out", out, exact)
-        assert_within_budget(f"{impl} lse", lse, exact_lse)
-
-
 @pytest.mark.parametrize("case, kind", kinds_of_cases(), ids=lambda x: getattr(x, "name", x))
 def test_against_float64(case, kind):
     batch = quantised(make_batch(case), kind)
-    assert_exact(batch, case.dtype, IMPLS)
+    assert_attends(attend, batch, attention_reference(batch))
 
 
 @pytest.mark.slow
@@ -110,7 +98,7 @@ def test_quantized_values_widened_by_hand(dtype, q_lens, monkeypatch):
     quantized = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     quantized[NAN_E4M3::128] = 0
     batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = quantized.view(8, 2, 16)
-    assert_exact(batch, dtype, ["triton"])
+    assert_attends(attend, batch, attention_reference(batch), "triton")
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
@@ -122,8 +110,7 @@ def test_fp16_weights_neither_vanish_nor_overflow(size):
     batch = make_batch(case)
     batch["v_pages"] = batch["v_pages"] * size
     batch = quantised(batch, "rows")
-    exact, _ = attention_reference(batch)
-    assert_within_budget("out", attend(batch, "triton"), exact)
+    assert_attends(attend, batch, attention_reference(batch), "triton")
 
 
 @pytest.mark.parametrize("spread", [12, 60])
@@ -134,11 +121,7 @@ def test_scales_of_values_may_differ_by_any_power(spread):
     sizes = torch.randint(-spread, spread + 1, batch["v_pages"].shape[:3], generator=torch.Generator().manual_seed(3))  # fmt: skip
     batch["v_pages"] = (batch["v_pages"].float() * sizes.to(DEVICE).float().exp2()[..., None]).to(BF16)  # fmt: skip
     batch = quantised(batch, "rows")
-    exact, exact_lse = attention_reference(batch)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    out = attend(batch, "triton", lse=lse)
-    assert_within_budget("out", out, exact)
-    assert_within_budget("lse", lse, exact_lse)
+    assert_attends(attend, batch, attention_reference(batch), "triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -153,10 +136,7 @@ def test_values_of_zero(kind, impl):
     batch["v_pages"][first, 0, 0, 1:] = 0
     batch["v_pages"][batch["block_table"][1, : -(-40 // case.block_size)]] = 0
     batch = quantised(batch, kind)
-    exact, exact_lse = attention_reference(batch)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    out = attend(batch, impl, lse=lse)
-    assert not out[1].any()
-    assert exact[0, 0, 1:].abs().amax() < 1e-5 < exact[0, 0, 0].abs()
-    assert_within_budget("out", out, exact)
-    assert_within_budget("lse", lse, exact_lse)
+    exact = attention_reference(batch)
+    assert not exact[0][1].any()
+    assert exact[0][0, 0, 1:].abs().amax() < 1e-5 < exact[0][0, 0, 0].abs()
+    assert_attends(attend, batch, exact, impl)

@@ -19,7 +19,7 @@ from quire.kernels.common.launching import arch_and_sms
 from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles
 from tests.kernels.oracles.compressed_attention import read_row
-from tests.support.helpers import DEVICE, NAN, assert_within_budget, in_dtypes
+from tests.support.helpers import DEVICE, NAN, assert_attends, in_dtypes
 from tests.support.kernels.compressed_cases import Case, W, exactly, make_batch
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -99,34 +99,20 @@ CASES = [
 ]  # fmt: skip
 
 
-def attend(batch, impl, **more):
-    return compressed_attention(**batch, impl=impl, **more)
-
-
-def attend_split(batch, num_sms, lse, monkeypatch):
-    """The kernels as they are launched for ``num_sms`` multiprocessors; work must have been split."""
-    head_dim = batch["q"].shape[2]
-    numel = compressed_attention_workspace_numel(head_dim=head_dim, num_sms=num_sms)
-    workspace = torch.full((numel,), NAN, device=DEVICE)
-    monkeypatch.setattr(latent_launch, "arch_and_sms", lambda q: (arch_and_sms(q)[0], num_sms))
-    out = attend(batch, "triton", lse=lse, workspace=workspace)
-    assert workspace.isfinite().sum() >= 2 * batch["q"].shape[1] * (head_dim + 1)
-    return out
-
-
 @pytest.mark.parametrize("case", in_dtypes(CASES, (BF16,)), ids=lambda case: case.name)
 def test_against_float64(case, monkeypatch):
+    """For ``num_sms`` multiprocessors work is split: parts are written to the workspace."""
     batch = make_batch(case)
-    exact, exact_lse = exactly(batch)
-    for impl in IMPLS:
-        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-        if impl == "triton" and case.num_sms is not None:
-            out = attend_split(batch, case.num_sms, lse, monkeypatch)
-        else:
-            out = attend(batch, impl, lse=lse)
-        assert out.dtype == case.dtype
-        assert_within_budget(f"{impl} out", out.cpu(), exact)
-        assert_within_budget(f"{impl} lse", lse.cpu(), exact_lse)
+    exact = exactly(batch)
+    assert_attends(compressed_attention, batch, exact, "torch")
+    if case.num_sms is not None:
+        numel = compressed_attention_workspace_numel(head_dim=case.head_dim, num_sms=case.num_sms)
+        workspace = batch["workspace"] = torch.full((numel,), NAN, device=DEVICE)
+        found = arch_and_sms(batch["q"])[0], case.num_sms
+        monkeypatch.setattr(latent_launch, "arch_and_sms", lambda q: found)
+    assert_attends(compressed_attention, batch, exact, "triton")
+    if case.num_sms is not None:
+        assert workspace.isfinite().sum() >= 2 * case.num_heads * (case.head_dim + 1)
 
 
 @pytest.mark.parametrize("q_lens", [[2, 1], [1, 1]])
@@ -134,17 +120,18 @@ def test_tiles_below_hopper(q_lens, monkeypatch):
     monkeypatch.setattr(latent_launch, "arch_and_sms", lambda _: (named("sm_80"), 2))
     case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=20, **REAL)
     batch = make_batch(case)
-    exact, _ = exactly(batch)
-    assert_within_budget("out", attend(batch, "triton").cpu(), exact)
+    assert_attends(compressed_attention, batch, exactly(batch), "triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_given_memory_is_filled_and_nothing_else(impl):
     batch = make_batch(Case("", [700, 9], [1, 3], ratio=2, num_decodes=1))
-    expected = attend(batch, impl)
+    expected = compressed_attention(**batch, impl=impl)
     strided = torch.full((4, 5, 16), NAN, device=DEVICE)
     workspace = torch.full((10**5,), NAN, device=DEVICE)
-    assert attend(batch, impl, out=strided[:, 1:3], workspace=workspace).equal(expected)
+    assert compressed_attention(**batch, impl=impl, out=strided[:, 1:3], workspace=workspace).equal(
+        expected
+    )
     assert strided[:, [0, 3, 4]].isnan().all()
 
 
@@ -161,13 +148,13 @@ def test_work_is_cut_only_where_it_pays(case, split):
     sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
     numel = compressed_attention_workspace_numel(head_dim=16, num_sms=sms)
     workspace = torch.full((numel,), NAN, device=DEVICE)
-    attend(batch, "triton", workspace=workspace)
+    compressed_attention(**batch, impl="triton", workspace=workspace)
     assert workspace.isnan().all() == (not split)
     if split is not None:
         with pytest.raises(
             ValueError, match=r"workspace: expected float32 \[>= \d+\], got float32 \[9\]"
         ):
-            attend(batch, "triton", workspace=workspace[:9])
+            compressed_attention(**batch, impl="triton", workspace=workspace[:9])
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -7,7 +7,7 @@ from quire.kernels import mla_attention
 from quire.kernels.common.arch import named
 from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles
-from tests.support.helpers import DEVICE, NAN, assert_within_budget, in_dtypes
+from tests.support.helpers import assert_attends, in_dtypes
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,20 +49,10 @@ CASES = [
 ]  # fmt: skip
 
 
-def attend(batch, impl="triton", **more):
-    return mla_attention(**batch, impl=impl, **more)
-
-
 @pytest.mark.parametrize("case", in_dtypes(CASES, (FP16, FP32)), ids=lambda case: case.name)
 def test_against_float64(case):
     batch = make_mla_batch(case)
-    exact, exact_lse = mla_reference(batch)
-    for impl in IMPLS:
-        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-        out = attend(batch, impl, lse=lse)
-        assert out.dtype == case.dtype
-        assert_within_budget(f"{impl} out", out.cpu(), exact)
-        assert_within_budget(f"{impl} lse", lse.cpu(), exact_lse)
+    assert_attends(mla_attention, batch, mla_reference(batch))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
@@ -71,11 +61,10 @@ def test_against_float64(case):
 def test_every_shape_of_tile(rows, block_n, dtype, monkeypatch):
     """Pages that are a multiple of a tile, or not."""
     batch = make_mla_batch(MlaCase("", [70, 41], [1, 3], num_heads=6, dtype=dtype, block_size=32))
-    exact, _ = mla_reference(batch)
     config = tiles.Config(rows, block_n, 4, 2)
     monkeypatch.setattr(tiles, "select_config", lambda **_: config)
     monkeypatch.setattr(latent_launch, "select_config", lambda **_: config)
-    assert_within_budget(f"{config}", attend(batch).cpu(), exact)
+    assert_attends(mla_attention, batch, mla_reference(batch), "triton")
 
 
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
@@ -86,16 +75,15 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
         batch = make_mla_batch(
             MlaCase("", seq_lens, q_lens, num_decodes=count, num_heads=num_heads, dtype=BF16)
         )
-        exact, _ = mla_reference(batch)
-        assert_within_budget("out", attend(batch).cpu(), exact)
+        assert_attends(mla_attention, batch, mla_reference(batch), "triton")
 
 
 def test_a_row_of_a_batch_is_what_it_is_alone():
     together = make_mla_batch(MlaCase("", [40, 21], [6, 6], dtype=BF16))
-    out = attend(together)
+    out = mla_attention(**together, impl="triton")
     for s in range(2):
         rows = slice(6 * s, 6 * s + 6)
         alone = together | {name: together[name][rows] for name in ("q", "kv")}
         alone |= {name: together[name][s : s + 1] for name in ("block_table", "seq_lens")}
         alone["cu_seqlens_q"] = together["cu_seqlens_q"][:2]
-        assert attend(alone).equal(out[rows])
+        assert mla_attention(**alone, impl="triton").equal(out[rows])
