@@ -20,12 +20,9 @@ from quire.models.llm import LLM
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers reads GGUF weights with accelerate only")
 pytest.importorskip("gguf", reason="the package gguf is not installed")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        not cached("smollm2").is_file(), reason="no SmolLM2: python -m bench.released smollm2"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not cached("smollm2").is_file(), reason="no SmolLM2: python -m bench.released smollm2"
+)
 PROMPTS = [
     "The capital of France is", "Write a Python function that adds two numbers.\n",
     "Once upon a time, in a small village by the sea,", "The three laws of motion are",
@@ -37,10 +34,8 @@ PROMPTS = [
 ]  # fmt: skip
 NUM_TOKENS = 125  # of each: 2,000 in all
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+CHUNKED = EngineConfig(num_pages=2000, max_num_seqs=16, max_num_batched_tokens=24)
 WAYS = {
-    "batch of 16, chunked": EngineConfig(
-        num_pages=2000, max_num_seqs=16, max_num_batched_tokens=24
-    ),
     "one by one": EngineConfig(num_pages=2000, max_num_seqs=1),
     "preempted": EngineConfig(num_pages=70, max_num_seqs=16),
     "drafted": EngineConfig(num_pages=2000, max_num_seqs=16),
@@ -48,40 +43,33 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def reference():
-    """Token ids of each prompt and its greedy continuation by transformers, in fp32."""
+def theirs():
+    """The model in transformers, in fp32."""
     file = cached("smollm2")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    return transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    answers = []
-    for ids in prompts:
-        made = theirs.generate(
-            torch.tensor([ids]), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS,
-            do_sample=False, eos_token_id=None,
-        )  # fmt: skip
-        answers.append(tuple(made[0, len(ids) :].tolist()))
-    return prompts, answers
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_2000_greedy_tokens_are_those_of_transformers(reference, way):
-    prompts, answers = reference
+@pytest.mark.parametrize(
+    "way", ["chunked", *(pytest.param(way, marks=pytest.mark.nightly) for way in WAYS)]
+)
+def test_2000_greedy_tokens_are_those_of_transformers(theirs, way):
     drafter = NGramDrafter(4) if way == "drafted" else None
-    llm = LLM(cached("smollm2"), dtype="float32", engine=WAYS[way], drafter=drafter)
-    outputs = llm.generate(prompts, PARAMS, progress=False)
-    assert [output.token_ids for output in outputs] == answers
+    llm = LLM(cached("smollm2"), dtype="float32", engine=WAYS.get(way, CHUNKED), drafter=drafter)
+    outputs = llm.generate(PROMPTS, PARAMS, progress=False)
+    for output in outputs:
+        ids = torch.tensor([[*output.prompt_token_ids, *output.token_ids]])
+        with torch.no_grad():
+            logits = theirs(ids[:, :-1], logits_to_keep=NUM_TOKENS).logits
+        assert tuple(logits[0].argmax(-1).tolist()) == output.token_ids
     assert (llm.engine.totals.num_preempted > 0) == (way == "preempted")
     assert not drafter or llm.engine.totals.num_accepted > 0
     if way == "one by one":  # from the cache: all but the last 40 tokens are given
-        given = [
-            prompt + list(answer[:-40]) for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        given = [[*output.prompt_token_ids, *output.token_ids[:-40]] for output in outputs]
         hits = llm.generate(given, SamplingParams(max_tokens=40, ignore_eos=True), progress=False)
-        assert [output.token_ids for output in hits] == [answer[-40:] for answer in answers]
-        assert all(output.num_cached_tokens >= 80 for output in hits)
+        for output, hit in zip(outputs, hits, strict=True):
+            assert hit.token_ids == output.token_ids[-40:] and hit.num_cached_tokens >= 80
 
 
 def documentation():
@@ -90,6 +78,7 @@ def documentation():
     return "\n".join(pydoc.plain(pydoc.render_doc(module)) for module in modules)
 
 
+@pytest.mark.nightly
 def test_second_turn_of_a_chat_computes_a_tenth_of_its_tokens():
     llm = LLM(cached("smollm2"), dtype="float32", engine=EngineConfig(num_pages=400))
     pages = llm.tokenizer.decode(llm.tokenizer.encode(documentation())[:2000])
@@ -127,5 +116,6 @@ def perplexity(kv_cache_dtype):
     return float((-scores).mean().exp())
 
 
+@pytest.mark.nightly
 def test_perplexity_with_an_e4m3_cache_is_within_half_a_percent_of_that_with_bf16():
     assert perplexity("fp8") == pytest.approx(perplexity("auto"), rel=0.005)
