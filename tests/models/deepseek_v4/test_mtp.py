@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from quire.kernels import sample_tokens
-from quire.kvcore.device import HostCopy
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.mtp import MTPDrafter
@@ -21,8 +20,6 @@ from quire.models.layers.unpaged_attention import V4UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.engine.test_engine import prompt
-from tests.models.engine.test_graphs import SAMPLING, Step
-from tests.support.models.captured import KERNELS, ON_HOST, Captures, captured_engine
 from tests.support.models.few import few
 
 NUM_TOKENS = 40  # more than two windows of 16
@@ -279,41 +276,6 @@ CONFIG = EngineConfig(num_pages=500, max_num_seqs=4, max_num_batched_tokens=64, 
 
 def two_layers():
     return random_model(replace(few("deepseek-v4-tiny"), num_mtp_layers=2), seed=6)
-
-
-def test_a_step_with_drafts_waits_once(monkeypatch):
-    """Tokens and drafts come to the host in one copy; which drafts stay follows from these."""
-    model, step, capture, copies = two_layers(), Step(), Captures(), []
-    sampling = SAMPLING | {"logprobs": 3}
-    config = replace(CONFIG, max_num_seqs=2, rejection_sample_method="standard")
-    engine = captured_engine(
-        model, config, lambda work: step.unseen(capture(work)), drafter=MTPDrafter(model, 2)
-    )
-    for n in range(2):
-        engine.add_request(prompt(11 + n, seed=n), SamplingParams(40, ignore_eos=True, **sampling))
-    engine.step(), engine.step()
-    for module, names in KERNELS.items():  # each is one operation
-        for name in names:
-            monkeypatch.setattr(module, name, step.unseen(getattr(module, name)))
-    wait = HostCopy.wait
-    monkeypatch.setattr(HostCopy, "wait", lambda copy: copies.append(copy) or wait(copy))
-
-    def seen(name, original):
-        def call(*args, **kwargs):
-            step.see(name)
-            return original(*args, **kwargs)
-
-        return call
-
-    for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
-        for method in names:
-            monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))
-    for _ in range(6):
-        step.found.clear(), copies.clear()
-        with step:
-            told = engine.step()
-        assert told.num_generated >= 2 and told.num_drafts == 4
-        assert step.found == ["tolist"] and len(copies) == 1
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers

@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kvcore.device import HostCopy
-from quire.models.engine import report, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -14,9 +12,7 @@ from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
 from tests.models.engine import test_isolation
 from tests.models.engine.test_engine import prompt
-from tests.models.engine.test_engine_many import alone, counting
-from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
-from tests.support.models.captured import Captures, captured_engine
+from tests.models.engine.test_engine_many import alone
 from tests.support.models.few import few
 from tests.support.models.toy import ToyModel, finish
 
@@ -98,46 +94,6 @@ def test_who_was_admitted_ahead_and_found_bad_rows_begins_anew(n):
     assert engine.kv.stats()["pages_in_use"] == 0
 
 
-def test_what_is_admitted_ahead_is_not_kept_where_pages_are_short():
-    """The step waits, and the requests admitted for it return to the head of the queue."""
-    model, params = ToyModel(), SamplingParams(30, ignore_eos=True)
-    config = test_isolation.config(async_scheduling=True, num_pages=14, max_num_batched_tokens=64)
-    engine = Engine(model, config)
-    work, waited, schedule = {}, [], engine.scheduler.schedule
-
-    def note(*, ahead):
-        before = [*engine.scheduler.running], [*engine.scheduler.waiting]
-        step = schedule(ahead=ahead)
-        if step is None and ahead:
-            assert before == ([*engine.scheduler.running], [*engine.scheduler.waiting])
-            waited.append(len(before[1]))
-        return step
-
-    engine.scheduler.schedule = note
-    for n in range(4):
-        work[engine.add_request([5 + n] * 40, params)] = [5 + n] * 40
-    outputs = {o.request_id: o for o in finish(engine)}
-    assert list(outputs) == list(work) and max(waited) > 0
-    for request_id, tokens in work.items():
-        assert outputs[request_id].token_ids == alone(model, tokens, params)
-
-
-@pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
-def test_a_model_through_graphs(name):
-    """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""
-    model, settings = random_model(few(name)), {"max_num_seqs": 3, "num_pages": 900}
-    settings |= {"max_num_batched_tokens": 64}
-    expected = serve(
-        Engine(model, EngineConfig(decode_graphs=False, **settings)), LENGTHS[1:4], again=1
-    )
-    config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
-    engine = captured_engine(model, replace(config, async_scheduling=True), captures)
-    ahead = counting(engine)
-    got = serve(engine, LENGTHS[1:4], again=1)
-    assert_equal(got, expected)
-    assert ahead[True] > 8 and captures.num_replays > 8
-
-
 def test_stop_strings_and_streams_end_one_step_late():
     model, text = random_model(few("gemma3-tiny")), ByteTokenizer()
     seen = []
@@ -161,37 +117,6 @@ def test_stop_strings_and_streams_end_one_step_late():
     assert seen[0] == seen[1] and any(reason for _, _, reason in seen[0].values())
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLING | {"logprobs": 3}], ids=["greedy", "sampled"])
-def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
-    """It is launched before anything is read: then one tensor goes to the host, and that is the step's before."""
-    step, capture, calls = Step(), Captures(), []
-
-    def noting(work):
-        replay = step.unseen(capture(work))
-        return lambda: (calls.append("replay"), replay())
-
-    config = EngineConfig(
-        num_pages=900, max_num_seqs=4, max_num_batched_tokens=64, decode_graphs=True
-    )
-    model = random_model(few("gemma4-tiny"))
-    engine = captured_engine(model, replace(config, async_scheduling=True), noting)
-    for n in range(3):
-        engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
-    # What samples on a CPU is not what does on a device: `sample_tokens` is one operation.
-    monkeypatch.setattr(sampler, "sample_tokens", step.unseen(sampler.sample_tokens))
-    engine.step(), engine.step()  # prompts; a replay
-    wait = HostCopy.wait
-    monkeypatch.setattr(HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
-    step.watch_host(monkeypatch)
-    for _ in range(7):  # past the end of a block
-        step.found.clear(), calls.clear()
-        before = engine._in_flight.sampled._copy
-        with step:
-            told = engine.step()
-        assert told.num_generated == 3 and step.found == ["tolist"]
-        assert calls == ["replay", before]
-
-
 def test_where_it_is_on():
     """By default on a GPU, and never with a drafter: drafts follow tokens that the host knows."""
     small = {"num_pages": 50, "max_num_seqs": 2}
@@ -212,29 +137,3 @@ def test_where_it_is_on():
         assert engine.totals.num_steps == 4 and not engine.has_work
         assert len(runs) == 4, "its length is known before its last token is"
         assert [o.request_id for o in reports[-1].finished] == [request_id]
-
-
-def test_idle_time_between_steps(monkeypatch):
-    """On a CPU the host's time from the end of one step's work to the start of the next one's, but for waiting for requests."""
-    now = [0.0]
-    monkeypatch.setattr(report, "perf_counter", lambda: now[0])
-    engine = Engine(ToyModel(), EngineConfig(num_pages=50, max_num_seqs=2))
-
-    def slow(obj, name, seconds):
-        call = getattr(obj, name)
-
-        def work(*args, **more):
-            now[0] += seconds
-            return call(*args, **more)
-
-        monkeypatch.setattr(obj, name, work)
-
-    slow(engine.scheduler, "_choose", 1)
-    slow(engine.runner, "forward", 10)
-    slow(engine.outputs, "deliver", 100)
-    for _ in range(2):
-        engine.add_request([5] * 9, SamplingParams(3, ignore_eos=True))
-        assert [engine.step().idle for _ in range(3)] == [0, 101, 101]
-        assert engine.step() is None
-        now[0] += 1000
-    assert engine.totals.idle == 404

@@ -214,38 +214,6 @@ def test_what_a_pool_accepts_it_can_run(name, num_pages, retention):
         run.add(prompt(longest))
 
 
-def test_later_requests_wait_for_pages_without_preempting_earlier_ones():
-    """Admitting what cannot be planned is not a preemption, and the first request never loses its pages."""
-    model = build("gemma3-tiny")
-    run = Recorder(model, num_pages=20, enable_caching=False)
-    ids = [run.add(prompt(100, seed=i), max_tokens=10) for i in range(3)]
-    outputs = run.run()
-    assert list(outputs) == ids
-    assert [outputs[i].num_preemptions for i in ids] == [0, 0, 0]
-    for request_id in ids:
-        run.check(request_id)
-
-
-def test_budget_order_and_determinism():
-    model = build("gemma3-tiny")
-
-    def shapes():
-        run = Recorder(model, max_num_batched_tokens=20, max_num_seqs=5)
-        for n in (30, 3, 50, 1, 7, 90, 20):
-            run.add(prompt(n, seed=n), max_tokens=12)
-        run.run()
-        return [(r.num_tokens, r.num_decodes, r.num_prefills) for r in run.reports], run
-
-    first, run = shapes()
-    assert first == shapes()[0]
-    assert max(tokens for tokens, _, _ in first) == 20
-    assert max(decodes + prefills for _, decodes, prefills in first) <= 5
-    # A prompt of one token comes after a longer chunk, and still stands before it in its batch.
-    assert all((r.q_lens[: r.num_decodes] == 1).all() for r in run.reports)
-    assert run.engine.totals.num_generated_tokens == 7 * 12
-    assert run.engine.totals.num_steps == len(first)
-
-
 def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     """On a clock that only moves within the parts: each has what it took, whatever it was called from, and nothing is lost."""
     now = 0.0
@@ -282,6 +250,8 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     )  # fmt: skip
     assert steps[0].wall.tolist() == [100, 1 + 2 + 4 + 8, 0, 400, 800, 1600, 6400, 3200]
     assert steps[1].wall.tolist() == [100, 4 + 8 + 16, 200, 400, 800, 1600, 6400, 3200]
+    # All but what the device may do meanwhile: tensors, the model and sampling.
+    assert [step.idle for step in steps] == [0, 6400 + 3200 + 100 + 4 + 8 + 200]
     for step in steps:
         assert (step.cpu == 2 * step.wall).all() and step.total == step.wall.sum()
         outside = 1 - 8800 / step.total
@@ -352,13 +322,3 @@ def test_triton_kernels_drive_the_engine():
     ids.append(run.add(prompt(19), max_tokens=2))
     run.run()
     assert [run.check(i).num_cached_tokens for i in ids] == [0, 0, 16]
-
-
-def test_scheduler_never_starves_the_oldest_prefill():
-    """Decodes may fill the budget but for one token: that one is the oldest prefill's."""
-    run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=4, max_num_seqs=4)
-    for n in (1, 1, 1, 40):
-        run.add(prompt(n, seed=n), max_tokens=60)
-    run.run(max_steps=45)
-    assert "3" in run.logits  # the long prompt got its first token while the others decode
-    assert run.engine.unfinished == {"0", "1", "2", "3"}

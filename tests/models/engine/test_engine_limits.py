@@ -15,7 +15,7 @@ from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
-from tests.support.models.toy import ToyModel, finish
+from tests.support.models.toy import finish
 
 PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
 
@@ -100,20 +100,6 @@ def test_default_blocks_of_deepseek_v4_fit_every_window_and_ratio(window, csa, h
         logits = model.full_forward(tokens[:-1])[74:]
         chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
         assert (logits.amax(dim=-1) - chosen < 1e-3).all()
-
-
-def test_memory_of_many_samples_is_that_of_the_running_ones():
-    engine = Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=2))
-    engine.add_request([5] * 500, SamplingParams(1000, n=16_384))
-    waiting = [request for samples in engine.outputs.unfinished.values() for request in samples]
-    assert len(waiting) == 16_384 and {id(r.buffer) for r in waiting} == {id(waiting[0].buffer)}
-    engine.step()
-    engine.step()
-    assert sum(len(r.buffer) > 500 for r in waiting) <= 3
-    engine.abort("0")
-    assert not engine.has_work and not engine.scheduler.waiting
-    engine.abort(engine.add_request([5] * 500, SamplingParams(1000, n=3)))  # before its prompt
-    assert not engine.has_work and not engine.scheduler.waiting and not engine.outputs.siblings
 
 
 def test_a_batch_refuses_state_groups():

@@ -9,16 +9,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kvcore.device import batch
+from quire.kvcore.device import HostCopy, batch
 from quire.models.config.model import FULL, SLIDING
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import graphs, sampler
+from quire.models.deepseek_v4.mtp import MTPDrafter
+from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.support.models.captured import (
+    KERNELS,
     LAUNCHES,
     ON_HOST,
     Captures,
@@ -26,7 +28,6 @@ from tests.support.models.captured import (
     forbidden,
 )
 from tests.support.models.few import few
-from tests.support.models.toy import finish
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
@@ -69,7 +70,7 @@ def both(model, lengths, *, captures=None, disturbed=False, again=3, **settings)
     """(eager outputs, captured outputs, captures, engine of these)."""
     settings = {"max_num_batched_tokens": 64, "num_pages": 900} | settings
     more = {"disturbed": disturbed, "again": again}
-    plain = {"decode_graphs": False, "impl": "torch"}
+    plain = {"decode_graphs": False, "impl": "torch", "async_scheduling": False}
     eager = serve(Engine(model, EngineConfig(**settings | plain)), lengths, **more)
     captures = captures or Captures()
     engine = captured_engine(model, EngineConfig(decode_graphs=True, **settings), captures)
@@ -103,6 +104,15 @@ def test_replays_decode_as_eager_steps_do(model):
     # Padding writes nothing, not even to the null page (which DeepSeek-V4 uses).
     if not isinstance(model, DeepseekV4):
         assert not any(tensor[0].any() for tensor in engine.pool.tensors)
+
+
+@pytest.mark.parametrize("model", ["gemma4-e-tiny", "deepseek-v4-tiny"], indirect=True)
+def test_replays_a_step_ahead(model):
+    """Embeddings by layer and hashed experts read ids that the device alone knows."""
+    more = {"max_num_seqs": 3, "async_scheduling": True, "again": 1}
+    eager, got, captures, _ = both(model, LENGTHS[1:4], **more)
+    assert_equal(got, eager)
+    assert captures.num_replays > 8
 
 
 class Knowing:
@@ -149,28 +159,6 @@ def test_drafts_through_graphs(name, monkeypatch):
     assert len([step for step in steps if step.has_drafts]) > 5
     assert captures.num_replays + len(built) == len(steps)
     assert min(built) > 0, "only steps with prompts are not replayed"
-
-
-def test_filler_ends_where_the_longest_sequence_does():
-    """A step that has no room for as many rows as its graph runs as it is."""
-    model, settings = (
-        build("gemma3-tiny"),
-        {"num_pages": 90, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 32},
-    )
-
-    params = SamplingParams(40, ignore_eos=True)
-
-    def run(engine):
-        for n in (5, 9):
-            engine.add_request(prompt(n, seed=n), params, request_id=str(n))
-        return {o.request_id: o for o in finish(engine)}
-
-    eager = run(Engine(model, EngineConfig(decode_graphs=False, **settings)))
-    captures = Captures()
-    config = EngineConfig(decode_graphs=True, **settings)
-    got = run(captured_engine(model, config, captures, drafter=Knowing(eager)))
-    assert {k: o.token_ids for k, o in got.items()} == {k: o.token_ids for k, o in eager.items()}
-    assert {len(o.token_ids) for o in got.values()} == {27, 23} and captures.num_replays > 5
 
 
 @pytest.mark.parametrize("failing", [[(4, 1)], [(1, 1)], [(1, 1), (2, 1), (4, 1)]])
@@ -285,24 +273,47 @@ class Step(TorchDispatchMode):
                 monkeypatch.setattr(owner, name, seen(name, getattr(owner, name)))
 
 
-@pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
-@pytest.mark.parametrize("sampling", [SAMPLING | {"logprobs": 3, "min_p": 0.01, "top_k": 50}])
-def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
-    """From the first to the last line of a step one tensor goes to the host: the sampled ids, and what goes with them."""
-    step, capture = Step(), Captures()
-    config = EngineConfig(
-        num_pages=900, max_num_seqs=4, max_num_batched_tokens=64, decode_graphs=True
-    )
-    engine = captured_engine(build(name), config, lambda work: step.unseen(capture(work)))
+@pytest.mark.parametrize(
+    ("name", "is_async", "num_drafts"),
+    [
+        ("gemma4-tiny", False, 0),
+        ("gemma4-tiny", True, 0),
+        ("deepseek-v4-tiny", False, 0),
+        ("deepseek-v4-tiny", False, 2),
+    ],
+)
+def test_a_decode_step_waits_for_its_tokens_only(name, is_async, num_drafts, monkeypatch):
+    """One tensor goes to the host: sampled ids, drafts and log-probabilities; a step ahead, those of the step before."""
+    step, capture, calls = Step(), Captures(), []
+
+    def noting(work):
+        replay = step.unseen(capture(work))
+        return lambda: (calls.append("replay"), replay())
+
+    config = few(name)
+    model = random_model(replace(config, num_mtp_layers=2) if num_drafts else config)
+    settings = EngineConfig(
+        num_pages=900, max_num_seqs=4, max_num_batched_tokens=64, decode_graphs=True,
+        async_scheduling=is_async, rejection_sample_method="standard" if num_drafts else "strict",
+    )  # fmt: skip
+    drafter = MTPDrafter(model, num_drafts) if num_drafts else None
+    engine = captured_engine(model, settings, noting, drafter=drafter)
+    sampling = SAMPLING | {"logprobs": 3, "min_p": 0.01, "top_k": 50}
     for n in range(3):
-        engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
-    # What samples on a CPU is not what does on a device: `sample_tokens` is one operation.
-    monkeypatch.setattr(sampler, "sample_tokens", step.unseen(sampler.sample_tokens))
+        engine.add_request(prompt(11 + n, seed=n), SamplingParams(40, ignore_eos=True, **sampling))
+    # What computes on a CPU is not what does on a device: each kernel is one operation.
+    for module, names in KERNELS.items():
+        for kernel in names:
+            monkeypatch.setattr(module, kernel, step.unseen(getattr(module, kernel)))
     engine.step(), engine.step()  # prompts; a replay
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
     step.watch_host(monkeypatch)
     for _ in range(7):  # past the end of a block
-        step.found.clear()
+        step.found.clear(), calls.clear()
+        before = engine._in_flight.sampled._copy if is_async else None
         with step:
-            report = engine.step()
-        assert report.num_generated == 3 and step.found == ["tolist"]
-    assert capture.num_replays == 8
+            told = engine.step()
+        assert told.num_generated >= 3 and told.num_drafts == 3 * num_drafts
+        assert step.found == ["tolist"] and len(calls) == 2 and calls[0] == "replay"
+        assert before in (None, calls[1])

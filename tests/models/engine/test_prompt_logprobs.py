@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine import engine as engine_module
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
@@ -130,18 +129,6 @@ def test_a_step_ahead_and_with_graphs(model, settings):
     }
 
 
-def test_with_a_drafter_that_reads_hidden_states():
-    config = few("deepseek-v4-tiny")
-    model = random_model(type(config)(**{**config.__dict__, "num_mtp_layers": 1}), device=DEVICE)
-    run = Recorder(model, drafter=MTPDrafter(model, 2), max_num_batched_tokens=24)
-    run.add(prompt(50), max_tokens=20, request_id="a")
-    run.run(max_steps=4)
-    run.add(prompt(60), max_tokens=9, sampling=WANTED, request_id="b")
-    run.run()
-    check(model, run.outputs["b"])
-    run.check("a"), run.check("b")
-
-
 def test_those_of_a_step_with_bad_rows_are_dropped():
     """The second step, a step ahead of NaN, gives wrong logits; its requests begin anew."""
     ids, engines = [5, 9] * 24, []
@@ -173,14 +160,3 @@ def test_host_memory_is_not_asked():
     engine.add_request(prompts[1], SamplingParams(8))
     [output] = finish(engine)
     assert output.num_loaded_tokens > 0
-
-
-def test_an_aborted_request_has_those_of_what_was_computed():
-    model = random_model(few("gemma3-tiny"), device=DEVICE)
-    engine = Engine(model, EngineConfig(num_pages=600, max_num_seqs=2, max_num_batched_tokens=20))
-    name = engine.add_request(prompt(60), SamplingParams(4, **WANTED))
-    assert len(engine.abort(name).prompt_logprobs) == 1
-    name = engine.add_request(prompt(60), SamplingParams(4, **WANTED))
-    engine.step(), engine.step()
-    assert len(engine.abort(name).prompt_logprobs) in (21, 41)
-    assert not engine.has_work

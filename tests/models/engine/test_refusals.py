@@ -57,8 +57,6 @@ def test_settings_out_of_range(settings, message):
 def test_settings_that_a_model_does_not_support():
     with pytest.raises(NotImplementedError, match=r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"):  # fmt: skip
         Engine(ToyModel(), EngineConfig(num_pages=50, kv_cache_dtype="fp8"))
-    with pytest.raises(ValueError, match=r"replay: expected False for .*; supported with models of full and"):  # fmt: skip
-        Engine(ToyModel(), EngineConfig(num_pages=50, replay=True))
 
 
 def test_memory_that_is_not_there(monkeypatch):

@@ -166,16 +166,6 @@ def test_the_same_seeds_and_drafts_give_the_same_outputs(name):
         assert outputs(kind, "strict") == plain
 
 
-def test_greedy_outputs_do_not_depend_on_the_method():
-    model = Chain()
-    for params in (SamplingParams(), SamplingParams(repetition_penalty=1.7)):
-        plain, _, _ = run(model, None, params, num_tokens=9, num_outputs=1)
-        for kind in ("good", "guess, good", "guess, bad"):
-            guess = drafter(kind, model, PARAMS["temperature"], 3)
-            got, drafts, _ = run(model, guess, params, num_tokens=9, num_outputs=1)
-            assert got == plain and drafts > 0
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distribution():

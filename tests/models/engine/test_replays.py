@@ -2,8 +2,7 @@
 
 import pytest
 
-from quire.models.config.named import CONFIGS, get_config
-from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.config.named import get_config
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 
@@ -73,17 +72,3 @@ def test_drafts_after_a_replay(model):
     run.run()
     assert run.check(again).num_cached_tokens == expected_start(run)[0]
     assert run.engine.totals.num_drafts > 0
-
-
-def test_tokens_that_restore_the_windows():
-    assert get_config("gemma-4-31b").replay_tokens == 50 * 1023
-    assert get_config("gemma-4-e2b").replay_tokens == 12 * 511  # of 15 owners, 3 are full
-    assert get_config("gpt-oss-20b").replay_tokens == 12 * 127
-    assert get_config("llama-3.1-8b").replay_tokens is None
-    for name, number in NUM_WINDOWS.items():
-        assert CONFIGS[name].replay_tokens == 15 * number
-
-
-def test_models_without_windows_never_replay():
-    model = random_model(get_config("llama-tiny"), device=DEVICE)
-    assert Engine(model, EngineConfig(num_pages=50, replay=True)).kv.replay_tokens is None

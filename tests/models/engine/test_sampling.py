@@ -14,7 +14,6 @@ from quire.models.engine.sampler import (
     Sampler,
     derived_seed,
     draw,
-    penalize,
     uniform,
 )
 from quire.models.engine.speculative import NGramDrafter
@@ -67,31 +66,6 @@ def test_seeds_of_samples():
     assert derived_seed(7, 0) == 7
     assert len({derived_seed(seed, sample) for seed in range(20) for sample in range(20)}) == 400
     assert uniform([-1], [0]) == uniform([2**64 - 1], [0])
-
-
-def test_penalty_equals_a_plain_loop():
-    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
-    seen = torch.rand(2, 50, generator=torch.Generator().manual_seed(3)) < 0.4
-    penalty = torch.tensor([1.5, 0.5], dtype=torch.float64)
-    got = penalize(logits, seen, penalty)
-    for r in range(2):
-        for i in range(50):
-            x, f = logits[r, i].item(), penalty[r].item()
-            expected = (x / f if x > 0 else x * f) if seen[r, i] else x
-            assert got[r, i].item() == np.float32(expected)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_staging_keeps_shapes_dtypes_and_values(packed):
-    arrays = [
-        np.arange(6, dtype=np.int64).reshape(2, 3)[:, ::2],
-        np.array([], dtype=np.int32),
-        np.array([[1.5]], dtype=np.float32),
-        np.arange(4, dtype=np.int32),
-        np.array([2.5, 3.5]),
-    ]
-    for array, tensor in zip(arrays, Staging("cpu", packed=packed).send(arrays), strict=True):
-        assert np.array_equal(array, tensor.numpy()) and tensor.numpy().dtype == array.dtype
 
 
 # In the engine.

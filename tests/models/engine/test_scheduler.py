@@ -1,11 +1,8 @@
 """Decisions of the scheduler, seen with a model of integers (`tests.support.models.toy`)."""
 
-import random
-
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from tests.models.engine.test_engine_many import workload
-from tests.support.models.toy import VOCAB, ToyModel
+from tests.support.models.toy import ToyModel
 
 
 def engine(**settings):
@@ -83,14 +80,3 @@ def test_samples_follow_the_first_one_before_requests_that_came_later():
     while run.has_work:
         ended += [(o.request_id, o.sample) for o in run.step().finished]
     assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
-
-
-def test_every_step_computes_something_while_there_is_work():
-    """Also where prompts took all of the budget, and then gave up their pages."""
-    rng = random.Random(0)
-    small = engine(max_num_seqs=8, max_num_batched_tokens=24, num_pages=34)
-    for tokens, params, _ in workload(rng, 60, VOCAB, 150):
-        small.add_request(tokens, params)
-    while small.has_work:
-        assert small.step().num_tokens > 0
-    assert small.totals.num_preempted > 3

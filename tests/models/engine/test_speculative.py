@@ -193,40 +193,6 @@ def test_drafts_that_only_the_device_knows(method):
     assert any(p.repetition_penalty != 1 and outputs[str(i)].num_accepted for i, (_, p) in enumerate(work))  # fmt: skip
 
 
-def test_accepted_drafts_stop_where_the_output_does():
-    """At the first, second and third draft of a step, and at the token behind them."""
-    model = build("gemma3-tiny")
-    run = Recorder(model)
-    sampling = {"temperature": 2.0, "seed": 1}
-    request_id = run.add(prompt(20), 12, sampling=sampling)
-    tokens = run.run()[request_id].token_ids
-    new = [i for i in range(9) if tokens[i] not in tokens[:i]]
-    assert len({i % 4 for i in new}) == 4, "every place in a step of three drafts"
-    for at in new:
-        again = Recorder(model, drafter=Oracle({"0": tokens}, WRONG["never"]))
-        params = SamplingParams(40, stop_token_ids=(tokens[at],), ignore_eos=True, **sampling)
-        again.engine.add_request(prompt(20), params)
-        [output] = again.run().values()
-        assert output.token_ids == tokens[: at + 1] and output.stop_reason == tokens[at]
-        assert again.engine.kv.stats()["pages_in_use"] == 0
-    # The next turn finds what was really said.
-    turn = again.add([*prompt(20), *output.token_ids, *prompt(9, 1)], 2)
-    again.run()
-    again.check(turn)
-
-
-def test_drafts_take_only_what_the_budget_leaves():
-    run = Recorder(
-        build("gemma3-tiny"), max_num_batched_tokens=5, drafter=NGramDrafter(3, min_ngram=1)
-    )
-    ids = [run.add(([5, 6, 7] * 9)[: 10 + n], 12) for n in range(4)]
-    run.run()
-    assert max(r.num_tokens for r in run.reports) == 5
-    assert run.engine.totals.num_drafts > 0
-    for request_id in ids:
-        run.check(request_id)
-
-
 def test_drafts_leave_room_for_the_longest_sequence():
     run = Recorder(build("gemma3-tiny"), max_model_len=64, drafter=NGramDrafter(8, min_ngram=1))
     for n in (55, 62, 63):

@@ -250,21 +250,6 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
     end(engine)
 
 
-def test_an_aborted_request_needs_no_load(monkeypatch):
-    """Copies that have begun end; no request waits for them."""
-    engine = toy_engine()
-    behind(engine, LONG)
-    later = Later(engine, monkeypatch)
-    aborted, quick = engine.add_request(LONG, PARAMS), engine.add_request(SHORT, PARAMS)
-    engine.step()
-    assert engine.abort(aborted).finish_reason == "abort"
-    assert not engine.tiers.is_loading
-    outputs = finish(engine)
-    assert list(outputs) == [quick] and engine.tiers.tiers.jobs
-    later.let()
-    end(engine)
-
-
 @BOTH
 def test_a_load_that_fails_is_computed(is_async, monkeypatch):
     """Pages that cannot be loaded leave the host, and their request goes on."""
@@ -290,26 +275,6 @@ def test_a_load_that_fails_is_computed(is_async, monkeypatch):
     assert engine.kv.stats()["tier_load_failures/host"] == 1
     assert engine.kv.stats()["tier_loaded_pages/host"] == 0
     assert engine.kv.match([*LONG, 1]).num_tokens == 96  # computed
-    end(engine)
-
-
-def test_who_waited_for_a_shorter_load_loads_the_rest(monkeypatch):
-    """Of a prefix that two requests share, one has more behind it."""
-    engine = toy_engine()
-    system, whole = LONG[:40], [*LONG[:40], *[3 + n % 7 for n in range(60)]]
-    for tokens in (system, whole):
-        behind(engine, tokens)
-    later = Later(engine, monkeypatch)
-    first = engine.add_request([*system, 1], PARAMS)
-    second = engine.add_request([*whole, 2], PARAMS)
-    third = engine.add_request([*system, 2], PARAMS)
-    engine.tiers.advance(engine.scheduler.waiting, 4, None)
-    assert len(engine.tiers.tiers.jobs) == 1
-    later.let()
-    outputs = finish(engine)
-    assert [outputs[r].num_cached_tokens for r in (first, second, third)] == [32, 96, 32]
-    assert [outputs[r].num_loaded_tokens for r in (first, second, third)] == [32, 96, 32]
-    assert outputs[second].token_ids == alone(engine.model, [*whole, 2], PARAMS)
     end(engine)
 
 
