@@ -10,8 +10,8 @@ import torch
 from quire.bench.common.hf_checkpoint import to_hf
 from quire.models.config.hf import from_hf
 from quire.models.config.model import FULL, SLIDING, AttentionConfig, RopeConfig
-from quire.models.config.named import BYTE_VOCAB, CONFIGS, get_config, named_configs
-from quire.models.layers.kv_cache import PageTensors, cache_groups, num_tensors
+from quire.models.config.named import CONFIGS, get_config, named_configs
+from quire.models.layers.kv_cache import cache_groups, num_tensors
 
 
 def read(config: dict, name: str = "x"):
@@ -21,13 +21,6 @@ def read(config: dict, name: str = "x"):
 @pytest.mark.parametrize("name", named_configs())
 def test_config_json_round_trip(name):
     assert read(to_hf(get_config(name)), name) == get_config(name)
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, c in named_configs().items() if c.vocab_size == BYTE_VOCAB]
-)
-def test_texts_of_bytes_end_with_the_eos_of_byte_tokenizer(name):
-    assert get_config(name).eos_token_ids == (1,)
 
 
 def test_unknown_name_lists_the_known():
@@ -249,22 +242,3 @@ def test_cache_groups_of_real_models(name):
     for layer, place in enumerate(placement):
         kinds[place.group].add(CONFIGS[name].layer_types[layer])
     assert all(len(kind) == 1 for kind in kinds.values())
-
-
-def test_page_sizes_that_do_not_divide_are_padded():
-    """160 floats a token against 64: 16 tokens a page everywhere, and three fifths of the lighter page unused."""
-    base = CONFIGS["gemma4-tiny"]
-    config = replace(
-        base,
-        sliding=replace(base.sliding, num_heads=10, num_kv_heads=5),
-        full=replace(base.full, num_heads=10, num_kv_heads=1),
-    )
-    groups, placement = cache_groups(config, torch.float32)
-    assert {g.block_size for g in groups} == {16} and groups[0].page_bytes == 2 * 16 * 80 * 4
-    pool = PageTensors(config, groups, placement, num_pages=3, dtype=torch.float32, device="cpu")
-    full = pool.layers[2]
-    assert full.k_pages.shape == full.v_pages.shape == (3, 16, 1, 32)
-    for page in range(3):
-        full.k_pages[page], full.v_pages[page] = 2.0 * page, 2.0 * page + 1
-    for page in range(3):
-        assert full.k_pages[page].eq(2 * page).all() and full.v_pages[page].eq(2 * page + 1).all()

@@ -3,12 +3,10 @@
 from dataclasses import fields, replace
 
 import pytest
-import torch
 
 from quire.bench.common.hf_checkpoint import to_hf
 from quire.models.config.model import RopeConfig
-from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING, from_hf
-from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.deepseek_v4.config import CONFIGS, from_hf
 
 # The keys of the released Flash model that matter, and some that must not.
 FLASH = {
@@ -28,23 +26,6 @@ FLASH = {
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0",
                             "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
 }  # fmt: skip
-
-
-def test_released_keys():
-    assert from_hf(FLASH, name="deepseek-v4-flash") == CONFIGS["deepseek-v4-flash"]
-
-
-def test_pro_differs_in_every_schedule():
-    pro = CONFIGS["deepseek-v4-pro"]
-    keys = FLASH | {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536,
-        "o_groups": 16, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0], "index_topk": 1024,
-        "n_routed_experts": 384, "moe_intermediate_size": 3072, "routed_scaling_factor": 2.5,
-    }  # fmt: skip
-    assert from_hf(keys, name="deepseek-v4-pro") == pro
-    assert SLIDING not in pro.layer_types and pro.all_layer_types[-1] == SLIDING
-    assert [pro.layer_types.count(kind) for kind in (CSA, HCA)] == [30, 31]
-    assert pro.layer_types[:4] == (HCA, HCA, CSA, HCA)
 
 
 def test_three_drafter_layers():
@@ -99,14 +80,3 @@ def test_every_default_is_transformers(tmp_path):
     expected = replace(CONFIGS["deepseek-v4-flash"], name="deepseek_v4", compress_rope=plain, num_mtp_layers=0)  # fmt: skip
     for field in fields(config):
         assert getattr(config, field.name) == getattr(expected, field.name), field.name
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"), [("deepseek-v4-flash", (283, 294)), ("deepseek-v4-pro", (1570, 1640))]
-)
-def test_parameter_counts_are_the_released_ones(name, billions):
-    """284B and 1.6T parameters, drafter apart; on the meta device, which takes no memory."""
-    config = replace(CONFIGS[name], num_mtp_layers=0)
-    model = DeepseekV4(config, device="meta", dtype=torch.bfloat16)
-    low, high = billions
-    assert low < sum(weight.numel() for weight in model.parameters()) / 1e9 < high

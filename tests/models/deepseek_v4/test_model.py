@@ -25,14 +25,6 @@ def test_prefixes_of_every_shape(length, v4_oracles):
     assert difference(got, oracle.logits[:length]) < tolerance(model)
 
 
-def test_logits_rows_selects_rows(v4_oracles):
-    oracle = v4_oracles["ours"]
-    rows = torch.tensor([202, 0, 64])
-    model = load_model(oracle.path, dtype=torch.float32)
-    got = model.full_forward(oracle.input_ids, logits_rows=rows)
-    assert difference(got, oracle.logits[rows]) < tolerance(model)
-
-
 def test_bf16_keeps_in_fp32_what_must_be(v4_oracles):
     oracle = v4_oracles["ours"]
     model = load_model(oracle.path, dtype=torch.bfloat16)

@@ -5,12 +5,14 @@ of docs/add-a-model.md, run here as a module of its own."""
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from quire.bench.common.bounds import UNIT
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models import (
     LLM,
@@ -22,12 +24,33 @@ from quire.models import (
     random_model,
 )
 from quire.models.config.hf import to_hf
+from quire.models.config.model import RopeConfig
+from quire.models.config.named import get_config
 from quire.models.families.registry import Family, families, register_family
+from quire.models.layers import rotary
 from tests.models.conftest import NEW_TOKENS, NUM_TOKENS, QWEN3
 
 PAGE = Path(__file__).parents[3] / "docs" / "add-a-model.md"
 OTHERS = [[3 + (7 * i + n) % 250 for i in range(n)] for n in (40, 50, 30)]
 DIFFERENCE = 1e-4
+ROPES = {
+    "default": RopeConfig("default", 1e4),
+    "linear": RopeConfig("linear", 1e6, factor=8.0),
+    "llama3": RopeConfig("llama3", 5e5, factor=8.0, original_max_positions=8192),
+    "llama3 of other bands": RopeConfig(
+        "llama3", 1e4, factor=3.0, original_max_positions=100, low=2.0, high=5.0
+    ),
+    "yarn": RopeConfig("yarn", 1.5e5, factor=32.0, original_max_positions=4096, high=32.0),
+    "yarn, not truncated": RopeConfig(
+        "yarn", 1.5e5, factor=32.0, original_max_positions=4096, high=32.0, truncate=False
+    ),
+    "yarn without low frequencies": RopeConfig(
+        "yarn", 1e4, factor=4.0, original_max_positions=10**9, high=32.0, amplitude=1.5
+    ),
+    "yarn without high frequencies": RopeConfig(
+        "yarn", 1e4, factor=4.0, original_max_positions=20, high=8.0, low=4.0
+    ),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +128,23 @@ def test_tokens_with_drafts(model, parity):
     output, engine = said(model, [parity.prompt], drafter=NGramDrafter(3, min_ngram=1))
     assert output.token_ids == parity.new_tokens
     assert engine.totals.num_drafts > 0
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_of_rope(name):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    base = get_config("llama-tiny")
+    config = replace(base, full=replace(base.full, rope=ROPES[name], head_dim=64))
+    theirs = LlamaRotaryEmbedding(transformers.AutoConfig.for_model(**to_hf(config)))
+    rope = config.full.rope
+    # Each of the two errs by 3 units in a frequency (a power, a reciprocal), and so by 6 in the turns of which llama3 takes high - low. With
+    # the ramp's other operations, 16 units of the share that keeps its value, which counts ``factor`` times where all else is divided by it.
+    rtol = 2 * (4 + 16 * rope.factor) * UNIT
+    got = rotary.inverse_frequencies(rope, 64)
+    torch.testing.assert_close(got, theirs.inv_freq, rtol=rtol, atol=0)
+    assert rope.amplitude == theirs.attention_scaling
 
 
 TWO_RANKS = """

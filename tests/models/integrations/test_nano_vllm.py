@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.models.chats import write_tokenizer
 
@@ -58,24 +57,16 @@ json.dump({"answers": answers, "seen": seen, "pages": pages}, open("said.json", 
 """
 
 
-def run(folder, program, job, **environment):
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, str(program), str(folder / "job.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    subprocess.run(command, check=True, cwd=folder, env=environment)
-
-
 @pytest.mark.slow
-def test_tokens_are_those_of_transformers(tmp_path):
+def test_tokens_are_those_of_transformers(oracle, tmp_path):
     """36 requests through 7 pages: prefix hits, a prompt in chunks, preemption."""
     if not (SOURCES / "nanovllm").is_dir():
         pytest.skip(f"no sources of nano-vllm in {SOURCES} (QUIRE_NANO_VLLM names them)")
     if importlib.util.find_spec("xxhash") is None:
         pytest.skip("nano-vllm needs xxhash")
-    oracle = ROOT / "tests" / "support" / "models" / "oracle.py"
-    model = tmp_path / "qwen3"
+    model, theirs = tmp_path / "qwen3", oracle.make(CONFIG, 0)
     write_tokenizer(model, "turns", starts=False)
-    run(tmp_path, oracle, [{"make": str(model), "config": CONFIG, "seed": 0}])
+    theirs.save_pretrained(model)
     draw = random.Random(0)
     shared = [draw.randrange(6, 512) for _ in range(BLOCK)]
     prompts = [[draw.randrange(6, 512) for _ in range(draw.choice([1, 30, 250]))] for _ in range(36)]  # fmt: skip
@@ -86,19 +77,16 @@ def test_tokens_are_those_of_transformers(tmp_path):
     text = Path(__file__).with_name("nano_vllm_cpu.py").read_text(encoding="utf-8")
     program.write_text(text.split("\ndef main():")[0] + DRIVER)
     job = {"model": str(model), "prompts": prompts, "max_tokens": NEW_TOKENS, "memory": 8 * PAGE_BYTES}  # fmt: skip
-    run(tmp_path, program, job, PYTHONPATH=str(SOURCES))
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
+    command = [sys.executable, program, tmp_path / "job.json"]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment)
     said = json.loads((tmp_path / "said.json").read_text())
     seen = said["seen"]
     assert said["pages"] == 7
     assert seen["preempt"] and seen["flash_attn_varlen_func"] and seen["flash_attn_varlen_func-paged"]  # fmt: skip
     assert seen["flash_attn_with_kvcache-paged"] >= 2 * NEW_TOKENS
 
-    texts = [[*p, *answer] for p, answer in zip(prompts, said["answers"], strict=True)]
-    jobs = [
-        {"load": str(model), "input_ids": ids, "out": str(tmp_path / f"{i}.pt")}
-        for i, ids in enumerate(texts)
-    ]
-    run(tmp_path, oracle, jobs)
-    for prompt, answer, asked in zip(prompts, said["answers"], jobs, strict=True):
-        expected = torch.load(asked["out"])[len(prompt) - 1 : -1].argmax(-1)
+    for prompt, answer in zip(prompts, said["answers"], strict=True):
+        expected = oracle.logits(theirs, [*prompt, *answer])[len(prompt) - 1 : -1].argmax(-1)
         assert expected.tolist() == answer and len(answer) == NEW_TOKENS

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.common import e4m3
-from quire.models.config.named import CONFIGS
 from quire.models.engine.memory import model_cache
-from quire.models.layers.kv_cache import PageTensors, cache_groups
+from quire.models.layers.kv_cache import cache_groups
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 
 E4M3 = torch.float8_e4m3fn
@@ -83,46 +82,3 @@ def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
         run.logits[cold], run.logits[hit], off.logits[uncached], strict=True
     ):
         assert torch.equal(one, two) and torch.equal(one, three)
-
-
-def test_tokens_computed_once_more_take_cached_rows():
-    model = build("gemma3-tiny")
-    run = Recorder(model, replay=True, kv_cache_dtype="fp8")
-    for slot in run.engine.pool.tensors:
-        slot[0] = 0
-    tokens = prompt(230)
-    run.add(tokens, 1)
-    run.run()
-    index = run.engine.kv.index
-    for cached in list(index.runs()):
-        for point in list(cached.points.values()):
-            index.drop_point(point)
-    again = run.add(tokens, 1)
-    run.run()
-    assert run.engine.kv.stats()["replays"] == 1
-    ids = torch.tensor(tokens, device=DEVICE)
-    exact = model.full_forward(ids)[-1]
-    bf16 = (model.full_forward(ids, stored=as_bf16)[-1] - exact).abs().max().item()
-    assert (run.logits[again][0] - exact).abs().max().item() <= 2 * 32 * bf16
-
-
-def test_quantized_values_and_scales_of_a_page_do_not_overlap():
-    config = CONFIGS["gemma4-tiny"]
-    groups, placement = cache_groups(config, E4M3)
-    pool = PageTensors(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
-    for layer, cache in enumerate(pool.layers):
-        shape = config.attention(layer)
-        block_size = groups[cache.group].block_size
-        assert cache.k_scale.shape == cache.v_scale.shape == (3, block_size, shape.num_kv_heads)
-        assert cache.k_pages.shape == (3, block_size, shape.num_kv_heads, shape.head_dim)
-        assert cache.k_scale.stride(1) == cache.v_scale.stride(1) == 1, "as a tile reads them"
-        parts = [x.view(torch.uint8) for x in (cache.k_pages, cache.v_pages)]
-        for page in range(3):
-            for i, part in enumerate(parts):
-                part[page] = 4 * page + i
-            cache.k_scale[page], cache.v_scale[page] = 4.0 * page + 2, 4.0 * page + 3
-        for page in range(3):
-            for i, part in enumerate(parts):
-                assert part[page].eq(4 * page + i).all()
-            assert cache.k_scale[page].eq(4 * page + 2).all()
-            assert cache.v_scale[page].eq(4 * page + 3).all()

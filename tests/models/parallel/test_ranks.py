@@ -158,26 +158,6 @@ def test_settings_of_one_rank_serve_several(variant):
     assert_same_tokens(one, outputs, run(alone), tolerance(one))
 
 
-def test_rows_that_are_computed_once_more():
-    """Full attention takes them from the pages of each rank."""
-    config = get_config("gemma3-tiny")
-    long = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(9)).tolist()
-
-    def work(engine):
-        outputs = []
-        for prompt in (long, long[:200] + PREFIX):
-            engine.add_request(prompt, PARAMS)
-            outputs += finish(engine)
-        return outputs, engine.kv.stats()["replays"]
-
-    settings = {"num_pages": 600, "replay": True, "retention": "latest"}
-    one = random_model(config, seed=5)
-    outputs, replays = run_on_ranks(2, config, work, **settings)
-    wanted, _ = work(Engine(one, EngineConfig(**settings)))
-    assert replays == 1
-    assert_same_tokens(one, outputs, wanted, tolerance(one))
-
-
 @pytest.mark.parametrize("name", ["llama-tiny", "gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_prompt_logprobs(name):
     """Beside requests whose tokens the other rank gets a step ahead."""
