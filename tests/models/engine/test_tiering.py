@@ -250,6 +250,18 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
     end(engine)
 
 
+def test_an_aborted_request_needs_no_load(monkeypatch):
+    """Copies that have begun end; no request waits for them."""
+    engine = toy_engine()
+    behind(engine, LONG)
+    later = Later(engine, monkeypatch)
+    aborted = engine.add_request(LONG, PARAMS)
+    engine.step()
+    assert engine.abort(aborted).finish_reason == "abort" and not engine.tiers.is_loading
+    later.let()
+    end(engine)
+
+
 @BOTH
 def test_a_load_that_fails_is_computed(is_async, monkeypatch):
     """Pages that cannot be loaded leave the host, and their request goes on."""
