@@ -121,6 +121,7 @@ class Chains:
             known = index.num_points
             point = None if match.replay_to else index.use(run)
             if match.replay_to:
+                assert isinstance(self._tables, Tables)  # an append-only cache has no replays
                 self._tables.load_nothing(slot)
             elif point is not None:
                 self._tables.load(slot, hit, point.pages)
