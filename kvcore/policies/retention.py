@@ -2,7 +2,8 @@
 
 Whatever the setting, a prompt keeps its resend boundaries (`resend_boundaries`), a request the last
 boundary that it reached, and the *junction*, where it left a chain whose dense blocks are cached
-but which has no resume point there. Alignment 32, ``retention="latest"``:
+but which has no resume point there. While its prompt is computed, the end of its last chunk is one,
+too, so that prompts can share what a running request has done. Alignment 32, ``retention="latest"``:
 
     tokens     0    32   64   96   128  160  192
     prompt 1   |=============================|---   200 tokens; resume point at 192

@@ -24,7 +24,7 @@ from .keys import KEY_BYTES
 from .lookup import Match
 from .replays import Replays
 from .requests import Sequences
-from .tree import Run, Source
+from .tree import ResumePoint, Run, Source
 
 NONE_KEPT = NO_ROWS, NO_ROWS
 Point = tuple[int, int, Int32]  # slot, boundary, pages
@@ -62,6 +62,8 @@ class Chains:
         runs, replays: end of each request's cached prefix; tokens that requests compute again.
         duplicates: slot -> own pages of segments cached before by another request, without `adopt`.
         waiting: slot -> resume points whose tokens are not known yet; pages are held and in use.
+        passing: slot -> resume point at the end of its last chunk, which retention does not keep:
+            others may hit it until the next chunk ends, so that equal prompts share the work.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Chains:
         self.replays = Replays(n)
         self.duplicates: dict[int, list[Int32]] = {}
         self.waiting: dict[int, list[Point]] = {}
+        self.passing: dict[int, ResumePoint] = {}
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # `ask`; 0: none
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
         # Last tokens of a chunk that may not count towards its last boundary: rejected drafts, the
@@ -140,6 +143,7 @@ class Chains:
             has_state = not self._tables.states or self._tables.snapshot_at[slot] == cached
             if has_state and not self.index.renew(run):
                 self._keep_tail(slot, cached)
+        self._drop_passing(slot)
         self.index.unlock(run)
         self._tables.release(slot, cached, computed)
         for pages in self.duplicates.pop(slot, ()):
@@ -197,9 +201,9 @@ class Chains:
             requests, slots, to = requests[ready], slots[ready], to[ready]
         kept = NONE_KEPT
         if requests.size and self.layout.hybrid:
-            which, kept_at = kept_boundaries(
-                self.cached[slots], to, self._keep[slots], self.interval
-            )
+            in_prompt = to < self.sequences.prompt_len[slots]
+            always = np.column_stack([self._keep[slots], np.where(in_prompt, to, 0)])
+            which, kept_at = kept_boundaries(self.cached[slots], to, always, self.interval)
             if self._tables.states:
                 known = kept_at == end[requests[which]]
                 known |= kept_at == self._tables.snapshot_at[slots[which]]
@@ -276,11 +280,19 @@ class Chains:
             for boundary in kept.tolist():
                 self._keep_tail(slot, boundary)
 
+    def _drop_passing(self, slot: int) -> None:
+        """Drop the resume point that a request left on the way, unless another one uses it."""
+        point = self.passing.pop(slot, None)
+        if point in self.index.passing:
+            self.index.drop_point(point)
+            self.index.num_evicted_points -= 1
+            self._counters["resume_points_kept"] -= 1
+
     def _keep_tail(self, slot: int, boundary: int) -> None:
         tail = self._tables.tail(slot, boundary)
         if tail is not None:
             self._hold([(slot, boundary, tail)])
-            self._add_points([(slot, boundary, tail)])
+            self._add_points([(slot, boundary, tail)], is_last=True)
 
     def _cache(self, slot: int, end: int) -> None:
         """Cache the segments of a request up to segment `end`, whose keys are known."""
@@ -303,14 +315,21 @@ class Chains:
         theirs = self.index.pages_between(self.runs[slot], first, first + n)
         self._tables.fill_dense(slot, first, theirs)
 
-    def _add_points(self, points: list[Point]) -> None:
+    def _add_points(self, points: list[Point], is_last: bool = False) -> None:
         """Keep resume points whose pages are held; let go of those of points that are there."""
         a, known = self.alignment, []
         for slot, boundary, pages in points:
-            if not self.index.add_point(self.runs[slot], boundary // a, pages):
+            passing = not (is_last or boundary in self._keep[slot])
+            if self.interval and boundary % self.interval == 0:
+                passing = False
+            point = self.index.add_point(self.runs[slot], boundary // a, pages, passing=passing)
+            if point is None:
                 known.append(pages)
             elif self._event_writer is not None:
                 self._event_writer.point(self.runs[slot], boundary // a, slot)
+            self._drop_passing(slot)
+            if point is not None and passing:
+                self.passing[slot] = point
         self._counters["resume_points_kept"] += len(points) - len(known)
         if known:
             self.index.pool.unhold(np.concatenate(known))

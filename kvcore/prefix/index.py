@@ -48,6 +48,7 @@ class PrefixIndex:
         num_useless_evicted: evicted segments that could serve no hit.
         pins, event_writer: entries that are evicted last; writer of events or None.
         transfers: ends of open copies from or to another index.
+        passing: resume points for the next chunk of a running request alone.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class PrefixIndex:
         self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
         # Calls of the policy that raised, to be repeated: `add` (True) or `discard`.
         self._failed: dict[Run | ResumePoint, bool] = {}
+        self.passing: dict[Run | ResumePoint, None] = {}
 
     @property
     def num_evictable(self) -> int:
@@ -215,14 +217,17 @@ class PrefixIndex:
 
     # Resume points.
 
-    def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
-        """Keep a resume point at `depth` on the path to `run`, whose `pages` the caller holds;
-        False if one is there."""
+    def add_point(
+        self, run: Run, depth: int, pages: Int32, *, passing: bool = False
+    ) -> ResumePoint | None:
+        """Keep a resume point at `depth` on the path to `run`, whose `pages` the caller holds, and
+        return it; None if one is there. `passing`: the policy knows nothing of it until it is used.
+        """
         run = run_of(run, depth)
         point = run.points.get(depth)
         if point is not None:
             self._used(point)
-            return False
+            return None
         point = run.points[depth] = ResumePoint(run, depth, pages, self.tick)
         if run.depths and depth < run.depths[-1]:
             insort(run.depths, depth)
@@ -230,8 +235,11 @@ class PrefixIndex:
             run.depths.append(depth)
         self.num_points += 1
         self.changes += 1
-        self.offer(point)
-        return True
+        if passing:
+            self.passing[point] = None
+        else:
+            self.offer(point)
+        return point
 
     def renew(self, run: Run) -> bool:
         """Count the resume point at the end of `run` as used now; False if there is none."""
@@ -304,6 +312,7 @@ class PrefixIndex:
     def _tell_policy(self, entry: Run | ResumePoint, add: bool) -> None:
         """Call the policy's `add` or `discard`. As a change of the index is half done here, an
         error is kept for `evict`, which repeats the call."""
+        self.passing.pop(entry, None)
         try:
             (self.policy.add if add else self.policy.discard)(entry)
             self._failed.pop(entry, None)
@@ -359,6 +368,8 @@ class PrefixIndex:
         if self._useless:
             return self._trim_useless(self._useless.popitem()[0], num_pages)  # listed last
         entry = self.policy.pop()
+        if entry is None:
+            entry = next(iter(self.passing), None)
         if entry is None and self.pins:
             self.pins.demote_oldest()
         elif isinstance(entry, ResumePoint) and entry.run is not None and entry not in self.pins:

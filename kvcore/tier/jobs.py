@@ -122,7 +122,8 @@ class Job:
                 new[known * KEY_BYTES :], self.contents[known:], before or None, first + known
             )
         are_new = [
-            index.add_point(run, *p) for p in zip(self.depths, self.point_pages, strict=True)
+            index.add_point(run, *p) is not None
+            for p in zip(self.depths, self.point_pages, strict=True)
         ]
         if are_new:
             index.pool.hold(self.point_pages.ravel())

@@ -54,8 +54,11 @@ def test_the_records_of_a_request_name_exactly_its_blocks():
     assert {(r.groups, r.names, r.block_size, r.sliding_window) for r in dense} == {
         ((0,), ("g0",), 8, None)
     }
-    # One resume point, at 24: window blocks from 12 on in both window groups, and a state.
-    window, state = [r for r in events if r.kind != "dense"]
+    # Of the resume points, one at each chunk's end, that at 24 stays: window blocks from 12 on in
+    # both window groups, and a state.
+    removed = {h for r in events if isinstance(r, BlockRemoved) for h in r.block_hashes}
+    assert {*key[:2]} <= removed and key[2] not in removed
+    window, state = [r for r in events if r.kind != "dense" and key[2] in r.block_hashes]
     assert (window.kind, window.groups, window.names) == ("window", (1, 2), ("g1", "g2"))
     assert (window.start, window.block_size, window.sliding_window) == (12, 4, 10)
     assert list(window.token_ids) == prompt[12:24] and window.parent == key[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import KVCache, StepPlan
+from quire.kvcore import GroupSpec, KVCache, StepPlan
 from quire.kvcore.prefix.replays import replay_range
 from tests.kvcore.engine import Engine, groups
 
@@ -111,3 +111,32 @@ def test_a_replay_is_offered_where_it_saves_tokens():
     e.run("again", tokens(200)[:190])  # leaves points at 176 and before
     assert e.kv.match(tokens(200)).num_tokens == 176
     assert e.kv.match(tokens(200)).replay_from is None
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"),
+    [
+        (((16, None), (16, 64)), {"retention": "dense"}),  # kept: multiples of 64
+        (((16, None), (16, 128)), {"retention": 16}),
+        (((16, 64), (32, 100)), {"retention": "latest"}),
+        (((16, None), (16, 64), GroupSpec("state", "state", 16, 4096)), {"retention": "latest"}),
+    ],
+)
+def test_prompts_share_what_a_running_request_has_computed(specs, options):
+    """vLLM 0.33 hits each block of a request that is in the middle of its prompt; so do we, at the end of a
+    chunk, though retention keeps no resume point there."""
+    e = Engine(groups(*specs), num_pages=400, max_requests=3, max_model_len=512, **options)
+    prompt = [*range(300)]
+    e.admit("a", prompt)
+    for done in (32, 96, 160):
+        e.step({"a": done - e.computed("a")})
+        assert e.kv.match([*range(done + 9), 999]).num_tokens == done
+        if done == 96:
+            e.admit("b", [*range(done + 9), 999])
+        e.check()
+    e.finish_prompt("b")
+    e.finish_prompt("a")
+    e.check()
+    assert e.kv.match(prompt[:99]).num_tokens == 96, "used by b, so it stays"
+    stats = e.kv.stats()
+    assert stats["resume_points_kept"] == stats["resume_points"] < 8
