@@ -73,20 +73,12 @@ def write_kv(
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
     chosen = checks.implementation(impl, k)
-    expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
-    expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
-    checks.check_pages(k_pages, v_pages, k.dtype, k.device)
-    checks.check_scales(k_scale, v_scale, k_pages)
-    num_rows, num_kv_heads, head_dim = k.shape
-    if k.shape[1:] != k_pages.shape[2:]:
-        raise ValueError(
-            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
-        )
-    expect_tensor("slot_mapping", slot_mapping, (num_rows,), torch.int64, device=k.device)
+    checks.check_once(_check_write, k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
     if chosen == "torch" or checks.is_readable(k):
         places = once_a_step(_places, slot_mapping, *k_pages.shape[:2])
     if chosen == "torch":
         return _write_torch(k, v, k_pages, v_pages, places, k_scale, v_scale)
+    num_rows, num_kv_heads, head_dim = k.shape
     checks.expect_head_dim("k_pages", head_dim)
     block = min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
     kind = checks.scale_kind(k_scale)
@@ -115,6 +107,18 @@ def write_kv(
             num_warps=4,
         )
     return None
+
+
+def _check_write(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale) -> None:
+    expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
+    expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
+    checks.check_pages(k_pages, v_pages, k.dtype, k.device)
+    checks.check_scales(k_scale, v_scale, k_pages)
+    if k.shape[1:] != k_pages.shape[2:]:
+        raise ValueError(
+            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
+        )
+    expect_tensor("slot_mapping", slot_mapping, k.shape[:1], torch.int64, device=k.device)
 
 
 def _places(

@@ -23,7 +23,7 @@ from .tiles import plan_decode
 
 @dataclass(eq=False)
 class AttentionCall:
-    """The arguments of one call, as in ``paged_attention``; `check_attention` fills in defaults."""
+    """The arguments of one call, as in ``paged_attention``."""
 
     q: torch.Tensor
     k_pages: torch.Tensor
@@ -195,7 +195,7 @@ def sliding_window_attention(
         q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q,
         k=k, v=v, k_scale=k_scale, v_scale=v_scale, max_seq_len=max_seq_len,
         num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
-        out=out, lse=lse, workspace=workspace, sliding_window=checks.window_tokens(sliding_window),
+        out=out, lse=lse, workspace=workspace, sliding_window=sliding_window,
     )  # fmt: skip
     return _attention(call, impl)
 
@@ -301,8 +301,22 @@ def workspace_numel(
 
 
 def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
+    """Check a call, fill in its defaults, and compute it."""
     chosen = checks.implementation(impl, call.q)
-    check_attention(call)
+    # Its bound differs from step to step, and says nothing of the tensors.
+    values = vars(call) | {"max_seq_len": None}
+    checks.check_once(check_attention, call, values=values.values())
+    if call.max_seq_len is not None:
+        expect_int("max_seq_len", call.max_seq_len, 0)
+    q = call.q
+    if call.num_decodes is None:
+        call.num_decodes = call.num_seqs if call.max_seqlen_q <= 1 else 0
+    if call.softmax_scale is None:
+        call.softmax_scale = q.shape[2] ** -0.5
+    if call.sliding_window is not None:
+        call.sliding_window = min(call.sliding_window, checks.MAX_TOKENS)
+    if call.out is None:
+        call.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if chosen == "torch":  # reads lengths and page ids, and checks them
         from .torch_impl import attention
     else:
@@ -314,8 +328,7 @@ def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
 
 
 def check_attention(call: AttentionCall) -> None:
-    """Check all of a call but values in memory, and fill in ``num_decodes``, ``softmax_scale`` and
-    ``out``.
+    """Check all of a call but values in memory.
 
     Raises:
         ValueError: as in ``paged_attention``.
@@ -330,7 +343,7 @@ def check_attention(call: AttentionCall) -> None:
         raise ValueError(f"k_pages: expected head_dim {head_dim}, got {call.k_pages.shape[3]}")
     _expect_multiple("q: num_heads", num_heads, num_kv_heads)
     num_seqs = checks.expect_batch(call.seq_lens, call.cu_seqlens_q, call.max_seqlen_q, device)
-    call.num_decodes = checks.expect_decodes(
+    checks.expect_decodes(
         num_tokens, num_seqs, call.max_seqlen_q, call.max_seq_len, call.num_decodes
     )
     expect_tensor("block_table", call.block_table, (num_seqs, None), torch.int32, device=device)
@@ -350,11 +363,13 @@ def check_attention(call: AttentionCall) -> None:
                     f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
                 )
     checks.check_outputs(num_heads, num_tokens, device, call.sinks, call.lse, call.workspace)
-    call.out = checks.output(call.out, tuple(q.shape), q)
-    call.softmax_scale = checks.softmax_factor(call.softmax_scale, head_dim)
+    if call.out is not None:
+        checks.output(call.out, tuple(q.shape), q)
+    checks.softmax_factor(call.softmax_scale, head_dim)
     if call.softcap is not None:
         checks.expect_positive("softcap", call.softcap)
-        call.softcap = float(call.softcap)
+    if call.sliding_window is not None:
+        expect_int("sliding_window", call.sliding_window, 1)
 
 
 def _check_values(call: AttentionCall) -> None:

@@ -207,20 +207,24 @@ def _attend_chunk(call: AttentionCall, chunk: Chunk) -> None:
 
 def _attend_batch(call: AttentionCall, batch: Batch) -> None:
     """Attend for B sequences of one new token."""
-
-    def gathered(
-        pages: torch.Tensor, scale: float | torch.Tensor | None, new: torch.Tensor | None
-    ) -> torch.Tensor:
-        rows = _pages(pages, scale, batch.page).flatten(0, 2)
-        if new is not None:
-            rows.index_copy_(0, batch.new, new[batch.tokens].to(rows.dtype))
-        if batch.unseen is not None:  # rows of others must not turn a weight of 0 into NaN
-            rows.index_fill_(0, batch.unseen, 0)
-        return rows.unflatten(0, (len(batch.page), -1))[:, batch.rows]
-
-    keys = gathered(call.k_pages, call.k_scale, call.k)
-    values = gathered(call.v_pages, call.v_scale, call.v)
+    keys = _batch_rows(call.k_pages, call.k_scale, call.k, batch)
+    values = _batch_rows(call.v_pages, call.v_scale, call.v, batch)
     _attend(call, batch.tokens, keys, values, batch.visible)
+
+
+def _batch_rows(
+    pages: torch.Tensor,
+    scale: float | torch.Tensor | None,
+    new: torch.Tensor | None,
+    batch: Batch,
+) -> torch.Tensor:
+    """Keys or values of a batch, [B, S, num_kv_heads, head_dim]."""
+    rows = _pages(pages, scale, batch.page).flatten(0, 2)
+    if new is not None:
+        rows.index_copy_(0, batch.new, new[batch.tokens].to(rows.dtype))
+    if batch.unseen is not None:  # rows of others must not turn a weight of 0 into NaN
+        rows.index_fill_(0, batch.unseen, 0)
+    return rows.view(len(batch.page), -1, *rows.shape[1:])[:, batch.rows]
 
 
 def _lowest(window: int | None, context: int) -> int:
@@ -245,23 +249,21 @@ def _attend(
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     batch, num_kv_heads, _, head_dim = keys.shape
     queries = call.q[tokens].to(keys.dtype)
-    queries = queries.reshape(batch, -1, num_kv_heads, call.group, head_dim).permute(0, 2, 3, 1, 4)
-    if call.lse is not None or call.sinks is not None or call.softcap is not None:
+    queries = queries.view(batch, -1, num_kv_heads, call.group, head_dim).permute(0, 2, 3, 1, 4)
+    is_plain = call.lse is None and call.sinks is None and call.softcap is None
+    if is_plain and queries.shape[3] == 1:  # a group's heads are the rows of one product
+        mask = None if visible is None else visible[:, None]
+        out = F.scaled_dot_product_attention(
+            queries[:, :, :, 0], keys, values, attn_mask=mask, scale=call.softmax_scale
+        )
+        call.out[tokens] = out.flatten(1, 2)
+        return
+    if is_plain and not call.context_only:
+        out = _plain_attention(call, queries, keys, values, visible)
+    else:
         out, lse = _softmax_attention(call, queries, keys, values, visible)
         if call.lse is not None:
             call.lse[:, tokens] = lse.permute(1, 2, 0, 3).reshape(call.lse.shape[0], -1)
-    elif queries.shape[3] == 1:  # a group's heads are the rows of one product
-        mask = None if visible is None else visible[:, None]
-        out = F.scaled_dot_product_attention(
-            queries.flatten(2, 3), keys, values, attn_mask=mask, scale=call.softmax_scale
-        ).unsqueeze(3)
-    elif keys.dtype == torch.bfloat16 and not call.context_only:
-        out = _bf16_attention(call, queries, keys, values, visible)
-    else:  # one sequence: KV heads are the batch, and the heads of a group share keys
-        keys, values = (x[0].unsqueeze(1).expand(-1, call.group, -1, -1) for x in (keys, values))
-        out = F.scaled_dot_product_attention(
-            queries[0], keys, values, attn_mask=visible[0], scale=call.softmax_scale
-        )[None]
     call.out[tokens] = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
@@ -271,25 +273,26 @@ def _pages(
     """Pages [..., block_size, num_kv_heads, head_dim] by id [...]; those of e4m3 as fp32."""
     # Several times as fast as an index on a CPU.
     if scale is None:
-        return pages.index_select(0, page.flatten()).unflatten(0, page.shape)
+        return pages.index_select(0, page.flatten()).view(*page.shape, *pages.shape[1:])
     values = pages.view(torch.uint8).index_select(0, page.flatten()).unflatten(0, page.shape)
     if isinstance(scale, torch.Tensor) and scale.dim() == 3:
         scale = scale[page]
     return e4m3.dequantize(values.view(pages.dtype), scale)
 
 
-def _bf16_attention(
+def _plain_attention(
     call: AttentionCall,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor,
 ) -> torch.Tensor:
-    """Attend with fp32 scores and bf16 weights, faster than torch's own attention.
+    """Attend with fp32 scores and weights in the dtype of the values; on a CPU faster than torch's own
+    attention.
 
     Arguments as in ``_softmax_attention``. Each query sees a key.
     """
-    scaled = queries.float().mul_(call.softmax_scale).flatten(2, 3)
+    scaled = (queries.float() * call.softmax_scale).flatten(2, 3)
     scores = (scaled @ keys.float().transpose(2, 3)).view(*queries.shape[:4], -1)
     scores += torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None, None]
     weights = torch.softmax(scores, -1).to(values.dtype)

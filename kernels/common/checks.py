@@ -6,7 +6,7 @@ int32 [4, *], got int64 [4, 9]``. Values are checked in CPU tensors only: no che
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,39 @@ E4M3 = torch.float8_e4m3fn
 MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
+
+# Arguments that have passed their checks (`check_once`); emptied when it is full.
+_passed: set[tuple[Any, ...]] = set()
+MAX_PASSED = 4096
+
+
+def check_once(
+    check: Callable[..., None], *args: Any, values: Iterable[Any] | None = None
+) -> None:
+    """Call ``check(*args)``, unless it has passed for such arguments before.
+
+    Such arguments are equal host values, and tensors of the same shapes, strides, dtypes and devices:
+    a check must look at nothing else. Other objects have them as an attribute ``signature``.
+
+    Args:
+        values: what the check looks at; None = ``args``.
+    """
+    key: list[Any] = [check]
+    for value in args if values is None else values:
+        if isinstance(value, torch.Tensor):
+            key += value.shape, value.stride(), value.dtype, value.device
+        else:
+            key += type(value), getattr(value, "signature", value)
+    try:
+        signature = tuple(key)
+        if signature in _passed:
+            return
+    except TypeError:  # a value that cannot be hashed, which the check refuses
+        signature = ()
+    check(*args)
+    if len(_passed) >= MAX_PASSED:
+        _passed.clear()
+    _passed.add(signature)
 
 
 def expect_impl(impl: str | None, device_type: str) -> None:

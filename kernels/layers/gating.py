@@ -55,14 +55,11 @@ def gated_product(
     Source: GLU variants (arXiv 2002.05202); transformers ``modeling_gpt_oss`` for the clamp.
     """
     chosen = checks.implementation(impl, gate)
-    checks.expect_tensor("gate", gate, (None, None), checks.MODEL_DTYPES, any_stride=True)
-    shape = tuple(gate.shape)
-    checks.expect_tensor("up", up, shape, gate.dtype, device=gate.device, any_stride=True)
-    check_options(activation, limit, alpha, up_offset)
+    checks.check_once(_check, gate, up, activation, limit, alpha, up_offset)
     if chosen == "torch":
         return gated_torch(gate, up, activation, limit, alpha, up_offset)
-    out = torch.empty(shape, dtype=gate.dtype, device=gate.device)
-    num_rows, width = shape
+    num_rows, width = gate.shape
+    out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     with torch.cuda.device_of(gate):
         launching.launch(
             _gated_product_kernel, (num_rows, triton.cdiv(width, BLOCK)),
@@ -72,6 +69,13 @@ def gated_product(
             BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def _check(gate, up, activation, limit, alpha, up_offset) -> None:
+    checks.expect_tensor("gate", gate, (None, None), checks.MODEL_DTYPES, any_stride=True)
+    shape = tuple(gate.shape)
+    checks.expect_tensor("up", up, shape, gate.dtype, device=gate.device, any_stride=True)
+    check_options(activation, limit, alpha, up_offset)
 
 
 def check_options(activation: str, limit: float | None, alpha: float, up_offset: float) -> None:

@@ -60,6 +60,26 @@ def residual_norm(
         ``modeling_gemma4``.
     """
     chosen = checks.implementation(impl, x)
+    checks.check_once(_check, x, weight, eps, offset, residual, post_weight, scalar, out)
+    if chosen == "torch":
+        out = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
+    else:
+        if weight is not None and out is None:
+            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        num_rows, size = x.shape
+        block = next_power_of_2(size)
+        with torch.cuda.device_of(x):
+            launching.launch(
+                _residual_norm_kernel, (num_rows,),
+                x=strided.matrix(x), weight=weight, residual=strided.matrix(residual),
+                post_weight=post_weight, scalar=scalar, out=strided.matrix(out),
+                eps=float(eps), offset=float(offset), SIZE=size, BLOCK=block,
+                num_warps=min(MAX_WARPS, max(1, block // CHANNELS_PER_WARP)),
+            )  # fmt: skip
+    return residual if out is None else out
+
+
+def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
     checks.expect_tensor("x", x, (None, None), checks.MODEL_DTYPES)
     num_rows, size = x.shape
     checks.expect_int("x: size", size, 1)
@@ -85,21 +105,6 @@ def residual_norm(
         dtypes = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
         checks.expect_tensor("out", out, (num_rows, size), dtypes, device=x.device)
         checks.expect_apart("out", out)
-    if chosen == "torch":
-        out = _torch(x, weight, eps, offset, residual, post_weight, scalar, out)
-    else:
-        if weight is not None and out is None:
-            out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        block = next_power_of_2(size)
-        with torch.cuda.device_of(x):
-            launching.launch(
-                _residual_norm_kernel, (num_rows,),
-                x=strided.matrix(x), weight=weight, residual=strided.matrix(residual),
-                post_weight=post_weight, scalar=scalar, out=strided.matrix(out),
-                eps=float(eps), offset=float(offset), SIZE=size, BLOCK=block,
-                num_warps=min(MAX_WARPS, max(1, block // CHANNELS_PER_WARP)),
-            )  # fmt: skip
-    return residual if out is None else out
 
 
 @without_grad

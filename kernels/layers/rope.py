@@ -66,6 +66,30 @@ def norm_rope(
         ``modeling_gemma4``.
     """
     chosen = checks.implementation(impl, qkv)
+    checks.check_once(
+        _check, qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset
+    )
+    num_tokens, heads, head_dim = qkv.shape
+    num_heads = heads - num_kv_heads * (1 + has_v)
+    out_heads = num_heads + num_kv_heads * (1 + norm_v)
+    out = torch.empty(num_tokens, out_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if chosen == "torch":
+        _torch(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, norm_v, eps, offset, out)
+        return out
+    checks.expect_head_dim("qkv", head_dim)
+    block = min(next_power_of_2(max(1, out_heads)), max(1, ELEMENTS_PER_PROGRAM // head_dim))
+    with torch.cuda.device_of(qkv):
+        launching.launch(
+            _norm_rope_kernel, (num_tokens, triton.cdiv(out_heads, block)),
+            qkv=strided.rows(qkv), cos=strided.matrix(cos), sin=strided.matrix(sin),
+            q_weight=q_weight, k_weight=k_weight, out=out, eps=float(eps), offset=float(offset),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, FIRST_VALUE=heads - num_kv_heads,
+            OUT_HEADS=out_heads, HEAD_DIM=head_dim, BLOCK_HEADS=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _check(qkv, cos, sin, num_kv_heads, has_v, q_weight, k_weight, norm_v, eps, offset) -> None:
     checks.expect_tensor("qkv", qkv, (None, None, None), checks.MODEL_DTYPES)
     num_tokens, heads, head_dim = qkv.shape
     for name, flag in (("has_v", has_v), ("norm_v", norm_v)):
@@ -88,25 +112,6 @@ def norm_rope(
         raise ValueError("norm_v: expected False without keys, got True")
     checks.expect_positive("eps", eps, least=-100)
     checks.expect_number("offset", offset)
-    if chosen == "triton":
-        checks.expect_head_dim("qkv", head_dim)
-
-    num_heads = heads - num_kv_heads * (1 + has_v)
-    out_heads = num_heads + num_kv_heads * (1 + norm_v)
-    out = torch.empty(num_tokens, out_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    if chosen == "torch":
-        _torch(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, norm_v, eps, offset, out)
-        return out
-    block = min(next_power_of_2(max(1, out_heads)), max(1, ELEMENTS_PER_PROGRAM // head_dim))
-    with torch.cuda.device_of(qkv):
-        launching.launch(
-            _norm_rope_kernel, (num_tokens, triton.cdiv(out_heads, block)),
-            qkv=strided.rows(qkv), cos=strided.matrix(cos), sin=strided.matrix(sin),
-            q_weight=q_weight, k_weight=k_weight, out=out, eps=float(eps), offset=float(offset),
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, FIRST_VALUE=heads - num_kv_heads,
-            OUT_HEADS=out_heads, HEAD_DIM=head_dim, BLOCK_HEADS=block, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 @without_grad

@@ -78,30 +78,23 @@ def sample_tokens(
     Source: transformers ``generation/logits_process`` for the filters and their order.
     """
     chosen = checks.implementation(impl, logits)
-    checks.expect_tensor("logits", logits, (None, None), checks.MODEL_DTYPES)
-    num_rows, vocab_size = logits.shape
-    checks.expect_int("logits: vocab_size", vocab_size, 1, 2**31 - 1)
-    columns = dict(zip(COLUMNS, (temperature, top_k, top_p, min_p, u), strict=True))
-    draws = any(column is not None for column in columns.values())
-    if draws:
-        for name, (dtype, low, high) in COLUMNS.items():
-            checks.expect_tensor(name, columns[name], (num_rows,), dtype, device=logits.device)
-            checks.expect_values(name, columns[name], low, high)
-    if probs is not None:
-        if not draws:
-            raise ValueError("probs: expected None without a temperature, got a tensor")
-        shape = (num_rows, vocab_size)
-        checks.expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
-        checks.expect_apart("probs", probs)
+    columns = temperature, top_k, top_p, min_p, u
+    checks.check_once(_check, logits, *columns, probs)
+    if temperature is not None:
+        for (name, (_, low, high)), column in zip(COLUMNS.items(), columns, strict=True):
+            checks.expect_values(name, column, low, high)
     if chosen == "torch":
         return _torch(logits, temperature, top_k, top_p, min_p, u, probs)
+    num_rows, vocab_size = logits.shape
     if vocab_size > MAX_VOCAB:
         raise NotImplementedError(
             f"logits: up to {MAX_VOCAB} tokens are supported, got {vocab_size}"
         )
     block = min(BLOCK, max(128, next_power_of_2(vocab_size)))
     out = logits.new_empty(num_rows, dtype=torch.int64)
-    candidates = logits.new_empty(num_rows, block, dtype=torch.int32) if draws else None
+    candidates = None
+    if temperature is not None:
+        candidates = logits.new_empty(num_rows, block, dtype=torch.int32)
     with torch.cuda.device_of(logits):
         launching.launch(
             sample_kernel, (num_rows,),
@@ -110,6 +103,23 @@ def sample_tokens(
             vocab_size=vocab_size, BLOCK=block, num_warps=max(4, block // 256),
         )  # fmt: skip
     return out
+
+
+def _check(logits, temperature, top_k, top_p, min_p, u, probs) -> None:
+    checks.expect_tensor("logits", logits, (None, None), checks.MODEL_DTYPES)
+    num_rows, vocab_size = logits.shape
+    checks.expect_int("logits: vocab_size", vocab_size, 1, 2**31 - 1)
+    columns = temperature, top_k, top_p, min_p, u
+    draws = any(column is not None for column in columns)
+    if draws:
+        for (name, (dtype, _, _)), column in zip(COLUMNS.items(), columns, strict=True):
+            checks.expect_tensor(name, column, (num_rows,), dtype, device=logits.device)
+    if probs is not None:
+        if not draws:
+            raise ValueError("probs: expected None without a temperature, got a tensor")
+        shape = (num_rows, vocab_size)
+        checks.expect_tensor("probs", probs, shape, torch.float32, device=logits.device)
+        checks.expect_apart("probs", probs)
 
 
 @torch.no_grad()
