@@ -91,30 +91,12 @@ def compress(
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
     chosen = checks.implementation(impl, kv)
-    if not isinstance(pages, LatentPages | IndexPages):
-        raise ValueError(f"pages: expected LatentPages or IndexPages, got {type(pages).__name__}")
-    expect_int("ratio", ratio, 1, checks.MAX_TOKENS)
-    if not isinstance(overlap, bool):
-        raise ValueError(f"overlap: expected a bool, got {overlap!r}")
+    checks.check_once(
+        _check, kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, ratio, overlap,
+        norm_weight, eps, cos_sin, pages, slot_mapping, max_seqlen_q,
+    )  # fmt: skip
+    num_tokens, num_seqs, ring = kv.shape[0], seq_lens.shape[0], state.shape[1]
     dim, slots = pages.dim, ratio * (1 + overlap)
-    channels, fp32 = dim * (1 + overlap), torch.float32
-    expect_tensor("kv", kv, (None, channels), MODEL_DTYPES)
-    num_tokens, device = kv.shape[0], kv.device
-    expect_tensor("gate", gate, (num_tokens, channels), MODEL_DTYPES, device=device)
-    expect_tensor("ape", ape, (ratio, channels), fp32, device=device)
-    expect_tensor("state", state, (None, None, 2, channels), fp32, device=device)
-    checks.expect_apart("state", state)
-    ring = state.shape[1]
-    expect_int("state: ring", ring, max(1, slots - 1))
-    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
-    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
-    expect_tensor("state_index", state_index, (num_seqs,), torch.int32, device=device)
-    expect_norm(norm_weight, eps, dim, device)
-    rope_dim = pages.rope_dim if isinstance(pages, LatentPages) else None
-    expect_angles(cos_sin, dim, rope_dim, device)
-    expect_device("pages", pages.data, device)
-    expect_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, device=device)
-
     if chosen == "torch" or checks.is_readable(kv):
         checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
         # Padding may have any state, and tokens that close no window any slot.
@@ -150,6 +132,34 @@ def compress(
                 OVERLAP=overlap, DIM=dim, ROPE_DIM=cos_sin.shape[1], BLOCK_TOKENS=BLOCK_TOKENS,
                 BLOCK_SEQS=BLOCK_SEQS, num_warps=8,
             )  # fmt: skip
+
+
+def _check(
+    kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, ratio, overlap, norm_weight, eps,
+    cos_sin, pages, slot_mapping, max_seqlen_q,
+) -> None:  # fmt: skip
+    if not isinstance(pages, LatentPages | IndexPages):
+        raise ValueError(f"pages: expected LatentPages or IndexPages, got {type(pages).__name__}")
+    expect_int("ratio", ratio, 1, checks.MAX_TOKENS)
+    if not isinstance(overlap, bool):
+        raise ValueError(f"overlap: expected a bool, got {overlap!r}")
+    dim, slots = pages.dim, ratio * (1 + overlap)
+    channels, fp32 = dim * (1 + overlap), torch.float32
+    expect_tensor("kv", kv, (None, channels), MODEL_DTYPES)
+    num_tokens, device = kv.shape[0], kv.device
+    expect_tensor("gate", gate, (num_tokens, channels), MODEL_DTYPES, device=device)
+    expect_tensor("ape", ape, (ratio, channels), fp32, device=device)
+    expect_tensor("state", state, (None, None, 2, channels), fp32, device=device)
+    checks.expect_apart("state", state)
+    expect_int("state: ring", state.shape[1], max(1, slots - 1))
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
+    expect_tensor("state_index", state_index, (num_seqs,), torch.int32, device=device)
+    expect_norm(norm_weight, eps, dim, device)
+    rope_dim = pages.rope_dim if isinstance(pages, LatentPages) else None
+    expect_angles(cos_sin, dim, rope_dim, device)
+    expect_device("pages", pages.data, device)
+    expect_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, device=device)
 
 
 def _new_tokens(

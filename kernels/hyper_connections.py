@@ -73,23 +73,12 @@ def collapse_streams(
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
     chosen = checks.implementation(impl, streams)
-    num_tokens, n, hidden_size = _checked_shape(streams, chosen)
-    device, fp32 = streams.device, torch.float32
-    checks.expect_tensor("fn", fn, (None, n * hidden_size), fp32, device=device)
-    fn_rows, layer_rows = fn.shape[0], (2 + n) * n
-    if fn_rows not in (n, layer_rows):
-        raise ValueError(f"fn: expected {n} or {layer_rows} rows for {n} streams, got {fn_rows}")
-    checks.expect_tensor("base", base, (fn_rows,), fp32, device=device)
-    checks.expect_tensor("scale", scale, (1 if fn_rows == n else 3,), fp32, device=device)
-    if norm_weight is not None:
-        checks.expect_tensor(
-            "norm_weight", norm_weight, (hidden_size,), checks.MODEL_DTYPES, device=device
-        )
-    checks.expect_positive("norm_eps", norm_eps, least=-100)
-    checks.expect_positive("eps", eps, least=-100)
-    checks.expect_int("iterations", iterations, 1)
+    checks.check_once(
+        _check_collapse, streams, fn, base, scale, norm_weight, norm_eps, eps, iterations, chosen
+    )
     if chosen == "torch":
         return _collapse_torch(streams, fn, base, scale, norm_weight, norm_eps, eps, iterations)
+    (num_tokens, n, hidden_size), fn_rows = streams.shape, fn.shape[0]
     arch, num_sms = launching.arch_and_sms(streams)
     rows = max(16, next_power_of_2(fn_rows + 1))
     block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
@@ -161,8 +150,45 @@ def expand_streams(
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
     chosen = checks.implementation(impl, streams)
+    checks.check_once(_check_expand, streams, y, post, comb, rows, weights, chosen)
+    if chosen == "torch":
+        return _expand_torch(streams, y, post, comb, rows, weights)
+    (num_tokens, n, hidden_size), k = streams.shape, 0 if weights is None else weights.shape[1]
+    out = y.new_empty(num_tokens, n, hidden_size)
+    block = min(CHANNELS, next_power_of_2(hidden_size))
+    with torch.cuda.device_of(streams):
+        launching.launch(
+            _expand_kernel, (num_tokens, triton.cdiv(hidden_size, block)),
+            streams=strided.rows(streams), y=strided.matrix(y), rows=rows, weights=weights,
+            post=post, comb=comb, out=out, k=k, NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n),
+            HIDDEN=hidden_size, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _check_collapse(
+    streams, fn, base, scale, norm_weight, norm_eps, eps, iterations, chosen
+) -> None:
+    _, n, hidden_size = _checked_shape(streams, chosen)
+    device, fp32 = streams.device, torch.float32
+    checks.expect_tensor("fn", fn, (None, n * hidden_size), fp32, device=device)
+    fn_rows, layer_rows = fn.shape[0], (2 + n) * n
+    if fn_rows not in (n, layer_rows):
+        raise ValueError(f"fn: expected {n} or {layer_rows} rows for {n} streams, got {fn_rows}")
+    checks.expect_tensor("base", base, (fn_rows,), fp32, device=device)
+    checks.expect_tensor("scale", scale, (1 if fn_rows == n else 3,), fp32, device=device)
+    if norm_weight is not None:
+        checks.expect_tensor(
+            "norm_weight", norm_weight, (hidden_size,), checks.MODEL_DTYPES, device=device
+        )
+    checks.expect_positive("norm_eps", norm_eps, least=-100)
+    checks.expect_positive("eps", eps, least=-100)
+    checks.expect_int("iterations", iterations, 1)
+
+
+def _check_expand(streams, y, post, comb, rows, weights, chosen) -> None:
     num_tokens, n, hidden_size = _checked_shape(streams, chosen)
-    dtype, device, fp32, k = streams.dtype, streams.device, torch.float32, 0
+    dtype, device, fp32 = streams.dtype, streams.device, torch.float32
     checks.expect_tensor("y", y, (num_tokens, hidden_size), dtype, device=device)
     checks.expect_tensor("post", post, (num_tokens, n), fp32, device=device)
     checks.expect_tensor("comb", comb, (num_tokens, n, n), fp32, device=device)
@@ -177,18 +203,6 @@ def expand_streams(
     for name, tensor in (("post", post), ("comb", comb), ("rows", rows), ("weights", weights)):
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got {tensor.stride()}")
-    if chosen == "torch":
-        return _expand_torch(streams, y, post, comb, rows, weights)
-    out = y.new_empty(num_tokens, n, hidden_size)
-    block = min(CHANNELS, next_power_of_2(hidden_size))
-    with torch.cuda.device_of(streams):
-        launching.launch(
-            _expand_kernel, (num_tokens, triton.cdiv(hidden_size, block)),
-            streams=strided.rows(streams), y=strided.matrix(y), rows=rows, weights=weights,
-            post=post, comb=comb, out=out, k=k, NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n),
-            HIDDEN=hidden_size, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def _checked_shape(streams: torch.Tensor, impl: str) -> tuple[int, int, int]:

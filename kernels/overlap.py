@@ -55,24 +55,11 @@ def copy_overlap(
     Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
     """
     chosen = implementation(impl, kv)
-    fp32, int64 = torch.float32, torch.int64
-    expect_tensor("pages", pages, (None, None, 2, None), fp32)
-    expect_apart("pages", pages)
+    checks.check_once(
+        _check, kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
+    )
     num_pages, ratio, _, width = pages.shape
-    device, channels = pages.device, 2 * width
-    expect_tensor("kv", kv, (None, channels), fp32, device=device)
-    expect_tensor("gate", gate, tuple(kv.shape), fp32, device=device)
-    expect_tensor("ape", ape, (ratio, channels), fp32, device=device)
-    expect_tensor("state", state, (None, None, 2, channels), fp32, device=device)
-    expect_apart("state", state)
-    expect_tensor("from_pages", from_pages, (None,), int64, device=device)
     num_seqs = from_pages.shape[0]
-    expect_tensor("state_index", state_index, (num_seqs,), int64, device=device)
-    expect_tensor("state_rows", state_rows, (num_seqs, ratio), int64, device=device)
-    expect_tensor("tokens", tokens, (None,), int64, device=device)
-    if tokens.shape[0] % max(1, ratio):
-        raise ValueError(f"tokens: expected a multiple of {ratio}, got {tokens.shape[0]}")
-    expect_tensor("to_pages", to_pages, (tokens.shape[0],), int64, device=device)
     if checks.is_readable(pages):
         loads, saves = state_index != -1, to_pages != 0
         expect_values("state_index", state_index[loads], 0, state.shape[0] - 1)
@@ -95,6 +82,29 @@ def copy_overlap(
             num_warps=4,
         )  # fmt: skip
     return None
+
+
+def _check(
+    kv, gate, ape, state, pages, from_pages, state_index, state_rows, tokens, to_pages
+) -> None:
+    fp32, int64 = torch.float32, torch.int64
+    expect_tensor("pages", pages, (None, None, 2, None), fp32)
+    expect_apart("pages", pages)
+    _, ratio, _, width = pages.shape
+    device, channels = pages.device, 2 * width
+    expect_tensor("kv", kv, (None, channels), fp32, device=device)
+    expect_tensor("gate", gate, tuple(kv.shape), fp32, device=device)
+    expect_tensor("ape", ape, (ratio, channels), fp32, device=device)
+    expect_tensor("state", state, (None, None, 2, channels), fp32, device=device)
+    expect_apart("state", state)
+    expect_tensor("from_pages", from_pages, (None,), int64, device=device)
+    num_seqs = from_pages.shape[0]
+    expect_tensor("state_index", state_index, (num_seqs,), int64, device=device)
+    expect_tensor("state_rows", state_rows, (num_seqs, ratio), int64, device=device)
+    expect_tensor("tokens", tokens, (None,), int64, device=device)
+    if tokens.shape[0] % max(1, ratio):
+        raise ValueError(f"tokens: expected a multiple of {ratio}, got {tokens.shape[0]}")
+    expect_tensor("to_pages", to_pages, (tokens.shape[0],), int64, device=device)
 
 
 @torch.no_grad()

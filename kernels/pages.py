@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import checks, e4m3, launching, strided
-from .common.autograd import without_grad
 from .common.bits import INF_BITS, rounded_to_e4m3
 from .common.checks import MODEL_DTYPES, expect_apart, expect_ids, expect_int, expect_tensor
-from .common.step import once_a_step
+from .common.in_torch import once_a_step, without_grad
 from .common.tile_shapes import next_power_of_2
 
 LARGEST = tl.constexpr(e4m3.E4M3_MAX)

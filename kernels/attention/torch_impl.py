@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ..common import e4m3
-from ..common.autograd import without_grad
 from ..common.checks import expect_ids, expect_lengths, expect_offsets
-from ..common.step import once_a_step
+from ..common.in_torch import once_a_step, without_grad
 
 if TYPE_CHECKING:
     from .api import AttentionCall

@@ -23,11 +23,10 @@ MAX_TILE = 128
 # Arguments that have passed their checks (`check_once`); emptied when it is full.
 _passed: set[tuple[Any, ...]] = set()
 MAX_PASSED = 4096
+HOST_TYPES = (int, float, bool, str)
 
 
-def check_once(
-    check: Callable[..., None], *args: Any, values: Iterable[Any] | None = None
-) -> None:
+def check_once(check: Callable[..., None], *args: Any, values: Iterable[Any] | None = None) -> None:
     """Call ``check(*args)``, unless it has passed for such arguments before.
 
     Such arguments are equal host values, and tensors of the same shapes, strides, dtypes and devices:
@@ -40,8 +39,10 @@ def check_once(
     for value in args if values is None else values:
         if isinstance(value, torch.Tensor):
             key += value.shape, value.stride(), value.dtype, value.device
+        elif value is None or value.__class__ in HOST_TYPES:
+            key += value.__class__, value
         else:
-            key += type(value), getattr(value, "signature", value)
+            key.append(getattr(value, "signature", value))
     try:
         signature = tuple(key)
         if signature in _passed:
@@ -149,12 +150,6 @@ def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
     # Larger ones would take ordinary logits to where fp32 has no digits left for their differences.
     expect_positive("softmax_scale", softmax_scale, most=16)
     return float(softmax_scale)
-
-
-def window_tokens(sliding_window: Any) -> int:
-    """The given window, >= 1, as far as a sequence reaches."""
-    expect_int("sliding_window", sliding_window, 1)
-    return min(sliding_window, MAX_TOKENS)
 
 
 def expect_apart(name: str, tensor: torch.Tensor) -> None:

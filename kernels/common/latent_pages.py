@@ -12,6 +12,8 @@ Source: DeepSeek-V4 (``fp8_ds_mla`` rows; FlashMLA's tests/quant.py, where they 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -44,7 +46,13 @@ class RowPages:
     data: torch.Tensor
     storage_block_size: int
 
-    @property
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """All that checks look at (`checks.check_once`)."""
+        data, (_, *sizes) = self.data, vars(self).values()
+        return self.__class__, data.shape, data.stride(), data.dtype, data.device, *sizes
+
+    @cached_property
     def fp8(self) -> bool:
         """True if the pages are quantized."""
         return isinstance(self.data, torch.Tensor) and self.data.dtype == torch.uint8

@@ -77,31 +77,14 @@ def index_topk(
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
     chosen = checks.implementation(impl, q)
-    if not isinstance(pages, IndexPages):
-        raise ValueError(f"pages: expected IndexPages, got {type(pages).__name__}")
-    dtypes = checks.MODEL_DTYPES if pages.fp8 else pages.data.dtype
-    expect_tensor("q", q, (None, None, pages.index_dim), dtypes)
-    (num_tokens, num_heads, _), device = q.shape, q.device
-    expect_device("pages", pages.data, device)
-    expect_int("q: index_heads", num_heads, 1)
-    if num_heads > MAX_HEADS:
-        raise NotImplementedError(f"q: {num_heads} index heads, supported are up to {MAX_HEADS}")
-    if (num_heads - 1) * q.stride(1) >= 2**31:
-        # The kernel addresses the heads of a token with 32 bits.
-        raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")
-    fp32, int32 = torch.float32, torch.int32
-    expect_tensor("weights", weights, (num_tokens, num_heads), fp32, device=device)
-    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
-    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
-    expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
-    _check_sizes(topk, compress_ratio, max_seq_len)
+    checks.check_once(
+        _check, q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio,
+        max_seqlen_q, out, lens, workspace,
+    )  # fmt: skip
+    expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)
+    num_tokens, device, fp32, int32 = q.shape[0], q.device, torch.float32, torch.int32
     out = torch.empty(num_tokens, topk, dtype=int32, device=device) if out is None else out
-    expect_tensor("out", out, (num_tokens, topk), int32, device=device)
-    checks.expect_apart("out", out)
     lens = torch.empty(num_tokens, dtype=int32, device=device) if lens is None else lens
-    expect_tensor("lens", lens, (num_tokens,), int32, device=device)
-    if workspace is not None:
-        expect_tensor("workspace", workspace, (None,), fp32, device=device)
     # Entries past the end of the table do not exist.
     reach = min(max_seq_len, block_table.shape[1] * pages.storage_block_size * compress_ratio)
     available = None if workspace is None else workspace.numel()
@@ -143,17 +126,48 @@ def index_topk_workspace_numel(
     errors, are those of ``index_topk``.
     """
     expect_int("num_tokens", num_tokens, 0)
-    _check_sizes(topk, compress_ratio, max_seq_len)
+    _check_sizes(topk, compress_ratio)
+    expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)
     plan = make_plan(num_tokens, topk, compress_ratio, max_seq_len)
     return plan.chunk * plan.query_numel
 
 
-def _check_sizes(topk: int, compress_ratio: int, max_seq_len: int) -> None:
+def _check(
+    q, weights, pages, block_table, seq_lens, cu_seqlens_q, topk, compress_ratio, max_seqlen_q,
+    out, lens, workspace,
+) -> None:  # fmt: skip
+    if not isinstance(pages, IndexPages):
+        raise ValueError(f"pages: expected IndexPages, got {type(pages).__name__}")
+    dtypes = checks.MODEL_DTYPES if pages.fp8 else pages.data.dtype
+    expect_tensor("q", q, (None, None, pages.index_dim), dtypes)
+    (num_tokens, num_heads, _), device = q.shape, q.device
+    expect_device("pages", pages.data, device)
+    expect_int("q: index_heads", num_heads, 1)
+    if num_heads > MAX_HEADS:
+        raise NotImplementedError(f"q: {num_heads} index heads, supported are up to {MAX_HEADS}")
+    if (num_heads - 1) * q.stride(1) >= 2**31:
+        # The kernel addresses the heads of a token with 32 bits.
+        raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")
+    fp32, int32 = torch.float32, torch.int32
+    expect_tensor("weights", weights, (num_tokens, num_heads), fp32, device=device)
+    num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, device)
+    checks.expect_longest(num_tokens, num_seqs, max_seqlen_q)
+    expect_tensor("block_table", block_table, (num_seqs, None), int32, device=device)
+    _check_sizes(topk, compress_ratio)
+    if out is not None:
+        expect_tensor("out", out, (num_tokens, topk), int32, device=device)
+        checks.expect_apart("out", out)
+    if lens is not None:
+        expect_tensor("lens", lens, (num_tokens,), int32, device=device)
+    if workspace is not None:
+        expect_tensor("workspace", workspace, (None,), fp32, device=device)
+
+
+def _check_sizes(topk: int, compress_ratio: int) -> None:
     expect_int("topk", topk, 1)
     if topk > MAX_TOPK:
         raise NotImplementedError(f"topk: {topk} is not in 1..{MAX_TOPK}")
     expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
-    expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)
 
 
 @torch.no_grad()

@@ -169,10 +169,39 @@ def compressed_attention(
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
     chosen = checks.implementation(impl, q)
+    checks.check_once(
+        _check, q, window_pages, window_table, seq_lens, cu_seqlens_q, sliding_window,
+        max_seqlen_q, kv, compressed_pages, compressed_table, compress_ratio, topk_indices,
+        topk_lens, sinks, softmax_scale, cos_sin, num_decodes, out, lse, workspace,
+    )  # fmt: skip
+    if max_seq_len is not None:
+        checks.expect_int("max_seq_len", max_seq_len, 0)
+    (num_tokens, _, head_dim), num_seqs = q.shape, seq_lens.shape[0]
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    call = LatentCall(
+        q, window_pages, window_table, seq_lens, cu_seqlens_q, head_dim,
+        # A tile never holds more tokens than rows, so its shape stays.
+        min(max_seqlen_q, max(num_tokens, MAX_ROWS)), num_decodes,
+        head_dim**-0.5 if softmax_scale is None else float(softmax_scale), out,
+        sliding_window=min(sliding_window, checks.MAX_TOKENS), kv=kv, entries=compressed_pages,
+        entry_table=compressed_table, ratio=compress_ratio, topk_indices=topk_indices,
+        topk_lens=topk_lens, sinks=sinks, cos_sin=cos_sin, max_seq_len=max_seq_len, lse=lse,
+        workspace=workspace,
+    )  # fmt: skip
+    return run(call, chosen)
+
+
+def _check(
+    q, window_pages, window_table, seq_lens, cu_seqlens_q, sliding_window, max_seqlen_q, kv,
+    compressed_pages, compressed_table, compress_ratio, topk_indices, topk_lens, sinks,
+    softmax_scale, cos_sin, num_decodes, out, lse, workspace,
+) -> None:  # fmt: skip
+    """Check arguments of ``compressed_attention``, all but max_seq_len and values in memory."""
     check_latent_pages(q, window_pages, compressed_pages)
-    max_seqlen_q, num_decodes = check_batch(
-        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv
-    )
+    check_batch(q, seq_lens, cu_seqlens_q, max_seqlen_q, None, num_decodes, kv)
     (num_tokens, num_heads, head_dim), num_seqs, device = q.shape, seq_lens.shape[0], q.device
     checks.check_outputs(num_heads, num_tokens, device, sinks, lse, workspace)
     given = tuple(x is not None for x in (compressed_pages, compressed_table, compress_ratio))
@@ -199,16 +228,10 @@ def compressed_attention(
             checks.expect_tensor(name, tensor, shape, dtype, device=device)
     if compressed_table is not None:
         checks.expect_int("compressed_table: width", compressed_table.shape[1], 1)
-    call = LatentCall(
-        q, window_pages, window_table, seq_lens, cu_seqlens_q, head_dim, max_seqlen_q,
-        num_decodes, checks.softmax_factor(softmax_scale, head_dim),
-        checks.output(out, tuple(q.shape), q),
-        sliding_window=checks.window_tokens(sliding_window), kv=kv, entries=compressed_pages,
-        entry_table=compressed_table, ratio=compress_ratio, topk_indices=topk_indices,
-        topk_lens=topk_lens, sinks=sinks, cos_sin=cos_sin, max_seq_len=max_seq_len, lse=lse,
-        workspace=workspace,
-    )  # fmt: skip
-    return run(call, chosen)
+    checks.expect_int("sliding_window", sliding_window, 1)
+    checks.softmax_factor(softmax_scale, head_dim)
+    if out is not None:
+        checks.output(out, tuple(q.shape), q)
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:

@@ -111,8 +111,11 @@ def expert_mlp(
         Microscaling Formats 1.0.
     """
     chosen = checks.implementation(impl, x)
-    _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias)
-    check_options(activation, limit, alpha, up_offset)
+    checks.check_once(
+        _check, x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias
+    )
+    checks.check_once(check_options, activation, limit, alpha, up_offset)
+    checks.expect_values("ids", ids, 0, gate_up.shape[0] - 1)
     if chosen == "torch":
         return _torch(
             x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias,
@@ -193,7 +196,6 @@ def _check(x, ids, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_
             checks.expect_tensor(
                 name, bias, shape, checks.MODEL_DTYPES, device=x.device, any_stride=True
             )
-    checks.expect_values("ids", ids, 0, num_experts - 1)
 
 
 def _check_weight(name, weight, scale, lead, rows, columns, x) -> None:

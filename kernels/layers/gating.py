@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.autograd import without_grad
+from ..common.in_torch import without_grad
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024

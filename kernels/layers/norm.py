@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.autograd import without_grad
+from ..common.in_torch import without_grad
 from ..common.tile_shapes import next_power_of_2
 
 # Channels of a row that one warp holds, 16 for each thread; most warps.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common import checks, launching, strided
-from ..common.autograd import without_grad
+from ..common.in_torch import without_grad
 from ..common.tile_shapes import next_power_of_2
 
 ELEMENTS_PER_PROGRAM = 2048

@@ -72,6 +72,38 @@ def route_tokens(
         ``modeling_gemma4``.
     """
     chosen = checks.implementation(impl, logits)
+    checks.check_once(
+        _check_routing, logits, top_k, score, scale, logits_factor, logits_bias, expert_scale,
+        bias, table, token_ids,
+    )  # fmt: skip
+    (num_tokens, num_experts), softmax = logits.shape, score == "softmax"
+    if table is not None:
+        checks.expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
+        if checks.is_readable(table):
+            checks.expect_values("table", table[token_ids], 0, num_experts - 1)
+    if chosen == "torch":
+        return _route_torch(
+            logits, top_k, softmax, scale, logits_factor, logits_bias, expert_scale,
+            bias, table, token_ids,
+        )  # fmt: skip
+    ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
+    weights = logits.new_empty(num_tokens, top_k)
+    with torch.cuda.device_of(logits):
+        launching.launch(
+            _route_kernel, (num_tokens,),
+            logits=strided.matrix(logits), logits_factor=float(logits_factor),
+            logits_bias=logits_bias, expert_scale=expert_scale, bias=bias,
+            table=strided.matrix(table), token_ids=token_ids, ids=ids, route_weights=weights,
+            scale=float(scale), SOFTMAX=softmax, NUM_EXPERTS=num_experts, TOP_K=top_k,
+            BLOCK=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k),
+            num_warps=1 if num_experts <= 512 else 4,
+        )  # fmt: skip
+    return ids, weights
+
+
+def _check_routing(
+    logits, top_k, score, scale, logits_factor, logits_bias, expert_scale, bias, table, token_ids
+) -> None:
     checks.expect_tensor("logits", logits, (None, None), torch.float32)
     num_tokens, num_experts = logits.shape
     checks.expect_int("logits: num_experts", num_experts, 1)
@@ -97,30 +129,8 @@ def route_tokens(
     if (table is None) != (token_ids is None):
         missing = "table" if table is None else "token_ids"
         raise ValueError(f"{missing}: expected table and token_ids or neither, got None")
-    if table is not None:
-        if bias is not None:
-            raise ValueError("bias: expected None with a table, got a tensor")
-        checks.expect_values("token_ids", token_ids, 0, table.shape[0] - 1)
-        if checks.is_readable(table):
-            checks.expect_values("table", table[token_ids], 0, num_experts - 1)
-    if chosen == "torch":
-        return _route_torch(
-            logits, top_k, softmax, scale, logits_factor, logits_bias, expert_scale,
-            bias, table, token_ids,
-        )  # fmt: skip
-    ids = logits.new_empty(num_tokens, top_k, dtype=torch.int64)
-    weights = logits.new_empty(num_tokens, top_k)
-    with torch.cuda.device_of(logits):
-        launching.launch(
-            _route_kernel, (num_tokens,),
-            logits=strided.matrix(logits), logits_factor=float(logits_factor),
-            logits_bias=logits_bias, expert_scale=expert_scale, bias=bias,
-            table=strided.matrix(table), token_ids=token_ids, ids=ids, route_weights=weights,
-            scale=float(scale), SOFTMAX=softmax, NUM_EXPERTS=num_experts, TOP_K=top_k,
-            BLOCK=next_power_of_2(num_experts), BLOCK_K=next_power_of_2(top_k),
-            num_warps=1 if num_experts <= 512 else 4,
-        )  # fmt: skip
-    return ids, weights
+    if table is not None and bias is not None:
+        raise ValueError("bias: expected None with a table, got a tensor")
 
 
 def combine_experts(

@@ -238,17 +238,17 @@ class ModelConfig:
             moe=moe,
         )
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layer_types)
 
-    @property
+    @cached_property
     def num_kv_owners(self) -> int:
         """Number of layers, the first ones, with keys and values of their own."""
         return self.num_layers - self.num_kv_shared_layers
 
-    @property
+    @cached_property
     def softmax_scale(self) -> float:
         """Factor of q.k before the softmax."""
         return (self.query_pre_attn_scalar or self.full.head_dim) ** -0.5

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.common.checks import HEAD_DIMS
-from quire.kernels.common.step import one_step
+from quire.kernels.common.in_torch import one_step
 from quire.kvcore.device import AttnMetadata
 
 from ..config.model import FULL, SLIDING, ModelConfig
@@ -214,26 +214,28 @@ class Decoder(nn.Module):
 
         From the first layer without its own keys and values on, only ``attend.rows`` of them.
         """
-        x, rotary = self.embed_tokens(input_ids), {}
+        x, rotary, inputs, layers = self.embed_tokens(input_ids), {}, None, list(self.layers)
         for kind, frequencies in self.frequencies.items():
             rotary[kind] = rotary_angles(positions, frequencies, self.config.full.rope.amplitude)
-        inputs, num_owners = self.per_layer_inputs(input_ids, x), self.config.num_kv_owners
-        branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
-        for i, layer in enumerate(self.layers):
+        if self.config.per_layer_input_size:
+            inputs = self.per_layer_inputs(input_ids, x)
+        norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
+        branch = layers[0].input_layernorm.after(x, impl=attend.impl)
+        num_owners = self.config.num_kv_owners
+        for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
             if i == num_owners and (rows := attend.rows) is not None:
                 branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
                     return branch
                 rotary = {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in rotary.items()}
                 inputs = None if inputs is None else inputs[rows]
-            norm = self.norm if i + 1 == len(self.layers) else self.layers[i + 1].input_layernorm
             own = () if inputs is None else (inputs[:, i],)
             branch = layer(branch, x, rotary[layer.kind], attend, norm, *own)
         return branch
 
-    def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """Inputs of layers beside x, [num_tokens, num_layers, size]; None = there are none."""
-        return None
+    def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor:
+        """Inputs of layers beside x, [num_tokens, num_layers, per_layer_input_size]."""
+        raise NotImplementedError
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits [num_rows, vocab_size] fp32 of normed rows [num_rows, hidden_size]."""

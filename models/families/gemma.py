@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """Attention of x [num_tokens, hidden_size], projections included."""
-        qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
+        qkv, count = self.qkv(x).view(x.shape[0], -1, self.head_dim), self.num_kv_heads
         norm_v = self.has_v_norm and self.owns_kv
         out = norm_rope(
             qkv, *rotary, num_kv_heads=count, has_v=self.has_v_proj, q_weight=self.q_norm.weight,
@@ -125,7 +125,7 @@ class Attention(nn.Module):
             out = attend(self.layer, qk[:, :-count], qk[:, -count:], v)
         else:
             out = attend(self.layer, out)
-        return self.o_proj(out.reshape(len(x), -1))
+        return self.o_proj(out.flatten(1))
 
 
 class DecoderLayer(nn.Module):
@@ -204,11 +204,9 @@ class Gemma(Decoder):
                 width, config.rms_norm_eps, self.place, offset=config.norm_offset
             )
 
-    def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+    def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor:
         """As `Decoder.per_layer_inputs`: a projection of x plus the token's own rows."""
         width = self.config.per_layer_input_size
-        if not width:
-            return None
         context = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
         context = self.per_layer_projection_norm(context.unflatten(1, (-1, width)))
         token = self.embed_tokens_per_layer(input_ids).unflatten(1, (-1, width))

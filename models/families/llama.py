@@ -105,11 +105,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """Attention of x [num_tokens, hidden_size], projections included."""
         sinks = None if self.sinks is None else self.sinks.float()
-        qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
+        qkv, count = self.qkv(x).view(x.shape[0], -1, self.head_dim), self.num_kv_heads
         qk = self.rotated(qkv, rotary, attend.impl)
         q, k, v = qk[:, :-count], qk[:, -count:], qkv[:, -count:]
         out = attend(self.layer, q, k, v, sinks=sinks)
-        return self.o_proj(out.reshape(len(x), -1))
+        return self.o_proj(out.flatten(1))
 
     def rotated(self, qkv: Tensor, rotary: Rotary, impl: str | None) -> Tensor:
         """Queries and keys after RoPE; qkv: [num_tokens, all heads, head_dim]."""

@@ -68,7 +68,8 @@ class PagedAttend:
     def __init__(
         self, config: ModelConfig, attn: AttnMetadata, pool: PageTensors, *, impl: str | None = None
     ) -> None:
-        self._config, self._attn, self._pool, self.impl = config, attn, pool, impl
+        self._attn, self._pool, self.impl = attn, pool, impl
+        self._softmax_scale = config.softmax_scale
 
     def __call__(
         self,
@@ -89,7 +90,7 @@ class PagedAttend:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]
-        return attention_for(self._config.attention(layer).sliding_window)(
+        return attention_for(cache.sliding_window)(
             q,
             cache.k_pages,
             cache.v_pages,
@@ -103,7 +104,7 @@ class PagedAttend:
             v_scale=cache.v_scale,
             max_seq_len=attn.max_seq_len,
             num_decodes=attn.num_decodes,
-            softmax_scale=self._config.softmax_scale,
+            softmax_scale=self._softmax_scale,
             sinks=sinks,
             impl=self.impl,
         )
@@ -123,9 +124,9 @@ class PagedAttend:
 
     def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v; in a full layer, replayed rows as its pages have them."""
-        if self._config.attention(layer).sliding_window is not None:
-            return k, v
         rows, cache = self._attn.replay_rows, self._pool.layers[layer]
+        if cache.sliding_window is not None:
+            return k, v
         assert rows is not None and self._attn.replay_slots is not None
         slots = self._attn.replay_slots[cache.group]
         page, row = slots.clamp(min=0) // cache.k_pages.shape[1], slots % cache.k_pages.shape[1]

@@ -31,6 +31,7 @@ class LayerCache:
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the
             layer's page tensor.
         group: index of the cache group with their table and slots.
+        sliding_window: tokens that a query of the layer sees; None = all.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
     """
@@ -38,6 +39,7 @@ class LayerCache:
     k_pages: Tensor
     v_pages: Tensor
     group: int
+    sliding_window: int | None = None
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
 
@@ -144,7 +146,7 @@ class PageTensors:
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
-            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales)
+            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, shape.sliding_window, *scales)
             self.layers.append(cache)
 
 

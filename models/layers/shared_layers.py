@@ -53,7 +53,7 @@ class SharedAttend(PagedAttend):
         impl: str | None = None,
     ) -> None:
         super().__init__(config, attn, pool, impl=impl)
-        self.rows = rows
+        self._config, self.rows = config, rows
         self._positions = positions
         self._donors = config.kv_donors
         self._new: dict[int, tuple[Tensor, Tensor]] = {}
@@ -81,7 +81,7 @@ class SharedAttend(PagedAttend):
         out = self._attend(layer, q, k, v, sinks)
         if self.rows is None:
             self._new[layer] = k, v  # written after the layers that share them
-        elif self._config.attention(layer).sliding_window is None:
+        elif self._pool.layers[layer].sliding_window is None:
             self._write(layer, k, v)
             self._gathered[layer] = self._whole_context(self._pool.layers[layer])
         else:
@@ -107,7 +107,7 @@ class SharedAttend(PagedAttend):
             v_scale=kv.pages.v_scale,
             max_seq_len=kv.max_seq_len,
             num_decodes=len(q),
-            softmax_scale=self._config.softmax_scale,
+            softmax_scale=self._softmax_scale,
             impl=self.impl,
         )
 
@@ -135,7 +135,7 @@ class SharedAttend(PagedAttend):
         """Copies of the keys that each chosen row sees, from pages and from the step's new rows."""
         assert self.rows is not None
         attn, cache = self._attn, self._pool.layers[layer]
-        window = self._config.attention(layer).sliding_window
+        window = cache.sliding_window
         assert window is not None
         device, sequence = k.device, self._sequence_of(self.rows)
         start = attn.cu_seqlens_q.long()[sequence]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.common.step import once_a_step, one_step
+from quire.kernels.common.in_torch import once_a_step, one_step
 
 
 def test_values_are_kept_within_a_step_alone():
