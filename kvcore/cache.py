@@ -111,6 +111,8 @@ class KVCache:
         layout: the groups, and sizes that follow from them.
         alignment: tokens of a segment: hits are multiples of it.
         pool, index, sequences: pages, cached content, and running requests.
+        num_computed: [max_requests] int64 tokens of each slot's request whose rows are valid;
+            read-only.
         counters: since the start, see `stats`.
         tiers: memory behind the pool (`tier.Tiers` puts itself here); None without.
 
@@ -184,6 +186,7 @@ class KVCache:
             self.max_pinned_pages,
         )  # fmt: skip
         self.sequences = Sequences(self.max_requests, self.alignment, layout.lookahead)
+        self.num_computed: Int64 = self.sequences.lengths
         self._linear = LinearTables(layout, max_requests, self.pool) if append_only else None
         rows = 1 if append_only else max_requests  # of which an append-only cache uses none
         self._tables = Tables(layout, rows, self.pool, track_deltas)
@@ -240,11 +243,6 @@ class KVCache:
     def num_free_slots(self) -> int:
         """Requests that can still be admitted."""
         return self.sequences.num_free
-
-    @property
-    def num_computed(self) -> Int64:
-        """[max_requests] int64 tokens of each slot's request whose rows are valid; read-only."""
-        return self.sequences.lengths
 
     @property
     def tables(self) -> Int32:
@@ -684,12 +682,15 @@ class KVCache:
         if not self._only_plans:
             for slot in changes.slots.tolist():
                 self._expect_settled(slot)
-        lacks = self._make_room(
-            changes.num_new, lambda: self._planner.per_group(self._planner.wanted(changes)[1])
-        )
-        if lacks is not None:
-            return lacks
-        self._planned = plan = self._arrays(changes, self.pool.peek(changes.num_new))
+        pages = NO_ROWS
+        if changes.num_new:
+            lacks = self._make_room(
+                changes.num_new, lambda: self._planner.per_group(self._planner.wanted(changes)[1])
+            )
+            if lacks is not None:
+                return lacks
+            pages = self.pool.peek(changes.num_new)
+        self._planned = plan = self._arrays(changes, pages)
         if self._checks is not None:
             self._checks.expect_pages(plan)
         return plan
@@ -722,7 +723,8 @@ class KVCache:
             start = plan.changes.start.tolist()
             self._checks.expect_tokens("input_ids", slots, start, counts, ids)
         end = plan.changes.end if accepted is None else self._end_of(plan, accepted)
-        self.pool.take(plan.changes.num_new)
+        if plan.changes.num_new:
+            self.pool.take(plan.changes.num_new)
         self._changed()
         if self.enable_caching:
             self.sequences.feed(plan.slots, plan.changes.start, end, ids, plan.cu_seqlens_q[:-1])
@@ -731,7 +733,8 @@ class KVCache:
                     plan.slots, plan.num_new_tokens, plan.positions, ids, end
                 )
         copies, done = self._advance(plan.changes, end, accepted is None)
-        self._chains.publish(done)
+        if done is not NOTHING_COMPLETED:
+            self._chains.publish(done)
         return copies
 
     def _end_of(self, plan: StepPlan, accepted: Any) -> Int64:
@@ -798,7 +801,7 @@ class KVCache:
         if self.replay_tokens is not None:
             written = self._chains.replays.written_from(slots, start)
         kept, snapshots = NONE_KEPT, NO_ROWS
-        if self.enable_caching:
+        if self.enable_caching and self.hybrid:
             kept, snapshots = self._chains.boundaries(slots, start, end, longest)
         return self._planner.plan(slots, start, end, written, longest, kept, snapshots)
 
@@ -834,7 +837,8 @@ class KVCache:
             cu = np.zeros(len(counts) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(int(cu[-1])) + (changes.start - cu[:-1]).repeat(counts)
-        self._planner.give(changes, pages)
+        if len(pages) or self._tables.states:
+            self._planner.give(changes, pages)
         mapping = self._planner.mapping(changes, cu, positions)
         replays = self._no_replays
         if changes.replaying:
@@ -856,8 +860,10 @@ class KVCache:
         if self.enable_caching:
             done = self._chains.completed(changes, end)
         effects = self._planner.commit(changes, end, done.kept, all_stay)
-        self._chains.hold(slots, done, effects.tails)
-        self._planner.free_unheld(effects)
+        if done is not NOTHING_COMPLETED:
+            self._chains.hold(slots, done, effects.tails)
+        if effects.gone or effects.new:
+            self._planner.free_unheld(effects)
         self.sequences.num_computed[slots] = end
         return effects.copies, done
 

@@ -3,7 +3,6 @@
 It needs torch, without which the rest of `quire.kvcore` imports. It knows no model and no kernel.
 """
 
-from .batch import AttnMetadata, Batch, BatchBuilder, known_ids
-from .staging import HostCopy, Staging
+from .batch import AttnMetadata, Batch, BatchBuilder, HostCopy, Staging, known_ids
 
 __all__ = ["AttnMetadata", "Batch", "BatchBuilder", "HostCopy", "Staging", "known_ids"]

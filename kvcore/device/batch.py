@@ -1,4 +1,4 @@
-"""Tensors of a step for `quire.kernels`, from the integers of `quire.kvcore`.
+"""Tensors of a step for `quire.kernels`, from the integers of `quire.kvcore`, and back.
 
 The block tables live on the device, one row per request slot. Before a step the entries that
 changed since the last one are copied: so the tables describe the context, and a page that the step
@@ -7,6 +7,7 @@ starts is in its slot mapping only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,14 +15,71 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .staging import Staging
-
 if TYPE_CHECKING:
     from ..cache import KVCache
     from ..plan import StepPlan
     from ..worker import StepArrays, WorkerTables
 
 STRIDE = 16  # Triton compiles separate kernels for other strides
+ALIGNMENT = 16  # bytes; of each array in a packed copy
+_TORCH = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+class Staging:
+    """Moves small host arrays to the device, all of a call in one copy that the host does not wait
+    for.
+
+    Args:
+        device: where to.
+        packed: False = no copy at all, which is right for a CPU and the default there.
+    """
+
+    def __init__(self, device: torch.device | str, *, packed: bool | None = None) -> None:
+        self._device = torch.device(device)
+        self._packed = self._device.type != "cpu" if packed is None else packed
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Tensors of the same shapes and dtypes as the arrays.
+
+        On a CPU they may share the arrays' memory.
+        """
+        arrays = [np.ascontiguousarray(array) for array in arrays]
+        if not self._packed:
+            return [torch.from_numpy(array) for array in arrays]
+        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+        # Pinned memory of torch's own: it is not handed out again before the copy has read it.
+        host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        starts = [0, *ends[:-1]]
+        for array, start in zip(arrays, starts, strict=True):
+            host.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        device = host.to(self._device, non_blocking=True)
+        return [
+            device[start : start + array.nbytes].view(_TORCH[array.dtype]).view(array.shape)
+            for array, start in zip(arrays, starts, strict=True)
+        ]
+
+
+class HostCopy:
+    """A tensor on its way to the host, which goes on meanwhile; of a CPU it is there already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._arrived = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
 
 
 @dataclass(frozen=True)
@@ -90,7 +148,7 @@ class BatchBuilder:
     def __init__(
         self, kv: KVCache | WorkerTables, device: torch.device | str, *, max_placeholders: int = 0
     ) -> None:
-        self._kv = kv
+        self._kv, self._entries = kv, kv.tables.reshape(-1)
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
         for g in self._groups:
@@ -100,7 +158,7 @@ class BatchBuilder:
         self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._staging = Staging(device)
         kv.take_deltas()  # the copy below starts from the present state
-        # Columns are read past the last one, too (`_columns_up_to`).
+        # Columns are read past the last one, too (`gather`).
         shape = kv.tables.shape
         flat = torch.zeros(kv.tables.size + STRIDE, dtype=torch.int32, device=device)
         self.tables = flat[: kv.tables.size].view(shape)
@@ -162,8 +220,20 @@ class BatchBuilder:
         return known_ids(ids, self.sampled)
 
     def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
-        """The block tables of `rows` [num_seqs] int64 slots: per group [num_seqs, width] int32."""
-        return tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len))
+        """The block tables of `rows` [num_seqs] int64 slots: per group [num_seqs, width] int32.
+
+        The columns are all of a ring, and those up to `max_seq_len` of a dense group, in multiples
+        of `STRIDE`.
+        """
+        gathered = []
+        for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
+            if spec.kind == "dense":
+                width = -(-min(width, -(-max_seq_len // spec.block_size)) // STRIDE) * STRIDE
+            if self._views[i].shape[1] != width:
+                size, stride = (len(self.tables), width), (self.tables.shape[1], 1)
+                self._views[i] = self.tables.as_strided(size, stride, first)
+            gathered.append(self._views[i].index_select(0, rows))
+        return tuple(gathered)
 
     def update_tables(self) -> None:
         """Bring `tables` up to date outside of `build`."""
@@ -171,25 +241,13 @@ class BatchBuilder:
         if len(index):
             self._apply(*self._staging.send([index, value]))
 
-    def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
-        """Columns of `tables` of each group: all of a ring, those up to `max_seq_len` of a dense
-        group, in multiples of `STRIDE`.
-        """
-        for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
-            if spec.kind == "dense":
-                width = -(-min(width, -(-max_seq_len // spec.block_size)) // STRIDE) * STRIDE
-            if self._views[i].shape[1] != width:
-                size, stride = (len(self.tables), width), (self.tables.shape[1], 1)
-                self._views[i] = self.tables.as_strided(size, stride, first)
-        return self._views
-
     def _changes(self) -> tuple[np.ndarray, np.ndarray]:
         index, _ = self._kv.take_deltas()
         if len(self._stale):
             index = np.concatenate((self._stale, index))
         self._stale = index
         # Repeated entries all get the present value, so their order does not matter.
-        return index, self._kv.tables.reshape(-1)[index]
+        return index, self._entries[index]
 
     def _apply(self, index: Tensor, value: Tensor) -> None:
         self.tables.view(-1)[index] = value

@@ -38,7 +38,7 @@ class NewBlocks:
             before the step, -1 for none.
         which, blocks: [m] index into `requests`, and block, sorted.
         unwritten: [r] position from which tokens are written only in `blocks`; None: all are.
-        pages: [num_tables, m] of the blocks; empty until `StepPlanner.give`.
+        pages: [num_tables, m] of the blocks; [num_tables, 0] until `StepPlanner.give`.
     """
 
     requests: Int64
@@ -56,6 +56,7 @@ class StepChanges:
     Attributes:
         slots, start, end: [n] requests, and their tokens before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
+        replaying: True if some tokens are computed once more.
         longest: most tokens of a request in the step.
         snapshot_requests: [s] requests that may end the step at a boundary that keeps its state.
         blocks: new blocks of each dense and window class.
@@ -70,6 +71,7 @@ class StepChanges:
     start: Int64
     end: Int64
     written: Int64
+    replaying: bool
     longest: int
     snapshot_requests: Int64
     blocks: list[NewBlocks]
@@ -79,11 +81,6 @@ class StepChanges:
     snapshot_pages: list[Int64]
     copies: Int32
     state_pages: Int32
-
-    @property
-    def replaying(self) -> bool:
-        """True if some tokens are computed once more."""
-        return self.written is not self.start and bool((self.written > self.start).any())
 
 
 @dataclass(slots=True, eq=False)
@@ -141,10 +138,12 @@ class StepPlanner:
         first = before if written is start else written - ONE
         blocks = [self._new_blocks(d, first, final, longest, kept) for d in self._dense]
         blocks += [self._new_blocks(w, before, final, longest, kept) for w in self._windows]
-        each = zip(self._tables.blocks, blocks, strict=True)
-        num_new = sum([table.cls.num_tables * len(new.blocks) for table, new in each])
+        num_new = 0
+        for table, new in zip(self._tables.blocks, blocks, strict=True):
+            num_new += table.cls.num_tables * len(new.blocks)
+        replaying = written is not start and bool((written > start).any())
         step = StepChanges(
-            slots, start, end, written, longest, snapshot_requests, blocks, num_new,
+            slots, start, end, written, replaying, longest, snapshot_requests, blocks, num_new,
             NO_ROWS, [], [], NO_COPIES, NO_PAGES,
         )  # fmt: skip
         if self._states:
@@ -179,15 +178,15 @@ class StepPlanner:
         newest, last = before // table.size, final // table.size  # blocks
         requests = (last > newest).nonzero()[0]
         if not requests.size:
-            return NewBlocks(requests, NO_ROWS, NO_ROWS, NO_ROWS, None, NO_ROWS)
+            return NewBlocks(requests, NO_ROWS, NO_ROWS, NO_ROWS, None, table.no_pages)
         newest, last = newest[requests], last[requests]
         reach = max(1, table.cls.reach)  # with a window of one token the newest row still stays
         survives = table.cls.holds_all or longest <= reach
         if survives and longest <= table.cls.block_size:  # one each
-            return NewBlocks(requests, newest, np.arange(len(requests)), last, None, NO_ROWS)
+            return NewBlocks(requests, newest, np.arange(len(requests)), last, None, table.no_pages)
         if survives:
             which, blocks = ragged_arange(newest + ONE, last - newest)
-            return NewBlocks(requests, newest, which, blocks, None, NO_ROWS)
+            return NewBlocks(requests, newest, which, blocks, None, table.no_pages)
         begin, stop = before[requests] + ONE, last + ONE
         first = begin // table.size  # the open block, if there is one
         low = np.maximum(first, np.maximum(final[requests] + 1 - reach, 0) // table.size)
@@ -205,7 +204,7 @@ class StepPlanner:
         lost = which[is_open & ~stays]
         unwritten[lost] = begin[lost]
         stays &= ~is_open
-        return NewBlocks(requests, newest, which[stays], blocks[stays], unwritten, NO_ROWS)
+        return NewBlocks(requests, newest, which[stays], blocks[stays], unwritten, table.no_pages)
 
     @staticmethod
     def _of_requests(requests: Int64, owner: Int64, kept: Int64) -> tuple[Int64, Int64]:

@@ -18,6 +18,7 @@ class ClassTables:
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
         size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions (see `arrays`).
+        no_pages: [num_tables, 0] int64.
     """
 
     def __init__(self, cls: GroupClass, array: Int32) -> None:
@@ -30,6 +31,7 @@ class ClassTables:
         self.per_segment: Int64 = np.array(cls.per_segment)
         self.tail: Int64 = np.array(cls.tail)
         self.reach: Int64 = np.array(cls.reach)
+        self.no_pages: Int64 = np.empty((cls.num_tables, 0), dtype=np.int64)
         self._flat = array.reshape(-1)
         self._row: Int64 = np.array(array.shape[1])
         self.width: Int64 = np.array(cls.width)

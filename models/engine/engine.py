@@ -372,12 +372,12 @@ class Engine:
             logits, prompt_logits = logits.split([len(step.rows), len(step.prompt_rows)])
             step.prompt_scores = self._sampler.score_prompts(prompt_logits, step.scored)
         num_unknown = max(0, -int(ids.min())) if step.has_drafts else 0
-        step.sampled = self._sampler(
-            logits,
-            [step.requests[i] for i in step.ready],
-            [1 + step.num_drafts[i] for i in step.ready],
-            runner.builder.sampled[:num_unknown],
-        )
+        requests, num_rows = [], []
+        for i in step.ready:
+            requests.append(step.requests[i])
+            num_rows.append(1 + step.num_drafts[i])
+        unknown = runner.builder.sampled[:num_unknown]
+        step.sampled = self._sampler(logits, requests, num_rows, unknown)
         if runner.is_async:
             next_ids = runner.builder.sampled[: len(step.ready)]
             next_ids.copy_(step.sampled.device_ids)

@@ -22,7 +22,7 @@ from .device_drafter import DeviceDrafter
 from .graphs import DecodeGraphs, Shape, sizes_to_capture
 from .host_tier import HostTier
 from .memory import MemoryPlan, model_cache, plan_memory
-from .report import MODEL, TENSORS, StepClock
+from .report import MODEL, StepClock
 from .speculative import Drafter
 
 # Tokens, or a length, below which all steps take the same kernels.
@@ -141,7 +141,6 @@ class ModelRunner:
             (logits [num_rows, vocab_size], hidden states, batch); without a `DeviceDrafter` the
             hidden states are None.
         """
-        self.clock.switch(TENSORS)
         batch = None
         if shape is None or self.has_hidden:
             batch = self.builder.build(plan, input_ids, rows)

@@ -114,10 +114,13 @@ class Sampler:
             requests, num_rows: requests that get tokens, and for each 1 + its verified drafts.
             drafts: [n] int64 that go to the host in the same copy.
         """
-        given = [request.params for request in requests]
-        if not any(
-            p.temperature or p.repetition_penalty != 1 or p.logprobs is not None for p in given
-        ):
+        is_plain, given = True, []
+        for request in requests:
+            p = request.params
+            given.append(p)
+            if p.temperature or p.repetition_penalty != 1 or p.logprobs is not None:
+                is_plain = False
+        if is_plain:
             ids = sample_tokens(logits, impl=self._impl)
             return Sampled(ids, ids[:, None].double(), (), drafts)
         params = [p for p, count in zip(given, num_rows, strict=True) for _ in range(count)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from quire.kvcore import KVCache, OutOfPages, StepPlan
 
 from .outputs import NewTokens
-from .report import ALLOCATOR, StepClock
+from .report import ALLOCATOR, SCHEDULE, StepClock
 from .request import Request
 
 if TYPE_CHECKING:
@@ -258,19 +259,22 @@ class Scheduler:
         """New tokens of each request of the next step, and the requests admitted just now."""
         budget = self.max_num_batched_tokens
         pending = self.pending()
-        decodes = [r for r, count in pending.items() if count == 1]
-        prefill = budget - len(decodes)
+        prefill = budget - list(pending.values()).count(1)
         chosen: dict[Request, int] = {}
-        room = self._max_prompt_rows
+        decodes, room = [], self._max_prompt_rows
         for request, count in pending.items():
-            if count > 1 and prefill:
+            if count == 1:
+                decodes.append(request)
+            elif count and prefill:
                 count, room = self._chunk(request, min(count, prefill), room)
                 if count:
                     chosen[request] = count
                     prefill -= count
-        admitted = set()
+        admitted: set[Request] = set()
         tiers = self.tiers
-        while prefill and not self._starved and len(self.running) < self.max_num_seqs:
+        while self.waiting and prefill and not self._starved:
+            if len(self.running) >= self.max_num_seqs:
+                break
             waiting = (
                 r
                 for r in self.waiting
@@ -303,7 +307,9 @@ class Scheduler:
     ) -> Step | OutOfPages:
         requests = sorted(chosen, key=chosen.__getitem__)  # decodes first
         counts = list(map(chosen.__getitem__, requests))
-        plan = self._timed(self.kv.plan, [r.slot for r in requests], counts)
+        self._clock.switch(ALLOCATOR)
+        plan = self.kv.plan(list(map(attrgetter("slot"), requests)), counts)
+        self._clock.switch(SCHEDULE)
         if not isinstance(plan, StepPlan):
             return plan
         ids, ready, drafts, rows, prompt_rows, scored = [], [], [], [], [], []
