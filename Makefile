@@ -8,7 +8,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Where the environment forbids bytecode, workers and programs under test compile all of quire again, each for itself.
 BYTECODE := PYTHONDONTWRITEBYTECODE=
 
-.PHONY: chat bench bench-gemma test test-real test-vllm lint check format static gpu docs clean
+.PHONY: chat bench bench-gemma test test-ptx test-real test-vllm lint check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
@@ -26,6 +26,10 @@ test-real: $(STAMP)  ## tokens of SmolLM2 against transformers'; the first run d
 
 test: $(STAMP)  ## the tests that need no GPU, but for those marked nightly
 	$(BYTECODE) OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-ptx: $(STAMP)  ## the kernel tests on compiled PTX, on a CPU; PART=1/10: a tenth of them
+	OMP_NUM_THREADS=1 $(PY) -m pytest -p tests.ptx.plugin -n 2 --dist worksteal -k "not torch" -m "not slow and not nightly" \
+		$(if $(PART),--ptx-part $(PART)) tests/kernels $(ARGS)
 
 test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/python imports; a CPU is enough
 	VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/models/integrations -k vllm $(ARGS)

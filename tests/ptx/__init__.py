@@ -1,0 +1,1 @@
+"""An emulator of compiled Triton kernels on the CPU, which checks every access. Used by tests only."""

@@ -1,0 +1,275 @@
+"""Some CTAs of a launch in lockstep: a register is an array with one element a thread of all of them.
+
+Threads have program counters of their own; those at the smallest one run together, up to the end of
+the basic block, and the others wait. A register, or a value, that is equal in all threads may be a
+numpy scalar instead of an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .memory import POISON, UINT, Clocks, Fault, Global, Shared
+from .parse import Kernel, Unsupported
+
+Mask = np.ndarray | None  # bool [threads] of those that run; None: all
+Step = Callable[["Machine", Mask], None]
+EXITED = 1 << 40
+WARP = 32
+
+
+@dataclass
+class Block:
+    """A basic block: steps with the index of their instruction, then at most one jump or barrier.
+
+    Attributes:
+        end: index of the instruction after the block.
+        jump: "", "bra", "ret" or "bar".
+        target: index that bra jumps to.
+        barrier: of bar: its id and number of threads, numbers or registers.
+    """
+
+    steps: list[tuple[int, Step]]
+    end: int
+    jump: str = ""
+    guard: tuple[int, bool] | None = None
+    target: int = EXITED
+    barrier: tuple = ()
+
+
+@dataclass
+class Program:
+    """A kernel ready to run.
+
+    Attributes:
+        blocks: first instruction -> block.
+        special: special register (as "%ctaid.x") -> index of the register that holds it.
+        shared_grain, global_grain: bytes of the smallest access to shared memory, and of the
+            smallest store to global memory.
+    """
+
+    kernel: Kernel
+    blocks: dict[int, Block]
+    special: dict[str, int]
+    shared_grain: int = 16
+    global_grain: int = 16
+
+
+class Machine:
+    """Run CTAs of one launch.
+
+    Args:
+        params: bytes of the parameters.
+        ctas: their coordinates (x, y, z).
+        grid: CTAs of the launch in each direction.
+        threads: of a CTA, a multiple of 32.
+        shared_bytes: of a CTA.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: bytes,
+        ctas,
+        grid,
+        threads: int,
+        shared_bytes: int,
+        memory: Global,
+    ):
+        self.program, self.params, self.memory = program, params, memory
+        self.ctas, self.threads = ctas, threads
+        self.size = threads * len(ctas)
+        self.lanes = np.arange(self.size)
+        self.cta = self.lanes // threads
+        self.thread = self.lanes % threads
+        self.warp = self.thread // WARP
+        self.lane = self.thread % WARP
+        x, y, z = np.array(ctas).reshape(-1, 3).T
+        self.owner = (1 + x + grid[0] * (y + grid[1] * z)).astype("i4")[self.cta]
+        self.clocks = Clocks(len(ctas), threads // WARP)
+        self.shared = Shared(
+            len(ctas), shared_bytes, threads // WARP, program.shared_grain, self.clocks
+        )
+        self.groups = np.zeros(self.size, "i8")  # cp.async groups that a thread has committed
+        self.products: list = []  # wgmma under way, in order (`wgmma.Product`)
+        self.product_groups = np.zeros(-(-self.size // 128), "i8")  # that a warpgroup has committed
+        self.fences = 1  # wgmma.fence so far; ``changed``: the count when a register was written
+        self.changed = [0] * len(program.kernel.widths)
+        self.registers = [
+            np.asarray(POISON[w]).astype(UINT.get(w, "?"))[()] for w in program.kernel.widths
+        ]
+        for name, index in program.special.items():
+            self.registers[index] = self._special(name, np.array(ctas), grid)
+        self.at = 0
+
+    def _special(self, name: str, ctas, grid):
+        base, _, axis = name.lstrip("%").partition(".")
+        d = "xyz".find(axis)
+        if base == "ctaid":
+            value = ctas[:, d].astype("u4")
+            return value[0] if len(value) == 1 else value[self.cta]
+        if base == "tid":
+            return self.thread.astype("u4") if d == 0 else np.uint32(0)
+        values = {
+            "ntid": (self.threads, 1, 1)[d],
+            "nctaid": grid[d],
+            "laneid": self.lane,
+            "warpid": self.warp,
+        }
+        if base not in values:
+            raise Unsupported(f"special register {name}")
+        return np.asarray(values[base]).astype("u4")[()]
+
+    # ---- registers and errors ----
+
+    def spread(self, value) -> np.ndarray:
+        """A value as an array of all threads."""
+        return value if value.ndim else np.full(self.size, value)
+
+    def write(self, index: int, value, mask: Mask) -> None:
+        """Write a register; a narrower value is extended by its sign, as its type says."""
+        width = self.program.kernel.widths[index]
+        if width and value.dtype.itemsize != width:
+            value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{width}")
+        if mask is not None:
+            old = self.registers[index]
+            if old.dtype != value.dtype:
+                old = old.view(value.dtype)
+            value = np.where(mask, value, old)
+        self.registers[index] = value
+        self.changed[index] = self.fences
+
+    def whole_warps(self, mask: Mask) -> Mask:
+        """Require that all threads of each warp that runs do."""
+        if mask is not None:
+            warps = mask.reshape(-1, WARP)
+            if (warps.any(1) != warps.all(1)).any():
+                raise Fault("only some threads of a warp run an instruction of the whole warp")
+        return mask
+
+    def active(self, mask: Mask) -> np.ndarray:
+        return self.lanes if mask is None else np.flatnonzero(mask)
+
+    # ---- memory ----
+
+    def global_cells(
+        self, address, size: int, align: int, lanes, *, write: bool, atomic=False
+    ) -> None:
+        """Check an access of lanes to global memory."""
+        cells = self.memory.locate(address, size, align)
+        cta, warp = self.cta[lanes], self.warp[lanes]
+        known = self.clocks.times[cta, warp]
+        tag = known[np.arange(len(lanes)), warp] * 64 + warp
+        self.memory.check(cells, self.owner[lanes], tag, known, write=write, atomic=atomic)
+
+    def shared_read(self, address, size: int, lanes) -> np.ndarray:
+        """First bytes [lanes] of checked reads of shared memory."""
+        cta = self.cta[lanes]
+        start = self.shared.locate(address, size, cta)
+        self.shared.check_read(self.shared.cells(start, size), cta, self.warp[lanes])
+        return start
+
+    def shared_write(self, address, data: np.ndarray, lanes) -> None:
+        """Store bytes [lanes, size]."""
+        cta = self.cta[lanes]
+        start = self.shared.locate(address, data.shape[1], cta)
+        self.shared.put(start, data, cta, self.warp[lanes])
+
+    # ---- control ----
+
+    def run(self) -> None:
+        """Run to the end of all threads; `Fault`, or `Unsupported`, with the instruction."""
+        try:
+            with np.errstate(all="ignore"):
+                self._run()
+            if self.shared.copies:
+                raise Fault("ends with a cp.async that was not waited for")
+            if self.products:
+                raise Fault("ends with a wgmma that was not waited for")
+        except (Fault, Unsupported) as error:
+            code = self.program.kernel.instructions
+            text = code[self.at].text if self.at < len(code) else "end"
+            where = f"{self.program.kernel.name}, instruction {self.at} in CTAs {self.ctas[0]} ..: {text}"
+            raise type(error)(f"{where}: {error}") from None
+
+    def _run(self) -> None:
+        blocks = self.program.blocks
+        self.pc = np.zeros(self.size, "i8")
+        self.waits = np.zeros(self.size, "i8")  # 1 + the barrier that a thread waits at; 0: it runs
+        at, together = 0, True  # together: all threads are at ``at``, and ``pc`` is not kept
+        while True:
+            mask = None
+            if not together:
+                ready = self.pc[self.waits == 0]
+                at = int(ready.min()) if len(ready) else EXITED
+                if at == EXITED:
+                    if self.waits.any():
+                        raise Fault("deadlock: threads wait at a barrier that others never reach")
+                    return
+                mask = (self.pc == at) & (self.waits == 0)
+                if mask.all():
+                    together, mask = True, None
+            elif at == EXITED:
+                return
+            block = blocks[at]
+            for self.at, step in block.steps:
+                step(self, mask)
+            if block.jump == "bar":
+                self.at = block.end - 1
+                together = self._barrier(block, mask)
+                at = block.end
+                continue
+            taken = np.True_ if block.jump else np.False_
+            if block.guard:
+                index, negated = block.guard
+                taken = self.registers[index] ^ np.bool_(negated)
+            if mask is None:
+                if taken.all() or not taken.any():
+                    at = block.target if taken.any() else block.end
+                    continue
+                together = False
+                self.pc[:] = np.where(taken, block.target, block.end)
+            else:
+                self.pc[mask] = block.end
+                self.pc[mask & taken] = block.target
+                if block.jump == "ret":
+                    self._release()
+
+    def _barrier(self, block: Block, mask: Mask) -> bool:
+        """bar.sync; returns whether all threads go on together."""
+        self.whole_warps(mask)
+        number, count = (int(self._uniform(v, mask)) for v in block.barrier)
+        if mask is None and count in (0, self.threads):
+            self.clocks.join_all()
+            return True
+        if mask is None:
+            mask = np.ones(self.size, bool)
+        self.pc[mask] = block.end
+        self.waits[mask] = 1 + number + (count << 8)
+        self._release()
+        return False
+
+    def _uniform(self, operand, mask: Mask):
+        if not isinstance(operand, tuple):
+            return operand
+        values = np.unique(self.spread(self.registers[operand[0]])[self.active(mask)])
+        if len(values) > 1:
+            raise Unsupported("threads name different barriers")
+        return values[0]
+
+    def _release(self) -> None:
+        """Let the threads of full barriers go on; those that have ended count as arrived."""
+        waits = self.waits.reshape(-1, self.threads)
+        ended = (self.pc == EXITED).reshape(-1, self.threads)
+        for barrier in np.unique(self.waits[self.waits > 0]):
+            here = waits == barrier
+            count = int(barrier) >> 8
+            arrived = here.sum(1) if count else (here | ended).sum(1)
+            full = here.any(1) & (arrived >= (count or self.threads))
+            if full.any():
+                which = here & full[:, None]
+                self.clocks.join(which.reshape(len(waits), -1, WARP).any(2))
+                waits[which] = 0

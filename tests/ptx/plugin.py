@@ -1,0 +1,86 @@
+"""``pytest -p tests.ptx.plugin --ptx sm_80 tests/kernels``: tests run compiled kernels on the emulator.
+
+Loaded before ``tests/conftest.py``, which then leaves Triton's interpreter off.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+# Why a test cannot pass here, though the kernel is right: parts of its name -> reason.
+BY_DESIGN: dict[str, str] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ptx")
+    group.addoption("--ptx", default="sm_80", help="architecture to compile for: sm_80, sm_90")
+    group.addoption("--ptx-orders", type=int, default=1, help="random orders of CTAs a launch")
+    group.addoption(
+        "--ptx-seconds", type=float, default=60, help="time of a test, then it is skipped"
+    )
+    group.addoption("--ptx-log", help="file that gets a line a test")
+    group.addoption("--ptx-part", help="K/N: the K-th of N parts of the tests")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--ptx-part")
+    if part:
+        k, n = map(int, part.split("/"))
+        items[:] = items[k - 1 :: n]
+    for item in items:
+        for name, reason in BY_DESIGN.items():
+            if name in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=f"compiled code: {reason}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ptx_device(request: pytest.FixtureRequest):
+    """The emulated device of the session."""
+    from quire.kernels.common import arch, checks, launching
+
+    from . import device
+
+    name = request.config.getoption("--ptx")
+    with pytest.MonkeyPatch.context() as patch, device.emulated(name) as made:
+        # CPU tensors are those of the device; without this, Triton on them is refused.
+        patch.setattr(launching, "INTERPRETER_ARCH", arch.named(name))
+        expect = checks.expect_impl
+        patch.setattr(checks, "expect_impl", lambda impl, device_type: expect(impl, "cuda"))
+        made.orders = request.config.getoption("--ptx-orders")
+        request.config.ptx_device = made
+        yield made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    from .parse import Unsupported
+
+    device = item.config.ptx_device
+    device.launches.clear()
+    started = time.perf_counter()
+    device.deadline = started + item.config.getoption("--ptx-seconds")
+    outcome = "ok"
+    try:
+        return (yield)
+    except BaseException as error:
+        outcome = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Unsupported):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            pytest.skip(f"the emulator lacks: {cause}")
+        raise
+    finally:
+        if path := item.config.getoption("--ptx-log"):
+            names = ",".join(sorted({launch.kernel for launch in device.launches}))
+            run = sum(launch.seconds for launch in device.launches)
+            took = time.perf_counter() - started
+            with open(path, "a") as log:
+                print(f"{run:.2f} s of {took:.2f}", item.nodeid, names, outcome, sep="\t", file=log)
+
+
+assert not torch.cuda.is_available(), "the emulator is for machines without a GPU"

@@ -1,0 +1,274 @@
+"""wgmma: products of a warpgroup (four warps), under way until they are waited for.
+
+    wgmma.fence      registers written before may be read by what follows
+    fence.proxy      shared memory written before may be read by what follows
+    wgmma.mma_async  starts a product; until it ends its result is poison, its operands must stay
+    wgmma.commit     closes a group;   wgmma.wait_group N: at most N groups stay under way
+
+A matrix in shared memory consists of rows of S bytes (the swizzle: 128, 64, 32, or 16 for none),
+eight of which are an atom; bits 4.. of an address are exchanged by xor with bits 7..:
+
+    along k     row r of 8 at r S,  atoms of rows at SBO          elements of k follow each other
+    along m, n  k of 8 at k S,      atoms of k at SBO, of m or n at LBO
+
+Source: PTX ISA 8.8, sections 9.7.15.5 (layouts, descriptors) and 9.7.15.7; CUTLASS
+    ``cute/arch/mma_sm90_desc.hpp``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from .machine import WARP, Machine, Mask, Step
+from .matrix import as_floats, product
+from .memory import POISON, Fault
+from .parse import Instruction, Unsupported, vector
+
+GROUP = 4 * WARP
+SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}  # bits 62 and 63 of a descriptor -> bytes of a row
+
+
+@lru_cache(maxsize=512)
+def offsets(descriptor: int, rows: int, depth: int, size: int, along_k: bool) -> np.ndarray:
+    """Bytes [rows, depth] at which the elements of a matrix begin.
+
+    Args:
+        rows: of A (m), or columns of B (n).
+        depth: k.
+        size: bytes of an element.
+        along_k: elements of one row are neighbours; otherwise those of one k.
+    """
+    start, lbo, sbo = ((descriptor >> s & 0x3FFF) << 4 for s in (0, 16, 32))
+    swizzle = SWIZZLES[descriptor >> 62 & 3]
+    if descriptor >> 49 & 7:
+        raise Unsupported("a base offset of a matrix descriptor")
+    r, k = np.arange(rows)[:, None], np.arange(depth)
+    if not along_k:  # the roles change; the atoms of a row are LBO apart
+        r, k = k, r
+    width = swizzle // size  # elements of a row of an atom
+    if swizzle == 16 and not along_k:
+        lbo, sbo = sbo, lbo
+    address = start + r % 8 * swizzle + r // 8 * sbo + k % width * size + k // width * lbo
+    mask = swizzle // 16 - 1
+    return address ^ ((address >> 7 & mask) << 4)
+
+
+@dataclass
+class Matrix:
+    """An operand in shared memory of one CTA."""
+
+    index: np.ndarray  # [rows, depth] numbers of the elements
+    cells: np.ndarray  # [n]
+    kind: str
+
+    def values(self, m: Machine) -> np.ndarray:
+        words = m.shared.data.view("u4" if self.kind == "tf32" else "u2")[self.index]
+        if self.kind == "tf32":
+            return as_floats(words, "tf32")
+        return as_floats(np.ascontiguousarray(words), self.kind)
+
+
+@dataclass
+class Product:
+    """One wgmma of one warpgroup.
+
+    Attributes:
+        group: number of the group that it is committed with.
+        a: shared memory, or [4, 128] registers as they were at the start.
+        c: [n, 128] fp32 of the result's registers before; None: those of the product before it.
+    """
+
+    warpgroup: int
+    group: int
+    targets: tuple[int, ...]
+    a: Matrix | np.ndarray
+    a_registers: tuple[int, ...]
+    b: Matrix
+    c: np.ndarray | None
+    kind: str
+
+    @property
+    def lanes(self) -> slice:
+        return slice(self.warpgroup * GROUP, (self.warpgroup + 1) * GROUP)
+
+    def matrices(self) -> list[Matrix]:
+        return [self.b, self.a] if isinstance(self.a, Matrix) else [self.b]
+
+
+def _touch(m: Machine, item: Product, change: int) -> None:
+    """Note the reads of a product's matrices, by all four warps."""
+    cta = int(m.cta[item.lanes.start])
+    warps = np.unique(m.warp[item.lanes])
+    for matrix in item.matrices():
+        cells = matrix.cells
+        if change > 0 and m.shared.unfenced[cells].any():
+            raise Fault("wgmma reads shared memory written without a fence.proxy.async since")
+        m.shared.check_read(np.tile(cells, (len(warps), 1)), np.full(len(warps), cta), warps)
+        m.shared.busy[cells] += change
+
+
+def _mma_async(c, op: Instruction) -> Step | None:
+    shape = re.fullmatch(r"m64n(\d+)k(\d+)", op.parts[4])
+    kind = op.parts[-1]
+    if op.parts[5:] != ["f32", kind, kind] or kind not in ("bf16", "f16", "tf32"):
+        return None
+    columns, depth = int(shape[1]), int(shape[2])
+    size = 4 if kind == "tf32" else 2
+    targets = tuple(c.kernel.registers[t] for t in vector(op.operands[0]))
+    a_names = vector(op.operands[1]) if op.operands[1][0] == "{" else []
+    a_registers = tuple(c.kernel.registers[name] for name in a_names)
+    a_descriptor = None if a_names else c.read(op.operands[1], "b64")
+    b_descriptor = c.read(op.operands[2], "b64")
+    scale_d = c.read(op.operands[3], "pred")
+    sign_a, sign_b, *transposed = op.operands[4:]
+    if (sign_a, sign_b) != ("1", "1"):
+        raise Unsupported("negated operands of wgmma")
+    trans_b = transposed[-1:] == ["1"]
+    trans_a = len(transposed) == 2 and transposed[0] == "1"
+
+    def matrix(m: Machine, descriptor, lane: int, rows: int, trans: bool) -> Matrix:
+        at = offsets(int(m.spread(descriptor)[lane]), rows, depth, size, not trans)
+        if at.min() < 0 or at.max() + size > m.shared.size:
+            raise Fault("a matrix of wgmma is outside of the CTA's shared memory")
+        at = at + int(m.cta[lane]) * m.shared.stride
+        return Matrix(at // size, np.unique(at >> m.shared.shift), kind)
+
+    def step(m: Machine, mask: Mask) -> None:
+        groups = _warpgroups(m, mask)
+        started = {(p.warpgroup, p.targets) for p in m.products}
+        in_flight = {(p.warpgroup, t): p.targets for p in m.products for t in p.targets}
+        if max((m.changed[r] for r in a_registers), default=0) >= m.fences:
+            raise Fault("wgmma reads registers written without a wgmma.fence since")
+        begun = []
+        for g in groups:
+            lane, lanes = g * GROUP, slice(g * GROUP, (g + 1) * GROUP)
+            keep = m.spread(scale_d(m))[lanes]
+            if keep.any() != keep.all():
+                raise Fault("threads of a warpgroup scale the accumulator in different ways")
+            start = None
+            if not keep.all():
+                start = np.zeros((len(targets), GROUP), "f4")
+            elif (g, targets) not in started:
+                if max(m.changed[t] for t in targets) >= m.fences:
+                    raise Fault("wgmma adds to registers written without a wgmma.fence since")
+                start = np.stack([m.spread(m.registers[t])[lanes].view("f4") for t in targets])
+            if any(in_flight.get((g, t), targets) != targets for t in targets):
+                raise Fault("wgmma writes registers of another one under way")
+            if a_descriptor is None:
+                a = np.stack([m.spread(m.registers[r])[lanes].view("u4") for r in a_registers])
+            else:
+                a = matrix(m, a_descriptor(m), lane, 64, trans_a)
+            b = matrix(m, b_descriptor(m), lane, columns, trans_b)
+            begun.append(
+                Product(g, int(m.product_groups[g]), targets, a, a_registers, b, start, kind)
+            )
+        for item in begun:
+            _touch(m, item, 1)
+            m.products.append(item)
+        for target in targets:
+            m.write(target, np.full(m.size, POISON[4], "u4"), mask)
+
+    return step
+
+
+def _warpgroups(m: Machine, mask: Mask) -> list[int]:
+    m.whole_warps(mask)
+    if m.threads % GROUP:
+        raise Unsupported("wgmma in a CTA of fewer than four warps")
+    if mask is None:
+        return list(range(m.size // GROUP))
+    groups = mask.reshape(-1, GROUP)
+    if (groups.any(1) != groups.all(1)).any():
+        raise Fault("only some warps of a warpgroup run a wgmma instruction")
+    return list(np.flatnonzero(groups.any(1)))
+
+
+def _result(m: Machine, item: Product, c: np.ndarray) -> np.ndarray:
+    """The registers [n, 128] of a product's result; c: those that it adds to."""
+    size = 1 if item.kind == "tf32" else 2
+    if isinstance(item.a, Matrix):
+        a = item.a.values(m)
+    else:
+        now = np.stack([m.spread(m.registers[r])[item.lanes].view("u4") for r in item.a_registers])
+        if (now != item.a).any():
+            raise Fault("registers that a wgmma under way reads were changed")
+        # Words: (k half, m half, warp, row, group of columns).
+        words = as_floats(item.a, item.kind).reshape(2, 2, 4, 8, 4, size)
+        a = words.transpose(2, 1, 3, 0, 4, 5).reshape(64, 8 * size)
+    columns = len(item.targets) * 2
+    blocks = columns // 8
+    c = c.reshape(blocks, 2, 2, 4, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(64, columns)
+    d = product(a, item.b.values(m).T, c)
+    d = d.reshape(4, 2, 8, blocks, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+    return np.ascontiguousarray(d).reshape(len(item.targets), GROUP)
+
+
+def _wait(pending: int) -> Step:
+    def step(m: Machine, mask: Mask) -> None:
+        groups = set(_warpgroups(m, mask))
+        left, results = [], {}
+        for item in m.products:
+            key = item.warpgroup, item.targets
+            newest = m.product_groups[item.warpgroup] - 1 - pending
+            if item.warpgroup not in groups or item.group > newest:
+                if key in results and item.c is None:
+                    item.c = results.pop(key)
+                left.append(item)
+                continue
+            _touch(m, item, -1)
+            results[key] = _result(m, item, results[key] if item.c is None else item.c)
+        m.products = left
+        by_targets: dict[tuple[int, ...], list] = {}
+        for (group, targets), values in results.items():
+            by_targets.setdefault(targets, []).append((group, values))
+        for targets, found in by_targets.items():
+            lanes, whole = np.zeros(m.size, bool), np.zeros((len(targets), m.size), "f4")
+            for group, values in found:
+                here = slice(group * GROUP, (group + 1) * GROUP)
+                lanes[here], whole[:, here] = True, values
+            for target, row in zip(targets, whole, strict=True):
+                m.write(target, row, None if lanes.all() else lanes)
+
+    return step
+
+
+def _wgmma(c, op: Instruction) -> Step | None:
+    what = op.parts[1]
+    if what == "mma_async":
+        return _mma_async(c, op)
+    if what == "wait_group":
+        return _wait(int(op.operands[0]))
+    if what == "commit_group":
+
+        def commit(m: Machine, mask: Mask) -> None:
+            m.product_groups[_warpgroups(m, mask)] += 1
+
+        return commit
+    if what == "fence":
+
+        def fence(m: Machine, mask: Mask) -> None:
+            _warpgroups(m, mask)
+            m.fences += 1
+
+        return fence
+    return None
+
+
+def _fence(c, op: Instruction) -> Step:
+    """fence.proxy.async; other fences order what is in order here anyway."""
+    if "proxy" not in op.parts:
+        return lambda m, mask: None
+
+    def step(m: Machine, mask: Mask) -> None:
+        lanes = m.active(mask)
+        for cta, warp in {(int(m.cta[i]), int(m.warp[i])) for i in lanes[::WARP]}:
+            m.shared.fence(cta, warp)
+
+    return step
+
+
+HANDLERS = {"wgmma": _wgmma, "fence": _fence}
