@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config.fields import checked, naming, read_fields, shown
+from .config.fields import checked, naming, one_line, read_fields, shown
 from .config.hf import read_json
 from .deepseek_v4.chat import DeepseekV4Chat
 from .deepseek_v4.config import MODEL_TYPE
@@ -81,7 +81,7 @@ class ChatTemplate:
         try:
             self._render([], chat_template=source)  # transformers keeps what it compiled
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"{file}: line {error.lineno}: {error.message}") from error
+            raise ValueError(f"{file}: line {error.lineno}: {one_line(error.message)}") from error
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's own compiler
             raise ValueError(
                 f"{file}: expected a template that is not nested so deeply, got "
@@ -156,7 +156,8 @@ class ChatTemplate:
             _expect_length("a text", len(text))
         except Exception as error:  # a template is a program, and may fail as one
             raise ValueError(
-                f"messages: the {self._file} refuses them: {str(error) or type(error).__name__}"
+                f"messages: the {self._file} refuses them: "
+                f"{one_line(error) or type(error).__name__}"
             ) from error
         return text
 
@@ -197,7 +198,8 @@ def _sources(path: Path) -> dict[str, tuple[str, str]]:
     if file.is_file():
         found = {"default": _read_template(file)}
     for file in (path / "additional_chat_templates").glob("*.jinja"):
-        found[file.stem] = _read_template(file)
+        if file.is_file():
+            found[file.stem] = _read_template(file)
     return found
 
 
@@ -207,7 +209,7 @@ def _read_template(file: Path) -> tuple[str, str]:
         with open(file, encoding="utf-8") as opened:
             return name, opened.read(MAX_TEMPLATE + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
+        raise ValueError(f"{name}: expected a text in UTF-8, got {one_line(error)}") from error
 
 
 def _special_tokens(path: Path) -> dict[str, str]:

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from .config.fields import one_line
 from .config.model import BYTE_VOCAB, ModelConfig
 
 NUM_SPECIAL = BYTE_VOCAB - 256  # pad, eos, bos
 REPLACEMENT = "\ufffd"
+MAX_FILE = 2**27  # bytes of a tokenizer.json; the largest in use have 2**25
 MAX_HELD_TOKENS = 8  # twice the tokens that one character can take
 
 
@@ -141,11 +143,13 @@ class FileTokenizer:
                 "text prompts need the package tokenizers (pip install 'quire-attention[hf]')"
             ) from error
         try:
+            if (size := path.stat().st_size) > MAX_FILE:
+                raise ValueError(f"{size} bytes, more than {MAX_FILE}")
             with no_panic():
                 self._backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises no narrower one
             raise ValueError(
-                f"path: expected a tokenizer in {str(path)!r}, got: {error}"
+                f"path: expected a tokenizer in {str(path)!r}, got: {one_line(error)}"
             ) from error
         # Of the file's training, not of its use.
         self._backend.no_truncation()

@@ -25,7 +25,8 @@ import numpy as np
 from .workload import Turn, Workload, check_size, scaled
 
 BLOCK_TOKENS = 512
-MAX_LENGTH = 1 << 26  # tokens of a request
+MAX_LENGTH, MAX_TIME = 1 << 26, 1 << 53  # tokens of a request; ms
+MAX_LINE = 1 << 26  # bytes; a longer line is read in parts, which are no JSON
 NUM_GROUPS = 5  # parts of the trace that results are grouped by
 
 
@@ -65,12 +66,9 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceReque
 
 
 def _request(row: dict[str, Any], where: str) -> TraceRequest:
-    timestamp = value_of(row, "timestamp", int, where, least=0)
-    lengths = [value_of(row, f"{part}_length", int, where, least=1) for part in ("input", "output")]
-    if max(lengths) > MAX_LENGTH:
-        raise ValueError(
-            f"trace: {where}: expected at most {MAX_LENGTH} tokens, got {max(lengths)}"
-        )
+    timestamp = value_of(row, "timestamp", int, where, 0, MAX_TIME)
+    names = ("input_length", "output_length")
+    lengths = [value_of(row, name, int, where, 1, MAX_LENGTH) for name in names]
     ids, needed = value_of(row, "hash_ids", list, where), -(-lengths[0] // BLOCK_TOKENS)
     if len(ids) != needed or not all(type(i) is int and i >= 0 for i in ids):
         raise ValueError(
@@ -85,21 +83,23 @@ def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     path = Path(path)
     with _open(path) as lines:
         if path.name.removesuffix(".xz").endswith(".json"):
-            yield path.name, _parse_object(lines.read(), path.name)
+            yield path.name, _parse_object(lines.read(MAX_LINE), path.name)
             return
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE), b""), start=1):
             if line.strip():
                 where = f"{path.name}, line {number}"
                 yield where, _parse_object(line, where)
 
 
-def value_of(row: dict[str, Any], field: str, kind: Any, where: str, least: Any = None) -> Any:
-    """A field of an object; raises ValueError, naming ``where``, for another type or less."""
+def value_of(
+    row: dict[str, Any], field: str, kind: Any, where: str, least: Any = None, most: Any = None
+) -> Any:
+    """A field of an object; raises ValueError, naming ``where``, for another type or range."""
     value = row.get(field)
     good = isinstance(value, kind) and not isinstance(value, bool)
-    if not good or (least is not None and value < least):
+    if not good or (least is not None and not least <= value <= most):
         names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-        bound = "" if least is None else f" >= {least}"
+        bound = "" if least is None else f" in {least}..{most}"
         raise ValueError(f"trace: {where}: {field}: expected {names}{bound}, got {value!r:.60}")
     return value
 
@@ -116,6 +116,8 @@ def expect_some(requests: list[Any], path: str | Path) -> list[Any]:
 def _open(path: Path) -> Iterator[IO[bytes]]:
     """A file to read, decompressed when its name ends in ``.xz``."""
     try:
+        if path.is_fifo():
+            raise OSError("expected a file, got a pipe")
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
             yield lines
     except (OSError, EOFError, lzma.LZMAError) as error:

@@ -69,7 +69,7 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
         scope = trace.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
             raise ValueError(
-                f"trace: {where}: hash_id_scope: expected 'local' or 'global', got {scope!r}"
+                f"trace: {where}: hash_id_scope: expected 'local' or 'global', got {scope!r:.60}"
             )
         name = "" if scope == "global" else str(trace.get("id", session))
         for row in _calls(trace, where):

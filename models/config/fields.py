@@ -32,7 +32,7 @@ from typing import (
 )
 
 T = TypeVar("T")
-NUM_NAMED = 20  # errors, keys or tensors that a message lists
+NUM_NAMED, MAX_ERROR = 20, 5000  # errors, keys or tensors that a message lists; its characters
 _REPR = Repr()
 _REPR.maxlevel = 3  # of nesting: repr itself recurses
 _REPR.maxstring = _REPR.maxother = 100
@@ -225,6 +225,12 @@ def shown(value: Any) -> str:
         return f"{type(value).__name__} that cannot be printed"
 
 
+def one_line(error: object) -> str:
+    """Text of an error in one line of a bounded length."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
+
+
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
     """Add the file to what is said of its content."""
@@ -232,7 +238,7 @@ def naming(file: Path) -> Iterator[None]:
         yield
     except (ValueError, NotImplementedError) as error:
         kind = NotImplementedError if isinstance(error, NotImplementedError) else ValueError
-        raise kind(f"{error}, in {str(file)!r}") from None
+        raise kind(f"{one_line(error)}, in {str(file)!r}") from None
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from . import fields
 from .fields import NUM_NAMED, checked, naming, read_fields, read_object, shown
 from .keys import token_ids
 from .model import ModelConfig
+
+MAX_JSON = 2**25  # characters; an index of 50,000 tensors has 2**22
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
@@ -80,7 +83,11 @@ def read_json(path: Path) -> dict[str, Any]:
             large to read.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_JSON + 1)
+        if len(text) > MAX_JSON:
+            raise ValueError(f"more than {MAX_JSON} characters")
+        value = json.loads(text, object_pairs_hook=_object)
     except (ValueError, OSError) as error:
         raise ValueError(f"path: expected JSON in {str(path)!r}, got {error}") from None
     except (RecursionError, MemoryError) as error:
@@ -96,8 +103,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = sorted({shown(name) for name in value if names.count(name) > 1})
+        counts = Counter(name for name, _ in pairs)
+        doubled = sorted(shown(name) for name, count in counts.items() if count > 1)
         raise ValueError(f"keys twice: {', '.join(doubled[:NUM_NAMED])}")
     return value
 

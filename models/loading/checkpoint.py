@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.fields import NUM_NAMED, naming, read_fields, shown
+from ..config.fields import NUM_NAMED, naming, one_line, read_fields, shown
 from ..config.hf import read_json
 from .gguf import GGUF_FILE, GGUFFile
 
@@ -52,7 +52,7 @@ def read_headers(path: Path) -> list[Stored]:
                     stored.append(Stored(file, tensor, tuple(view.get_shape()), view.get_dtype()))
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"path: expected a complete safetensors file, got {str(file)!r}: {error}"
+                f"path: expected a complete safetensors file, got {str(file)!r}: {one_line(error)}"
             ) from None
     held = {(one.file.name, one.name) for one in stored}
     for name, tensors in listed.items():
@@ -122,13 +122,14 @@ def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(
-            f"path: tensors of {str(path)!r} do not fit its config.json: {'; '.join(problems)}"
+            f"path: tensors of {str(path)!r} do not fit its config.json: "
+            f"{one_line('; '.join(problems))}"
         )
 
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    return f"{list(names[:NUM_NAMED])}{more}"
+    return f"{one_line(list(names[:NUM_NAMED]))}{more}"
 
 
 def differs(stored: Stored, got: Any, expected: tuple[Any, ...]) -> list[str]:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import mmap
-import os
 import re
 import tempfile
 from contextlib import suppress
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config.fields import naming, shown
 from .gguf_header import Header, StoredTensor
 
 GGUF_FILE = "model.gguf"
@@ -101,32 +101,34 @@ class GGUFFile:
                 "(pip install 'quire-attention[hf,gguf]')"
             ) from error
         self.path = Path(path)
+        with naming(self.path):
+            header = self._read_header(gguf)
+        self._tensors = {self._name(name): one for name, one in header.tensors.items()}
+        self._rope_factors = self._tensors.pop(_ROPE_FACTORS, None)
+        self._dequantize, self._kinds = gguf.dequantize, gguf.GGMLQuantizationType
+
+    def _read_header(self, gguf: Any) -> Header:
         sizes = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
         with open(self.path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise ValueError(f"path: expected a GGUF file, got {str(path)!r}, which is empty")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        header = Header(self.path, self._data, sizes)
+        header = Header(self._data, sizes)
         self.metadata = header.metadata
         self.architecture = self._value("general.architecture")
         if self.architecture not in MODULES:
             raise NotImplementedError(
-                f"general.architecture: supported are {sorted(MODULES)}, got "
-                f"{self.architecture!r} in {str(path)!r}"
+                f"general.architecture: supported are {sorted(MODULES)}, got {self.architecture!r}"
             )
         if (num_files := self._value("split.count", 1)) != 1:
             raise NotImplementedError(
-                f"split.count: supported is 1 file, got {num_files} in {str(path)!r}: join them "
-                "with llama.cpp's gguf-split --merge"
+                f"split.count: supported is 1 file, got {num_files}: join them with llama.cpp's "
+                "gguf-split --merge"
             )
         for name, one in header.tensors.items():
             if (kind := gguf.GGMLQuantizationType(one.type).name) not in TYPES:
                 raise NotImplementedError(
-                    f"type: supported are {TYPES}, got {kind!r} of tensor {name!r} in {str(path)!r}"
+                    f"type: supported are {TYPES}, got {kind!r} of tensor {name!r}"
                 )
-        self._tensors = {self._name(name): one for name, one in header.tensors.items()}
-        self._rope_factors = self._tensors.pop(_ROPE_FACTORS, None)
-        self._dequantize, self._kinds = gguf.dequantize, gguf.GGMLQuantizationType
+        return header
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -154,35 +156,50 @@ class GGUFFile:
         heads = {"q_proj": "attention.head_count", "k_proj": "attention.head_count_kv"}
         if self.architecture == "llama" and module in heads:
             # A file has both elements that RoPE rotates side by side.
-            pairs = tensor.unflatten(0, (self._of_model(heads[module]), -1, 2))
+            count = self._of_model(heads[module])
+            if not isinstance(count, int) or count < 1 or len(tensor) % (2 * count):
+                raise ValueError(
+                    f"{heads[module]}: expected heads of an even number of the {len(tensor)} rows "
+                    f"of {name!r}, got {shown(count)}, in {str(self.path)!r}"
+                )
+            pairs = tensor.unflatten(0, (count, -1, 2))
             return pairs.transpose(1, 2).reshape(tensor.shape)
         return tensor
 
     def config(self) -> dict[str, Any]:
         """The ``config.json`` of a Hugging Face checkpoint with these weights."""
+        with naming(self.path):
+            return self._config()
+
+    def _config(self) -> dict[str, Any]:
         found = {ours: self._of_model(key, None) for ours, key in _CONFIG_KEYS.items()}
         config = {key: value for key, value in found.items() if value is not None}
+        for key, value in config.items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"{key}: expected a number, got {shown(value)}")
         if self.architecture == "llama":
             config["model_type"] = "llama"
             config.setdefault("head_dim", self._of_model("rope.dimension_count"))
         else:
             config["model_type"] = "gemma3_text"
-            config["query_pre_attn_scalar"] = config["head_dim"]
-            if config["num_hidden_layers"] == 62:  # of the 27B model, which no key names
-                scalar = config["hidden_size"] // config["num_attention_heads"]
-                config["query_pre_attn_scalar"] = scalar
+            scalar = self._of_model("attention.key_length")
+            if self._of_model("block_count") == 62:  # of the 27B model, which no key names
+                scalar = config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+            config["query_pre_attn_scalar"] = scalar
         if (scaling := self._rope_scaling()) is not None:
             config["rope_scaling"] = scaling
         embedding = self._tensors.get("model.embed_tokens.weight")
         if embedding is None:
-            raise ValueError(f"path: expected a tensor 'token_embd.weight' in {str(self.path)!r}")
+            raise ValueError("path: expected a tensor 'token_embd.weight'")
         special = "tokenizer.ggml.{}_token_id"
-        stops = {self.metadata.get(special.format(name)) for name in ("eos", "eot", "eom")}
+        stops = dict.fromkeys(
+            self.metadata.get(special.format(name)) for name in ("eos", "eot", "eom")
+        )
         return config | {
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "bos_token_id": self.metadata.get(special.format("bos")),
-            "eos_token_id": sorted(stops - {None}),
+            "eos_token_id": [stop for stop in stops if stop is not None],
         }
 
     def _rope_scaling(self) -> dict[str, Any] | None:
@@ -191,8 +208,7 @@ class GGUFFile:
         kind = self._of_model("rope.scaling.type", "none")
         if kind not in ("none", "linear"):
             raise NotImplementedError(
-                f"rope.scaling.type: supported are 'none' and 'linear', got {kind!r} in "
-                f"{str(self.path)!r}"
+                f"rope.scaling.type: supported are 'none' and 'linear', got {kind!r}"
             )
         factor = self._of_model("rope.scaling.factor") if kind == "linear" else None
         return None if factor is None else {"rope_type": kind, "factor": factor}
@@ -221,7 +237,7 @@ class GGUFFile:
     def _value(self, key: str, *default: Any) -> Any:
         value = self.metadata.get(key, *default)
         if value is None and not default:
-            raise ValueError(f"path: expected metadata {key!r} in {str(self.path)!r}, got none")
+            raise ValueError(f"path: expected metadata {key!r}, got none")
         return value
 
 

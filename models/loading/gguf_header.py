@@ -1,6 +1,6 @@
 """Header of a GGUF file: metadata, and where each tensor lies. Source: ggml's ``docs/gguf.md``.
 
-Lengths are checked against the file before they are used.
+Lengths are checked against the file and `MAX_HEADER` before they are used.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
+MAX_HEADER = 2**25  # bytes; with a vocabulary of 2**18 it has 2**23
 
 
 @dataclass(frozen=True)
@@ -43,50 +43,45 @@ class Header:
         NotImplementedError: another version, or a type without ``sizes``.
     """
 
-    def __init__(self, path: Path, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self._path, self._data, self._at = path, data, 0
+    def __init__(self, data: mmap.mmap, sizes: Mapping[int, tuple[int, int]]) -> None:
+        self._data, self._at = data, 0
         if data[:4] != b"GGUF":
-            raise ValueError(f"path: expected a GGUF file, got {str(path)!r}")
+            raise ValueError("path: expected a GGUF file")
         self._at = 4
         if (version := self._number("I")) not in _VERSIONS:
             raise NotImplementedError(
-                f"version: supported are {_VERSIONS} of GGUF, little-endian, got {version} in "
-                f"{str(path)!r}"
+                f"version: supported are {_VERSIONS} of GGUF, little-endian, got {version}"
             )
         num_tensors, num_values = self._number("Q"), self._number("Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            key = self._text()
+            if (key := self._text()) in self.metadata:
+                raise ValueError(f"path: expected every key once, got {key!r} again")
             self.metadata[key] = self._value(self._number("I"))
         entries = [self._tensor() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
-            raise self._wrong(f"an alignment above 0, got {alignment!r}")
+            raise ValueError(f"path: expected an alignment above 0, got {alignment!r}")
         first = -(-self._at // alignment) * alignment
         self.tensors: dict[str, StoredTensor] = {}
         for name, shape, kind, offset in entries:
             if kind not in sizes:
-                raise NotImplementedError(
-                    f"type {kind} of tensor {name!r} in {str(path)!r} is not supported"
-                )
+                raise NotImplementedError(f"type {kind} of tensor {name!r} is not supported")
             block, block_bytes = sizes[kind]
             if not shape or shape[-1] % block or min(shape) < 1:
-                raise self._wrong(f"rows of whole blocks of {block}, got {list(shape)} of {name!r}")
+                raise ValueError(
+                    f"path: expected rows of whole blocks of {block}, got {list(shape)} of {name!r}"
+                )
             size = math.prod(shape) // block * block_bytes
-            self._expect_room(first + offset, size, name)
+            self._expect_room(first + offset, size, name, len(data))
             self.tensors[name] = StoredTensor(shape, kind, first + offset, size)
 
-    def _wrong(self, expected: str) -> ValueError:
-        return ValueError(f"path: expected {expected} in {str(self._path)!r}")
-
-    def _expect_room(self, start: int, size: int, name: str) -> None:
-        if start + size > len(self._data):
-            raise self._wrong(
-                f"{size} bytes of {name} at {start}, got a file of {len(self._data)} bytes"
-            )
+    def _expect_room(self, start: int, size: int, name: str, end: int) -> None:
+        if start + size > end:
+            raise ValueError(f"path: expected {size} bytes of {name} at {start}, got {end} in all")
 
     def _take(self, size: int, name: str) -> bytes:
-        self._expect_room(self._at, size, name)
+        self._expect_room(self._at, size, name, min(MAX_HEADER, len(self._data)))
         self._at += size
         return self._data[self._at - size : self._at]
 
@@ -103,21 +98,22 @@ class Header:
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
-            raise self._wrong(f"metadata of a type in 0..12, got {kind}")
+            raise ValueError(f"path: expected metadata of a type in 0..12, got {kind}")
         kind, length = self._number("I"), self._number("Q")
         if kind == _STRING:
             for _ in range(length):
                 self._take(self._number("Q"), "a text")
             return length
         if kind not in _SCALARS:
-            raise self._wrong(f"arrays of numbers or texts, got type {kind}")
-        size = struct.calcsize("<" + _SCALARS[kind])
-        self._expect_room(self._at, size * length, "an array")  # before the format is made
-        return struct.unpack(f"<{length}{_SCALARS[kind]}", self._take(size * length, "an array"))
+            raise ValueError(f"path: expected arrays of numbers or texts, got type {kind}")
+        data = self._take(struct.calcsize("<" + _SCALARS[kind]) * length, "an array")
+        return struct.unpack(f"<{length}{_SCALARS[kind]}", data)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._text()
         if (num_dims := self._number("I")) > _MAX_DIMS:
-            raise self._wrong(f"at most {_MAX_DIMS} dimensions, got {num_dims} of {name!r}")
+            raise ValueError(
+                f"path: expected at most {_MAX_DIMS} dimensions, got {num_dims} of {name!r}"
+            )
         shape = tuple(self._number("Q") for _ in range(num_dims))[::-1]
         return name, shape, self._number("I"), self._number("Q")
