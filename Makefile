@@ -62,6 +62,7 @@ docs: $(DOCS_STAMP)  ## build the pages of docs/ into site/; fails on warnings
 	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 $(STAMP): pyproject.toml setup.py constraints.txt
+	@echo "installing torch, Triton and what they need into $(VENV), once: 2 GB"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip setuptools wheel -c constraints.txt
 	$(PY) -m pip install -q -c constraints.txt torch triton

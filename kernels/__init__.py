@@ -3,7 +3,7 @@ public names, loaded on first use.
 
 Importing this package imports neither torch nor Triton. An operator is a file, or a folder whose
 ``api`` has the public functions: they check once, choose the implementation by name, and never fall
-back to another. ``common`` holds what several share. docs/add-a-kernel.md adds one.
+back to another. ``common`` holds what several share. docs/extend.md says how to add one.
 """
 
 from importlib import import_module

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 
+from quire.__main__ import COMMANDS
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,7 +23,7 @@ DOCUMENTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [*(ROOT / name for name in TOP), *sorted(ROOT.glob("docs/**/*.md"))]
 }
-NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     f'python title="needs {what}"'
@@ -30,11 +31,6 @@ NOT_RUN = {
 }
 # Run by the tests of the adapters, where these are (`tests.support.models.adopted`).
 NOT_RUN.add('python title="needs transformers"')
-# Run by `tests/kernels/test_add_a_kernel.py`.
-NOT_RUN |= {
-    'python title="kernels/layers/mean_pool.py"',
-    'python title="tests/kernels/layers/test_mean_pool.py"',
-}
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"
@@ -95,18 +91,19 @@ def test_the_readme_says_what_its_example_prints(tmp_path):
     assert all(f"`{line}`" in readme for line in said.splitlines())
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_prints_what_it_holds(path, tmp_path):
-    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
-    assert cells
-    held = ["".join("".join(o["text"]) for o in cell["outputs"]) for cell in cells]
-    assert printed_by(["".join(cell["source"]) for cell in cells], tmp_path) == held
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_prints_what_its_page_says(path, tmp_path):
+    pages = [text for text in DOCUMENTS.values() if f"python examples/{path.name}\n" in text]
+    (said,) = printed_by([path.read_text(encoding="utf-8")], tmp_path)
+    assert pages and all(f"```text\n{said}```" in text for text in pages)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_named_files_targets_and_links_exist(name):
     text = DOCUMENTS[name]
-    for file in re.findall(r"`((?:kernels|kvcore|models|bench|tests|docs)/[\w/.-]*)`", text):
+    for file in re.findall(
+        r"`((?:kernels|kvcore|models|bench|tests|docs|examples)/[\w/.-]*)`", text
+    ):
         assert (ROOT / file).exists(), file
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
@@ -120,7 +117,7 @@ def test_files_that_the_makefile_names_exist():
     assert len(files) > 10 and [file for file in files if not (ROOT / file).exists()] == []
 
 
-COMMAND = re.compile(r"python -m ([\w.]+)((?:[^\n`]|\\\n)*)")
+COMMAND = re.compile(rf"(python -m [\w.]+|quire (?:{'|'.join(COMMANDS)})\b)((?:[^\n`]|\\\n)*)")
 
 
 HELP = """
@@ -141,9 +138,18 @@ print(json.dumps(said))
 
 def test_commands_exist_and_take_the_options():
     """All in one process: each would load torch for itself."""
-    asked = [found for text in DOCUMENTS.values() for found in COMMAND.findall(text)]
+    asked = [
+        (
+            COMMANDS[words.removeprefix("quire ")][0]
+            if words.startswith("quire ")
+            else words.removeprefix("python -m "),
+            rest,
+        )
+        for text in DOCUMENTS.values()
+        for words, rest in COMMAND.findall(text)
+    ]
     modules = sorted({module for module, _ in asked})
-    assert {"bench.prefill_decode", "models.generate"} <= {*modules}
+    assert {"bench.static", "quire.models.generate"} <= {*modules}
     said = json.loads(printed(HELP, cwd=ROOT, input=json.dumps(modules)).splitlines()[-1])
     for module, rest in asked:
         for option in re.findall(r"(?<![\w-])(--[a-z][\w-]*)", rest.partition("#")[0]):

@@ -35,7 +35,7 @@ Rotary = tuple[Tensor, Tensor]
 class Decoder(nn.Module):
     """A text model with uninitialized weights; `models.loading.weights` fills them.
 
-    Families derive from it and set ``layers``: see docs/add-a-model.md.
+    Families derive from it and set ``layers``: see docs/extend.md.
 
     Args:
         config: shapes, of this rank's part of the model.

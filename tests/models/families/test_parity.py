@@ -1,6 +1,6 @@
 """Every family against transformers, on random checkpoints that transformers made: logits, and the
 tokens that follow a prompt however its steps are cut. Qwen3 is no family of quire: it is the code
-of docs/add-a-model.md, run here as a module of its own."""
+of docs/extend.md, run here as a module of its own."""
 
 import re
 import subprocess
@@ -30,7 +30,7 @@ from quire.models.families.registry import Family, families, register_family
 from quire.models.layers import rotary
 from tests.models.conftest import NEW_TOKENS, NUM_TOKENS, QWEN3
 
-PAGE = Path(__file__).parents[3] / "docs" / "add-a-model.md"
+PAGE = Path(__file__).parents[3] / "docs" / "extend.md"
 OTHERS = [[3 + (7 * i + n) % 250 for i in range(n)] for n in (40, 50, 30)]
 DIFFERENCE = 1e-4
 ROPES = {

@@ -1,44 +1,15 @@
-# Adopt the allocator
+"""An engine on `quire.kvcore`: chunked prefill beside decodes, prefix hits, preemption, aborts, and
+one step in flight.
 
-Put `quire.kvcore` in the place of your engine's block manager: window, state and full groups in one pool,
-prefix hits for all of them, events for a router. Read the two tables, run the engine below, then write yours,
-first against a device of fake memory. [Embed the allocator](embed-allocator.md) explains each call.
+    python examples/engine.py
 
-## What replaces what
+The device is fake: rows of its memory are tokens, and its model needs every row that it may see, so
+a wrong page gives a wrong answer. Put your runner in its place.
+"""
 
-| nano-vllm's `BlockManager` | vLLM's `KVCacheManager` | `kvcore` |
-|---|---|---|
-| `can_allocate` | `get_computed_blocks` | `match = kv.match(tokens, salt=, extra_keys=)`: changes nothing |
-| `allocate` | `allocate_slots` of a new request | `slot = kv.admit(name, match)`: the pages of the hit; the others come with each step |
-| `can_append`, `may_append` | `allocate_slots(num_new_tokens, num_lookahead_tokens)` | `kv.reserve(slot, end)`: the new pages, or `OutOfPages` and nothing changed |
-| `hash_blocks` | `cache_blocks` | `kv.publish(slots, upto, ids)` |
-| `deallocate` | `free` | `kv.release(name)` |
-| `seq.num_cached_tokens` | `request.num_computed_tokens` | `kv.num_computed[slot]` |
-| `seq.block_table` | `get_block_ids` | `linear_table(kv, group, plan)`, or `kv.table(group)[plan.slots]` |
-| slot mapping, made in the runner | made in the runner | `plan.slot_mapping[group]` |
-| | `reset_prefix_cache`, `take_events` | `kv.clear()` or `kv.reset()`, `log.take()` |
-| blocks, reference counts, the table of hashes | the same | nothing: delete them |
+from collections import deque
+from dataclasses import dataclass
 
-## Which mode
-
-| your engine | make the cache with |
-|---|---|
-| takes the step's own rows from the tensors k and v | `reads="step"`, the default |
-| writes rows to pages, then reads pages only | [`reads="pages"`](embed-allocator.md#engines-that-write-before-they-read) |
-| sends whole tables, or changed entries, each step | `adopt=True`, the default; `track_deltas=True` for the changes |
-| has workers that append to their own tables | [`adopt=False, reads="pages"`](embed-allocator.md#adoption-and-tables-that-workers-keep) |
-| counts tokens back without a call, as vLLM does | [`append_only=True`](embed-allocator.md#engines-that-count-back-and-keep-what-they-were-given), and both of these |
-| verifies drafts | `max_draft_tokens=k`, `commit(plan, input_ids, accepted)` or `advance` to what stays |
-| decides a whole batch at once | `kv.plan`, `kv.commit`: fastest |
-| decides request by request, or has a step in flight | `kv.reserve`, `arrays`, `advance`, `publish` |
-
-## An engine
-
-Chunked prefill beside decodes, prefix hits, preemption, aborts, and one step in flight. First the device:
-rows of its memory are tokens, and its model needs every row that it may see, so a wrong page gives a wrong
-answer.
-
-```python
 import numpy as np
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, linear_table
@@ -74,13 +45,6 @@ class Device:
             assert local[-WINDOW:].tolist() == context[-WINDOW:] and min(context) >= 0
             self.newest[slot] = sampled(context)
         return self.newest[plan.slots].copy()  # a real one returns a buffer that fills later
-```
-
-The engine learns one step later what the device sampled:
-
-```python
-from collections import deque
-from dataclasses import dataclass
 
 
 @dataclass(eq=False)
@@ -201,12 +165,8 @@ class Engine:
         self.before = after
         self.kv.check_invariants()
         return bool(self.waiting or self.running or self.before)
-```
 
-Twelve chats with one system prompt, one of them aborted, in a large and a small pool. Every answer is that of
-the model without a cache:
 
-```python
 def alone(prompt, limit):
     tokens = list(prompt)
     while len(tokens) < len(prompt) + limit:
@@ -230,20 +190,3 @@ for num_pages in (400, 42):
     print(f"{num_pages} pages: {len(engine.done)} right in {steps} steps,", end=" ")
     print(f"{engine.preemptions} preempted; {engine.computed} tokens computed,", end=" ")
     print(f"{stats['hit_tokens']} + {stats['resumed_hit_tokens']} found")
-```
-
-```text
-400 pages: 11 right in 70 steps, 0 preempted; 927 tokens computed, 480 + 0 found
-42 pages: 11 right in 123 steps, 7 preempted; 1431 tokens computed, 240 + 1840 found
-```
-
-## Check your adoption
-
-1. Run your scheduler against the `Device` above: a table that names a page too early or too late fails at the
-   step that did it.
-2. `KVCache(debug=True)` reports a second thread, ids that differ from the prompt's, and writes to page 0.
-   `kv.check_invariants()` after each step counts every page.
-3. Preempt and abort at random, in pools down to one request. Answers must not depend on the pool.
-4. With your runner, fill the pages with NaN and send each prompt twice. The second run hits, and its logits
-   equal the first's within rounding.
-5. `match.explain()` says why a hit is not [longer](concepts.md#why-is-my-hit-short).
