@@ -72,14 +72,6 @@ def test_decode_reads_rows_of_tables_and_chosen_experts(built):
     assert floors.decode_bytes(model, batch) == pytest.approx(expected, abs=100)
 
 
-def test_fp8_pages_are_a_byte_an_element_and_4_for_the_scale_of_a_row():
-    model, lens = build_model("gemma4-tiny", device=CPU).model, np.array([100, 40])
-    weights = sum(w.numel() for w in model.parameters()) * 4
-    # Four sliding layers: 2 KV heads of 16, 16 tokens seen. Two full layers: 1 KV head of 32.
-    kv = 4 * 2 * (2 * 2 * (16 + 4)) * 16 + 2 * (2 * (32 + 4)) * (100 + 40)
-    assert floors.decode_bytes(model, lens, "fp8") == weights + kv
-
-
 def test_floors_of_deepseek_v4():
     """One sequence of one token: its share of experts, a row a layer; operations twice the matrices
     and what it attends to.

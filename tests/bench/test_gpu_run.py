@@ -77,46 +77,6 @@ def bare(tmp_path):
     return environment
 
 
-@pytest.mark.slow
-def test_a_bare_checkout_compiles_in_several_processes(bare):
-    command = [sys.executable, "-m", "bench.static", "--arch", "sm_90", "--jobs", "2"]
-    done = subprocess.run(
-        [*command, "--only", "write-d1"], cwd=ROOT, env=bare, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "2 kernels" in done.stdout, done.stdout + done.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_checkout_in_a_bare_environment_is_enough(bare, tmp_path):
-    """The command itself; its results carried to another folder leave a second call no work."""
-    tar = tmp_path / "results.tar.gz"
-    parts = "environment,prefill-decode,compile,engine"
-    command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--parts", parts]
-    first = [*command, "--out", str(tmp_path / "one"), "--tar", str(tar)]
-    done = subprocess.run(first, cwd=ROOT, env=bare, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    second = [*command, "--out", str(tmp_path / "two"), "--resume", str(tar)]
-    again = subprocess.run(second, cwd=ROOT, env=bare, capture_output=True, text=True)
-    assert again.returncode == 0 and again.stdout.count("finished earlier") == 4, again.stdout
-    tests = json.loads((tmp_path / "two" / "dry-run" / "engine.json").read_text())["tests"]
-    assert tests["counts"]["passed"] >= 1 and not tests["bad"]
-
-
-def test_the_limits_add_up_to_less_than_nine_minutes():
-    parts = plan(False)
-    assert sum(part.limit for part in parts if not part.background) < 9 * 60
-    assert len({part.name for part in parts}) == len(parts)
-    assert [part.name for part in plan(True)] == [part.name for part in parts]
-    background = {part.name for part in parts if part.background}
-    assert {name for part in parts for name in part.waits} == background
-    order = [part.name for part in parts if not part.background]
-    assert order[:4] == ["environment", "attention", "prefill-decode", "v4"]
-    for count, size in ((2, "2"), (3, "2"), (4, "4"), (8, "8"), (16, "8")):
-        *same, ranks = plan(False, count)
-        assert same == parts and ranks.arguments[-2:] == ("--tensor-parallel-size", size)
-
-
 def test_the_tests_of_every_part_are_there():
     for name in (name for part in plan(False) if part.tests for name in part.arguments):
         file, _, test = name.partition("::")

@@ -35,15 +35,6 @@ def test_chats_share_system_prompts_and_nothing_else():
     assert len({tuple(turn) for session in sessions for turn in session}) == 8 * NUM_TURNS
 
 
-def test_limit_and_scale_of_chats():
-    small = chat_workload(ENCODE, limit=2, scale=0.25)
-    assert len(small.sessions) == 2 and small.num_requests == 2 * NUM_TURNS
-    assert small.longest < chat_workload(ENCODE, limit=2).longest / 2
-    for bad in ({"limit": 0}, {"scale": 0.0}):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))}: expected"):
-            chat_workload(ENCODE, **bad)
-
-
 def test_expansion_is_fixed_and_fewer_tokens_are_a_prefix():
     whole = expand(41, 512, low=3, high=259)
     assert whole.dtype == np.int32 and whole.min() >= 3 and whole.max() < 259

@@ -19,38 +19,6 @@ TEMPLATE = (
 )
 
 
-def test_chat_templates_of_a_directory(tmp_path):
-    messages = [{"role": "user", "content": " hi "}]
-    expected = '<s><turn>user\nhi{"a": "é"}<end>\n<turn>model\n'
-    with pytest.raises(ValueError, match=r"chat: expected a chat_template\.jinja"):
-        ChatTemplate.of_directory(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"path: expected JSON in .*tokenizer_config\.json"):
-        ChatTemplate.of_directory(tmp_path)
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    for template in (
-        TEMPLATE,
-        [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}],
-    ):
-        (tmp_path / "tokenizer_config.json").write_text(
-            json.dumps(config | {"chat_template": template})
-        )
-        assert ChatTemplate.of_directory(tmp_path).render(messages) == expected
-    (tmp_path / "chat_template.jinja").write_text("file wins")
-    assert ChatTemplate.of_directory(tmp_path).render(messages) == "file wins"
-    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
-    assert (
-        template.render(messages, add_generation_prompt=False) == expected[: -len("<turn>model\n")]
-    )
-    with pytest.raises(
-        ValueError, match="messages: the chat template refuses them: no system role"
-    ):
-        template.render([{"role": "system", "content": "x"}])
-    with pytest.raises(ValueError, match="chat template: line 1"):
-        ChatTemplate("{% for %}")
-    assert ChatTemplate(PLAIN).render(messages) == "user:  hi \nassistant: "
-
-
 def test_named_templates(tmp_path):
     """tool_use for chats with tools; files before tokenizer_config.json, and chat_template.json last."""
     user, config = [{"role": "user", "content": "x"}], tmp_path / "tokenizer_config.json"
@@ -70,12 +38,6 @@ def test_named_templates(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more")
     assert rendered() == ("file", "more")
-
-
-def test_template_variables():
-    template = ChatTemplate("{{ bos_token }}{{ enable_thinking }}", {"bos_token": "<s>"})
-    assert template.render([], enable_thinking=True) == "<s>True"
-    assert template.render([], bos_token="") == ""
 
 
 @pytest.mark.parametrize(
@@ -115,7 +77,11 @@ def test_ids_and_chats_equal_transformers(tmp_path, name, starts):
         assert template.render(MESSAGES, tools=tools) == expected
 
 
-def test_templates_that_fail_as_programs_do():
+def test_templates_that_refuse_or_fail_as_programs_do():
+    refusing = ChatTemplate("{{ raise_exception('no system role') }}")
+    with pytest.raises(ValueError, match=r"^messages: the chat template refuses them: no system"):
+        refusing.render([{"role": "system", "content": "x"}])
+    assert ChatTemplate(PLAIN).render([{"role": "user", "content": "x"}]) == "user: x\nassistant: "
     for source in ("{{ messages[0]['content'] + 1 }}", "{{ 1 / 0 }}"):
         with pytest.raises(ValueError, match="messages: the chat template refuses them: "):
             ChatTemplate(source).render([{"role": "user", "content": "x"}])

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
-from quire.models import command as program
 from quire.models import generate
 from quire.models import llm as llm_module
 from quire.models.config.named import get_config
@@ -193,31 +192,6 @@ def test_a_stream_with_special_tokens_is_one_decode(tmp_path, kind):
                 text = stream.finish()
                 end = min((at for s in stop if (at := whole.find(s)) >= 0), default=len(whole))
                 assert "".join(pieces) + stream.take() == text == whole[:end], (given, stop)
-
-
-def test_generated_text_is_streamed_text_with_special_tokens_and_without(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
-    special, decoders = [f"<{i}>" for i in range(100)], tokenizers.decoders
-    vocabulary = {t: i for i, t in enumerate([*special, *(f"▁w{i}" for i in range(100, 259))])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(steps)
-    backend.add_special_tokens(special)
-    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    llm = LLM(tmp_path, engine=SETTINGS)
-    params = SamplingParams(60, temperature=1.0, seed=3, ignore_eos=True)
-    for skip in (True, False):
-        one = replace(params, skip_special_tokens=skip)
-        [output] = llm.generate([[5, 6]], one, progress=False)
-        assert output.text == llm.tokenizer.decode(output.token_ids, skip_special_tokens=skip)
-        assert ("<" in output.text) is not skip
-        assert "".join(delta.text for delta in llm.stream([5, 6], one)) == output.text
-        end = output.text.index(" w", 20)
-        stop = replace(one, stop=(output.text[end : end + 5],))
-        [stopped] = llm.generate([[5, 6]], stop, progress=False)
-        streamed = "".join(delta.text for delta in llm.stream([5, 6], stop))
-        assert stopped.text == streamed == output.text[: output.text.index(stop.stop[0])]
 
 
 # LLM.
@@ -458,21 +432,6 @@ def test_an_error_of_one_of_several_prompts(run, monkeypatch):
     assert (status, err) == (2, "error: spoiled\n")
 
 
-def test_small_files_are_read_before_weights(tmp_path, monkeypatch, run):
-    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
-    monkeypatch.setattr(llm_module, "load_model", None)
-    command = [*BASE, "--model", str(tmp_path)]
-    assert "error: chat: expected a chat_template.jinja" in run(*command, "--chat")[2]
-    for name, message in (
-        ("tokenizer.json", "error: path: expected a tokenizer in"),
-        ("generation_config.json", "error: path: expected JSON in"),
-        ("config.json", "error: path: expected JSON in"),
-    ):
-        (tmp_path / name).write_text("{")
-        status, _, err = run(*command, "--prompt", "a")
-        assert status == 2 and message in err
-
-
 def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, run):
     monkeypatch.setattr(llm_module, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(llm_module.sys, "platform", "linux")
@@ -585,19 +544,3 @@ def test_a_chat_at_a_terminal():
     os.write(ours, b"\x04")
     assert process.wait(timeout=60) == 0
     os.close(ours)
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
-    arguments = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--prompt", "x"]
-    process = subprocess.Popen(
-        [*arguments, "--threads", "1", "--max-tokens", "4000", "--ignore-eos"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        # Where the tests run in the background the signal is ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    assert process.stdout.read(5), "text comes before the end"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == program.INTERRUPTED
-    assert err == b"interrupted\n"

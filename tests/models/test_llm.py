@@ -7,7 +7,6 @@ import torch
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
@@ -129,22 +128,6 @@ def test_texts_that_a_tokenizer_does_not_take(monkeypatch):
             with pytest.raises(ValueError, match=f"^prompts: expected text .*: {reason}"):
                 call(text)
         monkeypatch.setattr(llm.tokenizer, "encode", panic)
-
-
-def test_a_prompt_that_never_fits_is_refused_before_any_runs():
-    llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=12, max_num_seqs=2))
-    with pytest.raises(ValueError, match=r"prompt_token_ids: expected 1\.\.31 ids .*got 500"):
-        llm.generate([[6] * 10, [5] * 500], FOUR, progress=False)
-    assert not llm.engine.has_work and llm.engine.totals.num_steps == 0
-    assert llm.generate([[6] * 10], FOUR, progress=False)[0].finish_reason == "length"
-
-
-def test_a_drafter_of_the_model_that_is_built_here():
-    llm = LLM("deepseek-v4-tiny", engine=SETTINGS, drafter=lambda model: MTPDrafter(model, 2))
-    drafted = llm.generate([[5, 6, 7] * 5], FOUR, progress=False)[0]
-    assert llm.engine.drafter.model is llm.model and drafted.num_drafts > 0
-    plain = LLM("deepseek-v4-tiny", engine=SETTINGS)
-    assert plain.generate([[5, 6, 7] * 5], FOUR, progress=False)[0].token_ids == drafted.token_ids
 
 
 def test_dtypes_by_name():

@@ -8,20 +8,14 @@ import torch
 from quire.bench.cases.attention import attention_rows
 from quire.bench.cases.make import expect, make_problem
 from quire.bench.cases.shapes import (
-    LATENT_SHAPES,
-    SHAPES,
     TINY_SHAPES,
     Case,
-    Shape,
-    all_cases,
-    attention_headline,
     tiny_cases,
 )
 from quire.bench.common.bounds import bounding
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.bench.peers.quire_calls import quire_calls
 from quire.kernels.attention.api import AttentionCall
-from quire.models.config.named import get_config
 from tests.kernels.oracles import attention as reference
 from tests.support.helpers import assert_equal_in_float64
 
@@ -30,37 +24,6 @@ CPU = torch.device("cpu")
 
 def tiny(name, phase, context=37):
     return Case(TINY_SHAPES[name], phase, 2, context)
-
-
-def test_shapes_are_those_of_the_configurations():
-    config = get_config("gemma-4-31b")
-    for kind, attention in (("local", config.sliding), ("global", config.full)):
-        shape = SHAPES[f"gemma-4-31b/{kind}"]
-        for field in ("num_heads", "num_kv_heads", "head_dim", "sliding_window"):
-            assert getattr(shape, field) == getattr(attention, field)
-        assert shape.softmax_scale == 1.0
-        # All pages of a model have equal bytes.
-        assert shape.block_size * shape.kv_token_bytes == 16 * 4 * 16 * 256
-        fp8 = SHAPES[f"gemma-4-31b/{kind}/fp8"]
-        assert fp8.kv_token_bytes == shape.kv_token_bytes * (fp8.head_dim + 4) / (2 * fp8.head_dim)
-    shape = SHAPES["gemma-4-31b/global"]
-    share = shape.shard(4)
-    assert (share.num_heads, share.num_kv_heads, share.name) == (8, 1, "gemma-4-31b/global/tp4")
-    assert shape.shard(8) is None
-
-
-def test_cases_are_unique_and_the_headline_comes_first():
-    cases = all_cases()
-    assert len({case.name for case in cases}) == len(cases) > 350
-    assert cases[: len(attention_headline())] == attention_headline()
-    for phase in ("decode", "prefill"):
-        names = {case.shape.name for case in cases if case.phase == phase}
-        assert names >= {*SHAPES, *LATENT_SHAPES}
-    assert {case.shape.name for case in cases if case.phase == "mixed"} == set(SHAPES)
-    assert {case.batch for case in cases} == {1, 4, 16, 128}
-    assert {case.context for case in cases} == {4096, 32768, 131072, 1 << 20}
-    sizes = {case.shape.block_size for case in cases if isinstance(case.shape, Shape)}
-    assert sizes == {16, 32, 64, 128, 256}
 
 
 @pytest.mark.parametrize(

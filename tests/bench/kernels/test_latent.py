@@ -12,7 +12,6 @@ from quire.bench.cases.shapes import (
     LATENT_SHAPES,
     TINY_LATENT_SHAPES,
     Case,
-    all_cases,
     tiny_latent_cases,
 )
 from quire.bench.cases.work import case_bytes, case_flops
@@ -21,7 +20,6 @@ from quire.bench.peers import flashmla
 from quire.bench.peers.peer import Unsupported
 from quire.bench.peers.quire_calls import quire_calls
 from quire.kernels import flash_mla_with_kvcache, mla_attention
-from quire.models.deepseek_v4.config import CONFIGS
 from tests.kernels.oracles import compressed_attention as oracle_compressed
 from tests.kernels.oracles import indexer as oracle_indexer
 from tests.kernels.oracles import mla_attention as oracle_mla
@@ -37,21 +35,6 @@ def named(case):
 
 def tiny(name, phase="decode", context=40, copies=1):
     return make_problem(Case(TINY_LATENT_SHAPES[name], phase, 2, context), CPU, copies=copies)
-
-
-def test_shapes_are_those_of_the_configurations():
-    for name, model_name in (("v4-flash", "deepseek-v4-flash"), ("v4-pro", "deepseek-v4-pro")):
-        config = CONFIGS[model_name]
-        csa, hca, index = (LATENT_SHAPES[f"{name}/{kind}"] for kind in ("csa", "hca", "index"))
-        assert (csa.num_heads, csa.topk, csa.rows) == (config.num_heads, config.index_topk, 64)
-        assert (hca.num_heads, hca.ratio, hca.rows, hca.topk) == (config.num_heads, 128, 2, 0)
-        assert (index.num_heads, index.head_dim, index.topk) == (64, 128, config.index_topk)
-        assert csa.softmax_scale == config.head_dim**-0.5
-    csa = [c for c in all_cases() if c.shape.name.startswith(("v4-flash/csa", "v4-pro/csa"))]
-    assert {case.shape.num_heads for case in csa} == {8, 16, 32, 64, 128}
-    assert {case.shape.fp8 for case in csa} == {True, False}
-    assert {4096, 32768, 131072, 1 << 20} == {case.context for case in csa}
-    assert LATENT_SHAPES["v4-flash/index"].shard(2) is None
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=named)

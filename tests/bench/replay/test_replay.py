@@ -4,7 +4,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-import torch
 
 from quire.bench.replay.__main__ import make_workload
 from quire.bench.replay.bounds import clairvoyant_hits, dense_working_set, segment_uses
@@ -15,8 +14,6 @@ from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Timing, Workload, replay
 from quire.kvcore import LRU, Adaptive, GroupSpec
-from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
 
 HYBRID = [GroupSpec("d", "dense", 32, 100), GroupSpec("w", "window", 16, 100, 64)]
 DENSE = [GroupSpec("d", "dense", 32, 100)]
@@ -137,14 +134,6 @@ def test_tiers_are_within_the_bounds_of_their_bytes(seed, policy):
     assert alone.hits.sum() < tiers.hits.sum() <= bound
 
 
-@pytest.mark.parametrize("preset", ["v4-flash", "v4-pro"])
-def test_presets_are_what_an_engine_has(preset):
-    config = V4_CONFIGS[f"deepseek-{preset}"]
-    plan = plan_cache(config, CacheFormat(torch.bfloat16, True), drafters=False)
-    shapes = [(g.kind, g.block_size, g.page_bytes, g.sliding_window) for g in PRESETS[preset]]
-    assert shapes == [(g.kind, g.block_size, g.page_bytes, g.sliding_window) for g in plan.groups]
-
-
 def best_by_search(uses, capacity):
     """Most hits of any schedule, by trying every set of kept segments after each request."""
     states = {frozenset(): 0}
@@ -256,16 +245,3 @@ def test_pool_sizes():
     for bad in ("12", "-1GiB", "0%", "x", "", "pages", "nan", "5%%", "9" * 400 + "%"):
         with pytest.raises(ValueError, match="host: expected"):
             pool_pages(bad, groups, workload, "host")
-
-
-def test_chats_that_take_turns_keep_a_point_each():
-    """Dense pages and one resume point a session take about 175 % of the working set."""
-    workload = make_workload("round-robin", None, 0)
-    rows = run_grid(
-        workload, "gemma-4-31b", ["200%"], ["auto"], ["lru", "adaptive"], Timing(max_requests=1),
-        progress=False,
-    )  # fmt: skip
-    rates = {(row["eviction"], row["pool"]): row["hit_rate"] for row in rows}
-    best = rates["infinite", None]
-    assert rates["adaptive", "200%"] >= best - 0.02
-    assert rates["lru", "200%"] < best - 0.02  # keeps points of old turns

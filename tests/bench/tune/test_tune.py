@@ -97,24 +97,6 @@ def test_a_value_is_what_is_launched_and_compiled():
     assert "spills" in reasons[1] and reasons[2].startswith("does not compile: ")
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_dry_run_measures_every_table_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
-    times = iter([2.0, 1.0] * 100)
-    monkeypatch.setattr(tune, "time_calls", lambda *a, **k: Timing(next(times), 0, 0, 1, 1))
-    # One case of an entry is enough.
-    monkeypatch.setattr(entries, "CASES_PER_ENTRY", 1)
-    out = tmp_path / "tune.json"
-    before = PREFILL.current
-    assert tune.main(["--dry-run", "--json", str(out)]) == 0
-    assert PREFILL.current == before
-    rows = json.loads(out.read_text())["rows"]
-    assert len(rows) == 2 * 7 and all(row["wrong"] is None for row in rows)
-    assert [row["ratio"] for row in rows] == [1.0, pytest.approx(0.5)] * 7
-    changes = [line for line in capsys.readouterr().out.splitlines() if " = " in line]
-    assert len(changes) == 7 and changes[0].startswith("attention.DECODE[32] = (16, 2, 16)")
-
-
 def test_a_value_that_cannot_be_launched_is_not_timed(monkeypatch):
     monkeypatch.setattr(tune, "time_calls", lambda *a, **k: SAME)
     broken = Config(64, 48, 4, 3)  # no power of two

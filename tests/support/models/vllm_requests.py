@@ -8,7 +8,6 @@ Runs where vLLM is: python vllm_requests.py CHECKOUT REQUESTS SIZES OUT.json [CA
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import from_checkout  # noqa: F401
@@ -223,46 +222,6 @@ def run(where, name, num_pages, num_requests):
     return said
 
 
-def timings(where, sizes=(1, 16, 64, 256), steps=64):
-    """Median microseconds that the slots of a request take in a decode step, of the two managers by turns.
-
-    Over `steps` steps blocks start and segments become findable. Their schedulers only make the managers.
-    """
-    rng, said = random.Random(0), []
-    config = configuration(where, 16_384)
-    config.scheduler_config.max_num_seqs = max(sizes)
-
-    def sampled(request, num_computed):
-        request.num_computed_tokens += num_computed
-        request.append_output_token_ids(7)
-
-    for name, groups in (("dense", DENSE), ("hybrid", HYBRID)):
-        for n in sizes:
-            prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(130, 200))] for _ in range(n)]  # fmt: skip
-            managers = {}
-            for who, cls in (("vllm", Scheduler), ("quire", QuireScheduler)):
-                manager = scheduler_of(cls, config, specs_of(groups)).kv_cache_manager
-                requests = [request_of(str(i), p, LONGEST) for i, p in enumerate(prompts)]
-                for r in requests:
-                    assert manager.allocate_slots(r, r.num_tokens) is not None
-                    r.status = RequestStatus.RUNNING
-                    sampled(r, r.num_tokens)
-                managers[who] = manager, requests, []
-            for _ in range(steps):
-                for manager, requests, times in managers.values():
-                    started = time.perf_counter()
-                    manager.new_step_starts()
-                    for r in requests:
-                        manager.allocate_slots(r, 1)
-                    manager.take_boundary_state_offloads()
-                    times.append(time.perf_counter() - started)
-                    for r in requests:
-                        sampled(r, 1)
-            medians = {who: sorted(times)[steps // 2] / n * 1e6 for who, (*_, times) in managers.items()}  # fmt: skip
-            said.append({"groups": name, "requests": n} | medians)
-    return said
-
-
 def refusals(where):
     """The error of each configuration when its scheduler is made; None if it is served."""
     full, window = specs_of([(16, None), (16, 32)])
@@ -341,7 +300,7 @@ def main():
     (where / "config.json").write_text(json.dumps(config))
     pools = [int(size) for size in sizes.split(",")]
     cases = [run(where, name, n, int(requests)) for name in names or CASES for n in pools]
-    said = {"refusals": refusals, "findable": findable, "drafter": drafter_hits, "timings": timings}
+    said = {"refusals": refusals, "findable": findable, "drafter": drafter_hits}
     results = {"cases": cases} | {name: made(where) for name, made in said.items()}
     Path(out).write_text(json.dumps(results))
 
