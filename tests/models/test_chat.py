@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from packaging import version
 
 from quire.models import chat
 from quire.models.chat import PLAIN, ChatTemplate
@@ -70,11 +71,15 @@ def test_ids_and_chats_equal_transformers(tmp_path, name, starts):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in TEXTS:
         assert tokenizer.encode(text) == theirs(text).input_ids
+    messages = MESSAGES
+    if version.parse(transformers.__version__) < version.parse("5.23"):
+        # Older ones keep values of None, and lists of one text.
+        messages = [m for m in MESSAGES if all(isinstance(value, str) for value in m.values())]
     for tools in (None, TOOLS):
         expected = theirs.apply_chat_template(
-            MESSAGES, tools=tools, add_generation_prompt=True, tokenize=False
+            messages, tools=tools, add_generation_prompt=True, tokenize=False
         )
-        assert template.render(MESSAGES, tools=tools) == expected
+        assert template.render(messages, tools=tools) == expected
 
 
 def test_templates_that_refuse_or_fail_as_programs_do():
