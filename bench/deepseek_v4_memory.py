@@ -89,8 +89,8 @@ def vllm_cost(config: DeepseekV4Config) -> CacheCost:
 def table() -> str:
     """Costs of Flash and Pro: ours in two formats, and vLLM's."""
     lines = [
-        f"{'model':18} {'cache':12} {'B / token':>10} {'GiB / 1M':>9} {'MiB / request':>14} "
-        f"{'MiB, 8k chunk':>14} {'MiB / resume point':>19} {'pages':>6}"
+        f"{'model':17} {'cache':10} {'B / token':>9} {'GiB / 1M':>8} {'MiB / request':>13} "
+        f"{'MiB, 8k chunk':>13} {'MiB / resume':>12} {'pages':>5}"
     ]
     for name in ("deepseek-v4-flash", "deepseek-v4-pro"):
         config = CONFIGS[name]
@@ -102,8 +102,8 @@ def table() -> str:
         for label, c in rows.items():
             mib = [size / 2**20 for size in (c.request, c.prefill, c.resume_point)]
             lines.append(
-                f"{name:18} {label:12} {c.token:10.0f} {c.token * 2**20 / 2**30:9.2f} "
-                f"{mib[0]:14.1f} {mib[1]:14.1f} {mib[2]:19.1f} {c.resume_pages:6}"
+                f"{name:17} {label:10} {c.token:9.0f} {c.token * 2**20 / 2**30:8.2f} "
+                f"{mib[0]:13.1f} {mib[1]:13.1f} {mib[2]:12.1f} {c.resume_pages:5}"
             )
     return "\n".join(lines)
 

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.command import Parser, integer, output_file, program
+from quire.models.progress import tqdm
 
 from ..common.results import aligned
 from ..common.workers import Workers
@@ -61,8 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = distinct(options.arch, options.only)
     else:
         work = distinct((), options.only, samples=SAMPLE_ARCHS, tiles=(DEFAULT_ARCH,))
-    with Workers(options.jobs) as pool:
-        results = list(pool.map(attempt, *zip(*work, strict=True))) if work else []
+    results: list[dict[str, Any] | str] = []
+    bar = tqdm(total=len(work), unit="kernel", disable=None, leave=False)
+    with Workers(options.jobs) as pool, bar:
+        for result in pool.map(attempt, *zip(*work, strict=True)) if work else ():
+            results.append(result)
+            bar.update()
     rows = [row for row in results if isinstance(row, dict)]
     print(table(rows))
     seconds = sum(row["seconds"] for row in rows)
