@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
+from quire.kvcore import GroupSpec, OutOfPages, StepPlan
 from tests.kvcore.engine import Engine, groups
 from tests.kvcore.expected import digest
 
@@ -22,42 +22,6 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 def engine(specs=GEMMA, **options) -> Engine:
     base = {"num_pages": 2000, "max_requests": 8, "max_model_len": 4096, "debug": False}
     return Engine(groups(*specs), **(base | options))
-
-
-def test_latest_keeps_no_boundary_inside_the_prompt():
-    e = engine(retention="latest")
-    prompt = tokens(320)
-    e.run("a", prompt)
-    match = e.kv.match(prompt[:200] + tokens(50, 1))
-    assert (match.num_tokens, match.dense_tokens) == (0, 192)
-    assert match.limited_by == "resume-point"
-    assert "no resume point" in match.explain()
-    assert match.per_group == {"g0": 192, "g1": 0, "g2": 0}
-
-
-def test_a_junction_is_kept_when_traffic_diverges():
-    e = engine()
-    system = tokens(200)
-    e.run("a", system + tokens(100, 1))
-    assert e.run("b", system + tokens(100, 2)).num_tokens == 0
-    assert e.run("c", system + tokens(100, 3)).num_tokens == 192
-    e.check()
-
-
-@pytest.mark.parametrize("retention", ["dense", 64, 128])
-def test_interval_retention(retention):
-    e = engine(retention=retention)
-    prompt = tokens(500)
-    e.run("a", prompt, tokens(100, 1), chunk=90)
-    step = (
-        128 if retention == 128 else 32
-    )  # points that are a tail of 64 tokens apart hold all between them
-    for cut in (40, 100, 257, 470):
-        match = e.kv.match(prompt[:cut] + [1001] * 40)
-        assert match.num_tokens == cut // step * step
-    # and along the answer, where the last two points are at 512 and 576
-    match = e.kv.match(prompt + tokens(100, 1)[:60] + [1001] * 40)
-    assert match.num_tokens == 544
 
 
 @pytest.mark.parametrize(
@@ -126,24 +90,6 @@ def test_out_of_pages_is_a_value_and_changes_nothing():
     e.check()
 
 
-def test_eviction_takes_whole_resume_points_least_recently_used_first():
-    # 320 tokens leave 10 dense pages and points at 288 and 320: blocks 14..19 of two groups.
-    e = engine(num_pages=1 + 3 * (10 + 2 * 6) + 10)
-    prompts = [tokens(320, seed) for seed in range(4)]
-    for i in range(3):
-        e.run(i, prompts[i])
-    assert e.kv.stats()["evicted_resume_points"] == 0
-    assert e.run("again", prompts[0]).num_tokens == 288
-    e.run("new", prompts[3])
-    hits = [e.kv.match(p).num_tokens for p in prompts]
-    assert hits[0] == hits[3] == 288, "used lately"
-    assert hits[1] == 0, "the oldest went"
-    e.check()
-    for run in e.kv.index.runs():
-        for point in run.points.values():
-            assert (e.kv.pool.holds[point.pages] > 0).all(), "a point is whole or gone"
-
-
 def test_describe_tells_what_can_hit():
     text = engine(retention=64).kv.describe()
     for part in ("pages of 0.00391 MiB", "multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):  # fmt: skip
@@ -166,20 +112,3 @@ def test_cut_ends_chunks_where_a_point_is_due():
     plain = engine((DENSE,))
     plain.admit("a", tokens(200))
     assert plain.kv.cut([plain.slots["a"]], [150]).tolist() == [150]
-
-
-def test_multi_token_drafters():
-    spec = GroupSpec("draft", "window", 16, 4096, 64, lookahead=3)
-    e = engine((DENSE, spec))
-    prompt = tokens(99)
-    e.run("a", prompt)
-    assert e.kv.match([*prompt[:98], 1001, 1]).dense_tokens == 64, (
-        "98 is within the lookahead of 96"
-    )
-    assert e.kv.match([*prompt, 1]).dense_tokens == 96
-    assert e.kv.match(prompt[:98]).dense_tokens == 64, "96 cannot be verified without token 98"
-    with pytest.raises(ValueError, match="lookahead: expected at most one segment of 32"):
-        KVCache(
-            groups(DENSE, GroupSpec("d", "dense", 32, 4096, lookahead=33)),
-            num_pages=9, max_requests=1, max_model_len=99,
-        )  # fmt: skip

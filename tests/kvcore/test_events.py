@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, GroupSpec, KVCache, tail_hashes
+from quire.kvcore import AllBlocksCleared, EventLog, GroupSpec, KVCache, tail_hashes
 from quire.kvcore.events import split_keys
 from tests.kvcore.engine import Engine, Text, groups
 from tests.kvcore.expected import Reader
@@ -68,15 +67,6 @@ def test_the_records_of_a_request_name_exactly_its_blocks():
     assert {r.medium for r in events} == {"HBM"}
 
 
-def test_a_tail_at_the_start_names_only_blocks_that_exist():
-    log = EventLog()
-    e = engine(((4, None), (4, 30)), log)
-    e.run("a", [1, 2, 3, 4, 5])
-    (stored,) = [r for r in log.take()[1] if r.kind == "window"]
-    assert stored.token_ids == (1, 2, 3, 4) and stored.start == 0 and stored.parent is None
-    assert len(stored.block_hashes) == 1
-
-
 def test_a_log_is_bounded_in_events_and_in_bytes_and_a_reader_sees_the_gap():
     log = EventLog(capacity=5)
     e = engine(((4, None),), log)
@@ -129,18 +119,6 @@ def test_an_announcement_larger_than_the_log_is_read_in_parts(most):
     same_hits(e, reader, [[*p, 7] for p in prompts] + [[*longer, 6]])
 
 
-def test_an_announcement_that_later_events_push_out_leaves_a_gap():
-    log = EventLog(capacity=2)
-    e = engine(((4, None), (4, 9)), log)
-    e.run("a", list(range(40)))
-    log.take()
-    e.kv.announce()
-    first = log.take(1)[0]
-    e.run("b", list(range(100, 180)), chunk=8)
-    number, events = log.take()
-    assert number > first + 1 and len(events) == 2
-
-
 def test_tokens_of_answers_take_room_for_the_newest_only():
     log = EventLog()
     e = engine(((4, None),), log)
@@ -162,45 +140,6 @@ def test_without_a_log_no_tokens_are_kept():
     assert loud.kv.match([1, 2, 3]).prompt.tokens.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="a prompt made by a cache with events"):
         loud.kv.match(quiet.kv.match([1, 2, 3]).prompt)
-
-
-def ledger(events) -> dict:
-    """Replay `events`: entry -> its blocks, parent and tokens."""
-    stored: dict = {}
-    for event in events:
-        if isinstance(event, AllBlocksCleared):
-            stored.clear()
-            continue
-        for i, key in enumerate(event.block_hashes):
-            name = (event.kind, event.groups, key)
-            if isinstance(event, BlockRemoved):
-                del stored[name]
-                continue
-            size = event.block_size
-            dense = event.kind == "dense"
-            parent = event.block_hashes[i - 1] if dense and i else event.parent
-            tokens = event.token_ids[i * size : (i + 1) * size]
-            stored[name] = (event.start + i * size, tokens, parent, size, event.sliding_window)
-    return stored
-
-
-@pytest.mark.parametrize("mix", MIXES, ids=str)
-def test_a_late_reader_is_told_everything(mix):
-    log = EventLog()
-    e = engine(mix, log, retention="dense", num_pages=80)
-    rng, history = np.random.default_rng(0), [[1]]
-    for rid in range(25):
-        base = history[rng.integers(len(history))]
-        prompt = base[: rng.integers(len(base) + 1)] + rng.integers(0, 2, 50).tolist()
-        e.run(rid, prompt[:100], [0, 1, 0])
-        history.append(prompt[:100])
-    e.admit("running", [*history[-1], 5, 6])
-    e.finish_prompt("running")
-    events = log.take()[1]
-    e.kv.announce()
-    again = log.take()[1]
-    assert ledger(again) == ledger(events) != {}
-    assert any(isinstance(event, BlockRemoved) for event in events)
 
 
 # Salts and extra keys.

@@ -16,22 +16,6 @@ def engine(*specs, **options) -> Engine:
     return Engine(groups(*specs or HYBRID), **(base | options))
 
 
-@pytest.mark.parametrize(("most", "hit"), [(0, 0), (31, 0), (32, 32), (100, 96), (10**6, 288)])
-def test_a_hit_is_no_longer_than_asked_for(most, hit):
-    e = engine(retention="dense")
-    e.run("a", PROMPT)
-    match = e.kv.match(PROMPT, max_tokens=most)
-    assert (match.num_tokens, match.dense_tokens) == (hit, 288)
-    assert match.limited_by == ("prompt-end" if hit == 288 else "max-tokens")
-    e.start("b", PROMPT, match)  # which keeps to it
-    assert e.computed("b") == hit
-    e.finish_prompt("b")  # rows that are cached are computed again, and adopted
-    e.check()
-    e.release("b")
-    assert e.kv.match(PROMPT).num_tokens == 288
-    assert e.kv.pin(match, now=0, ttl=9) == hit
-
-
 def test_why_a_short_hit_is_not_longer():
     e = engine((8, None))
     assert e.kv.match(PROMPT, max_tokens=0).limited_by == "not-cached"

@@ -42,6 +42,28 @@ def _kept(
     return (pages[page, row].float().to(wide) * factor.to(wide)).to(dtype)
 
 
+def one_query(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """Output [dim] and lse of one query [dim] over keys and values [n, dim]; 0 and -inf if n = 0."""
+    if not len(keys):
+        return 0.0, -math.inf
+    logits = keys @ q * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    lse = torch.logsumexp(logits, 0)
+    if sink is not None and sink == math.inf:
+        return 0.0, lse
+    if sink is not None:
+        logits = torch.cat([logits, sink.to(logits.dtype)[None]])
+    return torch.softmax(logits, 0)[: len(keys)] @ values, lse
+
+
 def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Attend token by token, to the last ``sliding_window`` keys if the call has a window.
 
@@ -83,30 +105,25 @@ def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Te
                     (values, call.v_pages, call.v_scale),
                 ):
                     rows.append(_kept(pages, row_scale, page, j % block_size, dtype).to(dtype))
-        all_keys = torch.stack(keys) if keys else None
-        all_values = torch.stack(values) if keys else None
+        shape = (-1, *call.k_pages.shape[2:])
+        rows = [
+            torch.stack(x) if x else call.q.new_empty(0, dtype=dtype).view(shape)
+            for x in (keys, values)
+        ]
         for token in range(first, last):
             position = context + token - first
-            seen = slice(lowest(position) - oldest, min(position + 1, end) - oldest)
+            seen = slice(lowest(position) - oldest, max(0, min(position + 1, end) - oldest))
             for h in range(num_heads):
-                if seen.start >= seen.stop or all_keys is None or all_values is None:
-                    out[token, h] = 0
-                    if lse is not None:
-                        lse[h, token] = -math.inf
-                    continue
-                key_rows, value_rows = all_keys[seen, h // group], all_values[seen, h // group]
-                logits = key_rows @ call.q[token, h].to(dtype) * scale
-                if call.softcap is not None:
-                    logits = call.softcap * torch.tanh(logits / call.softcap)
+                sink = None if call.sinks is None else call.sinks[h]
+                out[token, h], found = one_query(
+                    call.q[token, h].to(dtype),
+                    *(x[seen, h // group] for x in rows),
+                    scale,
+                    sink,
+                    call.softcap,
+                )
                 if lse is not None:
-                    lse[h, token] = torch.logsumexp(logits, 0)
-                if call.sinks is not None and call.sinks[h] == math.inf:
-                    out[token, h] = 0
-                    continue
-                if call.sinks is not None:
-                    logits = torch.cat([logits, call.sinks[h : h + 1].to(dtype)])
-                weights = torch.softmax(logits, 0)[: len(key_rows)]
-                out[token, h] = weights @ value_rows
+                    lse[h, token] = found
     return out
 
 

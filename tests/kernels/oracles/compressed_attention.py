@@ -16,11 +16,11 @@ bytes.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 
+from .attention import one_query
 from .latent_write import latent_values
 
 
@@ -120,22 +120,12 @@ def _attend_row(
     lse: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    keys = torch.stack(rows).to(dtype) if rows else None
+    keys = torch.stack(rows).to(dtype) if rows else torch.empty(0, q.shape[2], dtype=dtype)
     for h in range(q.shape[1]):
-        if keys is None:
-            out[token, h] = 0
-            if lse is not None:
-                lse[h, token] = -math.inf
-            continue
-        logits = keys @ q[token, h].to(dtype) * scale
+        sink = None if sinks is None else sinks[h]
+        out[token, h], found = one_query(q[token, h].to(dtype), keys, keys, scale, sink)
         if lse is not None:
-            lse[h, token] = torch.logsumexp(logits, 0)
-        if sinks is not None and sinks[h] == math.inf:
-            out[token, h] = 0
-            continue
-        if sinks is not None:
-            logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
-        out[token, h] = torch.softmax(logits, 0)[: len(rows)] @ keys
+            lse[h, token] = found
 
 
 def _inverse_rope(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from . import latent_write as reference_latent
+from .latent_write import roped
+from .norm import normed
 
 
 def compress(
@@ -56,6 +57,5 @@ def compress(
             logits.append(gate[t - first, channels].to(dtype) + ape[t % ratio, channels].to(dtype))
         weights = torch.softmax(torch.stack(logits), 0)
         pooled = (weights * torch.stack(values)).sum(0)
-        normed = reference_latent.normed(pooled, norm_weight, eps)
-        entries[w] = reference_latent.roped(normed, cos_sin[w * ratio])
+        entries[w] = roped(normed(pooled, norm_weight, eps), cos_sin[w * ratio])
     return entries

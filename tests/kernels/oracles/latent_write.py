@@ -18,13 +18,7 @@ from fractions import Fraction
 
 import torch
 
-
-def normed(row: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMS norm of one row [dim] in its dtype; weight None = the row as it is."""
-    if weight is None:
-        return row
-    mean_square = sum(value * value for value in row) / row.shape[0]
-    return row / torch.sqrt(mean_square + eps) * weight.to(row.dtype)
+from .norm import normed
 
 
 def roped(row: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:

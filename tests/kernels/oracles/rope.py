@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import torch
 
-
-def normed(
-    head: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
-) -> torch.Tensor:
-    """RMS norm of one head [head_dim] in its dtype; weight None = the head as it is."""
-    if weight is None:
-        return head
-    mean_square = sum(value * value for value in head) / head.shape[0]
-    return head / torch.sqrt(mean_square + eps) * (weight.to(head.dtype) + offset)
+from .norm import normed
 
 
 def roped(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -90,3 +90,20 @@ def test_ids_that_the_device_sampled_replace_their_placeholders():
     ids, sampled = torch.tensor([5, -1, -3]), torch.tensor([7, 8, 9])
     assert known_ids(ids, sampled).tolist() == [5, 7, 9]
     assert known_ids(ids[:1], sampled[:0]).tolist() == [5]
+
+
+def test_wrong_tables_and_arguments_are_named():
+    kv = KVCache(GROUPS, num_pages=400, track_deltas=True, **SHAPE)
+    slot = kv.admit("a", kv.match([1] * 40))
+    kv.commit(kv.plan([slot], [40]), [1] * 40)
+    other = WorkerTables(GROUPS[:1], max_requests=1, max_model_len=16)
+    with pytest.raises(ValueError, match="step: expected indices below 1, "):
+        other.update(step_arrays(kv, kv.plan([slot], [1])))
+    assert other.take_deltas()[0].size == 0 and not other.tables.any()
+    plain = KVCache(GROUPS, num_pages=400, **SHAPE)
+    slot = plain.admit("a", plain.match([1]))
+    with pytest.raises(ValueError, match="track_deltas: expected True at construction"):
+        step_arrays(plain, plain.plan([slot], [1]))
+    for name in SHAPE:
+        with pytest.raises(ValueError, match=f"{name}: expected an int"):
+            WorkerTables(GROUPS, **(SHAPE | {name: -1}))

@@ -53,28 +53,6 @@ def test_intervals_within_a_tail_keep_no_more_points_than_the_longest_of_them(re
         assert hit == shared // 32 * 32
 
 
-def test_a_long_prefill_does_not_flood_the_cache():
-    """vLLM PR 43447 at a quarter of its length (`bench.replay --workload pr43447` is the whole).
-
-    Published there: over 95 % of the tokens hit when prompt fractions of 10..100 % are replayed.
-    """
-    length, chunk, pages_per_request = 1 << 18, 8192, 1024 + 6
-    kv = KVCache(
-        groups((256, None), (64, 128), (64, 128)),
-        num_pages=16 * pages_per_request, max_requests=1, max_model_len=length, retention=8192,
-    )  # fmt: skip
-    prompts = [np.arange(length, dtype=np.int32) + i for i in range(14)]
-    for i, prompt in enumerate(prompts):
-        slot = kv.admit(i, kv.match(prompt))
-        for start in range(0, length, chunk):
-            kv.commit(kv.plan([slot], [chunk]), prompt[start : start + chunk])
-        kv.release(i)
-    fractions = [length * p // 100 for p in range(10, 101, 10)]
-    shares = [kv.match(prompt[:n]).num_tokens / n for prompt in prompts for n in fractions]
-    assert np.mean(shares) > 0.95
-    assert kv.stats()["evicted_segments"] == 0
-
-
 # Replays.
 
 

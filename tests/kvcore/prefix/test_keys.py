@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import struct
-import subprocess
-import sys
-from hashlib import sha256
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ import pytest
 from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.events import split_keys
 from quire.kvcore.prefix.extra_keys import Mark
-from tests.kvcore.engine import groups
 
 SEEDS = [b"", b"a", b"ab", b"abc", b"\0", b"\0\0", b"\0" * 8, b"\0" * 16]
 A = 8
@@ -66,59 +61,6 @@ def test_a_lookahead_moves_no_token_between_segments(lookahead):
             assert owner.setdefault(key, prefix) == prefix
     assert len(owner) == 2 ** (4 + lookahead) + 2 ** (8 + lookahead)
     assert keys([1], lookahead=1, block_size=1) == ()
-
-
-def test_keys_are_the_published_formula_in_every_process():
-    root = sha256(struct.pack("<QQ", 4, 6) + b"seed" + b"tenant").digest()
-    one = sha256(root + int32(0, 1, 2, 3)).digest()
-    two = sha256(one + int32(4, 5, 6, 7)).digest()
-    code = (
-        "from quire.kvcore import GroupSpec, KVCache\n"
-        "kv = KVCache([GroupSpec('g', 'dense', 4, 1)], num_pages=9, max_requests=1,\n"
-        "             max_model_len=99, hash_seed=b'seed')\n"
-        "print(kv.match(list(range(8)), salt=b'tenant').prompt.keys.hex())\n"
-    )
-    for seed in ("0", "4294967295"):
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)  # fmt: skip
-        assert found.stdout.strip() == (one + two).hex()
-
-
-def wide(*specs) -> KVCache:
-    specs = groups(*specs or ((A, None),))
-    return KVCache(specs, num_pages=400, max_requests=4, max_model_len=400)
-
-
-def run(kv: KVCache, prompt, extra_keys=None) -> None:
-    match = kv.match(prompt, extra_keys=extra_keys)
-    slot, done = kv.admit("a", match), match.num_tokens
-    kv.commit(kv.plan([slot], [len(prompt) - done]), prompt[done:])
-    kv.release("a")
-
-
-@pytest.mark.parametrize(("start", "shared"), [(0, 0), (7, 0), (8, 8), (45, 40), (99, 96)])
-def test_tokens_before_an_image_are_shared(start, shared):
-    kv = wide()
-    run(kv, PROMPT)
-    cat, dog = ([(start, start + 1, name)] for name in (b"cat", b"dog"))
-    assert kv.match(PROMPT, extra_keys=cat).num_tokens == shared
-    run(kv, PROMPT, cat)
-    assert kv.match(PROMPT, extra_keys=cat).num_tokens == 96
-    assert kv.match(PROMPT, extra_keys=dog).num_tokens == shared
-    assert kv.match(PROMPT).num_tokens == 96
-    prompt = kv.match(PROMPT, extra_keys=cat).prompt  # which keeps its extra keys
-    assert kv.match(prompt).num_tokens == kv.match(prompt, extra_keys=cat).num_tokens == 96
-
-
-def test_an_image_at_the_end_of_a_prompt_marks_the_first_answer():
-    kv = wide()
-    prompt, answer = PROMPT[:45], [7] * 30
-    slot = kv.admit("a", kv.match(prompt, extra_keys=[(42, 45, b"cat")]))
-    kv.commit(kv.plan([slot], [75]), [*prompt, *answer])
-    again = [*prompt, *answer, 1]
-    assert kv.match(again, extra_keys=[(42, 45, b"cat")]).num_tokens == 72
-    for other in ([(42, 46, b"cat")], [(42, None, b"cat")], []):
-        assert kv.match(again, extra_keys=other).num_tokens == 40
 
 
 def test_marks_of_several_keys_never_pack_alike():

@@ -64,19 +64,6 @@ def test_without_caching_windows_keep_nothing_for_others():
         cache.release("a")
 
 
-def test_what_lacks_is_said_and_nothing_changes():
-    cache = full()
-    a = admitted(cache, "a", b"", 40, 40)
-    assert cache.num_free_pages == 4
-    lacks = cache.reserve(a, 60)
-    assert isinstance(lacks, OutOfPages)
-    assert (lacks.needed, lacks.free, lacks.evictable, lacks.group) == (9, 4, 0, "g0")
-    assert isinstance(cache.reserve(a, 41, least=5), OutOfPages)
-    assert isinstance(cache.admit("b", cache.match(keys=b"", num_tokens=9), least=5), OutOfPages)
-    assert cache.num_free_pages == 4 and len(cache.pages_of(a)[0]) == 5
-    cache.check_invariants()
-
-
 def test_groups_and_modes_that_need_tables_are_refused():
     for spec in (GroupSpec("s", "state", 8, 1), GroupSpec("s", "dense", 8, 1, lookahead=1)):
         with pytest.raises(ValueError, match=r"groups: expected dense and window groups.*name='s'"):

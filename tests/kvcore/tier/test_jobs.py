@@ -5,25 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.kvcore import GroupSpec, Ranked
-from quire.kvcore.tier.jobs import TransferEnd
-from tests.kvcore.tier.setup import HYBRID, LONGER, PAGE, PROMPT, Setup
-
-
-def test_a_point_whose_segments_are_there_comes_alone():
-    s = Setup(pages=100)
-    s.serve(PROMPT)
-    s.store()
-    index = s.e.kv.index
-    run, _ = index.find(s.e.kv.match(LONGER).prompt.keys, 12)
-    there = TransferEnd(index, run)  # as a request has it that goes on from here
-    s.forget()
-    match = s.tiers.match(LONGER)
-    assert match.device.num_tokens == 0 < match.device.dense_tokens
-    job = s.tiers.load(match)
-    assert 0 < len(job.sources) <= s.e.kv.layout.pages_per_point
-    s.end(job)
-    there.end()
-    assert s.serve(LONGER) == match.num_saved_tokens == 96
+from tests.kvcore.tier.setup import HYBRID, PAGE, PROMPT, Setup
 
 
 def test_blocks_that_points_of_a_job_share_are_copied_once():
@@ -38,19 +20,6 @@ def test_blocks_that_points_of_a_job_share_are_copied_once():
     s.end(job)
     s.forget()
     assert s.load([*PROMPT[:70], 1]).num_saved_tokens == s.serve([*PROMPT[:70], 1]) == 64
-
-
-def test_an_entry_under_store_stays_readable_and_is_not_evicted():
-    s = Setup(pages=40)
-    s.serve(PROMPT)
-    jobs = s.tiers.stores(1 << 30)
-    s.serve(PROMPT[:40:-1])
-    s.forget()  # the newer one goes
-    assert s.serve(LONGER) == 96
-    s.end(*jobs)
-    s.forget()
-    assert s.e.kv.match(LONGER).num_tokens == 0
-    assert s.load(LONGER).num_saved_tokens == s.serve(LONGER) == 96
 
 
 def test_a_policy_that_raises_leaves_everything_as_it_was():

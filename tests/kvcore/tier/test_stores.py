@@ -8,12 +8,6 @@ from quire.kvcore.tier import stores
 from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PAGE, PROMPT, Setup
 
 
-def test_nothing_is_stored_while_there_is_room():
-    s = Setup(pages=400, watermark=50)
-    s.serve(PROMPT)
-    assert s.tiers.stores(1 << 30) == []
-
-
 @pytest.mark.parametrize("specs", [HYBRID, DENSE], ids=["hybrid", "dense"])
 def test_stores_under_way_count(specs):
     """Pages that open stores will free need no other store."""
@@ -56,16 +50,6 @@ def test_a_copy_counts_as_used_when_its_entry_would_be_stored_again():
     assert found == [96, 0, 96]
 
 
-def test_the_host_evicts_first_what_it_was_given_first():
-    s = Setup(pages=200, host=36)
-    prompts = [1, *PROMPT[:60]], [2, *PROMPT], [3, *PROMPT]
-    for prompt in prompts:
-        s.serve(prompt)
-        s.store()
-    s.forget()
-    assert [s.tiers.match([*prompt, 1]).num_saved_tokens for prompt in prompts] == [0, 96, 96]
-
-
 def test_a_host_that_is_too_small_is_not_written_over_and_over():
     s = Setup(pages=200, host=20)
     for i in range(4):
@@ -86,17 +70,6 @@ def test_a_budget_ends_within_a_chain():
         assert bool(s.points()) == (pages == 100)
     s.forget()
     assert s.load(LONGER).num_saved_tokens == 96
-
-
-def test_a_segment_is_in_one_open_job():
-    """Points at 4, 8 and 12 segments: each segment is copied once."""
-    s = Setup(pages=200, retention=32)
-    s.serve(PROMPT)
-    [first] = s.tiers.stores(1 << 30)
-    assert not s.tiers.stores(1 << 30)
-    s.end(first)
-    seen = [(len(job.segments), job.depths) for job in [first, *s.store()]]
-    assert sum(n for n, _ in seen) == 12 and {d for _, ds in seen for d in ds} == {4, 8, 12}
 
 
 def test_pinned_entries_are_not_stored():
