@@ -4,47 +4,14 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT
-from quire.kernels import LatentPages, index_topk, page_bytes, write_kv, write_latent
-from quire.kernels.common import e4m3
+from quire.kernels import LatentPages, index_topk, page_bytes, write_latent
 from quire.kernels.indexer.kernel import make_plan
 from quire.models.layers.basic import linear_fp32
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.pages.test_write_kv import blank
-from tests.support.helpers import DEVICE, NAN, AttentionCase
+from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels.indexer_cases import IndexCase, make_index_batch
 
 pytestmark = pytest.mark.gpu
-
-
-def midpoints():
-    """Codes, the middles of neighbours, and a step of fp32 to either side: [n], a multiple of 16."""
-    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    values = torch.cat([-values.flip(0), values])
-    middle, inf = (values[1:] + values[:-1]) / 2, torch.tensor(torch.inf)
-    beyond = torch.tensor([464.0, 465.0, -1e30, torch.inf, -torch.inf])
-    x = torch.cat([middle, middle.nextafter(inf), middle.nextafter(-inf), values, beyond])
-    return torch.cat([x, x.new_zeros(-len(x) % 16)]).to(DEVICE)
-
-
-@pytest.mark.parametrize("scale", [None, 1.0, 0.37])
-def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
-    """The device's division and rounding against torch's on a CPU, with ties and subnormals."""
-    x = midpoints().view(-1, 1, 16) * (1.0 if scale is None else scale)
-    if scale is None:
-        more = torch.randn(20 if DRY_RUN else 500, 1, 16, device=DEVICE)
-        x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], more])
-    if DRY_RUN:
-        x = x[::8]
-    codes, scales = e4m3.quantize(x.cpu(), scale)
-    pages, row_scales = blank(AttentionCase("", [], [], num_kv_heads=1), -(-len(x) // 16))
-    k_scale, v_scale = row_scales if scale is None else (scale, scale)
-    slots = torch.arange(len(x), device=DEVICE)
-    write_kv(x, x, *pages, slots, k_scale=k_scale, v_scale=v_scale, impl="triton")
-    for page, row_scale in zip(pages, row_scales, strict=True):
-        written = page.view(torch.uint8).flatten(0, 1)[: len(x)]
-        assert written.cpu().equal(codes.view(torch.uint8))
-        if scale is None:
-            assert row_scale.flatten(0, 1)[: len(x)].cpu().equal(scales)
 
 
 @pytest.mark.parametrize("block_size", [64, 2])

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quire.kvcore import AllBlocksCleared, EventLog, GroupSpec, KVCache, tail_hashes
+from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, GroupSpec, KVCache, tail_hashes
 from quire.kvcore.events import split_keys
 from tests.kvcore.engine import Engine, Text, groups
 from tests.kvcore.expected import Reader
 
-STATE = GroupSpec("state", "state", 4, 4096)
-MIXES = [
-    ((8, None),),
-    ((8, None), (4, 10), (4, 10)),
-    ((4, None), (8, 20), (4, 1)),
-    ((4, 9),),
-    (STATE,),
-    ((4, None), (8, None), STATE, (2, 5)),
-    (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
-]
 IMAGE = 8  # placeholder of an image
 EXTRA = ((0, None, b"adapter"), (3, 10, b"cat"))
 

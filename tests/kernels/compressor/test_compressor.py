@@ -325,19 +325,6 @@ def test_values_of_several_sizes(impl):
 
 
 @IMPLS
-def test_an_entry_without_a_slot_is_not_made(impl):
-    """It is left out, its tokens are kept, and the next window pools them."""
-    case = Case([[11]])
-    run = Run(case)
-    arguments = run.arguments([0], [11])
-    arguments["slot_mapping"][3] = -1
-    compress(**arguments, impl=impl)
-    assert run.pages.data.isnan().sum() == run.pages.data.numel() - case.dim
-    assert_within_budget("entry 1", run.entries()[1], run.oracle()[1])
-    run.check_state()
-
-
-@IMPLS
 def test_padding_rows(impl):
     """A sequence of length 0 with a token, one with fewer tokens than rows, and one whose state
     does not exist because it has nothing."""

@@ -15,7 +15,6 @@ from tests.kvcore.engine import POISON, Engine, groups
 HYBRID = groups((8, None), (4, 10))
 DENSE = groups((8, None))
 STATE = groups((4, None), GroupSpec("state", "state", 4, 4096))
-WINDOWS = groups((4, 10), (4, 20))
 PAGE = 4096
 PROMPT = list(range(1, 101))
 LONGER = [*PROMPT, 1]  # 96 tokens of it are whole segments of 8
