@@ -16,7 +16,7 @@ _FEW_ROWS = dict.fromkeys((16, 32, 64), Config(16, 32, 8, 3))
 # Tiles of 16-bit queries by class of GPUs and wanted rows.
 TILES = {
     "hopper": _LARGE,
-    "medium": _LARGE,
+    "medium": _LARGE | {64: Config(32, 32, 8, 3)},
     "blackwell": _FEW_ROWS,
     "small": dict.fromkeys((16, 32, 64), Config(16, 32, 8, 2)),
     "amd": dict.fromkeys((16, 32, 64), Config(16, 32, 4, 1)),
