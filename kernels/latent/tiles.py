@@ -1,7 +1,7 @@
 """Launch choices of latent attention as pure functions of host integers: tiles, and split-KV decode.
 
-Tiles compile without spills for 16-bit and quantized pages on sm_80 and sm_90
-(``python -m bench.static --only mla``).
+Tiles compile without spills for 16-bit and quantized pages on sm_80 and sm_90, but for two prefills
+on sm_90: MLA of 8 heads, and under Triton 3.9 CSA (docs/results.md).
 """
 
 from __future__ import annotations

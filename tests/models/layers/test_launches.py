@@ -21,7 +21,7 @@ BARS = {
     "llama-tiny": 11, "gemma3-tiny": 11, "gemma4-tiny": 11, "gemma4-e-tiny": 15,
     "gemma4-moe-tiny": 22, "gpt-oss-tiny": 15,
 }  # fmt: skip
-V4_BARS = {SLIDING: 30, HCA: 30, CSA: 40}
+V4_BARS = {SLIDING: 22, HCA: 25, CSA: 32}
 
 
 def launches(name, context, monkeypatch):
