@@ -2,7 +2,7 @@
 tokens.
 
     python -m bench.kvcore
-    python -m bench.kvcore --model gemma4-31b --json kvcore.json
+    python -m bench.kvcore --model gemma-4-31b --json kvcore.json
 
 Everything runs in this process on one core; figures are medians. Nothing here touches a device:
 `kvcore` is integers. Where vLLM is installed, the same table follows for its allocator.
@@ -24,6 +24,7 @@ from quire.models.command import Parser, integer, output_file, program
 from .measure import SPECS, Row, full_pool, show, spec_rows
 
 VLLM_VERSION = "0.33"
+MODELS = {"v4": ["v4"], "gemma-4-31b": ["gemma4-31b"], "all": list(SPECS)}
 
 
 def vllm_rows(spec: str, requests: list[int], repeats: int, steps: int) -> list[Row]:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write it where `--json` says; returns the exit status."""
     args = _parser().parse_args(argv)
     rows: list[Row] = []
-    for spec in SPECS if args.model == "all" else [args.model]:
+    for spec in MODELS[args.model]:
         new = spec_rows(spec, args.requests, args.repeats, args.steps)
         show(new)
         rows += new + vllm_rows(spec, args.requests, args.repeats, args.steps)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser("bench.kvcore", __doc__)
     add = parser.add_argument
-    add("--model", choices=[*SPECS, "all"], default="all", help="its cache groups; default: all")
+    add("--model", choices=list(MODELS), default="all", help="its cache groups; default: all")
     add("--repeats", type=integer(0, 10**6), default=3, help="runs of the million-token prompt")
     add("--steps", type=integer(most=10**6), default=300, help="decode steps to time")
     sizes = {"type": integer(most=65536), "nargs": "*", "default": [256, 4096]}
