@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import time
 from importlib import import_module
@@ -45,36 +43,6 @@ def test_the_program_of_a_part_runs(part, tmp_path, monkeypatch):
         assert all(row["ms"] > 0 for row in result["rows"] if "ms" in row)
     else:
         assert result["check"]["requests"] == 1
-
-
-# Hides what an environment with torch, triton, numpy and pytest alone would not have.
-BARE = """
-import sys
-from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-
-class Bare(PathFinder):
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        hidden = name in ("safetensors", "tqdm", "transformers", "xdist")
-        return None if hidden else PathFinder.find_spec(name, path, target)
-
-sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Bare]
-"""
-
-
-@pytest.fixture
-def bare(tmp_path):
-    """Environment variables of a machine where quire is not installed."""
-    (tmp_path / "sitecustomize.py").write_text(BARE)
-    others = ("PYTHON", "QUIRE", "PYTEST", "TRITON")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(others)}
-    environment |= {"PYTHONPATH": str(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
-    missing = (
-        "import importlib.util as u; assert not u.find_spec('quire') and not u.find_spec('tqdm')"
-    )
-    subprocess.run([sys.executable, "-c", missing], cwd=tmp_path, env=environment, check=True)
-    return environment
 
 
 def test_the_tests_of_every_part_are_there():

@@ -13,12 +13,6 @@ from tests.support.models.chats import CASES, MESSAGES, TEXTS, TOOLS, write_toke
 
 transformers = pytest.importorskip("transformers", reason="renders chat templates")
 
-TEMPLATE = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] | trim }}{{ {'a': 'é'} | tojson }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
-)
-
 
 def test_named_templates(tmp_path):
     """tool_use for chats with tools; files before tokenizer_config.json, and chat_template.json last."""

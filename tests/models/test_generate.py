@@ -31,7 +31,6 @@ from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream, dec
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = EngineConfig(num_pages=300)
-TEXT = "naïve café – 東京 🙂👩‍🔬 end"
 
 
 class Words:

@@ -154,6 +154,7 @@ def test_bytes_and_operations_of_a_case():
     case = Case(LATENT_SHAPES["v4-flash/csa"], "decode", 16, 32768)
     assert case_bytes(case) == 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512)
     assert case_flops(case) == 16 * 640 * 4 * 64 * 512
+    assert LATENT_SHAPES["v4-flash/index"].shard(2) is None
     case = Case(LATENT_SHAPES["v4-flash/index"], "decode", 1, 32768)
     assert case_flops(case) == 2 * 8192 * 64 * 128
     case = Case(LATENT_SHAPES["v3/mla"], "decode", 1, 4096)

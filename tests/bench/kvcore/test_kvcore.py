@@ -50,17 +50,6 @@ def test_a_full_pool_makes_room(monkeypatch):
     assert all(0 < r["value"] < 10 for r in rows)
 
 
-@pytest.mark.parametrize("spec", measure.SPECS)
-def test_a_decode_step_leaves_no_garbage(spec):
-    cache, slots = measure.decoding(spec, 16, context=512)
-    left = measure.garbage(cache, slots, 200)
-    assert abs(left) < 16 * 4, "a few bytes a request would be noticed"
-    kept = []
-    commit = cache.commit
-    cache.commit = lambda plan, ids: kept.append(plan) or commit(plan, ids)
-    assert measure.garbage(cache, slots, 50) > 1000, "a kept plan is noticed"
-
-
 @pytest.mark.parametrize(
     ("version", "text", "reason"),
     [

@@ -183,36 +183,3 @@ def test_arguments_are_specialised_as_the_launcher_does():
 )
 def test_resident_programs(arguments, programs):
     assert limits.resident_programs(*arguments) == programs
-
-
-LISTED = """
-import json
-from quire.bench.static import cases, compiling
-from quire.bench.static.launches import record
-from quire.kernels.common.arch import named
-found = cases.all_cases()
-every = compiling.distinct(("sm_90",))
-kernels, samples, shapes = set(), set(), set()
-for name, arch, index in every:
-    launch = record(found[name].call, named(arch))[index]
-    kernels.add(launch.name)
-    shapes.add((launch.name, found[name].dtype, launch.values.get("HEAD_DIM"), compiling.config(launch)))
-for case in found.values():
-    launches = record(case.call, named("sm_80"))
-    assert launches, case.name
-    samples.update(launch.name for launch in launches if case.sample)
-default = compiling.distinct((), samples=cases.SAMPLE_ARCHS, tiles=("sm_90",))
-print(json.dumps({
-    "cases": len(found), "every": len(every), "kernels": len(kernels), "samples": len(samples), "shapes": len(shapes),
-    "tiles": sum(arch == "sm_90" for _, arch, _ in default),
-    "others": sorted({(name, found[name].sample) for name, arch, _ in default if arch != "sm_90"}),
-}))
-"""
-
-
-def test_the_list_of_kernels():
-    """A sample holds every kernel, and one launch of each tile shape is compiled."""
-    found = in_a_process_that_compiles(LISTED)
-    assert found["samples"] == found["kernels"] >= 20
-    assert found["shapes"] == found["tiles"] < found["every"]
-    assert all(sample for _, sample in found["others"])

@@ -15,6 +15,7 @@ from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.deepseek_v4.test_mtp import Reference, difference
 from tests.models.engine.test_engine import DEVICE, prompt
+from tests.support.models.drafters import Watched
 
 CONFIG = replace(
     CONFIGS["deepseek-v4-tiny"],
@@ -72,34 +73,23 @@ def model():
     return random_model(CONFIG, seed=3, device=DEVICE)
 
 
-class Watched(DSparkDrafter):
-    """Keeps what it drafted for each sequence, then drafts the truth up to a wrong token."""
-
-    truth = ()
+class WatchedDSpark(Watched, DSparkDrafter):
+    """Keeps the logits of each block, too."""
 
     def __init__(self, model, max_draft_tokens=5):
         super().__init__(model, max_draft_tokens)
-        self.seen, self.logits = [], []
+        self.logits = []
 
     def _block_logits(self, *args):
         self.logits.append(super()._block_logits(*args))
         return self.logits[-1]
-
-    def propose(self, requests):
-        drafts = super().propose(requests)
-        for request, own in zip(requests, drafts, strict=True):
-            self.seen.append((list(request.tokens), own.tolist()))
-            right = len(self.seen) % (self.max_draft_tokens + 1)
-            known = torch.tensor(self.truth[request.num_tokens :][:right], dtype=own.dtype)
-            own[: len(known)] = known
-        return drafts
 
 
 @pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 41])
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_drafts_equal_the_reference(model, length, chunk):
     """Around the first window of 16 tokens, whatever steps wrote the rows."""
-    drafter = Watched(model)
+    drafter = WatchedDSpark(model)
     run = V4Recorder(model, drafter=drafter, max_num_batched_tokens=chunk)
     run.add(prompt(length), 2)
     run.run()
@@ -115,8 +105,8 @@ def test_rejections_at_every_place_leave_no_trace(model):
     plain_id = plain.add(prompt(30), 40)
     plain.run()
     tokens = [*prompt(30), *plain.outputs[plain_id].token_ids]
-    drafter = Watched(model)
-    drafter.truth = tokens
+    drafter = WatchedDSpark(model)
+    drafter.outputs = {plain_id: plain.outputs[plain_id].token_ids}
     run = V4Recorder(model, drafter=drafter)
     request_id = run.add(prompt(30), 40)
     run.run()
@@ -131,13 +121,15 @@ def test_rejections_at_every_place_leave_no_trace(model):
 def test_a_hit_and_a_preemption_bring_the_rows_along(model):
     """Drafts behind them are those of a cold request."""
     reference = DSparkReference(model)
-    drafter = Watched(model)
+    drafter = WatchedDSpark(model)
     run = V4Recorder(model, drafter=drafter)
     for expected in (0, 96):
         request_id = run.add(prompt(99), 3)
         run.run()
         assert run.outputs[request_id].num_cached_tokens == expected
-    small = V4Recorder(model, drafter=(other := Watched(model)), num_pages=56, max_model_len=120)
+    small = V4Recorder(
+        model, drafter=(other := WatchedDSpark(model)), num_pages=56, max_model_len=120
+    )
     ids = [small.add(prompt(50 + n, n), 30) for n in range(8)]
     small.run()
     assert sum(small.outputs[i].num_preemptions for i in ids) > 0

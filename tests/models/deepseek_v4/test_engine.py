@@ -18,6 +18,7 @@ from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
+from tests.support.models.drafters import Watched
 from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
@@ -33,20 +34,8 @@ class V4Recorder(Recorder):
             ring[idle] = float("nan")
 
 
-class Knowing(MTPDrafter):
-    """Drafts as MTP does, but now and then it knows the outputs: a random drafter is hardly ever right."""
-
-    outputs: dict[str, tuple[int, ...]] | None = None
-    calls = 0
-
-    def propose(self, requests):
-        drafts = super().propose(requests)
-        for request, own in zip(requests, drafts, strict=True):
-            self.calls += 1
-            known = (self.outputs or {}).get(request.request_id, ())[request.num_output :]
-            known = torch.tensor(known[: min(len(own), self.calls % 4)], dtype=own.dtype)
-            own[: len(known)] = known
-        return drafts
+class Knowing(Watched, MTPDrafter):
+    """Drafts as MTP does, and the truth now and then."""
 
 
 @pytest.fixture(scope="module")

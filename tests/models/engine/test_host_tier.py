@@ -11,7 +11,7 @@ from quire.models.engine import host_tier
 from quire.models.engine.host_tier import HostPages, PageCopier
 
 CPU = torch.device("cpu")
-NUM_PAGES, PAGE_BYTES, NUM_TENSORS = 12, 64, 3
+PAGE_BYTES, NUM_TENSORS = 64, 3
 ROW_BYTES = PAGE_BYTES * NUM_TENSORS
 
 

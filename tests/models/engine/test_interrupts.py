@@ -53,30 +53,6 @@ def interrupted_at(moment, work):
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on():
-    model = random_model(few("gemma3-tiny"))
-    llm = LLM(model, engine=EngineConfig(num_pages=200, max_num_seqs=4))
-    prompts = [[5] * 20, [6] * 3]
-
-    def answers():
-        return [o.token_ids for o in llm.generate(prompts, PARAMS, progress=False)]
-
-    def work():
-        llm.engine.kv.clear()
-        answers()
-
-    expected = answers()
-    ended, num_lines = interrupted_at(None, work)
-    assert ended and num_lines > 1200
-    for moment in range(1, num_lines, num_lines // 20):
-        ended, _ = interrupted_at(moment, work)
-        assert not ended and not llm.engine.has_work and not llm._streams
-        llm.engine.kv.check_invariants()
-        assert llm.engine.kv.stats()["pages_in_use"] == 0
-        assert answers() == expected
-
-
-@pytest.mark.slow
 def test_an_interrupt_at_any_line_of_a_step_comes_after_it():
     """Also where a program steps an engine itself: the step is whole, its report is lost."""
     engine = Engine(random_model(few("gemma3-tiny")), EngineConfig(num_pages=200, max_num_seqs=4))

@@ -60,24 +60,6 @@ def test_a_request_never_needs_more_pages_than_its_bound(name, drafts):
     assert bound - 3 * len(groups) <= most <= bound
 
 
-def test_as_many_requests_fit_as_the_plan_says():
-    model = build("gemma3-tiny")
-    for num_pages, n in ((61, 100), (200, 333)):
-        engine = Engine(
-            model, EngineConfig(num_pages=num_pages, max_num_seqs=50, max_num_batched_tokens=512)
-        )
-        count = engine.memory.num_fitting(n)
-        assert 1 < count < 50
-        rng = np.random.default_rng(0)
-        for _ in range(count):
-            engine.add_request(rng.integers(3, 259, n - 6), SamplingParams(6, ignore_eos=True))
-        while engine.has_work:
-            report = engine.step()
-            assert report.num_preempted == 0
-            if report.num_prefills == 0 and not report.finished:
-                assert report.num_decodes == count, "they all hold their pages at once"
-
-
 def test_figures_of_the_plan():
     model = build("gemma4-small")
     memory = Engine(model, EngineConfig(num_pages=500, max_num_seqs=9)).memory

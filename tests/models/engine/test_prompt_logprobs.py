@@ -102,33 +102,6 @@ def test_what_is_known_survives_a_preemption(model, after):
     assert stats["resumed_hit_tokens"] <= 2 * scored + 80
 
 
-@pytest.mark.parametrize("settings", [{}, {"decode_graphs": True}])
-def test_a_step_ahead_and_with_graphs(model, settings):
-    """Chunks of one token, too, are no decode step."""
-    engine = Engine(
-        model,
-        EngineConfig(
-            num_pages=600,
-            max_num_seqs=4,
-            max_num_batched_tokens=4,
-            async_scheduling=True,
-            **settings,
-        ),
-    )
-    plain = SamplingParams(40, ignore_eos=True)
-    for i in range(3):
-        engine.add_request(prompt(3, seed=i), plain, request_id=str(i))
-    engine.add_request(prompt(20), SamplingParams(4, **WANTED), request_id="a")
-    outputs = {o.request_id: o for o in finish(engine)}
-    check(model, outputs["a"])
-    alone = Engine(model, EngineConfig(num_pages=600, decode_graphs=False, async_scheduling=False))
-    for i in range(3):
-        alone.add_request(prompt(3, seed=i), plain, request_id=str(i))
-    assert {o.request_id: o.token_ids for o in finish(alone)} == {
-        str(i): outputs[str(i)].token_ids for i in range(3)
-    }
-
-
 def test_those_of_a_step_with_bad_rows_are_dropped():
     """The second step, a step ahead of NaN, gives wrong logits; its requests begin anew."""
     ids, engines = [5, 9] * 24, []

@@ -8,9 +8,11 @@ from safetensors.torch import load_file, save_file
 
 from quire.models.config.named import get_config
 from quire.models.families.gemma4_assistant import Gemma4Drafter, load_assistant
+from quire.models.llm import make_drafter
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import Recorder, prompt
+from tests.support.models.drafters import Watched
 
 # 5.23 refuses its own assistants' configurations.
 transformers = pytest.importorskip("transformers", minversion="5.24")
@@ -89,33 +91,17 @@ def oracle(target, assistant, tokens):
     return drafts
 
 
-class Watched(Gemma4Drafter):
-    """Keeps what it drafted for each sequence, then drafts the truth up to a wrong token."""
-
-    truth = ()
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = []
-
-    def propose(self, requests):
-        drafts = super().propose(requests)
-        for request, own in zip(requests, drafts, strict=True):
-            self.seen.append((request.tokens.tolist(), own.tolist()))
-            right = len(self.seen) % (NUM_DRAFTS + 1)
-            known = torch.tensor(self.truth[request.num_tokens :][:right], dtype=own.dtype)
-            own[: len(known)] = known
-        return drafts
+class WatchedAssistant(Watched, Gemma4Drafter):
+    pass
 
 
-def make(target, assistant, truth=(), **settings):
+def make(target, assistant, **settings):
     """(engine's recorder, drafter)."""
     model = load_model(target[1], dtype=torch.float32)
     drafter = None
     if assistant is not None:
         own = load_assistant(assistant[1], dtype=torch.float32)
-        drafter = Watched(model, own, NUM_DRAFTS)
-        drafter.truth = truth
+        drafter = WatchedAssistant(model, own, NUM_DRAFTS)
     return Recorder(model, drafter=drafter, max_num_batched_tokens=23, **settings), drafter
 
 
@@ -132,7 +118,8 @@ def work(run):
 def test_drafts_are_those_of_transformers(target, assistant):
     """Around a window of 8, in ragged batches, in chunks, behind a hit, with drafts accepted and rejected."""
     plain = [output.token_ids for output in work(make(target, None)[0])]
-    run, drafter = make(target, assistant, truth=[*prompt(60), *plain[-1]])
+    run, drafter = make(target, assistant)
+    drafter.outputs = {str(i): tokens for i, tokens in enumerate(plain)}
     outputs = work(run)
     assert [output.token_ids for output in outputs] == plain
     assert outputs[-1].num_cached_tokens >= 32
@@ -153,6 +140,10 @@ def test_a_preempted_request_drafts_as_before(target, assistant):
 
 def test_what_is_refused(target, assistant, tmp_path):
     path = assistant[1]
+    with pytest.raises(ValueError, match=r"drafter: expected one of .*or a directory, got 'none'"):
+        make_drafter("none", 3, None)
+    model = load_model(target[1], dtype=torch.float32)
+    assert isinstance(make_drafter(str(path), 3, model), Gemma4Drafter)
     own = load_assistant(path, dtype=torch.float32)
     with pytest.raises(ValueError, match="drafter: expected a target with family 'gemma4'"):
         Gemma4Drafter(random_model(get_config("llama-tiny")), own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from itertools import accumulate
 
@@ -266,19 +265,3 @@ def test_another_flash_attn_is_left_alone(no_flash_attn, monkeypatch):
         flash_attn.install()
     del sys.modules["flash_attn"]
     assert flash_attn.install().__version__ == "2.8.3.post2"
-
-
-def test_signatures_are_those_of_flash_attn():
-    """By position and by default: read from flash-attn 2.8.3."""
-    varlen = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p=0.0 softmax_scale=None causal=False"
-    varlen += " window_size=(-1,-1) softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False block_table=None"
-    cached = "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None"
-    cached += " cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0"
-    cached += " rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False"
-    for function, expected in ((flash_attn_varlen_func, varlen), (flash_attn_with_kvcache, cached)):
-        parameters = inspect.signature(function).parameters.values()
-        shown = [
-            p.name + ("" if p.default is p.empty else f"={p.default}".replace(" ", ""))
-            for p in parameters
-        ]
-        assert shown == expected.split()

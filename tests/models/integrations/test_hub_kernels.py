@@ -99,14 +99,6 @@ def test_the_files_are_those_of_the_package_and_the_metadata_names_them(reposito
     assert data["backend"]["archs"] == ["8.0", "8.6", "9.0", "10.0", "12.0"]
 
 
-def test_other_contents_have_another_id(tmp_path):
-    ids = set()
-    for text in ("1", "2"):
-        (tmp_path / "a.py").write_text(text)
-        ids.add(hub_kernels.metadata(tmp_path, "cpu")["id"])
-    assert len(ids) == 2
-
-
 @pytest.mark.parametrize("code", [ALONE, LOADED], ids=["without-quire", "by-kernels"])
 def test_it_works(code, repository, tmp_path):
     if code is LOADED:

@@ -23,10 +23,6 @@ def as_e4m3(rows):
     return e4m3.dequantize(*e4m3.quantize(rows))
 
 
-def as_bf16(rows):
-    return rows.to(torch.bfloat16).to(rows.dtype)
-
-
 def by_scales(scales):
     """Rounds keys and values of one layer after another, each by its scale."""
     each = itertools.cycle(itertools.chain.from_iterable(scales))

@@ -12,9 +12,8 @@ from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.engine import memory
 from quire.models.layers.basic import Linear
-from quire.models.loading.names import Source, Target
 from quire.models.loading.random_weights import random_model
-from quire.models.loading.weights import build_model, kept_as_stored, load_model
+from quire.models.loading.weights import load_model
 from tests.support.models.quantized import write_fp8
 
 FP8 = torch.float8_e4m3fn
@@ -81,22 +80,6 @@ def test_scales_of_the_fp8_cache_that_are_refused(tmp_path, scales, message):
     write_kv_scales(tmp_path, scales)
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
-
-
-def test_mxfp4_experts_are_kept_where_their_kernel_reads_them(monkeypatch):
-    """By default on a GPU, and where the converted model does not fit; experts with one plain matrix are converted."""
-    model = build_model(get_config("gpt-oss-tiny"), device="meta", dtype=torch.float32)
-    names = [f"layers.{i}.mlp.experts.{n}" for i in range(4) for n in ("gate_up_proj", "down_proj")]
-    plain = "layers.1.mlp.experts.down_proj"
-    sources = [Source(Target(n), "plain" if n == plain else "mxfp4", None) for n in names]
-
-    def kept(fp8, device, free=2**40):
-        monkeypatch.setattr(memory, "free_memory", lambda device: free)
-        return set(kept_as_stored(model, sources, fp8, torch.device(device)))
-
-    whole = {name for name in names if "layers.1." not in name}
-    assert kept("keep", "cpu") == kept("auto", "cuda") == kept("auto", "cpu", free=2**10) == whole
-    assert kept("dequantize", "cuda") == kept("auto", "cpu") == set()
 
 
 MEASURE = """
