@@ -206,7 +206,7 @@ def _check_expand(streams, y, post, comb, rows, weights, chosen) -> None:
 
 
 def _checked_shape(streams: torch.Tensor, impl: str) -> tuple[int, int, int]:
-    """(num_tokens, n, hidden_size) of streams that an checks.implementation supports."""
+    """Require streams that an implementation supports; returns (num_tokens, n, hidden_size)."""
     checks.expect_tensor("streams", streams, (None, None, None), checks.MODEL_DTYPES)
     num_tokens, n, hidden_size = streams.shape
     for name, size, most in (("n", n, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN)):

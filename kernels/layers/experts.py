@@ -14,16 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import checks, launching, strided
+from ..common import checks, dequantize, launching, strided
 from ..common.bits import widen
-from ..common.dequantize import DEQUANTIZE
 from ..common.tile_shapes import MAX_REGISTERS
 from .gating import check_options, gated_torch
 from .gating import gated as gated_values
 
 # Rows and columns of a block that shares a scale, in e4m3; columns that do, in e2m1.
 FP8_BLOCK = tl.constexpr(128)
-FP4_GROUP = tl.constexpr(32)
+FP4_GROUP = tl.constexpr(dequantize.FP4_GROUP)
 # Rows that a program of the first kernel looks at together, and its warps.
 CHUNK, ORDER_WARPS = 1024, 8
 # A tile in the list: expert, first sorted row, number of rows.
@@ -226,7 +225,7 @@ def _torch(
     def product(rows, weight, scale, bias, *index) -> torch.Tensor:
         matrix = weight[index]
         if scale is not None:
-            matrix = DEQUANTIZE[kind](matrix, scale[index], x.dtype)
+            matrix = dequantize.DEQUANTIZE[kind](matrix, scale[index], x.dtype)
         sums = rows @ matrix.T
         return sums if bias is None else (sums + bias[index]).to(x.dtype)
 
