@@ -136,27 +136,6 @@ def test_ragged_requests_equal_each_alone(model, retention):
     assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
 
 
-def test_prefix_hit_equals_cold_run(model):
-    base = prompt(100)
-    run = Recorder(model)
-    alignment = run.engine.kv.alignment
-    cold = run.add(base)
-    run.run()
-    resent, longer = run.add(base), run.add(base + prompt(30, seed=1))
-    run.run()
-    next_turn = run.add(base + list(run.check(cold).token_ids) + prompt(5, seed=2))
-    other_salt = run.add(base, salt=b"tenant")
-    run.run()
-    hits = {
-        i: run.check(i).num_cached_tokens for i in (cold, resent, longer, next_turn, other_salt)
-    }
-    whole = 100 // alignment * alignment
-    assert hits[cold] == hits[other_salt] == 0
-    assert hits[resent] == hits[longer] == whole
-    assert hits[next_turn] >= whole
-    assert run.outputs[resent].token_ids == run.outputs[cold].token_ids
-
-
 def test_outputs_say_what_limited_their_hit():
     """As seen on admission: the second request came before the first had cached anything."""
     run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
@@ -298,19 +277,6 @@ def test_steps_in_and_out_of_inference_mode(graphs, inside):
                 report = engine.step()
         outputs.append(report.finished[0].token_ids)
     assert outputs[0] == outputs[1]
-
-
-def test_abort_waiting_and_running():
-    run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
-    running, waiting = run.add(prompt(30), max_tokens=50), run.add(prompt(31), max_tokens=50)
-    run.run(max_steps=4)
-    assert run.engine.abort(waiting).token_ids == ()
-    output = run.engine.abort(running)
-    assert output.finish_reason == "abort" and len(output.token_ids) == 4
-    assert not run.engine.has_work and run.engine.step() is None
-    assert run.engine.kv.stats()["pages_in_use"] == 0
-    with pytest.raises(ValueError, match="request_id: expected an unfinished request, got '0'"):
-        run.engine.abort(running)
 
 
 def test_triton_kernels_drive_the_engine():

@@ -60,22 +60,22 @@ def test_a_request_never_needs_more_pages_than_its_bound(name, drafts):
     assert bound - 3 * len(groups) <= most <= bound
 
 
-def test_figures_of_the_plan():
-    model = build("gemma4-small")
-    memory = Engine(model, EngineConfig(num_pages=500, max_num_seqs=9)).memory
-    # 2 full layers of 1 head of 64, 4 sliding ones of 4 heads of 32; K and V in fp32.
-    assert memory.bytes_per_token == 2 * 2 * 64 * 4 == 1024
-    assert memory.page_bytes == 32 * 1024 == 16 * 2 * (2 * 4 * 32 * 4)
-    long = memory.page_bytes * pages_of_request(memory.groups, 3200, 0)
-    assert long == 3200 * 1024 + memory.bytes_per_request
-    assert memory.cache_bytes == 500 * memory.page_bytes
-    text = memory.describe()
-    for part in ("15.62 MiB: 500 pages of 32 KiB", "1 KiB a token", "multiples of 32 tokens, retention 'auto' (every 4096)",
-                 f"{memory.num_fitting(1024)} of 1024, {memory.num_fitting(4096)} of 4096, "):  # fmt: skip
-        assert part in text
-    pages = pages_of_request(memory.groups, 100, 0)
-    fitting = [replace(memory, num_pages=n).num_fitting(100) for n in (2 * pages, 2 * pages + 1)]
-    assert fitting == [1, 2], "page 0 is nobody's"
+def test_as_many_requests_fit_as_the_plan_says():
+    model = build("gemma3-tiny")
+    for num_pages, n in ((61, 100), (200, 333)):
+        engine = Engine(
+            model, EngineConfig(num_pages=num_pages, max_num_seqs=50, max_num_batched_tokens=512)
+        )
+        count = engine.memory.num_fitting(n)
+        assert 1 < count < 50
+        rng = np.random.default_rng(0)
+        for _ in range(count):
+            engine.add_request(rng.integers(3, 259, n - 6), SamplingParams(6, ignore_eos=True))
+        while engine.has_work:
+            report = engine.step()
+            assert report.num_preempted == 0
+            if report.num_prefills == 0 and not report.finished:
+                assert report.num_decodes == count, "they all hold their pages at once"
 
 
 def model_on(device, **config):
