@@ -13,7 +13,7 @@ from quire.kvcore import LRU, Adaptive, EvictionPolicy, GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
 from quire.models.progress import tqdm
 
-from .bounds import NEVER, clairvoyant_hits, dense_working_set, segment_uses
+from .bounds import clairvoyant_hits, dense_working_set, segment_uses
 from .host import HostMemory
 from .presets import PRESETS
 from .requests import Workload
@@ -118,8 +118,7 @@ def run_grid(
         return rows  # the bounds count all requests, not look-ups alone
     uses, prompt_tokens = segment_uses(workload, empty), sum(r.input for r in workload.requests)
     for pool, pages in (*sizes.items(), (None, None)):
-        capacity = NEVER if pages is None else pages // empty.layout.pages_per_segment
-        hits = clairvoyant_hits(uses, capacity) * empty.alignment
+        hits = clairvoyant_hits(uses, empty, pages) * empty.alignment
         row = {**common, "retention": "any", "eviction": "clairvoyant" if pool else "infinite"}
         row |= {"pool": pool, "pool_bytes": None if pages is None else pages * page_bytes}
         rows.append(row | {"hit_rate": hits / prompt_tokens, "hit_tokens": hits})

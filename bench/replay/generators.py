@@ -130,6 +130,52 @@ def agent_pauses(
     return sorted(requests, key=lambda r: r.arrival)
 
 
+def coding_agents(
+    *, agents: int = 16, turns: int = 3, calls: int = 12, system: int = 16_384,
+    message: int = 512, output: int = 1024, answer: int = 128, delegate: float = 0.1,
+    pause: float = 4.0, think: float = 120.0, rate: float = 0.02, seed: int = 0,
+) -> list[Request]:  # fmt: skip
+    """Agents whose conversations grow by tool calls, and that sometimes give a task to a helper.
+
+    About 50 calls a task and 100 prompt tokens or more for each of the answer, as Manus reports
+    ("Context engineering for AI agents", 2025); nearly all of a prompt is that of the step before.
+
+    Args:
+        agents: start at `rate`; all begin with one shared prompt of `system` tokens.
+        turns: messages of a user to one agent, each `think` seconds (median) after the last answer.
+        calls: of tools, in a turn.
+        output: length of a tool's output, from half to twice; it takes `pause` seconds (median).
+        delegate: probability that a call goes to a helper instead, with a shared prompt of
+            `system` // 2 tokens and `calls` of its own; its output is one message.
+    """
+    rng = np.random.default_rng(seed)
+    new_ids = _NewIds()
+    shared, helper = new_ids(system), new_ids(system // 2)
+    requests = []
+
+    def work(now: float, agent: int, prompt: list[int], share: float) -> tuple[float, list[int]]:
+        """A turn; returns its end, and the conversation until then."""
+        for _ in range(calls):
+            said = new_ids(answer)
+            requests.append(_turn(now, agent, prompt, said))
+            now += answer / 50
+            if rng.random() < share:
+                now, _ = work(now, agent, helper + new_ids(message), 0.0)
+                result = new_ids(message)
+            else:
+                now += pause * float(np.exp(rng.standard_normal()))
+                result = new_ids(int(rng.integers(output // 2, output * 2)))
+            prompt = prompt + said + result
+        return now, prompt
+
+    for agent, now in enumerate(np.cumsum(rng.exponential(1 / rate, agents)).tolist()):
+        prompt = shared
+        for _ in range(turns):
+            now, prompt = work(now, agent, prompt + new_ids(message), delegate)
+            now += think * float(np.exp(rng.standard_normal()))
+    return sorted(requests, key=lambda r: r.arrival)
+
+
 def million_token_prompts(*, prompts: int = 14, tokens: int = MILLION) -> list[Request]:
     """vLLM's PR 43447: long prompts one by one, then look-ups of each at 10, 20, .. 100 %."""
     new_ids = _NewIds()
@@ -163,6 +209,7 @@ GENERATORS = {
     "round-robin": round_robin,
     "agent-tree": agent_tree,
     "agent-pauses": agent_pauses,
+    "coding-agents": coding_agents,
     "pr43447": million_token_prompts,
     "pr40676": prefix_sweep,
 }
