@@ -53,6 +53,11 @@ class AttentionCall:
         return self.k is not None or self.context_only
 
     @property
+    def is_plain(self) -> bool:
+        """True without softcap, sinks and lse."""
+        return self.softcap is None and self.sinks is None and self.lse is None
+
+    @property
     def num_seqs(self) -> int:
         """Sequences in the batch."""
         return self.seq_lens.shape[0]

@@ -185,30 +185,54 @@ def _attend_chunk(call: AttentionCall, chunk: Chunk) -> None:
     if call.lse is not None:
         call.lse[:, chunk.padding] = -torch.inf
     tokens, low = chunk.tokens, chunk.low
-    keys = _pages(call.k_pages, call.k_scale, chunk.page).flatten(0, 2)[chunk.rows]
-    values = _pages(call.v_pages, call.v_scale, chunk.page).flatten(0, 2)[chunk.rows]
-    if call.k is not None and call.v is not None:
-        keys = torch.cat([keys, call.k[tokens].to(keys.dtype)])
-        values = torch.cat([values, call.v[tokens].to(values.dtype)])
-    for start in range(tokens.start, tokens.stop, QUERY_BLOCK):
-        block = slice(start, min(tokens.stop, start + QUERY_BLOCK))
-        position = chunk.context + start - tokens.start  # of the first query
-        seen = slice(
-            _lowest(call.sliding_window, position) - low, position + block.stop - start - low
-        )
-        query = torch.arange(position, position + block.stop - start)[:, None]
-        key = torch.arange(low + seen.start, low + min(seen.stop, len(keys)))
-        visible = (key <= query)[None]
+    keys = _chunk_rows(call.k_pages, call.k_scale, call.k, chunk)
+    values = _chunk_rows(call.v_pages, call.v_scale, call.v, chunk)
+    queries = _queries(call, tokens, keys)
+    for start in range(0, tokens.stop - tokens.start, QUERY_BLOCK):
+        block = slice(start, min(tokens.stop - tokens.start, start + QUERY_BLOCK))
+        first, stop = chunk.context + start, chunk.context + block.stop  # positions
+        lowest = _lowest(call.sliding_window, first)
+        seen = slice(lowest - low, stop - low)
+        given = queries[:, :, :, block], keys[:, :, seen], values[:, :, seen]
+        rows = slice(tokens.start + start, tokens.start + block.stop)
+        if call.is_plain and not call.context_only:
+            _attend_plainly(call, rows, *given, lowest, first)
+            continue
+        query = torch.arange(first, stop)[:, None]
+        key = torch.arange(lowest, lowest + given[1].shape[2])
+        visible = key <= query
         if call.sliding_window is not None:
             visible &= query - key < call.sliding_window
-        _attend(call, block, keys[None, seen], values[None, seen], visible)
+        _attend(call, rows, *given, visible[None])
+
+
+def _chunk_rows(
+    pages: torch.Tensor,
+    scale: float | torch.Tensor | None,
+    new: torch.Tensor | None,
+    chunk: Chunk,
+) -> torch.Tensor:
+    """Keys or values of a chunk, [1, num_kv_heads, S, head_dim]."""
+    rows = _pages(pages, scale, chunk.page).flatten(0, 2)[chunk.rows]
+    if new is not None:
+        new = new[chunk.tokens].to(rows.dtype)
+        rows = torch.cat([rows, new]) if len(rows) else new
+    return rows.transpose(0, 1)[None]
 
 
 def _attend_batch(call: AttentionCall, batch: Batch) -> None:
     """Attend for B sequences of one new token."""
     keys = _batch_rows(call.k_pages, call.k_scale, call.k, batch)
     values = _batch_rows(call.v_pages, call.v_scale, call.v, batch)
-    _attend(call, batch.tokens, keys, values, batch.visible)
+    queries = _queries(call, batch.tokens, keys)
+    if not call.is_plain:
+        return _attend(call, batch.tokens, queries, keys, values, batch.visible)
+    mask = None if batch.visible is None else batch.visible[:, None]
+    out = F.scaled_dot_product_attention(  # a group's heads are the rows of one product
+        queries[:, :, :, 0], keys, values, attn_mask=mask, scale=call.softmax_scale
+    )
+    call.out[batch.tokens] = out.flatten(1, 2)
+    return None
 
 
 def _batch_rows(
@@ -217,13 +241,14 @@ def _batch_rows(
     new: torch.Tensor | None,
     batch: Batch,
 ) -> torch.Tensor:
-    """Keys or values of a batch, [B, S, num_kv_heads, head_dim]."""
+    """Keys or values of a batch, [B, num_kv_heads, S, head_dim]."""
     rows = _pages(pages, scale, batch.page).flatten(0, 2)
     if new is not None:
         rows.index_copy_(0, batch.new, new[batch.tokens].to(rows.dtype))
     if batch.unseen is not None:  # rows of others must not turn a weight of 0 into NaN
         rows.index_fill_(0, batch.unseen, 0)
-    return rows.view(len(batch.page), -1, *rows.shape[1:])[:, batch.rows]
+    rows = rows.view(batch.page.shape[0], -1, *rows.shape[1:])
+    return rows[:, batch.rows].transpose(1, 2)
 
 
 def _lowest(window: int | None, context: int) -> int:
@@ -231,39 +256,15 @@ def _lowest(window: int | None, context: int) -> int:
     return 0 if window is None else max(0, context - window + 1)
 
 
-def _attend(
-    call: AttentionCall,
-    tokens: slice | torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor | None,
-) -> None:
-    """Attend for L new tokens of each of B sequences.
+def _queries(call: AttentionCall, tokens: slice | torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Queries of L new tokens of each of B sequences: [B, num_kv_heads, group, L, head_dim].
 
-    Args:
-        tokens: the B * L tokens.
-        keys, values: [B, S, num_kv_heads, head_dim].
-        visible: [B, L, S]; None = all.
+    keys: [B, num_kv_heads, S, head_dim].
     """
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     batch, num_kv_heads, _, head_dim = keys.shape
     queries = call.q[tokens].to(keys.dtype)
-    queries = queries.view(batch, -1, num_kv_heads, call.group, head_dim).permute(0, 2, 3, 1, 4)
-    is_plain = call.lse is None and call.sinks is None and call.softcap is None
-    if is_plain and queries.shape[3] == 1:  # a group's heads are the rows of one product
-        mask = None if visible is None else visible[:, None]
-        out = F.scaled_dot_product_attention(
-            queries[:, :, :, 0], keys, values, attn_mask=mask, scale=call.softmax_scale
-        )
-        call.out[tokens] = out.flatten(1, 2)
-        return
-    if is_plain and not call.context_only:
-        out = _plain_attention(call, queries, keys, values, visible)
-    else:
-        out, lse = _softmax_attention(call, queries, keys, values, visible)
-        if call.lse is not None:
-            call.lse[:, tokens] = lse.permute(1, 2, 0, 3).reshape(call.lse.shape[0], -1)
-    call.out[tokens] = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    queries = queries.view(batch, -1, num_kv_heads, call.group, head_dim)
+    return queries.permute(0, 2, 3, 1, 4)
 
 
 def _pages(
@@ -279,41 +280,54 @@ def _pages(
     return e4m3.dequantize(values.view(pages.dtype), scale)
 
 
-def _plain_attention(
+def _attend_plainly(
     call: AttentionCall,
+    tokens: slice,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    visible: torch.Tensor,
-) -> torch.Tensor:
-    """Attend with fp32 scores and weights in the dtype of the values; on a CPU faster than torch's own
-    attention.
+    lowest: int,
+    first: int,
+) -> None:
+    """Attend with fp32 scores and weights in the dtype of the values: on a CPU faster than torch's
+    own attention of a chunk.
 
-    Arguments as in ``_softmax_attention``. Each query sees a key.
+    Args:
+        tokens: the L tokens of one sequence.
+        queries, keys, values: as in ``_attend``; the last L keys are those of the tokens.
+        lowest, first: positions of the first key, and of the first token.
     """
+    num_tokens, window = queries.shape[3], call.sliding_window
     scaled = (queries.float() * call.softmax_scale).flatten(2, 3)
     scores = (scaled @ keys.float().transpose(2, 3)).view(*queries.shape[:4], -1)
-    scores += torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None, None]
+    position = torch.arange(num_tokens)
+    later = position > position[:, None]
+    scores[..., -num_tokens:].masked_fill_(later, -torch.inf)
+    if window is not None and first + num_tokens - lowest > window:
+        # Of the first keys, later tokens of the chunk do not see all.
+        key = lowest + torch.arange(min(num_tokens, scores.shape[-1]))
+        gone = key <= (first - window + position)[:, None]
+        scores[..., : len(key)].masked_fill_(gone, -torch.inf)
     weights = torch.softmax(scores, -1).to(values.dtype)
-    return (weights.flatten(2, 3) @ values).view(queries.shape)
+    out = (weights.flatten(2, 3) @ values).view(queries.shape)
+    call.out[tokens] = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
-def _softmax_attention(
+def _attend(
     call: AttentionCall,
+    tokens: slice | torch.Tensor,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     visible: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> None:
     """Attend in fp32, with softcap, sinks and lse.
 
     Args:
+        tokens: the B * L tokens.
         queries: [B, K, G, L, head_dim], K KV heads with G query heads each.
         keys, values: [B, K, S, head_dim].
         visible: [B, L, S]; None = all.
-
-    Returns:
-        (out like queries, natural-log lse [B, K, G, L]).
     """
     shape = queries.shape[:4]
     logits = queries.flatten(2, 3).float() @ keys.float().transpose(2, 3)
@@ -322,7 +336,9 @@ def _softmax_attention(
         logits = call.softcap * torch.tanh(logits / call.softcap)
     if visible is not None:
         logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
-    lse = torch.logsumexp(logits, -1)
+    if call.lse is not None:
+        lse = torch.logsumexp(logits, -1).permute(1, 2, 0, 3)
+        call.lse[:, tokens] = lse.reshape(call.lse.shape[0], -1)
     joint = logits
     if call.sinks is not None:
         sinks = call.sinks.view(1, shape[1], call.group, 1, 1)
@@ -332,5 +348,5 @@ def _softmax_attention(
     weights = torch.where(torch.isneginf(logits), 0.0, weights)
     if call.sinks is not None:
         weights = weights.masked_fill(torch.isposinf(sinks), 0.0)
-    out = weights.flatten(2, 3) @ values.float()
-    return out.view(queries.shape), lse
+    out = (weights.flatten(2, 3) @ values.float()).view(queries.shape)
+    call.out[tokens] = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
