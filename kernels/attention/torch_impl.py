@@ -181,9 +181,10 @@ def merge_partials(
 
 def _attend_chunk(call: AttentionCall, chunk: Chunk) -> None:
     """Attend for the L new tokens of one sequence."""
-    call.out[chunk.padding] = 0
-    if call.lse is not None:
-        call.lse[:, chunk.padding] = -torch.inf
+    if chunk.padding.stop > chunk.padding.start:
+        call.out[chunk.padding] = 0
+        if call.lse is not None:
+            call.lse[:, chunk.padding] = -torch.inf
     tokens, low = chunk.tokens, chunk.low
     keys = _chunk_rows(call.k_pages, call.k_scale, call.k, chunk)
     values = _chunk_rows(call.v_pages, call.v_scale, call.v, chunk)
@@ -213,10 +214,12 @@ def _chunk_rows(
     chunk: Chunk,
 ) -> torch.Tensor:
     """Keys or values of a chunk, [1, num_kv_heads, S, head_dim]."""
-    rows = _pages(pages, scale, chunk.page).flatten(0, 2)[chunk.rows]
-    if new is not None:
-        new = new[chunk.tokens].to(rows.dtype)
-        rows = torch.cat([rows, new]) if len(rows) else new
+    if new is not None and not chunk.page.numel():
+        rows = new[chunk.tokens] if scale is None else new[chunk.tokens].float()
+    else:
+        rows = _pages(pages, scale, chunk.page).flatten(0, 2)[chunk.rows]
+        if new is not None:
+            rows = torch.cat([rows, new[chunk.tokens].to(rows.dtype)])
     return rows.transpose(0, 1)[None]
 
 
@@ -297,20 +300,19 @@ def _attend_plainly(
         queries, keys, values: as in ``_attend``; the last L keys are those of the tokens.
         lowest, first: positions of the first key, and of the first token.
     """
-    num_tokens, window = queries.shape[3], call.sliding_window
-    scaled = (queries.float() * call.softmax_scale).flatten(2, 3)
-    scores = (scaled @ keys.float().transpose(2, 3)).view(*queries.shape[:4], -1)
-    position = torch.arange(num_tokens)
-    later = position > position[:, None]
-    scores[..., -num_tokens:].masked_fill_(later, -torch.inf)
+    (num_kv_heads, group, num_tokens, _), window = queries.shape[1:], call.sliding_window
+    scaled = queries[0].flatten(1, 2).float() * call.softmax_scale
+    scores = torch.bmm(scaled, keys[0].float().mT).view(num_kv_heads, group, num_tokens, -1)
+    # Sums: on a CPU torch fills by a mask that is broadcast several times slower.
+    scores[..., -num_tokens:] += torch.full((num_tokens, num_tokens), -torch.inf).triu_(1)
     if window is not None and first + num_tokens - lowest > window:
         # Of the first keys, later tokens of the chunk do not see all.
         key = lowest + torch.arange(min(num_tokens, scores.shape[-1]))
-        gone = key <= (first - window + position)[:, None]
-        scores[..., : len(key)].masked_fill_(gone, -torch.inf)
+        gone = key <= first - window + torch.arange(num_tokens)[:, None]
+        scores[..., : len(key)] += torch.zeros(gone.shape).masked_fill_(gone, -torch.inf)
     weights = torch.softmax(scores, -1).to(values.dtype)
-    out = (weights.flatten(2, 3) @ values).view(queries.shape)
-    call.out[tokens] = out.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+    out = torch.bmm(weights.flatten(1, 2), values[0]).view(num_kv_heads * group, num_tokens, -1)
+    call.out[tokens] = out.transpose(0, 1)
 
 
 def _attend(
