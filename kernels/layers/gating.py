@@ -13,7 +13,7 @@ from ..common.in_torch import without_grad
 ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024
 # Elements of a block of rows that torch computes at once, so that its fp32 copies stay in the cache.
-CACHED_ELEMENTS = 1 << 16
+CACHED_ELEMENTS = 1 << 18
 # 2 * sqrt(2 / pi)
 GELU_FACTOR = tl.constexpr(1.5957691216057308)
 

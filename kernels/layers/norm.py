@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -14,7 +13,7 @@ from ..common.tile_shapes import next_power_of_2
 # Channels of a row that one warp holds, 16 for each thread; most warps.
 CHANNELS_PER_WARP, MAX_WARPS = 512, 16
 # Elements of a block of rows that torch computes at once, so that its fp32 copies stay in the cache.
-CACHED_ELEMENTS = 1 << 16
+CACHED_ELEMENTS = 1 << 17
 
 
 def residual_norm(
@@ -110,9 +109,10 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
 @without_grad
 def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
     # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
-    weight, post_weight = (w if w is None else w.float() for w in (weight, post_weight))
-    if offset:
-        weight, post_weight = (w if w is None else w + offset for w in (weight, post_weight))
+    if weight is not None:
+        weight = weight.float() + offset if offset else weight.float()
+    if post_weight is not None:
+        post_weight = post_weight.float() + offset if offset else post_weight.float()
     num_rows = max(1, CACHED_ELEMENTS // x.shape[1])
     if len(x) <= num_rows and out is None:
         made = _torch_rows(x, weight, eps, residual, post_weight, scalar)
@@ -136,11 +136,18 @@ def _torch_rows(rows, weight, eps, residual, post_weight, scalar):
         else:
             rows = rows.float()
             if post_weight is not None:
-                rows = F.rms_norm(rows, rows.shape[-1:], post_weight, eps)
+                rows = _norm(rows, post_weight, eps)
             rows = residual.float().add_(rows)  # of fp32, the residual itself
             residual.copy_(rows if scalar is None else rows.mul_(scalar))
         rows = residual
-    return None if weight is None else F.rms_norm(rows.float(), rows.shape[-1:], weight, eps)
+    return None if weight is None else _norm(rows.float(), weight, eps)
+
+
+def _norm(rows, weight, eps):
+    """The norm of fp32 rows; torch's own makes a tensor of their squares first."""
+    length = torch.linalg.vector_norm(rows, 2, -1, True)
+    factor = (length * length).mul_(1 / rows.shape[1]).add_(eps).rsqrt_()
+    return (rows * factor).mul_(weight)
 
 
 @triton.jit
