@@ -83,29 +83,28 @@ def test_logits(model, parity):
     assert (got - parity.logits).abs().max() <= DIFFERENCE
 
 
-def test_tokens_of_a_whole_prompt(model, parity):
-    output, _ = said(model, [parity.prompt])
+# Settings of an engine, and what is asked besides the prompt.
+WAYS = {
+    "whole": {},
+    "in chunks beside others": {"others": OTHERS, "max_num_batched_tokens": 48},
+    "single steps": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
+    "drafted": {"drafter": NGramDrafter(3, min_ngram=1)},
+    "hit": {"before": 100},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens(model, parity, way):
+    """``before``: so many tokens of the prompt were asked before it."""
+    settings = dict(WAYS[way])
+    others, before = settings.pop("others", []), settings.pop("before", 0)
+    if before:
+        others, settings["max_num_seqs"] = [parity.prompt[:before]], 1
+    output, engine = said(model, [*others, parity.prompt], **settings)
     assert output.token_ids == parity.new_tokens
-
-
-def test_tokens_of_chunks_beside_other_requests(model, parity):
-    output, _ = said(model, [*OTHERS, parity.prompt], max_num_batched_tokens=48)
-    assert output.token_ids == parity.new_tokens
-
-
-def test_tokens_of_single_steps(model, parity):
-    output, engine = said(model, [parity.prompt], max_num_seqs=1, max_num_batched_tokens=1)
-    assert output.token_ids == parity.new_tokens
-    assert engine.totals.num_steps >= NUM_TOKENS
-
-
-def test_tokens_after_a_hit(model, parity):
-    engine = EngineConfig(num_pages=600, max_num_batched_tokens=512)
-    llm = LLM(model, engine=engine)
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    llm.generate([parity.prompt[:100]], params, progress=False)
-    (output,) = llm.generate([parity.prompt], params, progress=False)
-    assert output.num_cached_tokens > 0 and output.token_ids == parity.new_tokens
+    assert (output.num_cached_tokens > 0) == (way == "hit")
+    assert (engine.totals.num_drafts > 0) == (way == "drafted")
+    assert way != "single steps" or engine.totals.num_steps >= NUM_TOKENS
 
 
 def test_tokens_after_a_preemption(model, parity):
@@ -122,12 +121,6 @@ def test_tokens_after_a_preemption(model, parity):
         if output.num_preemptions > 0:
             return
     pytest.fail("no preemption")
-
-
-def test_tokens_with_drafts(model, parity):
-    output, engine = said(model, [parity.prompt], drafter=NGramDrafter(3, min_ngram=1))
-    assert output.token_ids == parity.new_tokens
-    assert engine.totals.num_drafts > 0
 
 
 @pytest.mark.parametrize("name", ROPES)
