@@ -16,21 +16,22 @@ from quire.kvcore.policies.returns import Record, Returns, hazard
 from tests.kvcore.engine import Engine, groups
 from tests.kvcore.tier.setup import Setup
 
-PAGE = Path(__file__).parents[2] / "docs" / "write-a-policy.md"
+ROOT = Path(__file__).parents[2]
 
 
-def page_policies() -> list[type]:
-    """Classes of the policies that docs/write-a-policy.md shows."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict = {}
-    for block in blocks:
+def policies_of_documents() -> list[type]:
+    """Classes of the policies that docs/write-a-policy.md and examples/s3fifo.py show."""
+    page = (ROOT / "docs" / "write-a-policy.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    names: dict = {"__name__": "documents"}
+    for block in [*blocks, (ROOT / "examples" / "s3fifo.py").read_text()]:
         if "class " in block:  # the others replay traffic
             exec(block, names)
     return [names[name] for name in ("LFU", "GDSF", "S3FIFO")]
 
 
 GEMMA = ((32, None), (16, 64), (16, 64))
-POLICIES = [LRU, Adaptive, *page_policies()]
+POLICIES = [LRU, Adaptive, *policies_of_documents()]
 
 
 @dataclass(eq=False)
@@ -270,7 +271,11 @@ def test_no_dense_page_of_a_running_request_is_counted_as_freed():
 
 def test_a_policy_of_ones_own_decides():
     e = Engine(
-        groups(*GEMMA), num_pages=90, max_requests=2, max_model_len=512, policy=page_policies()[0]()
+        groups(*GEMMA),
+        num_pages=90,
+        max_requests=2,
+        max_model_len=512,
+        policy=policies_of_documents()[0](),
     )
     loved = list(range(200))
     for i in range(4):
