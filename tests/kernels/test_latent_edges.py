@@ -343,7 +343,7 @@ def expect_written(function, given, impl):
     known = {n: plain(given)[n] for n in ("x", "positions", "cos_sin", "norm_weight", "eps")}
     if given["out"] is None:  # a row without a slot is not read
         known["positions"] = torch.where(given["slot_mapping"] < 0, -1, known["positions"])
-    exact = once(reference_latent.write_latent, **known, dtype=torch.float64)
+    exact = once(reference_latent.write_latent, **known)
     exact = exact if isinstance(exact, Bounded) else bounded(exact)
     function(**given, impl=impl)
     live = given["slot_mapping"] >= 0

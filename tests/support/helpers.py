@@ -149,7 +149,7 @@ def attention_reference(batch: dict[str, Any]) -> tuple[Bounded, Bounded]:
     num_tokens, num_heads = batch["q"].shape[:2]
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((num_heads, num_tokens), NAN, dtype=torch.float64, device=DEVICE)
-        return reference.attention(AttentionCall(**batch, lse=lse), torch.float64), lse
+        return reference.attention(AttentionCall(**batch, lse=lse)), lse
 
 
 def assert_within_budget(name: str, actual: torch.Tensor, exact: Bounded) -> None:

@@ -46,7 +46,7 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
     lse = problem.results["lse"].double()
     left_out = ("workspace", "num_decodes", "max_seq_len")
     shared = {name: x for name, x in problem.shared.items() if name not in left_out}
-    exact = oracle(**problem.each[0], **shared, lse=lse, dtype=torch.float64)
+    exact = oracle(**problem.each[0], **shared, lse=lse)
     q_len = case.q_lens[0]
     for token in range(0, case.num_tokens, 1 if case.phase == "decode" else 13):
         with bounding():

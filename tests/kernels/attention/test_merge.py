@@ -47,9 +47,7 @@ def assert_merged(partial_out, partial_lse, sinks, impl):
     """Output and lse of a merge are within the oracle's budget; returns the output."""
     with bounding():
         exact_lse = torch.full(partial_lse.shape[1:], NAN, dtype=torch.float64, device=DEVICE)
-        exact = reference.merge_partials(
-            partial_out, partial_lse, sinks=sinks, lse=exact_lse, dtype=torch.float64
-        )
+        exact = reference.merge_partials(partial_out, partial_lse, sinks=sinks, lse=exact_lse)
     lse = torch.full(partial_lse.shape[1:], NAN, device=DEVICE)
     out = merge_partials(partial_out, partial_lse, sinks=sinks, lse=lse, impl=impl)
     assert out.dtype == partial_out.dtype

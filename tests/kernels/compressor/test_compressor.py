@@ -165,7 +165,7 @@ class Run:
         """The same rows by the oracle, with bounds."""
         case = self.case
         options = dict(ratio=case.ratio, overlap=case.overlap, norm_weight=self.norm_weight)
-        options |= dict(eps=1e-2, cos_sin=self.cos_sin, first=self.first, dtype=torch.float64)
+        options |= dict(eps=1e-2, cos_sin=self.cos_sin, first=self.first)
         rows = []
         for s, n in enumerate(self.lengths):
             tokens = s, slice(0, n - self.first)

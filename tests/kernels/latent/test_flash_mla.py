@@ -94,7 +94,7 @@ def exactly(arguments, lists, softmax_scale=512**-0.5):
     with bounding(weights=q.dtype):
         return slots_attention(
             q.flatten(0, 1).cpu(), lists, softmax_scale=softmax_scale,
-            sinks=None if sinks is None else sinks.cpu(), dtype=torch.float64,
+            sinks=None if sinks is None else sinks.cpu(),
         )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def assert_rows(name, rows, call, case):
     if not live.any():
         return
     names = ("x", "positions", "cos_sin", "norm_weight", "eps")
-    exact = once(reference.write_latent, **{n: call[n] for n in names}, dtype=torch.float64)
+    exact = once(reference.write_latent, **{n: call[n] for n in names})
     exact = (exact if isinstance(exact, Bounded) else bounded(exact))[live]
     rows = rows[live]
     if case.pages != U8:

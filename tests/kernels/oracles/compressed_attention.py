@@ -6,17 +6,13 @@ over the raw rows p - sliding_window + 1 .. p and the entries w < floor((p + 1) 
 with one sink in the denominator.
 
 Nothing but the list of arguments is shared with the implementations, which read quantized pages in
-their own way too. ``dtype`` chooses the arithmetic: float64 for the truth, the model's dtype for
-what a plain low-precision program would give.
+their own way too.
 
 Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4; FlashMLA tests/quant.py for the
 bytes.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import torch
 
@@ -24,7 +20,7 @@ from .attention import one_query
 from .latent_write import latent_values
 
 
-def read_row(pages: Any, page: int, row: int) -> torch.Tensor:
+def read_row(pages, page, row):
     """One row of ``LatentPages``: [head_dim] float64."""
     if pages.data.dtype != torch.uint8:
         return pages.data[page, row].double()
@@ -36,45 +32,42 @@ def read_row(pages: Any, page: int, row: int) -> torch.Tensor:
 
 
 def compressed_attention(
-    q: torch.Tensor,
-    window_pages: Any,
-    window_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
+    q,
+    window_pages,
+    window_table,
+    seq_lens,
+    cu_seqlens_q,
     *,
-    sliding_window: int,
-    kv: torch.Tensor | None = None,
-    compressed_pages: Any = None,
-    compressed_table: torch.Tensor | None = None,
-    compress_ratio: int | None = None,
-    topk_indices: torch.Tensor | None = None,
-    topk_lens: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    cos_sin: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    **hints: object,
-) -> torch.Tensor:
+    sliding_window,
+    kv=None,
+    compressed_pages=None,
+    compressed_table=None,
+    compress_ratio=None,
+    topk_indices=None,
+    topk_lens=None,
+    sinks=None,
+    softmax_scale=None,
+    cos_sin=None,
+    lse=None,
+    **hints,
+):
     """Attend token by token.
 
     Args:
         q ... cos_sin: as in ``quire.kernels.compressed_attention``.
         lse: [num_heads, num_tokens] of any floating dtype, filled in place.
-        dtype: arithmetic and result dtype; None takes q's.
         hints: how to launch; not looked at.
 
     Returns:
-        [num_tokens, num_heads, head_dim] in ``dtype``.
+        [num_tokens, num_heads, head_dim] float64.
     """
     entries = compressed_pages
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    dtype = q.dtype if dtype is None else dtype
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     window_size, window_width = window_pages.storage_block_size, window_table.shape[1]
 
     @functools.cache
-    def entry_or_raw(is_entry: bool, page: int, row: int) -> torch.Tensor:
+    def entry_or_raw(is_entry, page, row):
         return read_row(entries if is_entry else window_pages, page, row)
 
     for s, seq_len in enumerate(seq_lens.tolist()):
@@ -104,31 +97,22 @@ def compressed_attention(
                     if 0 <= w < visible:
                         page = compressed_table[s, w // size].item()
                         rows.append(entry_or_raw(True, page, w % size))
-            _attend_row(token, q, rows, scale, sinks, out, lse, dtype)
+            _attend_row(token, q, rows, scale, sinks, out, lse)
             if cos_sin is not None and rows:
-                _inverse_rope(out[token], cos_sin[position].to(dtype))
+                _inverse_rope(out[token], cos_sin[position].double())
     return out
 
 
-def _attend_row(
-    token: int,
-    q: torch.Tensor,
-    rows: list[torch.Tensor],
-    scale: float,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> None:
-    keys = torch.stack(rows).to(dtype) if rows else torch.empty(0, q.shape[2], dtype=dtype)
+def _attend_row(token, q, rows, scale, sinks, out, lse):
+    keys = torch.stack(rows) if rows else q.new_empty(0, q.shape[2])
     for h in range(q.shape[1]):
         sink = None if sinks is None else sinks[h]
-        out[token, h], found = one_query(q[token, h].to(dtype), keys, keys, scale, sink)
+        out[token, h], found = one_query(q[token, h].double(), keys, keys, scale, sink)
         if lse is not None:
             lse[h, token] = found
 
 
-def _inverse_rope(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def _inverse_rope(heads, cos_sin):
     """Rotate the trailing pairs of heads [num_heads, head_dim] by minus a position's angles."""
     num_pairs = cos_sin.shape[0] // 2
     start = heads.shape[1] - 2 * num_pairs
@@ -139,28 +123,21 @@ def _inverse_rope(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
         heads[:, start + 2 * i + 1] = odd * cos - even * sin
 
 
-def slots_attention(
-    q: torch.Tensor,
-    lists: list[tuple[Any, torch.Tensor, torch.Tensor | None]],
-    *,
-    softmax_scale: float,
-    sinks: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def slots_attention(q, lists, *, softmax_scale, sinks):
     """Attend to lists of physical rows, FlashMLA's way.
 
     Args:
         q: [num_tokens, num_heads, head_dim].
         lists: (pages, [num_tokens, n] int32 physical rows with -1 = none, [num_tokens] how many of
             them count or None) each.
-        softmax_scale, sinks, dtype: as in ``compressed_attention`` of this module.
+        softmax_scale, sinks: as in ``compressed_attention`` of this module.
 
     Returns:
-        (out [num_tokens, num_heads, head_dim], lse [num_heads, num_tokens]), both in ``dtype``; an
+        (out [num_tokens, num_heads, head_dim], lse [num_heads, num_tokens]), both float64; an
         empty row has lse -inf.
     """
-    out = torch.empty(q.shape, dtype=dtype)
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype)
+    out = torch.empty(q.shape, dtype=torch.float64)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float64)
     for token in range(q.shape[0]):
         rows = []
         for pages, slots, lens in lists:
@@ -169,5 +146,5 @@ def slots_attention(
                 named = named[: max(0, lens[token].item())]
             size = pages.storage_block_size
             rows += [read_row(pages, slot // size, slot % size) for slot in named if slot >= 0]
-        _attend_row(token, q, rows, softmax_scale, sinks, out, lse, dtype)
+        _attend_row(token, q, rows, softmax_scale, sinks, out, lse)
     return out, lse

@@ -6,39 +6,23 @@ rolled-back run has to end with these entries.
 Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .latent_write import roped
 from .norm import normed
 
 
-def compress(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    *,
-    ratio: int,
-    overlap: bool,
-    norm_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    first: int = 0,
-    dtype: torch.dtype | None = None,
-) -> dict[int, torch.Tensor]:
+def compress(kv, gate, ape, *, ratio, overlap, norm_weight, eps, cos_sin, first=0):
     """The entries of a sequence.
 
     Args:
         kv, gate: [num_tokens, channels] rows of the tokens from position ``first`` on.
         ape, ratio, overlap, norm_weight, eps, cos_sin: as in ``quire.kernels.compress``.
         first: position of the first row; windows that need an earlier token are left out.
-        dtype: arithmetic and result dtype; None takes kv's.
 
     Returns:
         Number of an entry -> its row [dim], before it is rounded to what the page holds.
     """
-    dtype = kv.dtype if dtype is None else dtype
     dim = norm_weight.shape[0]
     entries = {}
     for w in range(first // ratio, (first + kv.shape[0]) // ratio):
@@ -53,8 +37,8 @@ def compress(
         values, logits = [], []
         for t, column in parts:
             channels = slice(column, column + dim)
-            values.append(kv[t - first, channels].to(dtype))
-            logits.append(gate[t - first, channels].to(dtype) + ape[t % ratio, channels].to(dtype))
+            values.append(kv[t - first, channels].double())
+            logits.append(gate[t - first, channels].double() + ape[t % ratio, channels].double())
         weights = torch.softmax(torch.stack(logits), 0)
         pooled = (weights * torch.stack(values)).sum(0)
         entries[w] = roped(normed(pooled, norm_weight, eps), cos_sin[w * ratio])

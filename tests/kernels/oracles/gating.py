@@ -1,27 +1,13 @@
 """Oracle of ``gated_product``: the formula, spelled out."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 
 
-def gated_product(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    *,
-    activation: str,
-    limit: float | None = None,
-    alpha: float = 1.0,
-    up_offset: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """[num_rows, width] of ``dtype``, the arithmetic's too.
-
-    Arguments as in ``quire.kernels.gated_product``.
-    """
-    gate, up = gate.to(dtype), up.to(dtype)
+def gated_product(gate, up, *, activation, limit=None, alpha=1.0, up_offset=0.0):
+    """[num_rows, width] float64; arguments as in ``quire.kernels.gated_product``."""
+    gate, up = gate.double(), up.double()
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     if activation == "silu":

@@ -5,23 +5,17 @@ Tensors are those of one token, in the dtype of the arithmetic: streams [n, hidd
 Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 
 
-def mixes(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
+def mixes(streams, fn, norm_eps):
     """The projection [rows of fn] of a token's streams."""
     flat = streams.flatten()
     flat = flat / torch.sqrt((flat * flat).mean() + norm_eps)
     return fn.to(flat.dtype) @ flat
 
 
-def weights(
-    mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, num_streams: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def weights(mixes, base, scale, eps, num_streams):
     """(pre [n], post [n], rows' softmax [n, n]); post and the softmax are empty of n mixes.
 
     sigmoid(x) is the first weight of a softmax over (x, 0).
@@ -29,7 +23,7 @@ def weights(
     n = num_streams
     base, scale = base.to(mixes.dtype), scale.to(mixes.dtype)
 
-    def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    def sigmoid(x):
         return torch.softmax(torch.stack([x, x * 0.0]), 0)[0]
 
     pre = sigmoid(mixes[:n] * scale[0] + base[:n]) + eps
@@ -40,7 +34,7 @@ def weights(
     return pre, post, torch.softmax(logits, 1)
 
 
-def sinkhorn(softmax: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
+def sinkhorn(softmax, eps, iterations):
     """[n, n]: eps added, then columns, and (rows, columns) iterations - 1 times, divided by their
     sums + eps."""
     n = len(softmax)
@@ -54,13 +48,7 @@ def sinkhorn(softmax: torch.Tensor, eps: float, iterations: int) -> torch.Tensor
     return torch.tensor(matrix, dtype=torch.float64)
 
 
-def collapsed(
-    streams: torch.Tensor,
-    pre: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    norm_eps: float,
-    rounded: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+def collapsed(streams, pre, norm_weight, norm_eps, rounded):
     """``out`` [hidden_size]; rounded: what is left of the sum before it is normed."""
     out = (pre[:, None] * streams).sum(0)
     if norm_weight is None:
@@ -69,18 +57,14 @@ def collapsed(
     return out / torch.sqrt((out * out).mean() + norm_eps) * norm_weight.to(out.dtype)
 
 
-def written(
-    y: torch.Tensor, rows: torch.Tensor | None, weights: torch.Tensor | None
-) -> torch.Tensor:
+def written(y, rows, weights):
     """The result of the sub-block [hidden_size]; rows [k, hidden_size], weights [k]: added to y."""
     if rows is None or weights is None:
         return y
     return torch.stack([y, *(weights[i] * rows[i] for i in range(len(rows)))]).sum(0)
 
 
-def expanded(
-    streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expanded(streams, y, post, comb):
     """The two terms [n, hidden_size] whose sum is ``expand_streams``."""
     n = streams.shape[0]
     written = torch.stack([post[k] * y for k in range(n)])

@@ -8,14 +8,12 @@ The ``topk`` highest are kept, among equals those of the lowest ids.
 Source: DeepSeek-V4, lightning indexer.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .latent_write import e4m3_value
 
 
-def index_key(data: torch.Tensor, page: int, row: int, num_rows: int, dim: int) -> torch.Tensor:
+def index_key(data, page, row, num_rows, dim):
     """One index key in float64.
 
     Args:
@@ -33,16 +31,8 @@ def index_key(data: torch.Tensor, page: int, row: int, num_rows: int, dim: int) 
 
 
 def index_scores(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    data: torch.Tensor,
-    storage_block_size: int,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    compress_ratio: int = 4,
-) -> list[torch.Tensor]:
+    q, weights, data, storage_block_size, block_table, seq_lens, cu_seqlens_q, *, compress_ratio=4
+):
     """The scores of each query's visible entries, float64.
 
     Args:
@@ -66,7 +56,7 @@ def index_scores(
     return scores
 
 
-def select(scores: list[torch.Tensor], topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def select(scores, topk):
     """(out, lens) as ``index_topk`` returns them, from the scores of each query."""
     out = torch.full((len(scores), topk), -1, dtype=torch.int32)
     for t, row in enumerate(scores):

@@ -9,11 +9,8 @@ Source: DeepSeek-V4 report, attention; FlashMLA's tests/quant.py; the OCP 8-bit 
     specification for e4m3.
 """
 
-from __future__ import annotations
-
 import math
 import struct
-from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
@@ -21,7 +18,7 @@ import torch
 from .norm import normed
 
 
-def roped(row: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
+def roped(row, angles):
     """One row [dim] with its trailing pairs turned.
 
     Angles [rope_dim] as a row of ``cos_sin``, or None.
@@ -39,34 +36,24 @@ def roped(row: torch.Tensor, angles: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def write_latent(
-    x: torch.Tensor,
-    positions: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def write_latent(x, positions=None, cos_sin=None, norm_weight=None, eps=1e-6):
     """The rows [num_rows, head_dim] that ``write_latent`` writes, before they are rounded to what
     the page holds.
 
     Args:
         x, positions, cos_sin, norm_weight, eps: as in ``quire.kernels.write_latent``.
-        dtype: arithmetic and result dtype; None takes x's.
     """
-    dtype = x.dtype if dtype is None else dtype
     rows = []
     for i in range(x.shape[0]):
         angles = None
         if positions is not None and cos_sin is not None:
             position = positions[i * len(positions) // len(x)]
             angles = cos_sin[position] if position >= 0 else None
-        rows.append(roped(normed(x[i].to(dtype), norm_weight, eps), angles))
-    return torch.stack(rows) if rows else x.to(dtype)
+        rows.append(roped(normed(x[i].double(), norm_weight, eps), angles))
+    return torch.stack(rows) if rows else x.double()
 
 
-def e4m3_value(code: int) -> float:
+def e4m3_value(code):
     """The number that an e4m3 byte stands for: sign, 4 bits of exponent (bias 7), 3 bits of
     mantissa; 127 and 255 are NaN."""
     exponent, mantissa = code >> 3 & 15, code & 7
@@ -79,7 +66,7 @@ def e4m3_value(code: int) -> float:
 E4M3 = [e4m3_value(code) for code in range(127)]
 
 
-def e4m3_code(value: float) -> int:
+def e4m3_code(value):
     """The byte of the e4m3 value nearest to ``value``.
 
     Of two equally near the even byte; what is too large becomes 448.
@@ -91,7 +78,7 @@ def e4m3_code(value: float) -> int:
     return sign | min(range(127), key=lambda code: (abs(E4M3[code] - size), code & 1))
 
 
-def scale_exponent(values: Sequence[float]) -> int:
+def scale_exponent(values):
     """The least e with max(|values|, 1e-4) <= 448 * 2^e, NaN left out.
 
     120 where a value is infinite.
@@ -107,13 +94,13 @@ def scale_exponent(values: Sequence[float]) -> int:
     return exponent
 
 
-def quantize(values: Sequence[float]) -> tuple[list[int], int]:
+def quantize(values):
     """(e4m3 bytes, exponent) of the values of one group, which are bf16 numbers."""
     exponent = scale_exponent(values)
     return [e4m3_code(value * 2.0**-exponent) for value in values], exponent
 
 
-def latent_bytes(row: torch.Tensor) -> tuple[bytes, bytes]:
+def latent_bytes(row):
     """(576 bytes of the row, 8 bytes of its scales) for a row [512] of any floating dtype."""
     values = row.to(torch.bfloat16).tolist()
     e4m3_bytes, scales = bytearray(), bytearray()
@@ -127,14 +114,14 @@ def latent_bytes(row: torch.Tensor) -> tuple[bytes, bytes]:
     return bytes(e4m3_bytes), bytes(scales) + b"\0"
 
 
-def latent_values(row: bytes, scales: bytes) -> list[float]:
+def latent_values(row, scales):
     """The 512 numbers that a reader of a quantized latent row sees."""
     nope = [e4m3_value(code) * 2.0 ** (scales[i // 64] - 127) for i, code in enumerate(row[:448])]
     rope = [struct.unpack("<f", b"\0\0" + row[i : i + 2])[0] for i in range(448, 576, 2)]
     return nope + rope
 
 
-def write_latent_bytes(data: torch.Tensor, num_rows: int, slot: int, row: torch.Tensor) -> None:
+def write_latent_bytes(data, num_rows, slot, row):
     """Write a row [512] to a slot of quantized pages [num_pages, >= num_rows * 584] uint8 that
     store ``num_rows`` rows each."""
     page, i = divmod(slot, num_rows)
@@ -144,7 +131,7 @@ def write_latent_bytes(data: torch.Tensor, num_rows: int, slot: int, row: torch.
     data[page, first : first + 8] = torch.tensor(list(scales), dtype=torch.uint8)
 
 
-def write_index_bytes(data: torch.Tensor, num_rows: int, slot: int, row: torch.Tensor) -> None:
+def write_index_bytes(data, num_rows, slot, row):
     """Write an index key [index_dim] to a slot of quantized pages [num_pages, >= num_rows *
     (index_dim + 4)] uint8."""
     page, i = divmod(slot, num_rows)

@@ -1,13 +1,9 @@
 """Oracle of ``residual_norm``: plain torch, one row at a time."""
 
-from __future__ import annotations
-
 import torch
 
 
-def normed(
-    row: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
-) -> torch.Tensor:
+def normed(row, weight, eps, offset=0.0):
     """RMS norm of one row [size] in its dtype; weight None = the row as it is."""
     if weight is None:
         return row
@@ -15,38 +11,16 @@ def normed(
     return row / torch.sqrt(mean_square + eps) * (weight.to(row.dtype) + offset)
 
 
-def new_residual(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    post_weight: torch.Tensor | None = None,
-    scalar: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """The new ``residual``, [num_rows, size] of ``dtype``, the arithmetic's too.
-
-    Arguments as in ``quire.kernels.residual_norm``.
-    """
+def new_residual(x, residual, *, eps, offset=0.0, post_weight=None, scalar=None):
+    """The new ``residual``, [num_rows, size] float64; arguments as in ``quire.kernels.residual_norm``."""
     rows = []
-    for row, old in zip(x.to(dtype), residual.to(dtype), strict=True):
+    for row, old in zip(x.double(), residual.double(), strict=True):
         new = old + normed(row, post_weight, eps, offset)
-        rows.append(new if scalar is None else new * scalar.to(dtype))
-    return torch.stack(rows) if rows else residual.to(dtype)
+        rows.append(new if scalar is None else new * scalar.double())
+    return torch.stack(rows) if rows else residual.double()
 
 
-def norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    eps: float,
-    offset: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """The norm of rows x [num_rows, size], of ``dtype``, the arithmetic's too.
-
-    Arguments as in ``quire.kernels.residual_norm``.
-    """
-    rows = [normed(row, weight, eps, offset) for row in x.to(dtype)]
-    return torch.stack(rows) if rows else x.to(dtype)
+def norm(x, weight, *, eps, offset=0.0):
+    """The norm of rows x [num_rows, size], float64; arguments as in ``quire.kernels.residual_norm``."""
+    rows = [normed(row, weight, eps, offset) for row in x.double()]
+    return torch.stack(rows) if rows else x.double()

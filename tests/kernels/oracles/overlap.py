@@ -3,24 +3,10 @@
 Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
 """
 
-from __future__ import annotations
-
-import torch
-
 
 def copy_overlap(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    pages: torch.Tensor,
-    *,
-    from_pages: torch.Tensor,
-    state_index: torch.Tensor,
-    state_rows: torch.Tensor,
-    tokens: torch.Tensor,
-    to_pages: torch.Tensor,
-) -> None:
+    kv, gate, ape, state, pages, *, from_pages, state_index, state_rows, tokens, to_pages
+):
     """Fills ``state`` and ``pages`` in place; arguments as in ``quire.kernels.copy_overlap``."""
     _, ratio, _, width = pages.shape
     for s, (page, index) in enumerate(zip(from_pages, state_index, strict=True)):

@@ -1,15 +1,7 @@
 """Oracle of ``gather_pages`` and ``scatter_pages``: one byte after the other."""
 
-from __future__ import annotations
 
-import torch
-
-from quire.kernels import PoolPages
-
-
-def gather_pages(
-    pages: PoolPages, page_ids: torch.Tensor, buffer: torch.Tensor, rows: torch.Tensor | None = None
-) -> None:
+def gather_pages(pages, page_ids, buffer, rows=None):
     """Fill ``buffer``; arguments as in ``quire.kernels.gather_pages``."""
     for i, page in enumerate(page_ids.tolist()):
         row = i if rows is None else rows[i]
@@ -18,9 +10,7 @@ def gather_pages(
                 buffer[row, t * pages.page_bytes + byte] = tensor[page, byte]
 
 
-def scatter_pages(
-    pages: PoolPages, page_ids: torch.Tensor, buffer: torch.Tensor, rows: torch.Tensor | None = None
-) -> None:
+def scatter_pages(pages, page_ids, buffer, rows=None):
     """Fill ``pages``; arguments as in ``quire.kernels.scatter_pages``."""
     for i, page in enumerate(page_ids.tolist()):
         row = i if rows is None else rows[i]

@@ -1,13 +1,11 @@
 """Oracle of ``norm_rope``: plain torch, one head of one token at a time."""
 
-from __future__ import annotations
-
 import torch
 
 from .norm import normed
 
 
-def roped(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def roped(head, cos, sin):
     """One head [head_dim] whose pairs (i, i + head_dim / 2) are turned by angle i."""
     half = head.shape[0] // 2
     first, second = head[:half], head[half:]
@@ -16,27 +14,24 @@ def roped(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def norm_rope(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    qkv,
+    cos,
+    sin,
     *,
-    num_kv_heads: int,
-    has_v: bool = True,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    norm_v: bool = False,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """Queries, keys and, with ``norm_v``, values, [num_tokens, out_heads, head_dim] of ``dtype``,
-    the arithmetic's too.
-
-    Arguments as in ``quire.kernels.norm_rope``.
+    num_kv_heads,
+    has_v=True,
+    q_weight=None,
+    k_weight=None,
+    norm_v=False,
+    eps=1e-6,
+    offset=0.0,
+):
+    """Queries, keys and, with ``norm_v``, values, [num_tokens, out_heads, head_dim] float64;
+    arguments as in ``quire.kernels.norm_rope``.
     """
     rows = []
     num_heads = qkv.shape[1] - num_kv_heads * (2 if has_v else 1)
-    for token, row in enumerate(qkv.to(dtype)):
+    for token, row in enumerate(qkv.double()):
         angles = cos[token], sin[token]
         q, k = row[:num_heads], row[num_heads : num_heads + num_kv_heads]
         heads = [roped(normed(head, q_weight, eps, offset), *angles) for head in q]

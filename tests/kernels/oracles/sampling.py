@@ -3,21 +3,17 @@
 Source: transformers ``generation/logits_process``.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate
 
 
-def largest(logits: list[float]) -> int:
+def largest(logits):
     """The lowest id of the largest logit; -1 where none is finite or one is no number."""
     top = max(logits, key=lambda x: math.inf if math.isnan(x) else x)
     return logits.index(top) if math.isfinite(top) else -1
 
 
-def probabilities(
-    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
-) -> list[float]:
+def probabilities(logits, temperature, top_k, top_p, min_p):
     """The distribution of a row of temperature > 0, by id."""
     top = max(logits)
     mass = [math.exp((x - top) / temperature) for x in logits]
@@ -35,7 +31,7 @@ def probabilities(
     return [mass[token] / total if token in kept else 0.0 for token in range(len(logits))]
 
 
-def drawn(probabilities: list[float], u: float) -> int:
+def drawn(probabilities, u):
     """The first id at which the cumulative probability exceeds u."""
     last = max(token for token, p in enumerate(probabilities) if p > 0)
     cumulative = accumulate(probabilities)

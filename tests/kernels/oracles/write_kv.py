@@ -1,19 +1,9 @@
 """Oracle of ``write_kv``: plain torch, one row at a time."""
 
-from __future__ import annotations
-
 import torch
 
 
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-) -> None:
+def write_kv(k, v, k_pages, v_pages, slot_mapping, k_scale=None, v_scale=None):
     """Write rows to pages one at a time; shapes as in ``quire.kernels.write_kv``."""
     block_size = k_pages.shape[1]
     for i, slot in enumerate(slot_mapping.tolist()):

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from quire.bench.common.bounds import Bounded, bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels.common.latent_pages import LatentPages, page_bytes
 from tests.kernels.oracles.compressed_attention import compressed_attention
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
@@ -51,7 +51,7 @@ class Case:
 class Pool:
     """Pages of latent rows, all poison, of which rows are filled one at a time."""
 
-    def __init__(self, case: Case, num_pages: int, rows: int, generator: torch.Generator):
+    def __init__(self, case, num_pages, rows, generator):
         self.case, self.generator = case, generator
         self.order = torch.randperm(num_pages, generator=generator).tolist()
         if case.fp8:
@@ -63,7 +63,7 @@ class Pool:
             data = torch.full(shape, NAN, dtype=case.dtype)[:, :, 1]
         self.pages = LatentPages(data, rows, case.head_dim, case.rope_dim)
 
-    def fill(self, page: int, row: int) -> None:
+    def fill(self, page, row):
         """Put random numbers into a row."""
         if not self.case.fp8:
             x = torch.randn(self.case.head_dim, generator=self.generator)
@@ -79,14 +79,14 @@ class Pool:
         data[n * 576 + row * 8 : n * 576 + row * 8 + 7] = scales.to(torch.uint8)
         data[n * 576 + row * 8 + 7] = 0
 
-    def cell(self, table: torch.Tensor, s: int, entry: int, row: int) -> None:
+    def cell(self, table, s, entry, row):
         """Fill a row of the page of a table's entry, taking a page for it if it has none."""
         if table[s, entry] == NO_PAGE:
             table[s, entry] = self.order.pop()
         self.fill(int(table[s, entry]), row)
 
 
-def make_batch(case: Case, seed: int = 42) -> dict:
+def make_batch(case, seed=42):
     """Arguments of ``compressed_attention`` for a case, on the test device."""
     generator = torch.Generator().manual_seed(seed)
     num_seqs, num_tokens = len(case.seq_lens), sum(case.q_lens)
@@ -151,12 +151,12 @@ def make_batch(case: Case, seed: int = 42) -> dict:
     }
 
 
-def _table(num_seqs: int, width: int) -> torch.Tensor:
+def _table(num_seqs, width):
     # One column more than used, so that rows are strided as those of a shared table are.
     return torch.full((num_seqs, width + 1), NO_PAGE, dtype=torch.int32)[:, :width]
 
 
-def _angles(case: Case) -> torch.Tensor:
+def _angles(case):
     """Cosines and sines of every position of the batch; NaN where no query stands."""
     table = torch.full((max([1, *case.seq_lens]), case.rope_dim), NAN)
     for seq_len, q_len in zip(case.seq_lens, case.q_lens, strict=True):
@@ -167,7 +167,7 @@ def _angles(case: Case) -> torch.Tensor:
     return table
 
 
-def _topk_indices(case: Case, cu: list[int], generator: torch.Generator) -> tuple:
+def _topk_indices(case, cu, generator):
     """Top-k indices of every token, their lengths, and the (sequence, entry) pairs that are named and visible."""
     topk_indices = torch.full((cu[-1], case.topk), NO_PAGE, dtype=torch.int32)
     lens, named = torch.zeros(cu[-1], dtype=torch.int32), set()
@@ -189,7 +189,7 @@ def _topk_indices(case: Case, cu: list[int], generator: torch.Generator) -> tupl
     return topk_indices, lens if case.lens else None, sorted(named)
 
 
-def exactly(batch: dict) -> tuple[Bounded, Bounded]:
+def exactly(batch):
     """Output and lse of the oracle with bounds, on the host."""
     host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     for name in ("window_pages", "compressed_pages"):
@@ -198,5 +198,5 @@ def exactly(batch: dict) -> tuple[Bounded, Bounded]:
             host[name] = dataclasses.replace(pages, data=pages.data.cpu())
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        out = compressed_attention(**host, lse=lse, dtype=torch.float64)
+        out = compressed_attention(**host, lse=lse)
     return out, lse

@@ -1,10 +1,7 @@
 """Tables of what each argument of a public function may be: refused by name, or right."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -35,20 +32,20 @@ class Row:
     blamed: str | None = None
     impls: tuple[str, ...] = IMPLS
 
-    def __str__(self) -> str:
+    def __str__(self):
         if callable(self.value) and self.value.__name__ == "<lambda>":
             source = inspect.getsource(self.value).split("lambda", 1)[-1]
             return f"{self.name}={' '.join(source.split())[:50]}"
         value = getattr(self.value, "__name__", None) or repr(self.value)
         return f"{self.name}={value}"[:50]
 
-    def applied(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def applied(self, arguments):
         """The arguments with this one changed."""
         value = self.value(arguments) if callable(self.value) else self.value
         return arguments | (value if isinstance(value, dict) else {self.name: value})
 
 
-def cases(*tables: tuple, right: bool) -> pytest.MarkDecorator:
+def cases(*tables, right):
     """Parametrize a test by the rows of tables that are right, or by those that are refused.
 
     tables: (function, its arguments, rows, [what else the test takes]) each.
@@ -64,37 +61,35 @@ def cases(*tables: tuple, right: bool) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names[: len(tables[0]) + 1], found)
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def zeros(*shape, dtype=torch.float32):
     """Zeros on the device of the tests."""
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
-def refused(
-    name: str, *values: Any, blamed: str | None = None, error: type = ValueError
-) -> list[Row]:
+def refused(name, *values, blamed=None, error=ValueError):
     """Rows of values that are refused."""
     return [Row(name, value, error, blamed) for value in values]
 
 
-def right(name: str, *values: Any) -> list[Row]:
+def right(name, *values):
     """Rows of values that give the oracle's result."""
     return [Row(name, value, RIGHT) for value in values]
 
 
-def values(name: str, *changes: Callable) -> list[Row]:
+def values(name, *changes):
     """Rows of refused values in memory."""
     return [Row(name, change, impls=CHECKED) for change in changes]
 
 
-def unsupported(name: str, value: Any, blamed: str | None = None) -> Row:
+def unsupported(name, value, blamed=None):
     """A row of what Triton does not support."""
     return Row(name, value, NotImplementedError, blamed, ("triton",))
 
 
-def far(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Callable:
+def far(name, shape, stride):
     """A value: a tensor with elements too far apart, of no memory, as all others are then."""
 
-    def value(a: dict[str, Any]) -> dict[str, Any]:
+    def value(a):
         there = {n: x.to("meta") for n, x in a.items() if isinstance(x, torch.Tensor)}
         for n, x in a.items():
             if dataclasses.is_dataclass(x):
@@ -105,13 +100,7 @@ def far(name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Callable:
     return value
 
 
-def tensors(
-    arguments: dict[str, Any],
-    first: str,
-    optional: Iterable[str] = (),
-    any_stride: Iterable[str] = (),
-    written: Iterable[str] = (),
-) -> list[Row]:
+def tensors(arguments, first, optional=(), any_stride=(), written=()):
     """Rows of what is no tensor as the arguments have it, and of ``impl``.
 
     That is one of another dtype, number of dimensions, device or last stride, none at all, or one
@@ -139,25 +128,25 @@ def tensors(
     return [*rows, *refused("impl", "cuda", 3)]
 
 
-def integers(name: str, low: int, high: int | None = None, odd: Iterable[int] = ()) -> list[Row]:
+def integers(name, low, high=None, odd=()):
     """Rows of host integers that are none or out of [low, high], and of those in it that are ``odd``."""
     bad = [low - 1, 1.5, float("nan"), True, "1"] + ([] if high is None else [high + 1, 2**40])
     return refused(name, *bad) + right(name, *odd)
 
 
-def factors(name: str, least: int, most: int) -> list[Row]:
+def factors(name, least, most):
     """Rows of host numbers that are none or out of 2**least .. 2**most, and of these two."""
     inf, nan = float("inf"), float("nan")
     bad = [0, 0.0, -1.0, nan, inf, 1e38, 3e38, 1e300, 10**400, 1e-38, 1e-45, True, "1"]
     return refused(name, *bad, 2.0**least / 2, 2.0**most * 2) + right(name, 2.0**least, 2.0**most)
 
 
-def numbers(name: str) -> list[Row]:
+def numbers(name):
     """Rows of what is no finite host number."""
     return refused(name, float("nan"), float("inf"), None, True, "1")
 
 
-def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+def copied(arguments):
     """The arguments, with tensors of their own where a call writes to them."""
     return {
         name: value.clone()
@@ -167,7 +156,7 @@ def copied(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def plain(arguments: dict[str, Any], *without: str) -> dict[str, Any]:
+def plain(arguments, *without):
     """What an oracle is given: the arguments without gradients, and without some of them."""
     return {
         name: value.detach() if isinstance(value, torch.Tensor) else value
@@ -176,9 +165,7 @@ def plain(arguments: dict[str, Any], *without: str) -> dict[str, Any]:
     }
 
 
-def expect_refusal(
-    function: Callable[..., Any], row: Row, arguments: dict[str, Any], impl: str | None
-) -> None:
+def expect_refusal(function, row, arguments, impl):
     """Require that a call is refused as the row says, and that what it could have written is as it was."""
     more = {} if impl is None else {"impl": impl}
     given = row.applied(arguments)

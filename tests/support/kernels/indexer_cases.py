@@ -3,12 +3,9 @@
 Values are small integers by default, so that every score is exact in fp32, many are equal, and selected entries are compared one by one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -41,11 +38,11 @@ class IndexCase:
     values: str = "integers"
 
 
-def make_index_batch(case: IndexCase, seed: int = 42) -> dict[str, Any]:
+def make_index_batch(case, seed=42):
     """Arguments of ``index_topk`` for a case; pages permuted, and NaN or NO_PAGE in all that no query sees."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape):
         if case.values == "normal":
             return torch.randn(shape, generator=generator)
         return torch.randint(-2, 3, shape, generator=generator).float()
@@ -94,7 +91,7 @@ def make_index_batch(case: IndexCase, seed: int = 42) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def exact_scores(batch: dict[str, Any]) -> list[torch.Tensor]:
+def exact_scores(batch):
     """The oracle's scores of each query's visible entries, computed on the host."""
     pages = batch["pages"]
     names = ("block_table", "seq_lens", "cu_seqlens_q")
@@ -108,7 +105,7 @@ def exact_scores(batch: dict[str, Any]) -> list[torch.Tensor]:
     )
 
 
-def _poisoned_pages(case: IndexCase, num_pages: int) -> IndexPages:
+def _poisoned_pages(case, num_pages):
     if not case.fp8:
         shape = (num_pages, case.rows, case.index_dim)
         return IndexPages(torch.full(shape, NAN, dtype=case.dtype), case.rows, case.index_dim)
@@ -121,7 +118,7 @@ def _poisoned_pages(case: IndexCase, num_pages: int) -> IndexPages:
     return pages
 
 
-def _strided(table: torch.Tensor) -> torch.Tensor:
+def _strided(table):
     wide = torch.full((table.shape[0], table.shape[1] + 1), NO_PAGE, dtype=torch.int32)
     wide[:, :-1] = table
     return wide.to(DEVICE)[:, :-1]

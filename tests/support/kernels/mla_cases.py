@@ -1,14 +1,11 @@
 """Batches of ``mla_attention``: those of one KV head, without its values."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from quire.bench.common.bounds import Bounded, bounding
+from quire.bench.common.bounds import bounding
 from tests.kernels.oracles.mla_attention import mla_attention
 from tests.support.helpers import DEVICE, NAN, AttentionCase, make_batch
 
@@ -34,7 +31,7 @@ class MlaCase:
     max_seq_len: int | None = None
 
 
-def make_mla_batch(case: MlaCase) -> dict[str, Any]:
+def make_mla_batch(case):
     """Arguments of ``mla_attention`` for a case; NaN and NO_PAGE as in ``make_batch``."""
     head_dim = case.head_dim_v + case.rope_dim
     batch = make_batch(
@@ -54,9 +51,9 @@ def make_mla_batch(case: MlaCase) -> dict[str, Any]:
     }
 
 
-def mla_reference(batch: dict[str, Any]) -> tuple[Bounded, Bounded]:
+def mla_reference(batch):
     """Output and lse of the oracle with bounds."""
     with bounding(weights=batch["q"].dtype):
         shape = batch["q"].shape[1], batch["q"].shape[0]
         lse = torch.full(shape, NAN, dtype=torch.float64, device=DEVICE)
-        return mla_attention(**batch, lse=lse, dtype=torch.float64), lse
+        return mla_attention(**batch, lse=lse), lse

@@ -2,11 +2,11 @@
 
 import torch
 
-from quire.bench.common.bounds import Bounded, allowed
+from quire.bench.common.bounds import allowed
 from tests.kernels.oracles import latent_write as reference_latent
 
 
-def assert_quantised(name: str, actual: torch.Tensor, exact: Bounded, group: int) -> None:
+def assert_quantised(name, actual, exact, group):
     """Require each number of ``actual`` [rows, channels] within half a step of e4m3 of ``exact`` (fp64).
 
     Args:
