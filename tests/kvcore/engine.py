@@ -6,8 +6,6 @@ prefix or group, stale rows and rows never written differ. A state page has the 
 tokens by position, and each row depends on the one before it, back to the initial state in page 0.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Expected hits, from the documents and from events, and digests of everything a cache holds."""
 
-from __future__ import annotations
-
 import copyreg
 import io
 import math

@@ -8,8 +8,6 @@ and overwrites the arrays that it passed as soon as a call returns. Hits are wha
 at least what the documents promise (`expected`); every row behind a hit is compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Retention, survivors-only pages, eviction and explained hits, case by case."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`KVCache(debug=True)` names second threads, tokens not of the prompt, and writes to page 0."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Events: what is stored where, told in full, in bounded memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, GroupSpec, KVCache, tail_hashes

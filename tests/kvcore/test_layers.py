@@ -1,7 +1,5 @@
 """Cache groups from the shapes of layers, as an engine without `quire.models` makes them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

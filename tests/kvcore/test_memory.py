@@ -1,7 +1,5 @@
 """Memory stays bounded over long traffic."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

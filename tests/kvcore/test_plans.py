@@ -1,7 +1,5 @@
 """Only the newest plan of a cache can be committed."""
 
-from __future__ import annotations
-
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan

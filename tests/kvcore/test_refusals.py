@@ -1,7 +1,5 @@
 """Wrong arguments are named with what was expected and what came, and leave no trace."""
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -211,16 +209,6 @@ def test_a_window_past_the_longest_sequence_is_all_of_it(window, drafts):
         assert hits[0] == hits[1]
         e.check()
     assert hits[0] > 0
-
-
-@pytest.mark.parametrize("interval", [4 * 10**30, 2**40, 100])
-def test_an_interval_past_the_longest_sequence_keeps_what_latest_keeps(interval):
-    engines = [
-        Engine(groups((4, None), (4, 10)), **OPTIONS, retention=r) for r in (interval, "latest")
-    ]
-    for e in engines:
-        e.run("a", list(range(90)), chunk=16)
-    assert engines[0].kv.index.num_points == engines[1].kv.index.num_points > 0
 
 
 def test_numbers_at_the_edge_are_taken():

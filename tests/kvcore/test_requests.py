@@ -1,7 +1,5 @@
 """Shorter hits, lost pages, and what is counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from quire.kvcore import OutOfPages

@@ -1,7 +1,5 @@
 """Random traffic with a shadow of every row (see `shadow`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,9 +1,5 @@
 """Steps built request by request with `reserve`, `arrays`, `advance` and `publish`."""
 
-from __future__ import annotations
-
-import random
-
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan, linear_table, paged_rows
@@ -11,13 +7,6 @@ from tests.kvcore.engine import groups
 from tests.kvcore.expected import digest
 
 STATE = GroupSpec("state", "state", 4, 4096)
-MIXES = [
-    ((8, None),),
-    ((4, None), (8, 20), (4, 1)),
-    ((4, 9),),
-    ((4, None), STATE),
-    ((8, None), (4, 10), GroupSpec("draft", "window", 4, 4096, 10, lookahead=1)),
-]
 
 
 def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
@@ -112,31 +101,6 @@ def test_pages_that_must_stay_available_refuse_a_request_and_change_nothing():
     assert isinstance(kv.reserve(slot, 20, least=most + 1), OutOfPages)  # which needs no page
     assert kv.reserve(slot, 22, least=most) != [[], []]
     kv.check_invariants()
-
-
-def test_up_to_its_room_a_request_needs_neither_pages_nor_keys():
-    rng = random.Random(3)
-    for mix in MIXES:
-        kv = KVCache(groups(*mix), num_pages=300, max_requests=2, max_model_len=200)
-        (a,) = admitted(kv, [1] * 5)
-        done, tokens = 0, 0
-        while done < 180:
-            room, n = kv.room(a), rng.choice((1, 1, 1, 3, 9))
-            end, free, known = done + n, kv.num_free_pages, kv.index.num_segments
-            assert room >= done
-            if end <= room:
-                tokens += 1
-                assert not any(kv.reserve(a, end)) and kv.num_free_pages == free
-            else:
-                kv.reserve(a, end)
-            kv.arrays(a, done, end)
-            kv.advance(a, end)
-            kv.publish(a, end, rng.choices((0, 1), k=n))
-            if end <= room:
-                assert kv.index.num_segments == known
-            done = end
-        assert tokens > 5, mix
-        kv.check_invariants()
 
 
 def in_flight() -> tuple[KVCache, int, int]:

@@ -4,8 +4,6 @@ The budget is derived, not tuned and not sampled: the oracle's arithmetic, in fl
 make on any machine and in any order of summation (`quire.bench.common.bounds`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import accumulate

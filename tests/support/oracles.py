@@ -1,7 +1,5 @@
 """Oracles of arguments that several tests have in common, computed once."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable

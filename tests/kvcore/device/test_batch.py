@@ -1,7 +1,5 @@
 """A worker that gets plans as arrays makes the same tensors as the allocator's process."""
 
-from __future__ import annotations
-
 import pickle
 import random
 

@@ -1,7 +1,5 @@
 """Chains of segments: work grows no faster than a chain, which is as few runs as possible."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Hits: between resume points, in published cases, and by computing cached tokens again."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -10,22 +8,6 @@ from quire.kvcore.prefix.replays import replay_range
 from tests.kvcore.engine import Engine, groups
 
 REPLAYS = ((16, None), (4, 9), (8, 9))  # alignment 16; two window groups of 8 rows before the query
-
-
-@pytest.mark.parametrize("windows", [1, 5])
-@pytest.mark.parametrize(("length", "shared", "hit"), [(600, 500, 480), (1024, 1000, 992), (900, 40, 32), (600, 31, 0)])  # fmt: skip
-def test_chats_shorter_than_the_window_share_what_they_have_in_common(windows, length, shared, hit):
-    """vLLM 0.33 keeps all blocks inside the window: 480 of 600 tokens where 500 are shared."""
-    specs = groups((32, None), *[(16, 1024)] * windows)
-    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=4096)
-    first = np.arange(length)
-    second = np.where(first < shared, first, first + 5000)
-    run(kv, "a", first)
-    assert kv.match(second).num_tokens == hit
-    free = kv.num_free_pages
-    kv.admit("b", kv.match(second))
-    assert kv.num_free_pages == free, "no page is taken for the hit"
-    kv.check_invariants()
 
 
 def run(kv: KVCache, rid: object, prompt: np.ndarray) -> int:

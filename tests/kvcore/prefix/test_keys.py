@@ -1,7 +1,5 @@
 """Keys: tenants, images and adapters part prompts exactly from where they begin."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 

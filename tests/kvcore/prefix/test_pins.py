@@ -1,7 +1,5 @@
 """Pins: kept after everything else, never in the way of an admission, never leaked."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`KVCache(append_only=True)`: tables that only grow."""
 
-from __future__ import annotations
-
 from hashlib import sha256
 
 import pytest

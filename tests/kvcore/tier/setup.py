@@ -1,7 +1,5 @@
 """An engine of one cache, with a host tier behind it and the memory of both."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

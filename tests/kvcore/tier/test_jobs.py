@@ -1,7 +1,5 @@
 """Jobs: pages to copy, locks while they are open, entries afterwards."""
 
-from __future__ import annotations
-
 import pytest
 
 from quire.kvcore import GroupSpec, Ranked

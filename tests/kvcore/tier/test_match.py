@@ -1,7 +1,5 @@
 """Look-ups in both places."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kvcore.tier.setup import DENSE, LONGER, PAGE, PROMPT, Setup

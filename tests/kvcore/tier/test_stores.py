@@ -1,7 +1,5 @@
 """Choice of the entries to store."""
 
-from __future__ import annotations
-
 import pytest
 
 from quire.kvcore.tier import stores

@@ -1,13 +1,11 @@
 """Ends of jobs, failures, other calls while jobs are open, and reports."""
 
-from __future__ import annotations
-
 import pytest
 
 from quire.kvcore import LRU, EventLog, KVCache
 from quire.kvcore.events import BlockStored
 from quire.kvcore.tier import Tiers
-from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, STATE, Setup
+from tests.kvcore.tier.setup import DENSE, HYBRID, LONGER, PROMPT, Setup
 
 
 def test_a_store_that_fails_is_tried_again_after_the_next_use():
@@ -87,16 +85,6 @@ def test_a_wrong_row_of_a_short_prompt_costs_no_other():
     s.forget()
     found = [s.tiers.match(prompt).num_saved_tokens for prompt in (PROMPT[:9], [7, *PROMPT[:8]])]
     assert found == [0, 8]
-
-
-def test_a_wrong_state_drops_its_chain_in_the_host():
-    s = Setup(STATE)
-    s.serve(PROMPT)
-    s.store()
-    [point] = [p for run in s.e.kv.index.runs() for p in run.points.values() if p.depth == 25]
-    s.e.kv.evict_pages([int(point.pages[-1])])
-    s.forget()
-    assert s.tiers.match(LONGER).dense_tokens == 0
 
 
 def test_events_name_salts():
