@@ -322,7 +322,7 @@ def latent_arguments():
 LATENT = [
     *tensors(latent_arguments(), "x", ("positions", "cos_sin", "norm_weight", "out"), (), ("out",)),
     *values("slot_mapping", lambda a: a["slot_mapping"] + 3),
-    *values("positions", lambda a: a["positions"] + 1),
+    *values("positions", lambda a: a["positions"] + 1, lambda a: {"cos_sin": a["cos_sin"][:0], "positions": a["positions"] * 0}),
     *right("x", lambda a: a["x"][:1].expand(3, 16), lambda a: a["x"].requires_grad_(), lambda a: a["x"] * 0),
     *right("x", lambda a: {n: a[n][:0] for n in ("x", "slot_mapping", "positions", "out")}),
     *refused("pages", 3, None),
