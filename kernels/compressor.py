@@ -98,6 +98,7 @@ def compress(
     num_tokens, num_seqs, ring = kv.shape[0], seq_lens.shape[0], state.shape[1]
     dim, slots = pages.dim, ratio * (1 + overlap)
     if chosen == "torch" or checks.is_readable(kv):
+        checks.expect_lengths("seq_lens", seq_lens.tolist())
         checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
         # Padding may have any state, and tokens that close no window any slot.
         new_tokens = seq, token, position = _new_tokens(state_index, seq_lens, cu_seqlens_q)

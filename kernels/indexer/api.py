@@ -94,6 +94,7 @@ def index_topk(
             f"workspace: expected float32 [>= {plan.query_numel}], got float32 [{available}]"
         )
     if chosen == "torch" or checks.is_readable(q):
+        checks.expect_lengths("seq_lens", seq_lens.tolist())
         checks.expect_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), num_tokens)
         entries = (seq_lens // compress_ratio).clamp(max=plan.num_entries)
         scored = (entries > topk) & (cu_seqlens_q.diff() > 0)

@@ -200,8 +200,9 @@ def check_values(call: LatentCall) -> None:
         return
     bounds = call.cu_seqlens_q.tolist()
     checks.expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
-    rows = call.pages.storage_block_size
-    for s, seq_len in enumerate(call.seq_lens.tolist()):
+    rows, lengths = call.pages.storage_block_size, call.seq_lens.tolist()
+    checks.expect_lengths("seq_lens", lengths)
+    for s, seq_len in enumerate(lengths):
         first, last = bounds[s], bounds[s + 1]
         if first == last or seq_len <= 0:
             continue

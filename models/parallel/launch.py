@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+import quire
+
+from ..loading.checkpoint import weight_files
 from .channel import Channel
 from .group import MARGIN, Group
 from .heartbeat import LOCAL, Heartbeat, RankError
@@ -38,6 +45,7 @@ WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
 RANK_TIMEOUT = 300.0
 ONE_MODEL, PORTS = "quire/model", "quire/ports"  # keys in the store
 SECONDS_TO_END = 5.0  # of all processes together, until they are killed
+NUM_SAMPLES, SAMPLE = 64, 4096  # of a file of weights; bytes of each
 SECONDS_TO_KNOW = 3.0  # until the heartbeat knows why a call failed
 
 
@@ -73,7 +81,8 @@ class Ranks:
                 channel.accept(self._check)
                 channel.send(source)
             self.source: ModelSource = pickle.loads(source or channel.receive())
-            channel.all_gather(None)  # all have imported what they need
+            # Waits until all have imported what they need.
+            expect_equal(channel.all_gather(versions_and_files(self.source.directory)))
             device = _device_of(self.source.device, local_rank)
             if self._owns_group:
                 store.set_timeout(seconds)
@@ -181,10 +190,15 @@ def join_ranks(source: ModelSource) -> Ranks:
             "tensor_parallel_size: expected arguments that can be sent to another process, got "
             f"{type(error).__name__}: {error}"
         ) from error
-    address = (LOCAL if found == 1 else "", 0)
+    address = (LOCAL if found == 1 else _own_address(_host_of(store)), 0)
     heartbeat, channel = Heartbeat(0, size, RANK_TIMEOUT, address), Channel(0, size, address)
     if found == 1:
-        store = dist.TCPStore(LOCAL, 0, size, is_master=True, wait_for_workers=False)
+        listener = socket.create_server(address)  # the store's own would be on all interfaces
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            LOCAL, port, size, is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
         processes, local_rank = _start(heartbeat, channel, store.port), 0
     else:
         store.set(PORTS, f"{heartbeat.port} {channel.port}")
@@ -224,13 +238,55 @@ def _join(store: Any, rank: int, size: int) -> Ranks:
     except dist.DistStoreError as error:
         raise RankError(f"rank 0 died: it did not come within {RANK_TIMEOUT:g} s") from error
     beats, messages = map(int, store.get(PORTS).split())
-    first = store
-    while hasattr(first, "underlying_store"):
-        first = first.underlying_store
-    host = getattr(first, "host", LOCAL)
+    host = _host_of(store)
     heartbeat = Heartbeat(rank, size, RANK_TIMEOUT, (host, beats))
     channel = Channel(rank, size, (host, messages))
     return Ranks(heartbeat, channel, store, dist.get_node_local_rank(fallback_rank=rank))
+
+
+def _host_of(store: Any) -> str:
+    """The address that was given for rank 0."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", LOCAL))
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine that a host is; "" = all, where other machines alone know it.
+
+    Such are public addresses behind a router, and names that this machine takes for itself.
+    """
+    try:
+        with socket.create_server((host, 0)) as server:
+            address: str = server.getsockname()[0]
+    except OSError:
+        return ""
+    is_own_name = address.startswith("127.") and host not in ("localhost", address)
+    return "" if is_own_name else address
+
+
+def versions_and_files(directory: Path | None) -> dict[str, Any]:
+    """Versions of packages, and a checksum of samples of each file of weights."""
+    found: dict[str, Any] = {"quire": quire.__version__, "torch": torch.__version__}
+    for name in () if directory is None else weight_files(directory):
+        with open(directory / name, "rb") as file:
+            size, checksum = os.fstat(file.fileno()).st_size, 0
+            for start in range(0, size, max(size // NUM_SAMPLES, SAMPLE)):
+                file.seek(start)
+                checksum = zlib.crc32(file.read(SAMPLE), checksum)
+        found[name] = [size, checksum]
+    return found
+
+
+def expect_equal(found: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ValueError for ranks that differ from rank 0; found: `versions_and_files` by rank."""
+    for rank, one in enumerate(found):
+        if differ := sorted(key for key in found[0] | one if found[0].get(key) != one.get(key)):
+            key = differ[0]
+            raise ValueError(
+                f"tensor_parallel_size: expected ranks of equal versions and files, and rank {rank} "
+                f"has {key} {one.get(key)}, rank 0 {found[0].get(key)}"
+            )
 
 
 def _found() -> tuple[Any, int, int]:

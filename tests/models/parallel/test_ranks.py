@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -269,8 +270,35 @@ def test_what_ranks_refuse():
 # Processes.
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_process(monkeypatch):
+def test_versions_and_files_that_differ(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
+    first = launch.versions_and_files(tmp_path)
+    launch.expect_equal([first] * 3)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(600_000)
+        file.write(bytes(20_000))
+    for other in (launch.versions_and_files(tmp_path), launch.versions_and_files(None)):
+        with pytest.raises(ValueError, match=r"rank 2 has model\.safetensors .*, rank 0 \[1048576"):
+            launch.expect_equal([first, first, other])
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("127.0.1.1", "127.0.1.1"), ("203.0.113.9", "")],
+)  # fmt: skip
+def test_an_address_of_rank_0_that_others_reach(host, address):
+    """203.0.113.0/24 is no machine's."""
+    assert launch._own_address(host) == address
+
+
+@pytest.mark.parametrize(
+    "reason", ["expected one with MTP layers", "rank 1 has torch .*, rank 0 9"]
+)
+def test_an_engine_that_cannot_be_made_leaves_no_process(reason, monkeypatch):
     started = []
+    if "torch" in reason:
+        found = launch.versions_and_files(None) | {"torch": "9"}
+        monkeypatch.setattr(launch, "versions_and_files", lambda directory: found)
 
     class Started(subprocess.Popen):
         def __init__(self, *args, **options):
@@ -279,7 +307,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_process(monkeypatch):
 
     monkeypatch.setattr(launch.subprocess, "Popen", Started)
     config = EngineConfig(num_pages=100, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="expected one with MTP layers, got 'llama-tiny'"):
+    with pytest.raises(ValueError, match=reason):
         LLM("llama-tiny", engine=config, drafter=MTPDrafter)
     assert [process.poll() is not None for process in started] == [True]
     assert not dist.is_initialized()
@@ -299,6 +327,19 @@ def test_processes_give_the_tokens_of_one_rank(llm):
     for params in (PARAMS, drawn):
         outputs, wanted = (one.generate(prompts(), params, progress=False) for one in (llm, alone))
         assert_same_tokens(alone.model, outputs, wanted, tolerance(alone.model))
+
+
+def test_nothing_listens_on_all_interfaces(llm):
+    """As /proc/net has it: state 0A is LISTEN; 0100007F is 127.0.0.1."""
+    pids = [os.getpid(), *(p.pid for p in llm.engine._ranks.ranks.processes.values())]
+    sockets = set()
+    for fd in (fd for pid in pids for fd in Path(f"/proc/{pid}/fd").iterdir()):
+        with suppress(OSError):  # closed meanwhile
+            sockets.add(os.readlink(fd))
+    files = [Path(f"/proc/net/{family}").read_text() for family in ("tcp", "tcp6")]
+    rows = [row.split() for text in files for row in text.splitlines()]
+    listening = {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+    assert listening and {address.split(":")[0] for address in listening} == {"0100007F"}
 
 
 def test_a_process_has_one_model_at_a_time(llm):
