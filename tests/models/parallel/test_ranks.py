@@ -318,7 +318,9 @@ def llm():
     made = LLM("llama-tiny", engine=EngineConfig(num_pages=100, tensor_parallel_size=2))
     yield made
     made.close()
-    assert all(process.poll() == 0 for process in made.engine._ranks.ranks.processes.values())
+    # It ends by itself, or is killed where leaving Python takes more than SECONDS_TO_END.
+    processes = made.engine._ranks.ranks.processes.values()
+    assert all(process.poll() in (0, -signal.SIGKILL) for process in processes)
 
 
 def test_processes_give_the_tokens_of_one_rank(llm):
