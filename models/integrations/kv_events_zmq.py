@@ -44,9 +44,17 @@ def lora_key(name: str) -> bytes:
     Raises:
         ValueError: the name is no text, or empty.
     """
-    if not isinstance(name, str) or not name:
+    if not name:
         raise ValueError(f"name: expected a text that is not empty, got {name!r}")
-    return _LORA + name.encode()
+    return _LORA + _encoded("name", name)
+
+
+def _encoded(name: str, text: Any) -> bytes:
+    """A text in UTF-8; ValueError for anything else, and for a surrogate."""
+    try:
+        return text.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{name}: expected a text, got {text!r}") from error
 
 
 def encode_batch(
@@ -207,6 +215,9 @@ class Publisher:
     Attributes:
         endpoint, replay_endpoint: where the sockets are bound, ports filled in.
         next_number: number of the next batch.
+
+    Raises:
+        ValueError: an endpoint that cannot be bound, such as a port in use, or no text.
     """
 
     def __init__(
@@ -221,7 +232,7 @@ class Publisher:
     ) -> None:
         self.next_number, self._next_event = 0, 0
         self.replay_endpoint: str | None = None
-        self._topic, self._encode = topic.encode(), partial(encode_batch, **encoding)
+        self._topic, self._encode = _encoded("topic", topic), partial(encode_batch, **encoding)
         self._encode((), ts=0.0)  # names an option that does not exist
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.PUB)
@@ -266,7 +277,12 @@ class Publisher:
 
 def _bind(socket: Any, endpoint: str, queue_size: int) -> str:
     socket.linger, socket.sndhwm = 0, queue_size
-    socket.bind(endpoint)
+    try:
+        socket.bind(endpoint)
+    except (zmq.ZMQError, TypeError, UnicodeEncodeError) as error:
+        raise ValueError(
+            f"endpoint: expected one that can be bound, got {endpoint!r}: {error}"
+        ) from error
     bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return bound
 

@@ -21,14 +21,13 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
-
-import quire
 
 from ..loading.checkpoint import weight_files
 from .channel import Channel
@@ -267,7 +266,8 @@ def _own_address(host: str) -> str:
 
 def versions_and_files(directory: Path | None) -> dict[str, Any]:
     """Versions of packages, and a checksum of samples of each file of weights."""
-    found: dict[str, Any] = {"quire": quire.__version__, "torch": torch.__version__}
+    version = import_module("quire").__version__
+    found: dict[str, Any] = {"quire": version, "torch": torch.__version__}
     for name in () if directory is None else weight_files(directory):
         with open(directory / name, "rb") as file:
             size, checksum = os.fstat(file.fileno()).st_size, 0

@@ -167,9 +167,21 @@ def test_live_batches_and_a_replay(context, publisher, monkeypatch):
     replay.close()
 
 
-def test_a_taken_port_is_an_error_and_leaves_nothing_open(publisher):
-    with pytest.raises(zmq.ZMQError):
-        Publisher(LOCAL, publisher.replay_endpoint)
+@pytest.mark.parametrize("endpoint", [None, 5, "", "nonsense", "tcp://\ud800:5", "tcp://203.0.113.9:5", "taken"])  # fmt: skip
+def test_an_endpoint_that_cannot_be_bound_is_named_and_leaves_nothing_open(endpoint, publisher):
+    endpoint = publisher.replay_endpoint if endpoint == "taken" else endpoint
+    for endpoints in ((endpoint, None), (LOCAL, endpoint)):
+        if endpoints != (LOCAL, None):
+            with pytest.raises(ValueError, match=r"^endpoint: expected one that can be bound, got"):
+                Publisher(*endpoints)
+
+
+@pytest.mark.parametrize("text", [None, 5, "\ud800"])
+def test_names_that_are_no_text(text):
+    with pytest.raises(ValueError, match=r"^topic: expected a text, got"):
+        Publisher(LOCAL, topic=text)
+    with pytest.raises(ValueError, match=r"^name: expected a text"):
+        lora_key(text)
 
 
 def test_a_missing_package_is_named(tmp_path):
