@@ -170,7 +170,7 @@ def expect_apart(name: str, tensor: torch.Tensor) -> None:
 def expect_ids(name: str, ids: torch.Tensor, count: int, what: str = "ids") -> None:
     """Require values in [0, count)."""
     if ids.numel():
-        low, high = (int(bound) for bound in ids.aminmax())
+        low, high = map(int, ids.aminmax())
         if low < 0 or high >= count:
             bad = low if low < 0 else high
             raise ValueError(f"{name}: expected {what} in [0, {count}), got {bad}")
@@ -339,7 +339,7 @@ def is_readable(tensor: torch.Tensor) -> bool:
 def expect_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
     """Require values in [low, high] where they are checked."""
     if is_readable(tensor) and tensor.numel():
-        least, most = (bound.item() for bound in tensor.aminmax())
+        least, most = map(torch.Tensor.item, tensor.aminmax())
         if not (low <= least and most <= high):  # NaN is refused too
             bad = most if low <= least else least
             raise ValueError(f"{name}: expected values in [{low}, {high}], got {bad}")

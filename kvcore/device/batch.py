@@ -48,9 +48,9 @@ class Staging:
 
         On a CPU they may share the arrays' memory.
         """
-        arrays = [np.ascontiguousarray(array) for array in arrays]
+        arrays = list(map(np.ascontiguousarray, arrays))
         if not self._packed:
-            return [torch.from_numpy(array) for array in arrays]
+            return list(map(torch.from_numpy, arrays))
         ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
         # Pinned memory of torch's own: it is not handed out again before the copy has read it.
         host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self._device.type == "cuda")

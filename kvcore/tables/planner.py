@@ -104,7 +104,7 @@ class StepPlanner:
 
     def __init__(self, tables: Tables) -> None:
         self._tables, self._pool, self._layout = tables, tables.pool, tables.layout
-        self._dense, self._windows, self._states = tables.dense, tables.windows, tables.states
+        self._dense, self._states = tables.dense, tables.states
         self._flat = tables.array.reshape(-1)
         self.sizes = [b.cls.block_size for b in tables.blocks for _ in b.first]
         each = tables.blocks + tables.states
@@ -136,10 +136,11 @@ class StepPlanner:
         final = end - ONE
         before = start - ONE
         first = before if written is start else written - ONE
-        blocks = [self._new_blocks(d, first, final, longest, kept) for d in self._dense]
-        blocks += [self._new_blocks(w, before, final, longest, kept) for w in self._windows]
-        num_new = 0
-        for table, new in zip(self._tables.blocks, blocks, strict=True):
+        blocks, num_new = [], 0
+        for table in self._tables.blocks:
+            begin = before if table.is_window else first
+            new = self._new_blocks(table, begin, final, longest, kept)
+            blocks.append(new)
             num_new += table.cls.num_tables * len(new.blocks)
         replaying = written is not start and bool((written > start).any())
         step = StepChanges(

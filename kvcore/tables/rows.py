@@ -15,6 +15,7 @@ class ClassTables:
     """The tables of one class (kind, block size, window): a view of the fused table.
 
     Attributes:
+        is_window: True for rings of a window.
         table: [max_requests, num_tables, width] int32 view.
         first: [num_tables] int64 first column of each table.
         size, width, per_segment, tail, reach: of `cls`, as arrays of no dimensions (see `arrays`).
@@ -22,7 +23,7 @@ class ClassTables:
     """
 
     def __init__(self, cls: GroupClass, array: Int32) -> None:
-        self.cls = cls
+        self.cls, self.is_window = cls, cls.spec.kind == "window"
         columns = array[:, cls.offset : cls.offset + cls.num_columns]
         self.table = columns.reshape(len(array), cls.num_tables, cls.width)
         assert np.shares_memory(self.table, array)
@@ -35,11 +36,6 @@ class ClassTables:
         self._flat = array.reshape(-1)
         self._row: Int64 = np.array(array.shape[1])
         self.width: Int64 = np.array(cls.width)
-
-    @property
-    def is_window(self) -> bool:
-        """True for rings of a window."""
-        return self.cls.spec.kind == "window"
 
     def indices(self, slots: Int64, blocks: Int64) -> Int64:
         """Flat indices in the fused table of `blocks` [m, j] of `slots` [m]: [m, num_tables, j]."""

@@ -219,16 +219,16 @@ class Decoder(nn.Module):
             rotary[kind] = rotary_angles(positions, frequencies, self.config.full.rope.amplitude)
         if self.config.per_layer_input_size:
             inputs = self.per_layer_inputs(input_ids, x)
-        norms = [layer.input_layernorm for layer in layers[1:]] + [self.norm]
         branch = layers[0].input_layernorm.after(x, impl=attend.impl)
         num_owners = self.config.num_kv_owners
-        for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        for i, layer in enumerate(layers):
             if i == num_owners and (rows := attend.rows) is not None:
                 branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
                     return branch
                 rotary = {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in rotary.items()}
                 inputs = None if inputs is None else inputs[rows]
+            norm = self.norm if i + 1 == len(layers) else layers[i + 1].input_layernorm
             own = () if inputs is None else (inputs[:, i],)
             branch = layer(branch, x, rotary[layer.kind], attend, norm, *own)
         return branch
