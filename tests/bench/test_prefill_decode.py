@@ -21,6 +21,7 @@ from quire.bench.prefill_decode.build import build_model
 from quire.bench.prefill_decode.drive import run_workload
 from quire.bench.prefill_decode.verify import check_outputs, sample
 from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.report import PARTS
 from quire.models.layers import attention
 
 # The default pool would take longer to make than the runs take.
@@ -155,6 +156,31 @@ def test_fp8_pages(name, dtype, tmp_path, capsys):
     assert check["largest_bound"] > 1e-3
     assert result["cached"]["hit"]["tokens"] > 0
     assert result["comparison"]["identical_requests"] > 0
+
+
+def test_split_of_steps(run, capsys):
+    split = report.split([run.steps])
+    parts, outside = split["parts"], split["outside_model"]
+    assert list(parts) == list(PARTS)
+    for key, total in (("cpu_s", split["cpu_s"]), ("share", 1.0)):
+        assert sum(part[key] for part in parts.values()) == pytest.approx(total)
+    assert split["cpu_s"] == pytest.approx(sum(step.cpu.sum() for step in run.steps))
+    inside = sum(parts[name]["share"] for name in ("model", "sample", "wait"))
+    assert outside["overall"] == pytest.approx(1 - inside) and inside > 0.5
+    assert outside["worst"] >= outside["p95"] > 0
+    worst = {name: part["worst_us"] for name, part in parts.items()}
+    inside = (worst["model"] + worst["sample"] + worst["wait"]) / sum(worst.values())
+    assert outside["worst"] == pytest.approx(1 - inside)
+    assert prefill_decode.main([*ONE, "--no-baseline", "--split", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-1 - len(PARTS) : -1]] == list(PARTS)
+    # One run of three was disturbed in one step.
+    slow = [
+        replace(step, cpu=step.cpu * (100 if i == 3 else 1)) for i, step in enumerate(run.steps)
+    ]
+    assert report.split([run.steps, slow, run.steps]) == split
+    with pytest.raises(ValueError, match="runs: expected the same steps"):
+        report.split([run.steps, run.steps[1:]])
 
 
 def examples():

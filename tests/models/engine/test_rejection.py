@@ -7,15 +7,20 @@ right program exceeds with a probability of 1e-4; seeds are fixed.
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
+from quire.models.config.named import get_config
+from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import DRAFT, draw, uniform
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_sampling import plain_probabilities
 from tests.support.models.toy import ToyModel
 
@@ -159,3 +164,48 @@ def test_the_same_seeds_and_drafts_give_the_same_outputs(name):
     assert together != plain and len(set(together)) > 20
     for kind in ("good", "bad", "guess, good"):
         assert outputs(kind, "strict") == plain
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distribution():
+    """Its own drafter, two drafts a step; greedy requests beside the sampled ones draft as ever."""
+    few = {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (MOE,) * 3}
+    model = random_model(replace(get_config("deepseek-v4-tiny"), **few))
+    params = SamplingParams(temperature=1.5, top_k=3)
+    prompt = [5, 9, 200, 31]
+
+    def outputs(method):
+        engine = Engine(
+            model,
+            EngineConfig(max_num_seqs=64, num_pages=600, rejection_sample_method=method),
+            drafter=MTPDrafter(model, 2),
+        )
+        fields = vars(params) | {"max_tokens": 4, "ignore_eos": True}
+        for seed in range(300):
+            more = {"seed": seed} | ({"temperature": 0.0} if seed % 50 == 49 else {})
+            engine.add_request(prompt, SamplingParams(**fields | more), request_id=str(seed))
+        got = {}
+        while engine.has_work:
+            got |= {int(o.request_id): o for o in engine.step().finished}
+        drawn = [o for seed, o in got.items() if seed % 50 != 49]
+        same = {o.token_ids for seed, o in got.items() if seed % 50 == 49}
+        accepted = sum(o.num_accepted for o in drawn) / sum(o.num_drafts for o in drawn)
+        return [o.token_ids[:3] for o in drawn], same, accepted
+
+    got, greedy, standard = outputs("standard")
+    assert len(greedy) == 1
+    expected = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for output, p in expected.items():
+            [logits] = model.full_forward(
+                torch.tensor([*prompt, *output]), logits_rows=torch.tensor([-1])
+            )
+            mass = plain_probabilities(logits.tolist(), params)
+            longer |= {(*output, t): p * m for t, m in enumerate(mass) if m > 0}
+        expected = longer
+    assert excess(got, expected) < Z
+    _, again, strict = outputs("strict")
+    assert again == greedy
+    assert standard >= strict
