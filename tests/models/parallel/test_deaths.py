@@ -125,13 +125,6 @@ def test_a_rank_that_fails_or_leaves(beats):
     assert not ended.is_set()
 
 
-def test_ranks_that_leave_are_not_missed(beats):
-    first, second, _ = beats
-    second.leave()
-    second.join()
-    assert not verdict(first, 4.0)
-
-
 def test_a_beat_on_its_way_does_not_take_back_that_a_rank_has_left(beats, monkeypatch):
     first, second, _ = beats
     under_way, dumps = threading.Event(), heartbeat.json.dumps
