@@ -201,8 +201,9 @@ class Chains:
             requests, slots, to = requests[ready], slots[ready], to[ready]
         kept = NONE_KEPT
         if requests.size and self.layout.hybrid:
-            in_prompt = to < self.sequences.prompt_len[slots]
-            always = np.column_stack([self._keep[slots], np.where(in_prompt, to, 0)])
+            always, in_prompt = self._keep[slots], to < self.sequences.prompt_len[slots]
+            if in_prompt.any():
+                always = np.column_stack([always, np.where(in_prompt, to, 0)])
             which, kept_at = kept_boundaries(self.cached[slots], to, always, self.interval)
             if self._tables.states:
                 known = kept_at == end[requests[which]]
