@@ -27,7 +27,14 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {
     f'python title="needs {what}"'
-    for what in ("a GPU", "a checkpoint", "nano-vllm", "nano-vllm and a GPU", "the extra hub")
+    for what in (
+        "a GPU",
+        "a checkout",
+        "a checkpoint",
+        "nano-vllm",
+        "nano-vllm and a GPU",
+        "the extra hub",
+    )
 }
 # Run by the tests of the adapters, where these are (`tests.support.models.adopted`).
 NOT_RUN.add('python title="needs transformers"')

@@ -14,27 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from .parse import WIDTHS, Instruction
 
 DTYPES = {
-    f"{kind}{8 * size}": np.dtype(f"{to}{size}")
-    for kind, to in zip("bus", "uui", strict=True)
-    for size in (1, 2, 4, 8)
-}
-DTYPES |= {
-    "f16": np.dtype("f2"),
-    "f32": np.dtype("f4"),
-    "f64": np.dtype("f8"),
-    "pred": np.dtype("?"),
-}
-DTYPES |= {name: np.dtype(f"u{size}") for name, size in WIDTHS.items() if name not in DTYPES}
+    "f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8"), "pred": np.dtype("?"),
+}  # fmt: skip
+for _name, _size in WIDTHS.items():
+    DTYPES.setdefault(_name, np.dtype(f"{'i' if _name[0] == 's' else 'u'}{_size}"))
 HALVES = ("f16", "bf16", "f16x2", "bf16x2")
 FLOATS = ("f32", "f64", *HALVES)
 WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
-
-
-# ---- rounding ----
 
 
 def to_f32_odd(x):
@@ -90,30 +81,16 @@ def flush(x):
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
-_E4M3 = np.array(
-    [
-        (-1) ** (b >> 7)
-        * ((b & 7) * 2.0**-9 if b & 120 == 0 else (8 + b % 8) * 2.0 ** ((b >> 3 & 15) - 10))
-        for b in range(256)
-    ],
-    "f4",
-)
-_E4M3[[0x7F, 0xFF]] = np.nan
+def from_e4m3(bytes_):
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+    return values[bytes_]
 
 
 def to_e4m3(x):
-    """fp32 as bytes of e4m3, to nearest even, saturated to 448; NaN becomes 0x7F."""
-    magnitude = np.abs(x).astype("f8")
-    exponent = np.maximum(np.floor(np.log2(np.where(magnitude > 0, magnitude, 1))), -6)
-    step = 2.0 ** (exponent - 3)
-    value = np.minimum(np.rint(magnitude / step) * step, 448).astype("f4")
-    byte = np.searchsorted(_E4M3[:127], value).astype("u1") | (
-        np.signbit(x).astype("u1") << np.uint8(7)
-    )
-    return np.where(np.isnan(x), np.uint8(0x7F), byte)
-
-
-# ---- functions with an error ----
+    """fp32 as bytes of e4m3, saturated to 448; NaN becomes 0x7F."""
+    clipped = torch.from_numpy(np.atleast_1d(np.clip(x, -448, 448)))
+    bits = clipped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(np.shape(x))
+    return np.where(np.isnan(x), np.uint8(0x7F), bits)
 
 
 def approximate(function: Callable, ulps: int, exact: Callable | None = None) -> Callable:
@@ -141,9 +118,6 @@ def power_of_two(a):
     return np.asarray(a).view("u4") & np.uint32(0x7FFFFF) == 0
 
 
-# ---- integers ----
-
-
 def mul_hi(a, b):
     bits = a.dtype.itemsize * 8
     if bits == 64:
@@ -168,10 +142,6 @@ def divide(a, b):
     return np.where(zero, ~a.dtype.type(0), quotient.astype(a.dtype))
 
 
-def remainder(a, b):
-    return a - divide(a, b) * b
-
-
 def shift_left(a, n):
     bits = a.dtype.itemsize * 8
     return np.where(n < bits, a << np.minimum(n, bits - 1).astype(a.dtype), a.dtype.type(0))
@@ -189,27 +159,13 @@ def extract_field(a, start, length):
     start, length = (start & np.uint32(255)).astype("i8"), (length & np.uint32(255)).astype("i8")
     raw = a.view(f"u{a.dtype.itemsize}").astype("u8")
     kept = np.clip(bits - start, 0, np.minimum(length, bits))
-    mask = _ones(kept)
+    low = (np.uint64(1) << np.minimum(kept, 63).astype("u8")) - np.uint64(1)
+    mask = np.where(kept >= 64, ~np.uint64(0), low)
     field = np.where(start < bits, raw >> np.minimum(start, 63).astype("u8"), np.uint64(0)) & mask
     if a.dtype.kind == "i":
         sign = raw >> np.clip(start + length - 1, 0, bits - 1).astype("u8") & np.uint64(1)
         field = np.where((length > 0) & (sign == 1), field | ~mask, field)
     return field.astype(a.dtype)
-
-
-def insert_field(a, b, start, length):
-    """bfi: the low ``length`` bits of a, put into b at ``start``."""
-    start, length = start & np.uint32(255), (length & np.uint32(255)).astype("i8")
-    at = np.minimum(start, 63).astype("u8")
-    field = np.where(
-        start < a.dtype.itemsize * 8, _ones(np.minimum(length, 64)) << at, np.uint64(0)
-    )
-    return ((b.astype("u8") & ~field) | (a.astype("u8") << at & field)).astype(a.dtype)
-
-
-def _ones(count):
-    low = (np.uint64(1) << np.minimum(count, 63).astype("u8")) - np.uint64(1)
-    return np.where(count >= 64, ~np.uint64(0), low)
 
 
 def permute(a, b, selector):
@@ -225,37 +181,6 @@ def permute(a, b, selector):
     return result
 
 
-def look_up(a, b, c, table):
-    """lop3: bit i of ``table`` is the result where the bits of (a, b, c) are those of i."""
-    result = np.uint32(0)
-    for i in range(8):
-        chosen = (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        result = result | np.where(table >> np.uint32(i) & np.uint32(1), chosen, np.uint32(0))
-    return result
-
-
-def leading_zeros(a):
-    bits = a.dtype.itemsize * 8
-    return np.uint32(bits) - sum((a >> a.dtype.type(i) != 0).astype("u4") for i in range(bits))
-
-
-def reverse_bits(a):
-    size = a.dtype.itemsize
-    parts = np.ascontiguousarray(a).view("u1").reshape(-1, size)
-    flipped = np.packbits(np.unpackbits(parts, axis=1, bitorder="little"), axis=1, bitorder="big")
-    return np.ascontiguousarray(flipped[:, ::-1]).view(a.dtype).reshape(np.shape(a))
-
-
-def funnel(low, high, n, *, left, wrap):
-    """shf: a shift of {high, low}; .l gives its upper word, .r its lower one."""
-    n = (n & np.uint32(31) if wrap else np.minimum(n, np.uint32(32))).astype("u8")
-    pair = low.astype("u8") | (high.astype("u8") << np.uint64(32))
-    return ((pair << n) >> np.uint64(32) if left else pair >> n).astype("u4")
-
-
-# ---- floats ----
-
-
 def fused(a, b, c):
     """a b + c of float64 that hold 24 bits or fewer, such that rounding it to fp32 rounds once.
 
@@ -264,120 +189,91 @@ def fused(a, b, c):
     product = a * b
     total = np.asarray(product + c)
     half_way = total.view("i8") & 0x1FFFFFFF == 0x10000000
-    if half_way.any() or (np.abs(total) < 2.0**-126).any():
-        return add_odd(product, c)
-    return total
+    tiny = np.abs(total) < 2.0**-126
+    return add_odd(product, c) if half_way.any() or tiny.any() else total
 
 
-def smaller(a, b):
-    return np.fmin(a, b) if a.dtype.kind == "f" else np.minimum(a, b)
-
-
-def larger(a, b):
-    return np.fmax(a, b) if a.dtype.kind == "f" else np.maximum(a, b)
-
-
-def relu(function):
-    return lambda a, b: np.maximum(function(a, b), a.dtype.type(0))
-
-
-# Instruction: (modifiers that it may have, types of its sources, of its result, what it computes).
+# Instruction: (modifiers that it may have, types of its sources, what it computes).
 # T is the type of the instruction, W the one twice as wide; modifiers that are part of the name here
 # choose the row. "rn" and "ftz" hold for floats: computed exactly in float64, then rounded once.
-TABLE: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
-    "add": ("rn ftz", "T T", "T", lambda a, b: a + b),
-    "sub": ("rn ftz", "T T", "T", lambda a, b: a - b),
-    "mul": ("rn ftz", "T T", "T", lambda a, b: a * b),
-    "fma": ("rn ftz", "T T T", "T", fused),
-    "mul.lo": ("", "T T", "T", lambda a, b: a * b),
-    "mul.hi": ("", "T T", "T", mul_hi),
-    "mul.wide": ("", "T T", "W", mul_wide),
-    "mad.lo": ("", "T T T", "T", lambda a, b, c: a * b + c),
-    "mad.hi": ("", "T T T", "T", lambda a, b, c: mul_hi(a, b) + c),
-    "mad.wide": ("", "T T W", "W", lambda a, b, c: mul_wide(a, b) + c),
-    "div": ("", "T T", "T", divide),
-    "rem": ("", "T T", "T", remainder),
-    "min": ("ftz", "T T", "T", smaller),
-    "max": ("ftz", "T T", "T", larger),
-    "min.NaN": ("ftz", "T T", "T", np.minimum),
-    "max.NaN": ("ftz", "T T", "T", np.maximum),
-    "min.relu": ("", "T T", "T", relu(np.minimum)),
-    "max.relu": ("", "T T", "T", relu(np.maximum)),
-    "neg": ("ftz", "T", "T", lambda a: -a),
-    "abs": ("ftz", "T", "T", np.abs),
-    "and": ("", "T T", "T", lambda a, b: a & b),
-    "or": ("", "T T", "T", lambda a, b: a | b),
-    "xor": ("", "T T", "T", lambda a, b: a ^ b),
-    "not": ("", "T", "T", lambda a: ~a),
-    "shl": ("", "T u32", "T", shift_left),
-    "shr": ("", "T u32", "T", shift_right),
-    "selp": ("", "T T pred", "T", lambda a, b, p: np.where(p, a, b)),
-    "bfe": ("", "T u32 u32", "T", extract_field),
-    "bfi": ("", "T T u32 u32", "T", insert_field),
-    "prmt": ("", "T T u32", "T", permute),
-    "lop3": ("", "T T T u32", "T", look_up),
-    "shf.l.wrap": ("", "T T u32", "T", lambda a, b, n: funnel(a, b, n, left=True, wrap=True)),
-    "shf.r.wrap": ("", "T T u32", "T", lambda a, b, n: funnel(a, b, n, left=False, wrap=True)),
-    "shf.l.clamp": ("", "T T u32", "T", lambda a, b, n: funnel(a, b, n, left=True, wrap=False)),
-    "shf.r.clamp": ("", "T T u32", "T", lambda a, b, n: funnel(a, b, n, left=False, wrap=False)),
-    "popc": ("", "T", "u32", lambda a: np.bitwise_count(a).astype("u4")),
-    "clz": ("", "T", "u32", leading_zeros),
-    "brev": ("", "T", "T", reverse_bits),
+TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "add": ("rn ftz", "T T", lambda a, b: a + b),
+    "sub": ("rn ftz", "T T", lambda a, b: a - b),
+    "mul": ("rn ftz", "T T", lambda a, b: a * b),
+    "fma": ("rn ftz", "T T T", fused),
+    "mul.lo": ("", "T T", lambda a, b: a * b),
+    "mul.hi": ("", "T T", mul_hi),
+    "mul.wide": ("", "T T", mul_wide),
+    "mad.lo": ("", "T T T", lambda a, b, c: a * b + c),
+    "mad.wide": ("", "T T W", lambda a, b, c: mul_wide(a, b) + c),
+    "div": ("", "T T", divide),
+    "rem": ("", "T T", lambda a, b: a - divide(a, b) * b),
+    "min": ("ftz", "T T", np.fmin),
+    "max": ("ftz", "T T", np.fmax),
+    "min.NaN": ("ftz", "T T", np.minimum),
+    "max.NaN": ("ftz", "T T", np.maximum),
+    "min.relu": ("", "T T", lambda a, b: np.minimum(a, b).clip(0)),
+    "max.relu": ("", "T T", lambda a, b: np.maximum(a, b).clip(0)),
+    "neg": ("ftz", "T", lambda a: -a),
+    "abs": ("ftz", "T", np.abs),
+    "and": ("", "T T", lambda a, b: a & b),
+    "or": ("", "T T", lambda a, b: a | b),
+    "xor": ("", "T T", lambda a, b: a ^ b),
+    "not": ("", "T", lambda a: ~a),
+    "shl": ("", "T u32", shift_left),
+    "shr": ("", "T u32", shift_right),
+    "selp": ("", "T T pred", lambda a, b, p: np.where(p, a, b)),
+    "bfe": ("", "T u32 u32", extract_field),
+    "prmt": ("", "T T u32", permute),
+    "popc": ("", "T", lambda a: np.bitwise_count(a).astype("u4")),
     # Largest errors: PTX ISA tables of div, rcp, sqrt, rsqrt, ex2, lg2, sin, cos and tanh.
-    "div.rn": ("ftz", "T T", "T", lambda a, b: a / b),
-    "rcp.rn": ("ftz", "T", "T", lambda a: 1 / a),
-    "sqrt.rn": ("ftz", "T", "T", np.sqrt),
+    "div.rn": ("ftz", "T T", lambda a, b: a / b),
+    "rcp.rn": ("ftz", "T", lambda a: 1 / a),
+    "sqrt.rn": ("ftz", "T", np.sqrt),
     # The reciprocal of a power of two is exact on every device, so division by one is.
-    "div.full": ("ftz", "T T", "T", approximate(np.divide, 2, lambda a, b: power_of_two(b))),
-    "div.approx": ("ftz", "T T", "T", approximate(np.divide, 2, lambda a, b: power_of_two(b))),
-    "rcp.approx": ("ftz", "T", "T", approximate(np.reciprocal, 1)),
-    "sqrt.approx": ("ftz", "T", "T", approximate(np.sqrt, 1)),
-    "rsqrt.approx": ("ftz", "T", "T", approximate(lambda a: 1 / np.sqrt(a), 1)),
-    "ex2.approx": ("ftz", "T", "T", approximate(np.exp2, 2)),
-    "lg2.approx": ("ftz", "T", "T", approximate(np.log2, 1, power_of_two)),
-    "tanh.approx": ("", "T", "T", approximate(np.tanh, 1 << 12)),
-    "sin.approx": ("ftz", "T", "T", approximate(np.sin, 4)),
-    "cos.approx": ("ftz", "T", "T", approximate(np.cos, 4)),
+    "div.full": ("ftz", "T T", approximate(np.divide, 2, lambda a, b: power_of_two(b))),
+    "div.approx": ("ftz", "T T", approximate(np.divide, 2, lambda a, b: power_of_two(b))),
+    "rcp.approx": ("ftz", "T", approximate(np.reciprocal, 1)),
+    "sqrt.approx": ("ftz", "T", approximate(np.sqrt, 1)),
+    "rsqrt.approx": ("ftz", "T", approximate(lambda a: 1 / np.sqrt(a), 1)),
+    "ex2.approx": ("ftz", "T", approximate(np.exp2, 2)),
+    "lg2.approx": ("ftz", "T", approximate(np.log2, 1, power_of_two)),
+    "tanh.approx": ("", "T", approximate(np.tanh, 1 << 12)),
+    "sin.approx": ("ftz", "T", approximate(np.sin, 4)),
+    "cos.approx": ("ftz", "T", approximate(np.cos, 4)),
 }
 _EXACT_IN_F64 = {"add", "sub", "mul", "fma", "neg", "abs", "min", "max", "min.NaN", "max.NaN"}
 _COMPARISONS = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 _INTEGRAL = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
 
 
-def arithmetic(op: Instruction) -> tuple[list[str], str, Callable] | None:
-    """(types of the sources, type of the result, function) of an instruction; None if unknown."""
-    if op.name == "setp":
-        return _comparison(op)
-    if op.name == "cvt":
-        return _conversion(op)
-    for length in (3, 2, 1):
-        key = ".".join(op.parts[:length])
-        if key in TABLE and length < len(op.parts):
-            break
-    else:
+def arithmetic(op: Instruction) -> tuple[list[str], Callable] | None:
+    """(types of the sources, function) of an instruction; None if it is unknown."""
+    if op.name in ("setp", "cvt"):
+        return _comparison(op) if op.name == "setp" else _conversion(op)
+    names = [".".join(op.parts[:n]) for n in (3, 2, 1) if n < len(op.parts)]
+    key = next((name for name in names if name in TABLE), None)
+    if key is None:
         return None
-    modifiers, sources, result, function = TABLE[key]
-    kind, given = op.kind, op.parts[length:-1]
-    if not set(given) <= set(modifiers.split()):
+    modifiers, sources, function = TABLE[key]
+    kind, given = op.kind, set(op.parts[key.count(".") + 1 : -1])
+    if not given <= set(modifiers.split()):
         return None
-    types = {"T": kind, "W": WIDER.get(kind, "?"), "u32": "u32", "pred": "pred"}
-    if key == "fma" and kind in HALVES:
-        function = lambda a, b, c: add_odd(a * b, c)  # noqa: E731
-    if key != "selp" and kind in HALVES:
-        function = _in_halves(function, kind) if key in _EXACT_IN_F64 else None
-    elif kind == "f32" and key == "fma":
+    if kind in HALVES and key != "selp":
+        if key not in _EXACT_IN_F64:
+            return None
+        function = _in_halves(function, kind)
+    elif key == "fma":
+        if kind != "f32":
+            return None
         function = _in_f64(function)
-    elif kind == "f64" and key == "fma":
-        return None
-    if function is None:
-        return None
     if "ftz" in given:
         function = _flushing(function)
-    return [types[s] for s in sources.split()], types[result], function
+    types = {"T": kind, "W": WIDER.get(kind, "?")}
+    return [types.get(source, source) for source in sources.split()], function
 
 
 def _in_f64(function):
@@ -392,93 +288,64 @@ def _in_halves(function, kind):
     widen, narrow = (from_bf16, to_bf16) if kind[0] == "b" else (from_f16, to_f16)
 
     def one(*values):
-        return narrow(to_f32_odd(np.asarray(function(*(widen(v).astype("f8") for v in values)))))
+        wide = (widen(v.view("u2")).astype("f8") for v in values)
+        return narrow(to_f32_odd(np.asarray(function(*wide))))
 
-    def two(*values):
-        low, high = (
-            one(*((v >> np.uint32(shift)).astype("u2") for v in values)) for shift in (0, 16)
-        )
-        return low.astype("u4") | high.astype("u4") << np.uint32(16)
+    return (lambda *values: paired(one, *values)) if kind.endswith("x2") else one
 
-    return two if kind.endswith("x2") else lambda *values: one(*(v.view("u2") for v in values))
+
+def paired(one, *values):
+    """A function of 16 bits on both halves of words."""
+    low, high = (one(*((v >> np.uint32(s)).astype("u2") for v in values)) for s in (0, 16))
+    return join(high, low, 16)
+
+
+def join(high, low, bits):
+    """Two values of 8 or 16 bits as one twice as wide."""
+    wide = np.dtype(f"u{bits // 4}")
+    return high.astype(wide) << wide.type(bits) | low.astype(wide)
 
 
 def _comparison(op):
     test, kind = op.parts[1], op.kind
     if len(op.operands) != 3 or len(op.parts) not in (3, 4) or kind.endswith("x2"):
         return None
-    widen = {"bf16": from_bf16}.get(kind, lambda a: a)
-    if "ftz" in op.parts:
-        widen = flush
-    is_float = kind in FLOATS
+    widen = from_bf16 if kind == "bf16" else flush if "ftz" in op.parts else np.asarray
+    if kind not in FLOATS:
+        return [kind, kind], _COMPARISONS[test]
+    compare = {"num": lambda a, b: True, "nan": lambda a, b: False}.get(test)
+    compare = compare or _COMPARISONS[test.removesuffix("u")]
+    unordered = test[-1] == "u" or test == "nan"  # what a NaN gives
 
-    def unordered(a, b):
-        return np.isnan(a) | np.isnan(b)
+    def run(a, b):
+        a, b = widen(a), widen(b)
+        return np.where(np.isnan(a) | np.isnan(b), unordered, compare(a, b))
 
-    if test in ("num", "nan"):
-        inner = unordered if test == "nan" else lambda a, b: ~unordered(a, b)
-    elif is_float and test[-1] == "u":
-        compare = _COMPARISONS[test[:-1]]
-        inner = lambda a, b: compare(a, b) | unordered(a, b)  # noqa: E731
-    elif is_float:
-        compare = _COMPARISONS[test]
-        inner = lambda a, b: compare(a, b) & ~unordered(a, b)  # noqa: E731
-    else:
-        inner = _COMPARISONS[test]
-    return [kind, kind], "pred", lambda a, b: inner(widen(a), widen(b))
+    return [kind, kind], run
 
 
 def _conversion(op):
     """cvt, from the last part of the opcode to the part before it."""
-    *modifiers, to, of = op.parts[1:]
-    modifiers = set(modifiers)
-    if to in ("bf16x2", "f16x2") and of == "f32" and modifiers <= {"rn"}:
+    *given, to, of = op.parts[1:]
+    if (to, of) in (("bf16x2", "f32"), ("f16x2", "f32")) and given == ["rn"]:
         narrow = to_bf16 if to[0] == "b" else to_f16
-        return (
-            ["f32", "f32"],
-            "b32",
-            lambda a, b: narrow(a).astype("u4") << np.uint32(16) | narrow(b).astype("u4"),
-        )
+        return ["f32", "f32"], lambda a, b: join(narrow(a), narrow(b), 16)
     if (to, of) == ("f16x2", "e4m3x2"):
-
-        def widen_pair(a):
-            low, high = (to_f16(_E4M3[a >> np.uint16(s) & np.uint16(255)]) for s in (0, 8))
-            return low.astype("u4") | high.astype("u4") << np.uint32(16)
-
-        return ["b16"], "b32", widen_pair
-    if (to, of) == ("e4m3x2", "f32") and "satfinite" in modifiers:
-        return (
-            ["f32", "f32"],
-            "b16",
-            lambda a, b: to_e4m3(a).astype("u2") << np.uint16(8) | to_e4m3(b),
-        )
-    if to == "tf32" and modifiers == {"rna"}:
-        return ["b32"], "b32", to_tf32
-    rounding = next((_INTEGRAL[m] for m in modifiers if m in _INTEGRAL), None)
-    if modifiers - {"rn", "ftz", *_INTEGRAL}:
+        split = lambda a: [to_f16(from_e4m3(a >> np.uint16(s) & np.uint16(255))) for s in (8, 0)]  # noqa: E731
+        return ["b16"], lambda a: join(*split(a), 16)
+    if (to, of) == ("e4m3x2", "f32") and "satfinite" in given:
+        return ["f32", "f32"], lambda a, b: join(to_e4m3(a), to_e4m3(b), 8)
+    if to == "tf32" and given == ["rna"]:
+        return ["b32"], to_tf32
+    if set(given) - {"rn", "ftz", *_INTEGRAL}:
         return None
-    widen = (
-        from_bf16
-        if of == "bf16"
-        else (flush if "ftz" in modifiers and of == "f32" else lambda a: a)
-    )
-    target = DTYPES[to]
+    rounding = next((_INTEGRAL[m] for m in given if m in _INTEGRAL), np.asarray)
+    widen = from_bf16 if of == "bf16" else flush if "ftz" in given and of == "f32" else np.asarray
     if to == "bf16":
-        return [of], "b16", lambda a: to_bf16(np.asarray(to_f32_odd(widen(a).astype("f8"))))
-    if to in FLOATS:
-
-        def to_float(a):
-            a = widen(a)
-            return (a if rounding is None else rounding(a)).astype(target)
-
-        return [of], to, to_float
-    if of in FLOATS:
-        return (
-            None
-            if rounding is None
-            else ([of], to, lambda a: _saturated(rounding(widen(a)), target))
-        )
-    return [of], to, lambda a: a.astype(target)
+        return [of], lambda a: to_bf16(np.asarray(to_f32_odd(widen(a).astype("f8"))))
+    if of in FLOATS and to not in FLOATS:
+        return [of], lambda a: _saturated(rounding(widen(a)), DTYPES[to])
+    return [of], lambda a: rounding(widen(a)).astype(DTYPES[to])
 
 
 def _saturated(x, dtype):

@@ -10,10 +10,12 @@ import random
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton import knobs
@@ -23,7 +25,7 @@ from triton.runtime import driver
 
 from .instructions import compile_ptx
 from .machine import Machine, Program
-from .memory import Global, extents, merged
+from .memory import Fault, Global, extents, merged
 from .parse import Unsupported
 
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}  # bytes that a program may use
@@ -52,7 +54,7 @@ class Device:
         launches: launches that have run.
         deadline: time.perf_counter() after which launches raise `Unsupported`.
         orders: random orders in which a launch runs its CTAs; all must give the same bits.
-        change: function of PTX text that gives the text to run, for mutations.
+        programs: PTX -> what runs for it.
     """
 
     def __init__(self, arch: int):
@@ -61,7 +63,6 @@ class Device:
         self.deadline = float("inf")
         self.orders = 1
         self.random = random.Random(0)
-        self.change: Callable[[str], str] = lambda text: text
         self.programs: dict[str, Program] = {}
         # Tensors whose addresses were asked for: tables of addresses may name them.
         self.named: dict[int, weakref.ref] = {}
@@ -76,7 +77,7 @@ class Device:
             tensors: those that the kernel may touch.
         """
         started = time.perf_counter()
-        text = self.change(compiled.asm["ptx"])
+        text = compiled.asm["ptx"]
         if text not in self.programs:
             self.programs[text] = compile_ptx(text)
         program = self.programs[text]
@@ -90,15 +91,14 @@ class Device:
             for tensor, storage in zip(views, before, strict=False):
                 tensor.untyped_storage().copy_(storage)
             self.random.shuffle(ctas)
-            self._run(program, packed, ctas, grid, metadata, Global(ranges, program.global_grain))
+            memory = Global(ranges, program.grains["global"])
+            self._run(program, packed, ctas, grid, metadata, memory)
             if self.orders > 1:
                 results.append([bytes(t.untyped_storage()) for t in views])
         if any(r != results[0] for r in results):
-            from .memory import Fault
-
             raise Fault(f"{program.kernel.name}: another order of CTAs gives other bits")
         seconds = time.perf_counter() - started
-        self.launches.append(Launch(program.kernel.name, len(ctas), seconds, compiled.asm["ptx"]))
+        self.launches.append(Launch(program.kernel.name, len(ctas), seconds, text))
 
     def _run(self, program, packed, ctas, grid, metadata, memory: Global) -> None:
         threads = metadata.num_warps * 32
@@ -125,9 +125,7 @@ def _pack(program: Program, params: list[tuple[str, Any]]) -> bytes:
     places = list(program.kernel.params.values())
     # After the arguments, Triton has addresses of scratch memory that no kernel here uses.
     if not 0 <= len(places) - len(params) <= 2:
-        raise Unsupported(
-            f"{program.kernel.name}: {len(places)} parameters, {len(params)} arguments"
-        )
+        raise Unsupported(f"{len(places)} parameters, {len(params)} arguments")
     packed = bytearray(program.kernel.param_bytes)
     for (offset, _), (code, value) in zip(places, params, strict=False):
         struct.pack_into("<" + code, packed, offset, value)
@@ -147,6 +145,8 @@ class Launcher:
         metadata = self.compiled.metadata
         if metadata.global_scratch_size:
             raise Unsupported(f"{metadata.name}: scratch memory")
+        if metadata.shared > SHARED_MEMORY[self.device.arch]:
+            raise Fault(f"{metadata.name}: {metadata.shared} bytes of shared memory")
         params: list[tuple[str, Any]] = []
         tensors: list[torch.Tensor] = []
 
@@ -173,39 +173,15 @@ class Launcher:
 _address = torch.Tensor.data_ptr
 
 
-class _Utils:
-    def __init__(self, arch: int):
-        self.arch = arch
-
-    def get_device_properties(self, device):
-        return {
-            "max_shared_mem": SHARED_MEMORY[self.arch], "multiprocessor_count": 2, "warpSize": 32,
-            "max_num_regs": 65536, "sm_clock_rate": 1, "mem_clock_rate": 1, "mem_bus_width": 1,
-        }  # fmt: skip
-
-
-class _Driver:
-    def __init__(self, device: Device):
-        self.device, self.utils = device, _Utils(device.arch)
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.device.arch, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def set_current_device(self, device):
-        pass
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    @staticmethod
-    def is_active():
-        return True
+def _driver(device: Device) -> SimpleNamespace:
+    """What Triton asks of a driver."""
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", device.arch, 32),
+        get_current_device=lambda: 0,
+        set_current_device=lambda number: None,
+        get_current_stream=lambda number: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )
 
 
 def _without_assembler(backend=None, stages=None, *_):
@@ -233,15 +209,10 @@ def emulated(arch: str) -> Iterator[Device]:
         device.named[address] = weakref.ref(tensor)
         return address
 
-    active = driver._active
-    saved = CompiledKernel._init_handles, knobs.runtime.add_stages_inspection_hook
-    CompiledKernel._init_handles = init_handles
-    torch.Tensor.data_ptr = data_ptr
-    knobs.runtime.add_stages_inspection_hook = _without_assembler
-    driver.set_active(_Driver(device))
-    try:
+    with (
+        patch.object(CompiledKernel, "_init_handles", init_handles),
+        patch.object(torch.Tensor, "data_ptr", data_ptr),
+        patch.object(knobs.runtime, "add_stages_inspection_hook", _without_assembler),
+        patch.object(driver, "_active", _driver(device)),
+    ):
         yield device
-    finally:
-        CompiledKernel._init_handles, knobs.runtime.add_stages_inspection_hook = saved
-        torch.Tensor.data_ptr = _address
-        driver._active = active

@@ -1,6 +1,6 @@
 """What each PTX instruction does to a `Machine`; arithmetic is in `arithmetic.py`, products in `matrix.py`.
 
-``decode`` gives an instruction its step: a function of the machine and of the mask of its threads.
+A `Compiler` gives an instruction its step: a function of the machine and of the mask of its threads.
 
 Source: PTX ISA 8.8, chapter 9.
 """
@@ -16,11 +16,13 @@ import numpy as np
 from . import matrix, wgmma
 from .arithmetic import DTYPES, arithmetic
 from .machine import WARP, Block, Machine, Mask, Program, Step
-from .memory import UINT, Copy, Fault, load, store
+from .memory import UINT, Copy, Fault, load, process_memory, store
 from .parse import WIDTHS, Instruction, Kernel, Unsupported, parse, vector
 
 Read = Callable[[Machine], np.ndarray]
-_SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid|%warpid")
+_SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid")
+
+JUMPS = {"bra": "bra", "ret": "ret", "exit": "ret", "bar": "bar", "barrier": "bar"}
 
 
 def compile_ptx(text: str) -> Program:
@@ -37,20 +39,18 @@ class Compiler:
         code = kernel.instructions
         starts = {0, *kernel.labels.values()}
         for i, op in enumerate(code):
-            if op.name in ("bra", "ret", "exit", "bar", "barrier") and op.parts[:2] != [
-                "bar",
-                "warp",
-            ]:
+            if op.name in JUMPS and op.parts[1:2] != ["warp"]:
                 starts.add(i + 1)
         starts = sorted(s for s in starts if s < len(code))
         for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
-            self.program.blocks[start] = self._block(start, end)
+            block = self.program.blocks[start] = self._block(start, end)
+            block.guarded = tuple(i for i, _ in block.steps if code[i].guard)
         self.program.blocks[len(code)] = Block([], len(code), "ret")
 
     def _block(self, start: int, end: int) -> Block:
         op = self.kernel.instructions[end - 1]
-        jump = {"exit": "ret", "barrier": "bar"}.get(op.name, op.name)
-        if jump not in ("bra", "ret", "bar") or op.parts[1:2] == ["warp"]:
+        jump = JUMPS.get(op.name)
+        if jump is None or op.parts[1:2] == ["warp"]:
             return Block([(i, self.step(i)) for i in range(start, end)], end)
         steps = [(i, self.step(i)) for i in range(start, end - 1)]
         block = Block(steps, end, jump, op.guard)
@@ -59,27 +59,20 @@ class Compiler:
         elif jump == "bar":
             if "sync" not in op.parts or op.guard:
                 raise Unsupported(op.text)
-            block.barrier = tuple(self._number(o) for o in (*op.operands, "0")[:2])
+            block.barrier = tuple(int(o, 0) for o in (*op.operands, "0")[:2])
         return block
-
-    def _number(self, operand: str):
-        if operand in self.kernel.registers:
-            return (self.kernel.registers[operand],)
-        return int(operand, 0)
 
     def step(self, index: int) -> Step:
         """The step of an instruction; one that is unknown raises when it runs."""
         op = self.kernel.instructions[index]
         try:
             step = self._step(op)
-        except (KeyError, ValueError, IndexError, TypeError, AttributeError) as error:
-            step, reason = None, f" ({error!r})"
-        else:
-            reason = ""
+        except (KeyError, ValueError, IndexError, TypeError, Unsupported):
+            step = None
         if step is None:
 
             def step(m: Machine, mask: Mask) -> None:
-                raise Unsupported(f"no such instruction here{reason}")
+                raise Unsupported("no such instruction here")
 
         if op.guard is None:
             return step
@@ -87,12 +80,11 @@ class Compiler:
 
         def guarded(m: Machine, mask: Mask) -> None:
             on = m.registers[register] ^ np.bool_(negated)
-            if mask is None and on.all():
-                step(m, None)
-                return
-            on = m.spread(on) if mask is None else on & mask
+            if mask is not None or not on.all():
+                on = mask = m.spread(on) if mask is None else on & mask
             if on.any():
-                step(m, on)
+                m.program.active.add(index)
+                step(m, mask)
 
         return guarded
 
@@ -102,7 +94,7 @@ class Compiler:
         found = arithmetic(op)
         if found is None:
             return None
-        types, _, function = found
+        types, function = found
         reads = [self.read(o, t) for o, t in zip(op.operands[1:], types, strict=True)]
         return self.assign(op.operands[0], lambda m, mask: function(*[r(m) for r in reads]))
 
@@ -123,7 +115,10 @@ class Compiler:
 
         return step
 
-    # ---- operands ----
+    def smallest(self, space: str, width: int) -> None:
+        """Note the bytes of an access to shared memory, or of a store to global memory."""
+        grains = self.program.grains
+        grains[space] = min(grains[space], width)
 
     def read(self, operand: str, kind: str) -> Read:
         """Reads an operand as a type: a register (its low bits), a special register or a constant."""
@@ -178,9 +173,6 @@ def full(m: Machine, values, lanes: np.ndarray, mask: Mask):
     return result
 
 
-# ---- moves ----
-
-
 def _mov(c: Compiler, op: Instruction) -> Step:
     target, source = op.operands
     if target[0] == "{":
@@ -190,10 +182,8 @@ def _mov(c: Compiler, op: Instruction) -> Step:
 
         def split(m: Machine, mask: Mask) -> list:
             value = read(m)
-            return [
-                (value >> value.dtype.type(8 * size * i)).astype(UINT[size])
-                for i in range(len(parts))
-            ]
+            shifts = [value.dtype.type(8 * size * i) for i in range(len(parts))]
+            return [(value >> shift).astype(UINT[size]) for shift in shifts]
 
         return c.assign_all(parts, split)
     if source[0] == "{":
@@ -217,12 +207,10 @@ def _access(op: Instruction) -> tuple[str, int]:
     known = {"v2", "v4", "volatile", "relaxed", "weak", "gpu", "cta", "nc", "L1::evict_last",
              "L1::evict_first", "L1::no_allocate", "L2::128B", "L2::cache_hint", "global",
              "shared", "shared::cta", "param"}  # fmt: skip
-    parts = op.parts[1:-1]
-    if not set(parts) <= known:
+    if not set(op.parts[1:-1]) <= known:
         raise Unsupported(op.text)
-    return next(
-        p.split("::")[0] for p in parts if p.split("::")[0] in ("param", "shared", "global")
-    ), WIDTHS[op.kind]
+    spaces = [p.removesuffix("::cta") for p in op.parts[1:-1]]
+    return next(p for p in spaces if p in ("param", "shared", "global")), WIDTHS[op.kind]
 
 
 def _ld(c: Compiler, op: Instruction) -> Step:
@@ -230,13 +218,12 @@ def _ld(c: Compiler, op: Instruction) -> Step:
     targets = vector(op.operands[0])
     if space == "param":
         offset, _ = c.kernel.params[op.operands[1].strip("[] ")]
-        return c.assign(
-            targets[0], lambda m, mask: np.frombuffer(m.params, DTYPES[op.kind], 1, offset)[0]
-        )
+        dtype = DTYPES[op.kind]
+        return c.assign(targets[0], lambda m, mask: np.frombuffer(m.params, dtype, 1, offset)[0])
     address = c.address(op.operands[1], "u32" if space == "shared" else "u64")
     count, dtype = len(targets), DTYPES[op.kind]
     if space == "shared":
-        c.program.shared_grain = min(c.program.shared_grain, width)
+        c.smallest("shared", width)
 
     def values(m: Machine, mask: Mask) -> list:
         lanes = m.active(mask)
@@ -256,8 +243,7 @@ def _st(c: Compiler, op: Instruction) -> Step:
     address = c.address(op.operands[0], "u32" if space == "shared" else "u64")
     reads = [c.read(v, f"b{8 * width}") for v in vector(op.operands[1])]
     size = width * len(reads)
-    grain = f"{space}_grain"
-    setattr(c.program, grain, min(getattr(c.program, grain), width))
+    c.smallest(space, width)
 
     def step(m: Machine, mask: Mask) -> None:
         lanes = m.active(mask)
@@ -281,45 +267,27 @@ _ATOMIC = {
 def _atom(c: Compiler, op: Instruction) -> Step:
     """atom and red: the threads one after the other, in the order of their numbers."""
     operands = op.operands if op.name == "atom" else ["_", *op.operands]
-    how = next(p for p in op.parts if p in (*_ATOMIC, "cas"))
-    shared = any(p.startswith("shared") for p in op.parts)
-    address = c.address(operands[1], "u32" if shared else "u64")
-    reads = [c.read(o, op.kind) for o in operands[2:]]
-    dtype, width = DTYPES[op.kind], WIDTHS[op.kind]
-    grain = "shared_grain" if shared else "global_grain"
-    setattr(c.program, grain, min(getattr(c.program, grain), width))
+    function = next(_ATOMIC[p] for p in op.parts if p in _ATOMIC)
+    space = "shared" if any(p.startswith("shared") for p in op.parts) else "global"
+    address = c.address(operands[1], "u32" if space == "shared" else "u64")
+    read, dtype, width = c.read(operands[2], op.kind), DTYPES[op.kind], WIDTHS[op.kind]
+    c.smallest(space, width)
 
     def value(m: Machine, mask: Mask) -> np.ndarray:
         lanes = m.active(mask)
-        place = address(m, lanes)
-        operand, *swap = (m.spread(r(m))[lanes] for r in reads)
-        if shared:
-            place = m.shared.locate(place, width, m.cta[lanes])
-            cells = m.shared.cells(place, width)
-            if not m.shared.written[cells].all():
-                raise Fault("atomic operation on shared memory that was never written")
-            m.shared.check_write(cells, m.cta[lanes], m.warp[lanes], atomic=True)
+        place, operand = address(m, lanes), m.spread(read(m))[lanes]
+        if space == "shared":
+            place = m.shared.locate(place, width, m.cta[lanes]) // width
+            m.shared.check_atomic(m.shared.cells(place * width, width), m.cta[lanes], m.warp[lanes])
             memory = m.shared.data.view(dtype)
-            index = place // width
         else:
             m.global_cells(place, width, width, lanes, write=True, atomic=True)
-        result = np.zeros(len(lanes), dtype)
-        for i in range(len(lanes)):
-            if shared:
-                old = memory[index[i]]
-            else:
-                old = load(place[i : i + 1], width, 1)[0].view(dtype)[0]
-            new = (
-                _ATOMIC[how](old, operand[i])
-                if how != "cas"
-                else (swap[0][i] if old == operand[i] else old)
-            )
-            if shared:
-                memory[index[i]] = new
-            else:
-                store(place[i : i + 1], width, [np.array([new], dtype).view(UINT[width])])
-            result[i] = old
-        return full(m, result, lanes, mask)
+            memory, place = process_memory(place, width, dtype)
+        old = np.zeros(len(lanes), dtype)
+        for i, at in enumerate(place):
+            old[i] = memory[at]
+            memory[at] = function(old[i], operand[i])
+        return full(m, old, lanes, mask)
 
     if operands[0] == "_":
         return lambda m, mask: value(m, mask) and None
@@ -348,7 +316,7 @@ def _cp(c: Compiler, op: Instruction) -> Step | None:
     to, source = c.address(op.operands[0], "u32"), c.address(op.operands[1], "u64")
     size = int(op.operands[2], 0)
     read = c.read(op.operands[3] if len(op.operands) > 3 else str(size), "u32")
-    c.program.shared_grain = min(c.program.shared_grain, size)
+    c.smallest("shared", size)
 
     def copy(m: Machine, mask: Mask) -> None:
         lanes = m.active(mask)
@@ -367,9 +335,6 @@ def _cp(c: Compiler, op: Instruction) -> Step | None:
         m.shared.begin(begun, m.cta[lanes], m.warp[lanes])
 
     return copy
-
-
-# ---- instructions of a warp ----
 
 
 def _all_lanes(c: Compiler, operand: str) -> Callable[[Machine, Mask], None]:
@@ -420,31 +385,18 @@ def _redux(c: Compiler, op: Instruction) -> Step:
     return c.assign(op.operands[0], value)
 
 
-def _vote(c: Compiler, op: Instruction) -> Step:
+def _vote(c: Compiler, op: Instruction) -> Step | None:
     check, read = _all_lanes(c, op.operands[2]), c.read(op.operands[1], "pred")
     bits = np.uint32(1) << np.arange(WARP, dtype="u4")
-    function = {
-        "ballot": lambda p: (p * bits).sum(1, dtype="u4"),
-        "any": lambda p: p.any(1),
-        "all": lambda p: p.all(1),
-    }[op.parts[2]]
+    if op.parts[2] != "ballot":
+        return None
 
     def value(m: Machine, mask: Mask) -> np.ndarray:
         check(m, mask)
-        return np.repeat(function(m.spread(read(m)).reshape(-1, WARP)), WARP)
+        ballots = (m.spread(read(m)).reshape(-1, WARP) * bits).sum(1, dtype="u4")
+        return np.repeat(ballots, WARP)
 
     return c.assign(op.operands[0], value)
-
-
-def _elect(c: Compiler, op: Instruction) -> Step:
-    check = _all_lanes(c, op.operands[1])
-    lane, leader = op.operands[0].split("|")
-
-    def values(m: Machine, mask: Mask) -> list:
-        check(m, mask)
-        return [np.uint32(0), m.lane == 0]
-
-    return c.assign_all([lane, leader], values)
 
 
 def _bar_warp(c: Compiler, op: Instruction) -> Step | None:
@@ -456,14 +408,10 @@ def _nothing(c: Compiler, op: Instruction) -> Step:
     return lambda m, mask: None
 
 
-def _policy(c: Compiler, op: Instruction) -> Step:
-    return c.assign(op.operands[0], lambda m, mask: np.uint64(0))
-
-
 _HANDLERS: dict[str, Callable[[Compiler, Instruction], Step | None]] = {
     "mov": _mov, "ld": _ld, "st": _st, "atom": _atom, "red": _atom, "cp": _cp,
-    "shfl": _shfl, "redux": _redux, "vote": _vote, "elect": _elect, "bar": _bar_warp,
+    "shfl": _shfl, "redux": _redux, "vote": _vote, "bar": _bar_warp,
     "membar": _nothing, "nanosleep": _nothing, "prefetch": _nothing, "griddepcontrol": _nothing,
-    "createpolicy": _policy, **matrix.HANDLERS,
+    **matrix.HANDLERS,
     **wgmma.HANDLERS,
 }  # fmt: skip

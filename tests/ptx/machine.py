@@ -8,7 +8,7 @@ numpy scalar instead of an array.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Block:
         end: index of the instruction after the block.
         jump: "", "bra", "ret" or "bar".
         target: index that bra jumps to.
-        barrier: of bar: its id and number of threads, numbers or registers.
+        barrier: of bar: its id and number of threads, 0: all.
     """
 
     steps: list[tuple[int, Step]]
@@ -37,7 +37,9 @@ class Block:
     jump: str = ""
     guard: tuple[int, bool] | None = None
     target: int = EXITED
-    barrier: tuple = ()
+    barrier: tuple[int, ...] = ()
+    guarded: tuple[int, ...] = ()  # indices of those that note themselves that they have run
+    ran: bool = False
 
 
 @dataclass
@@ -47,15 +49,15 @@ class Program:
     Attributes:
         blocks: first instruction -> block.
         special: special register (as "%ctaid.x") -> index of the register that holds it.
-        shared_grain, global_grain: bytes of the smallest access to shared memory, and of the
-            smallest store to global memory.
+        active: indices of the instructions that some thread has run.
+        grains: bytes of the smallest access to shared memory, and store to global memory.
     """
 
     kernel: Kernel
     blocks: dict[int, Block]
     special: dict[str, int]
-    shared_grain: int = 16
-    global_grain: int = 16
+    active: set[int] = field(default_factory=set)
+    grains: dict[str, int] = field(default_factory=lambda: {"shared": 16, "global": 16})
 
 
 class Machine:
@@ -66,18 +68,11 @@ class Machine:
         ctas: their coordinates (x, y, z).
         grid: CTAs of the launch in each direction.
         threads: of a CTA, a multiple of 32.
-        shared_bytes: of a CTA.
+        shared: bytes of shared memory of a CTA.
     """
 
     def __init__(
-        self,
-        program: Program,
-        params: bytes,
-        ctas,
-        grid,
-        threads: int,
-        shared_bytes: int,
-        memory: Global,
+        self, program: Program, params: bytes, ctas, grid, threads: int, shared: int, memory: Global
     ):
         self.program, self.params, self.memory = program, params, memory
         self.ctas, self.threads = ctas, threads
@@ -90,40 +85,23 @@ class Machine:
         x, y, z = np.array(ctas).reshape(-1, 3).T
         self.owner = (1 + x + grid[0] * (y + grid[1] * z)).astype("i4")[self.cta]
         self.clocks = Clocks(len(ctas), threads // WARP)
-        self.shared = Shared(
-            len(ctas), shared_bytes, threads // WARP, program.shared_grain, self.clocks
-        )
+        self.shared = Shared(shared, program.grains["shared"], self.clocks)
         self.groups = np.zeros(self.size, "i8")  # cp.async groups that a thread has committed
         self.products: list = []  # wgmma under way, in order (`wgmma.Product`)
         self.product_groups = np.zeros(-(-self.size // 128), "i8")  # that a warpgroup has committed
         self.fences = 1  # wgmma.fence so far; ``changed``: the count when a register was written
         self.changed = [0] * len(program.kernel.widths)
-        self.registers = [
-            np.asarray(POISON[w]).astype(UINT.get(w, "?"))[()] for w in program.kernel.widths
-        ]
+        widths = program.kernel.widths
+        self.registers = [UINT.get(w, np.dtype("?")).type(POISON[w]) for w in widths]
+        special = {"tid": (self.thread, 0, 0), "ntid": (threads, 1, 1), "nctaid": grid}
+        special |= {"laneid": (self.lane,), "ctaid": [c[self.cta] for c in (x, y, z)]}
+        if len(ctas) == 1:
+            special["ctaid"] = ctas[0]
         for name, index in program.special.items():
-            self.registers[index] = self._special(name, np.array(ctas), grid)
+            base, _, axis = name.lstrip("%").partition(".")
+            value = special[base]["xyz".find(axis) if axis else 0]
+            self.registers[index] = np.asarray(value).astype("u4")[()]
         self.at = 0
-
-    def _special(self, name: str, ctas, grid):
-        base, _, axis = name.lstrip("%").partition(".")
-        d = "xyz".find(axis)
-        if base == "ctaid":
-            value = ctas[:, d].astype("u4")
-            return value[0] if len(value) == 1 else value[self.cta]
-        if base == "tid":
-            return self.thread.astype("u4") if d == 0 else np.uint32(0)
-        values = {
-            "ntid": (self.threads, 1, 1)[d],
-            "nctaid": grid[d],
-            "laneid": self.lane,
-            "warpid": self.warp,
-        }
-        if base not in values:
-            raise Unsupported(f"special register {name}")
-        return np.asarray(values[base]).astype("u4")[()]
-
-    # ---- registers and errors ----
 
     def spread(self, value) -> np.ndarray:
         """A value as an array of all threads."""
@@ -153,8 +131,6 @@ class Machine:
     def active(self, mask: Mask) -> np.ndarray:
         return self.lanes if mask is None else np.flatnonzero(mask)
 
-    # ---- memory ----
-
     def global_cells(
         self, address, size: int, align: int, lanes, *, write: bool, atomic=False
     ) -> None:
@@ -177,8 +153,6 @@ class Machine:
         cta = self.cta[lanes]
         start = self.shared.locate(address, data.shape[1], cta)
         self.shared.put(start, data, cta, self.warp[lanes])
-
-    # ---- control ----
 
     def run(self) -> None:
         """Run to the end of all threads; `Fault`, or `Unsupported`, with the instruction."""
@@ -215,6 +189,11 @@ class Machine:
             elif at == EXITED:
                 return
             block = blocks[at]
+            if not block.ran:
+                block.ran = True
+                self.program.active.update(
+                    i for i in range(at, block.end) if i not in block.guarded
+                )
             for self.at, step in block.steps:
                 step(self, mask)
             if block.jump == "bar":
@@ -241,9 +220,9 @@ class Machine:
     def _barrier(self, block: Block, mask: Mask) -> bool:
         """bar.sync; returns whether all threads go on together."""
         self.whole_warps(mask)
-        number, count = (int(self._uniform(v, mask)) for v in block.barrier)
+        number, count = block.barrier
         if mask is None and count in (0, self.threads):
-            self.clocks.join_all()
+            self.clocks.join(np.ones(self.clocks.times.shape[:2], bool))
             return True
         if mask is None:
             mask = np.ones(self.size, bool)
@@ -251,14 +230,6 @@ class Machine:
         self.waits[mask] = 1 + number + (count << 8)
         self._release()
         return False
-
-    def _uniform(self, operand, mask: Mask):
-        if not isinstance(operand, tuple):
-            return operand
-        values = np.unique(self.spread(self.registers[operand[0]])[self.active(mask)])
-        if len(values) > 1:
-            raise Unsupported("threads name different barriers")
-        return values[0]
 
     def _release(self) -> None:
         """Let the threads of full barriers go on; those that have ended count as arrived."""

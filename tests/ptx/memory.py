@@ -24,12 +24,8 @@ import torch
 POISON = {0: True, 1: 0x7F, 2: 0x7FFF, 4: 0x7FFF7FFF, 8: 0x7FFF7FFF7FFF7FFF}
 UINT = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 _BASE, _SPAN = 4096, 1 << 47  # addresses of a process
-_CTYPES = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
-# All memory of this process as an array of each width; only addresses that were checked are indexed.
-_PROCESS = {
-    size: np.ctypeslib.as_array((kind * (_SPAN // size)).from_address(_BASE))
-    for size, kind in _CTYPES.items()
-}
+# All memory of this process; only addresses that were checked are indexed.
+_PROCESS = np.ctypeslib.as_array((ctypes.c_uint8 * _SPAN).from_address(_BASE))
 
 
 class Fault(Exception):
@@ -76,14 +72,9 @@ class Clocks:
 
     def join(self, which: np.ndarray) -> None:
         """Order the warps that are set in ``which`` [ctas, warps] at a barrier."""
-        for cta in np.flatnonzero(which.any(1)):
-            warps = np.flatnonzero(which[cta])
-            self.times[cta, warps] = self.times[cta, warps].max(0)
-            self.times[cta, warps, warps] += 1
-
-    def join_all(self) -> None:
-        self.times[:] = self.times.max(1, keepdims=True)
-        self.times[:, self.diagonal, self.diagonal] += 1
+        latest = np.where(which[:, :, None], self.times, 0).max(1)
+        self.times = np.where(which[:, :, None], latest[:, None], self.times)
+        self.times[:, self.diagonal, self.diagonal] += which
 
 
 class Global:
@@ -123,11 +114,11 @@ class Global:
         return cells[:, None] + np.arange(max(1, size >> self.shift))
 
     def _outside(self, address: int, size: int, lanes: int) -> str:
-        after = [address - int(end) for end in self.ends if address >= end - np.uint64(size)]
-        before = [int(start) - address for start in self.starts if address < start]
-        near = [f"{min(after)} bytes past the end of a view"] if after else []
-        near += [f"{min(before)} bytes before one"] if before else []
-        return f"global address {address:#x}, {size} bytes, is in no tensor: {', '.join(near)} ({lanes} lanes)"
+        past = min((address - int(e) for e in self.ends if address + size > e), default="?")
+        return (
+            f"global address {address:#x}, {size} bytes, is in no tensor: {past} bytes past the "
+            f"end of the nearest before it ({lanes} lanes)"
+        )
 
     def check(self, cells, cta, tag, known, *, write: bool, atomic: bool = False) -> None:
         """Note an access to cells [lanes, n]; `Fault` for a race.
@@ -170,22 +161,26 @@ class Global:
     @staticmethod
     def _name(owner, me) -> str:
         other = owner[(owner != 0) & (owner != me)]
-        if not other.size:
-            return "another warp, with no barrier between,"
-        return "several CTAs" if other[0] == -1 else f"CTA {other[0] - 1}"
+        return f"CTA {max(other[0] - 1, -1)} (-1: several)" if other.size else "another warp"
+
+
+def process_memory(address: np.ndarray, width: int, dtype) -> tuple[np.ndarray, np.ndarray]:
+    """(the memory of this process as an array, indices of the addresses in it)."""
+    index = ((address - np.uint64(_BASE)) // np.uint64(width)).astype("i8")
+    return _PROCESS.view(dtype), index
 
 
 def load(address: np.ndarray, width: int, count: int) -> list[np.ndarray]:
     """Words of global memory at addresses that `Global.locate` has allowed."""
-    index = ((address - np.uint64(_BASE)) // np.uint64(width)).astype("i8")
-    return [_PROCESS[width][index + i] for i in range(count)]
+    memory, index = process_memory(address, width, UINT[width])
+    return [memory[index + i] for i in range(count)]
 
 
 def store(address: np.ndarray, width: int, values: list[np.ndarray]) -> None:
     """Store words to addresses that `Global.locate` has allowed."""
-    index = ((address - np.uint64(_BASE)) // np.uint64(width)).astype("i8")
+    memory, index = process_memory(address, width, UINT[width])
     for i, value in enumerate(values):
-        _PROCESS[width][index + i] = value
+        memory[index + i] = value
 
 
 @dataclass
@@ -209,16 +204,17 @@ class Shared:
         grain: bytes of the smallest access of the kernel, the unit of all checks.
     """
 
-    def __init__(self, ctas: int, size: int, warps: int, grain: int, clocks: Clocks):
+    def __init__(self, size: int, grain: int, clocks: Clocks):
         self.size, self.stride = size, -(-size // 1024) * 1024
-        self.clocks, self.warps = clocks, warps
+        self.clocks = clocks
+        ctas, self.warps, _ = clocks.times.shape
         self.data = np.full(ctas * self.stride // 2 + 8, POISON[2], "u2").view("u1")
         self.shift = grain.bit_length() - 1
         cells = ctas * self.stride >> self.shift
         self.written = np.zeros(cells, bool)
         self.in_flight = np.zeros(cells, "u1")
         self.wrote = np.zeros(cells, "i8")  # 64 * time + warp
-        self.read = np.zeros((cells, warps), "i8")
+        self.read = np.zeros((cells, self.warps), "i8")
         self.added = np.zeros(cells, bool)  # the last write was an atomic one
         self.copies: list[Copy] = []
         self.unfenced = np.zeros(cells, bool)  # written, and no fence.proxy.async since
@@ -266,12 +262,17 @@ class Shared:
         mine = (known[np.arange(len(warp)), warp] * 64 + warp)[:, None]
         apart = np.where(same | (self.added[cells] & atomic), 0, self.wrote[cells])
         self._ordered(apart, known, "writes what", "wrote")
-        late = (self.read[cells] > known[:, None, :]) & ~np.asarray(same)[..., None]
+        late = self.read[cells] > known[:, None, :]
         if late.any():
             raise Fault(
                 f"race: writes what warp {np.nonzero(late)[2][0]} read since the last barrier"
             )
         self.wrote[cells], self.added[cells] = mine, atomic
+
+    def check_atomic(self, cells, cta, warp) -> None:
+        if not self.written[cells].all():
+            raise Fault("atomic operation on shared memory that was never written")
+        self.check_write(cells, cta, warp, atomic=True)
 
     def _ordered(self, stamp, known, what, did) -> None:
         late = stamp >> 6 > known[np.arange(len(known))[:, None], stamp & 63]
@@ -305,8 +306,6 @@ class Shared:
         own = slice(cta * self.stride >> self.shift, (cta + 1) * self.stride >> self.shift)
         known = self.clocks.times[cta, warp]
         self.unfenced[own] &= self.wrote[own] >> 6 > known[self.wrote[own] & 63]
-
-    # ---- cp.async ----
 
     def begin(self, copy: Copy, cta: np.ndarray, warp: np.ndarray) -> None:
         """Start copies; what they write may not be touched until they are waited for."""

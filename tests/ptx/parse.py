@@ -31,19 +31,12 @@ class Unsupported(NotImplementedError):
 
 @dataclass
 class Instruction:
-    """One instruction.
-
-    Attributes:
-        text: the source, with names of inline assembly made unique.
-        parts: the opcode split at its dots.
-        operands: their texts; vectors "{..}" and addresses "[..]" are one each.
-        guard: (predicate register, negated) or None.
-    """
+    """One instruction."""
 
     text: str
-    parts: list[str]
-    operands: list[str]
-    guard: tuple[int, bool] | None
+    parts: list[str]  # the opcode split at its dots
+    operands: list[str]  # a vector "{..}" and an address "[..]" are one each
+    guard: tuple[int, bool] | None  # (predicate register, negated)
 
     @property
     def name(self) -> str:
@@ -56,23 +49,15 @@ class Instruction:
 
 @dataclass
 class Kernel:
-    """A parsed entry function.
-
-    Attributes:
-        params: name -> (offset, bytes) of each parameter, in order.
-        registers: name -> index.
-        widths: bytes of each register; 0 for predicates.
-        labels: name -> index of the instruction that follows.
-        shared_names: names of shared memory; all begin at address 0.
-    """
+    """A parsed entry function."""
 
     name: str = ""
-    params: dict[str, tuple[int, int]] = field(default_factory=dict)
-    registers: dict[str, int] = field(default_factory=dict)
-    widths: list[int] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)
+    params: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (offset, bytes)
+    registers: dict[str, int] = field(default_factory=dict)  # name -> index
+    widths: list[int] = field(default_factory=list)  # bytes of a register; predicate: 0
+    labels: dict[str, int] = field(default_factory=dict)  # name -> next instruction
     instructions: list[Instruction] = field(default_factory=list)
-    shared_names: set[str] = field(default_factory=set)
+    shared_names: set[str] = field(default_factory=set)  # of shared memory, all at address 0
     param_bytes: int = 0
 
     def add_register(self, name: str, width: int) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 
 # Why a test cannot pass here, though the kernel is right: parts of its name -> reason.
-BY_DESIGN: dict[str, str] = {}
+BY_DESIGN = {
+    "read_exactly[sm_90]": "compiles the e4m3 conversions of sm_90, which sm_80 has not",
+    "-sm_90]": "the same",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ptx", default="sm_80", help="architecture to compile for: sm_80, sm_90")
     group.addoption("--ptx-orders", type=int, default=1, help="random orders of CTAs a launch")
     group.addoption(
-        "--ptx-seconds", type=float, default=60, help="time of a test, then it is skipped"
+        "--ptx-seconds", type=float, default=300, help="time of a test, then it is skipped"
     )
     group.addoption("--ptx-log", help="file that gets a line a test")
     group.addoption("--ptx-part", help="K/N: the K-th of N parts of the tests")
@@ -33,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = items[k - 1 :: n]
     for item in items:
         for name, reason in BY_DESIGN.items():
-            if name in item.nodeid:
+            if name in item.nodeid and config.getoption("--ptx") != "sm_90":
                 item.add_marker(pytest.mark.skip(reason=f"compiled code: {reason}"))
 
 
@@ -81,6 +83,3 @@ def pytest_runtest_call(item: pytest.Item):
             took = time.perf_counter() - started
             with open(path, "a") as log:
                 print(f"{run:.2f} s of {took:.2f}", item.nodeid, names, outcome, sep="\t", file=log)
-
-
-assert not torch.cuda.is_available(), "the emulator is for machines without a GPU"

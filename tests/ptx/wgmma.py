@@ -67,9 +67,7 @@ class Matrix:
 
     def values(self, m: Machine) -> np.ndarray:
         words = m.shared.data.view("u4" if self.kind == "tf32" else "u2")[self.index]
-        if self.kind == "tf32":
-            return as_floats(words, "tf32")
-        return as_floats(np.ascontiguousarray(words), self.kind)
+        return as_floats(words, self.kind)
 
 
 @dataclass
@@ -95,15 +93,12 @@ class Product:
     def lanes(self) -> slice:
         return slice(self.warpgroup * GROUP, (self.warpgroup + 1) * GROUP)
 
-    def matrices(self) -> list[Matrix]:
-        return [self.b, self.a] if isinstance(self.a, Matrix) else [self.b]
-
 
 def _touch(m: Machine, item: Product, change: int) -> None:
     """Note the reads of a product's matrices, by all four warps."""
     cta = int(m.cta[item.lanes.start])
     warps = np.unique(m.warp[item.lanes])
-    for matrix in item.matrices():
+    for matrix in (operand for operand in (item.a, item.b) if isinstance(operand, Matrix)):
         cells = matrix.cells
         if change > 0 and m.shared.unfenced[cells].any():
             raise Fault("wgmma reads shared memory written without a fence.proxy.async since")
@@ -242,20 +237,16 @@ def _wgmma(c, op: Instruction) -> Step | None:
         return _mma_async(c, op)
     if what == "wait_group":
         return _wait(int(op.operands[0]))
-    if what == "commit_group":
+    return {"commit_group": _commit, "fence": _fence_registers}.get(what)
 
-        def commit(m: Machine, mask: Mask) -> None:
-            m.product_groups[_warpgroups(m, mask)] += 1
 
-        return commit
-    if what == "fence":
+def _commit(m: Machine, mask: Mask) -> None:
+    m.product_groups[_warpgroups(m, mask)] += 1
 
-        def fence(m: Machine, mask: Mask) -> None:
-            _warpgroups(m, mask)
-            m.fences += 1
 
-        return fence
-    return None
+def _fence_registers(m: Machine, mask: Mask) -> None:
+    _warpgroups(m, mask)
+    m.fences += 1
 
 
 def _fence(c, op: Instruction) -> Step:
