@@ -65,7 +65,7 @@ def assert_same(tensors, expected):
 def test_rows_as_they_are(impl, name):
     case, k, v, slots = make_rows(name)
     pages = make_pages(case, 8)
-    expected = [x.cpu() for x in pages]
+    expected = [x.cpu().clone() for x in pages]
     reference.write_kv(k.cpu(), v.cpu(), *expected, slots.cpu())
     write_kv(k, v, *pages, slots, impl=impl)
     assert_same(pages, expected)
@@ -76,7 +76,7 @@ def test_rows_as_they_are(impl, name):
 def test_rows_with_scales_of_their_own(impl, name):
     case, k, v, slots = make_rows(name)
     pages, scales = blank(case, 8)
-    expected = [x.cpu() for x in (*pages, *scales)]
+    expected = [x.cpu().clone() for x in (*pages, *scales)]
     reference.write_kv(k.cpu(), v.cpu(), *expected[:2], slots.cpu(), *expected[2:])
     write_kv(k, v, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
     assert_same((*pages, *scales), expected)
