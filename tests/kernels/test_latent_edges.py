@@ -29,7 +29,6 @@ from tests.support.kernels.edges import (
     IMPLS,
     Row,
     cases,
-    copied,
     expect_refusal,
     factors,
     far,
@@ -480,7 +479,7 @@ def test_refused(function, arguments, row, impl):
 
 @cases(*TABLES, right=True)
 def test_right(function, arguments, row, impl, expect):
-    expect(function, copied(row.applied(arguments())), impl)
+    expect(function, row.applied(arguments()), impl)
 
 
 @pytest.mark.parametrize(("function", "good", "row"), [
