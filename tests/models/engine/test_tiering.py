@@ -348,6 +348,24 @@ def test_pages_that_copies_hold_are_waited_for(monkeypatch):
     end(engine)
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_salts_separate_tenants(where):
+    engine = toy_engine()
+    engine.add_request(LONG, PARAMS, salt=b"one")
+    finish(engine)
+    if where == "host":
+        leave(engine)
+    hits = {}
+    for salt in (b"two", b"", b"one"):  # the owner last: nothing is back on the device before
+        name = engine.add_request(LONG, PARAMS, salt=salt)
+        output = finish(engine)[name]
+        hits[salt] = output.num_cached_tokens, output.num_loaded_tokens, output.dense_tokens
+    cached, loaded, _ = hits.pop(b"one")
+    assert cached >= 64 and (loaded > 0) == (where == "host")
+    assert set(hits.values()) == {(0, 0, 0)}
+    end(engine)
+
+
 def test_settings():
     with pytest.raises(ValueError, match="fit the memory"):
         toy_engine(host_cache_gib=1e6)
