@@ -1,4 +1,4 @@
-"""A rank that is killed or stopped, at the start and in a step, ends all of them by name and in time."""
+"""A rank that is killed or stopped, at the start, in a load and in a step, ends all of them by name and in time."""
 
 import os
 import select
@@ -44,20 +44,18 @@ class Program:
         return bool(select.select([self.handle], [], [], seconds)[0])
 
 
-def hit(number, rank, is_stepping, said):
+def hit(number, rank, phase, said):
     """Output of the ranks after ``rank`` got the signal; an AssertionError if they do not end."""
     with Program() as ranks:
-        if is_stepping:
-            assert ranks.first.stdout.readline() == "ready\n"
-            time.sleep(0.3)
-        else:
-            time.sleep(0.2)  # it imports torch
+        for line in PHASES[phase]:
+            assert ranks.first.stdout.readline() == line
+        time.sleep(0.3)  # at the start it imports torch
         os.kill((ranks.first.pid, ranks.other)[rank], number)
         begin = time.monotonic()
         assert ranks.other_has_ended(TIMEOUT + WITHIN), "rank 1 runs"
         if rank == 1:
             while not (text := ranks.first.stdout.readline()).startswith("named: "):
-                assert text == "ready\n"
+                assert text in PHASES["step"]
             assert time.monotonic() - begin < TIMEOUT + WITHIN
             said[number, rank] = ranks.first.wait(60), text  # to leave Python takes time too
             return
@@ -68,14 +66,15 @@ def hit(number, rank, is_stepping, said):
 
 
 EXITED = "rank 1 has ended"
+PHASES = {"start": [], "load": ["loading\n"], "step": ["loading\n", "ready\n"]}  # lines before
 
 
-@pytest.mark.parametrize("is_stepping", [False, True], ids=["start", "step"])
-def test_each_rank_that_is_killed_or_stopped(is_stepping):
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_rank_that_is_killed_or_stopped(phase):
     """All cases at once: they wait most of the time."""
     said = {}
     threads = [
-        threading.Thread(target=hit, args=(*case, is_stepping, said), daemon=True) for case in CASES
+        threading.Thread(target=hit, args=(*case, phase, said), daemon=True) for case in CASES
     ]
     for thread in threads:
         thread.start()

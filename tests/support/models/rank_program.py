@@ -2,18 +2,21 @@
 
 python -m tests.support.models.rank_program SECONDS
 
-It prints the process id of rank 1 as soon as that was started, then "ready" when it generates, and
-at last the error that ended it.
+It prints the process id of rank 1 as soon as that was started, then "loading" when the weights are
+there and its drafter is made, which takes a while, "ready" when it generates, and at last the error
+that ended it.
 """
 
 import subprocess
 import sys
+import time
 
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
 from quire.models.parallel import launch
 from quire.models.parallel.heartbeat import RankError
+from tests.support.models import rank_program
 
 NAMED = 3  # exit status
 
@@ -26,12 +29,20 @@ class Started(subprocess.Popen):
         print(self.pid, flush=True)
 
 
+def slow_drafter(model) -> None:
+    """Made in every rank. There is none."""
+    if model.group.rank == 0:
+        print("loading", flush=True)
+    time.sleep(2)
+
+
 def main() -> None:
     launch.subprocess.Popen = Started
     launch.RANK_TIMEOUT = float(sys.argv[1])
     config = EngineConfig(num_pages=100, tensor_parallel_size=2)
     try:
-        llm = LLM("llama-tiny", engine=config)
+        # By the name under which the other rank imports it.
+        llm = LLM("llama-tiny", engine=config, drafter=rank_program.slow_drafter)
         print("ready", flush=True)
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         while True:
