@@ -390,7 +390,7 @@ class KVCache:
             return start
         if self._tables.states:  # a state is kept at a boundary
             most = min(most, start // a * a + a - 1)
-        open_to = min(-(-start // size) * size for size in self._planner.sizes or [most])
+        open_to = min((-(-start // size) * size for size in self._planner.sizes), default=most)
         return max(start, min(most, open_to))
 
     @overload

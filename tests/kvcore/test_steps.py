@@ -231,3 +231,14 @@ def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
     assert plan.replay_rows.tolist() == [*range(8)]
     assert (linear_table(kv, 1, plan)[0, 9:14] > 0).all()
     assert new[0] == tables[11:14].tolist() and len(new[1]) == 5
+
+
+def test_states_of_one_token_leave_no_room():
+    kv = KVCache(
+        groups(GroupSpec("state", "state", 1, 64)), num_pages=9, max_requests=1, max_model_len=9
+    )
+    slot = kv.admit("a", kv.match([1, 2, 3]))
+    kv.reserve(slot, 1)
+    kv.arrays([slot], [0], [1])
+    kv.advance(slot, 1)
+    assert kv.room(slot) == 1
