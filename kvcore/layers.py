@@ -56,9 +56,9 @@ class LayerPlacement:
 def cache_groups(
     layers: Sequence[LayerShape], *, base_block_size: int = 16
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deal layers of one shape into groups of equal size, with pages of equal bytes.
+    """Deal layers of one shape into groups of about equal size, with pages of equal bytes.
 
-    A group has as many layers as the rarest shape, or as the commonest one if that has less than
+    A group has at most as many layers as the rarest shape, or as the commonest one if that has less than
     1.5 times as many. All pages are as large as the largest: lighter layers put more tokens in
     theirs if the sizes divide, and leave a rest unused otherwise.
 

@@ -10,9 +10,9 @@ target_splits 4:
     splits, up        0   1   2     3       4            1000 keys in 0 to 2
     splits, down      0      1      2       3            1500 keys in 0 and 1
 
-Where an SM holds several programs the number of splits is rounded up: long query tiles end sooner.
-Where it holds one, it is rounded down, as the rest would be another wave. A split has at least
-MIN_SPLIT_KEYS keys, rounded down half of that.
+Attention rounds the number of splits up: long query tiles end sooner. Latent attention has one wave
+of programs and rounds down, as the rest would be another wave. A query tile of fewer
+than MIN_SPLIT_KEYS keys is not split, and a split has at least about half as many.
 
 Every program derives this from the lengths in device memory, so a captured graph stays right.
 Splits of a query tile that has several leave partial results, numbered among those alone (rounded

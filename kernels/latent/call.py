@@ -14,12 +14,12 @@ from ..common.tile_shapes import MAX_ROWS
 
 @dataclass(frozen=True, eq=False)
 class LatentCall:
-    """The arguments of one call, checked; named and shaped as in ``compressed_attention``, but for
-    those with a comment."""
+    """The checked arguments of one call; those without a comment are as in
+    ``compressed_attention``."""
 
     q: torch.Tensor
     pages: RowPages  # of raw rows
-    table: torch.Tensor  # of raw rows; with ``slots`` [num_tokens, width] flat indices
+    table: torch.Tensor  # ``window_table``; with ``slots`` [num_tokens, width] flat indices
     seq_lens: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
     head_dim_v: int  # leading channels of a row that are its value
@@ -29,9 +29,9 @@ class LatentCall:
     out: torch.Tensor
     sliding_window: int | None = None  # None: a query sees all raw rows before it
     kv: torch.Tensor | None = None
-    entries: LatentPages | None = None
-    entry_table: torch.Tensor | None = None
-    ratio: int | None = None
+    entries: LatentPages | None = None  # ``compressed_pages``
+    entry_table: torch.Tensor | None = None  # ``compressed_table``
+    ratio: int | None = None  # ``compress_ratio``
     topk_indices: torch.Tensor | None = None  # with ``slots`` flat indices of entries
     topk_lens: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class LatentCall:
 
     @property
     def bounded(self) -> bool:
-        """True if the context length does not bound the keys of a query: a window, top-k or slots."""
+        """True if a query has few keys at any context length: a window, top-k or slots."""
         if self.slots:
             return True
         return self.sliding_window is not None and (

@@ -8,8 +8,8 @@ online softmax (exp2 domain, fp32 sums). A loop copies one tile of rows, and use
     MLA               [ pages ............... | new rows ]    the key of a row has SCORE_DIM channels more
     DeepSeek-V4       [ window pages | entries | new rows ]   all entries, or a list of them
 
-Page ids are loaded one tile ahead, indices of a list two tiles ahead: copies that wait for a load of
-the same iteration are not pipelined. Rows of DeepSeek-V4 are rotated by their own positions; R(-p_i)
+Page ids are loaded one tile ahead, indices of a list two tiles ahead: Triton does not pipeline copies
+of rows whose addresses are loaded in the same iteration. Rows of DeepSeek-V4 are rotated by their own positions; R(-p_i)
 rotates the trailing ROPE_DIM channels of the output back by the query's. MLA has no R.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; DeepSeek-V4 report 2.3; FlashAttention-2, FlashDecoding.
@@ -31,7 +31,7 @@ SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
 NOPE_DIM = tl.constexpr(latent_pages.NOPE_DIM)
 QUANT_ROPE_DIM = tl.constexpr(latent_pages.ROPE_DIM)
 QUANT_GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
-NO_LIMIT = tl.constexpr(2**31 - 1)  # for lists of flat indices: every index is in a page
+NO_LIMIT = tl.constexpr(2**31 - 1)  # above every index of a row
 
 
 class Shape(NamedTuple):
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
     VALUE_DIM: Any  # channels of a value, the first of a row
     SCORE_DIM: Any  # channels behind those, which only score
     ROPE_DIM: Any  # trailing channels of an output row that ``cos_sin`` rotates
-    NUM_HEADS: Any
+    NUM_HEADS: Any  # query heads
     BLOCK_Q: Any  # tokens of a query tile; 1 where every token has a list of its own
     HEADS: Any  # heads of a query tile
     HEAD_TILES: Any  # query tiles that cover the heads
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     BLOCK_N: Any  # keys of a tile
     PAGE_ROWS: Any  # rows of a page
     ENTRY_ROWS: Any  # rows of a page of entries
-    # Tables are lists of flat row indices of each token: no lengths, new rows or window; BLOCK_Q = 1
+    # Tables are lists of flat row indices of each token: no seq_lens, new rows or window; BLOCK_Q = 1
     SLOTS: Any
     WIDENS_E4M3: Any  # whether the GPU has an instruction from e4m3 to fp16
     NEW_KV: Any  # whether the pages hold only the keys before the step
@@ -75,8 +75,8 @@ def _load_indices(source, x, high):
 
 @triton.jit
 def _load_page(source, start, high, index, live, window, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile that starts at row ``start`` and lies in one page, or [BLOCK_N] of its rows
-    ``index``; 0 for those that are not live."""
+    """Page id of a tile that lies in one page, from its first row ``start``; otherwise [BLOCK_N] page
+    ids, one for each row ``index``. Rows that are not live have page 0."""
     if source.table is None:
         page = 0 if source.indices is None else tl.maximum(index, 0) // ROWS
     else:
@@ -119,8 +119,11 @@ def _attend(
     state, queries, position, source, low, high, limit, window, scale,
     ROWS: tl.constexpr, SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to rows [low, high) of a source (ROWS a page), or to those below ``limit`` that elements
-    [low, high) of its list name; low of a list is a multiple of BLOCK_N."""
+    """Attend to rows [low, high) of a source; a page has ROWS of them.
+
+    A source with a list: rows below ``limit`` that elements [low, high) of the list name. There
+    ``low`` is a multiple of BLOCK_N.
+    """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     QUANTIZED: tl.constexpr = source.rows.data.dtype.element_ty == tl.uint8
     LISTED: tl.constexpr = source.indices is not None
@@ -193,7 +196,7 @@ def _attend(
 
 @triton.jit
 def _listed(lens, width, token, tokens_per_len):
-    """Elements of a token's list that count."""
+    """Number of elements of a token's list that count."""
     count = tl.full([], width, tl.int32)
     if lens is not None:
         count = tl.minimum(tl.maximum(tl.load(lens + token // tokens_per_len), 0), width)
@@ -243,8 +246,10 @@ def latent_kernel(
 ):  # fmt: skip
     """Attend for one query tile (prefill), or for one KV split of one (decode).
 
-    Args as in ``compressed_attention``, as `strided` tuples, and:
-        pages, entries: quantized: bytes. entries None: all rows are raw.
+    Args, those with strides as `strided` tuples; the others are as in ``compressed_attention``:
+        pages, entries: window_pages and compressed_pages; bytes if quantized. entries None: all rows
+            are raw.
+        table, entry_table: window_table and compressed_table.
         window_lens, topk_lens: elements of a list that count, each for tokens_per_len tokens.
         partial_out: fp32 results of KV splits, their lse from element first_lse on; None: no split.
         num_decodes, decode_tokens: sequences < num_decodes with at most decode_tokens new tokens
@@ -267,7 +272,7 @@ def latent_kernel(
             batch = split_kv.Batch(
                 seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits,
                 sliding_window=window, ratio=ratio, most_entries=most_entries,
-                round_up=False,  # an SM holds one program
+                round_up=False,  # at most one wave of splits
             )  # fmt: skip
             found = split_kv.find_split(item, batch, SHAPE.NEW_KV, BLOCK_Q)
             seq, tile, split, num_splits, part = found

@@ -22,7 +22,7 @@ from ..arguments import refusal
 from ..arrays import NO_ROWS, Int64, ragged_arange
 from ..spec import MOST_TOKENS, Layout
 
-# A prompt of at least this many tokens also keeps a point at the last multiple of them.
+# A prompt of at least this many tokens also keeps the last boundary up to a multiple of them.
 EDITED_TOKENS = 512
 
 NO_BOUNDARIES = NO_ROWS, NO_ROWS

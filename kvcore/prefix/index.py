@@ -10,7 +10,7 @@ A prompt that starts with these 320 tokens hits 192 of them. A second point at 3
 and 4. The two are no further apart than a tail is long, so they also hold blocks 2 and 3 of the
 boundary 256: a hit there makes its own point of these.
 
-Eviction takes children before parents (docs/concepts.md has the whole order). Running requests lock
+Eviction takes children before parents, in the order of docs/concepts.md. Running requests lock
 their path.
 """
 

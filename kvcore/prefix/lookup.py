@@ -39,14 +39,14 @@ class Match:
     """Result of a look-up.
 
     Attributes:
-        num_tokens: tokens that need not be computed, a multiple of the alignment.
+        num_tokens: length of the hit without a replay, a multiple of the alignment.
         dense_tokens: tokens whose dense blocks are cached: an upper bound of the hit.
         limited_by: why the hit is not longer (see `explain`).
         prompt: the hashed prompt, to look up again.
-        groups: of the cache.
-        replay_from, replay_to: where no resume point is near, the tokens from `replay_from` on may
-            be computed once more to restore the windows at `replay_to`, all of whose dense blocks
-            are cached; None where that saves nothing.
+        groups: groups of the cache.
+        replay_from, replay_to: tokens that an admitted request computes again, to restore the
+            windows at `replay_to`. All dense blocks before `replay_to` are cached. None where a
+            replay saves nothing, or the cache has no `replay_tokens`.
         max_tokens: the longest hit that was asked for.
     """
 
@@ -95,7 +95,7 @@ def limited_by(enabled: bool, usable: int, most: int, dense: int, hit: int) -> R
 
 
 class Lookup:
-    """Look up prompts in one cache; the arguments are those of `KVCache`. Changes only `_found`."""
+    """Look up prompts in one cache; the arguments are those of `KVCache`. Keeps the last result."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Lookup:
         self._found_at = 0
 
     def prompt(self, token_ids: Any, salt: bytes | None, extra_keys: Any = None) -> Prompt:
-        """The prompt of `KVCache.match`'s arguments."""
+        """Hash the arguments of `KVCache.match`; a `Prompt` is returned as it is."""
         if not isinstance(token_ids, Prompt):
             a, k = self._alignment, self._lookahead
             salt = b"" if salt is None else salt
@@ -132,7 +132,9 @@ class Lookup:
         return prompt
 
     def find_again(self, match: Match) -> tuple[Match, Run]:
-        """`find` the prompt of an earlier match; ValueError if it is none, or of another cache."""
+        """`find` the prompt of an earlier match again. ValueError if `match` is not a `Match`, or is from
+        another cache.
+        """
         if not isinstance(match, Match):
             raise refusal("match", "what `match` returned", repr(match))
         found = self._found

@@ -1,11 +1,13 @@
 """Requests of a step, and their new tokens. Integers only, and deterministic.
 
-Running requests are kept in order of admission. A step takes, within ``max_num_batched_tokens``,
-one token of every decoding request, prefill chunks of running requests, chunks of waiting ones,
-which it admits, and last drafts. A request decodes while only its newest token is not computed yet.
+Running requests are kept in order of admission. A step has up to ``max_num_batched_tokens`` tokens:
+first one token of each request that decodes, whose newest token alone is not computed yet. Then come
+prefill chunks of running requests, then of waiting requests, which are admitted, and last drafts.
 
-When pages run out, the request admitted last is preempted: it gives its pages back and waits at the
-head of the queue. No request is admitted then until one has ended.
+When pages run out, the scheduler waits for open copies of the host tier, which hold pages. If there
+are none, the request admitted last is preempted: it gives its pages back and waits at the head of the
+queue. A request that runs alone gets a shorter chunk. No request is admitted then until one has ended, or the
+requests of a failed step have been taken back.
 """
 
 from __future__ import annotations
@@ -41,13 +43,15 @@ class Step:
     Attributes:
         requests: in batch order, those with one new token first.
         num_new_tokens, num_drafts: of each request, drafts being the last of its new tokens.
+        plan: lengths, slots and slot mappings of the step.
         input_ids: [num_tokens] int32. -1 - i stands for ``BatchBuilder.sampled[i]``, an id that the
             host does not know yet (`learn`).
         ready: indices of the requests that get their next token; the others are in prefill.
-        rows: [num_rows] int64, of each of ``ready`` the rows of its last known token and drafts.
-        prompt_rows: [n] int64, further rows, those of ``scored``.
-        scored: requests of which it gives `Request.prompt_logprobs`, and the positions of the rows.
-        has_drafts: True if it verifies drafts.
+        rows: [num_rows] int64, rows of the last token and the drafts of each of ``ready``.
+        prompt_rows: [n] int64, rows of ``scored``.
+        scored: requests that get `Request.prompt_logprobs` from the step, and positions of their
+            rows.
+        has_drafts: True if the step verifies drafts.
         num_preempted: requests preempted for it.
         admitted: requests admitted for it.
         sampled: tokens of ``ready``, on the device and later on the host.
@@ -55,6 +59,7 @@ class Step:
         batch, hidden: inputs and hidden states, for a `DeviceDrafter`.
         accepted: [num_seqs] computed tokens that stay; None = all.
         taken_back: requests whose tokens are dropped, as they wait again.
+        num_accepted: drafts accepted so far.
     """
 
     requests: list[Request]
@@ -121,7 +126,7 @@ class Step:
             first += len(rows)
 
     def numbers(self) -> dict[str, Any]:
-        """Numbers of its `StepReport`."""
+        """Sizes and counts of the step, fields of its `StepReport`."""
         num_decodes = self.num_new_tokens.count(1)
         return {
             "q_lens": self.plan.num_new_tokens,
@@ -252,7 +257,7 @@ class Scheduler:
         self._preempt(step.taken_back)
 
     def clear_cache(self) -> None:
-        """Forget all cached rows."""
+        """Drop cached prefixes; running requests keep their rows."""
         self._timed(self.kv.clear)
 
     def _choose(self) -> tuple[dict[Request, int], set[Request]]:
