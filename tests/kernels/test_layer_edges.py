@@ -16,6 +16,7 @@ from quire.kernels import (
     route_tokens,
     sample_tokens,
 )
+from tests.support.helpers import DEVICE
 from tests.support.kernels.edges import (
     IMPLS,
     cases,
@@ -259,8 +260,8 @@ COMBINE = [
 def overlap():
     return {
         "kv": zeros(5, 16), "gate": zeros(5, 16), "ape": zeros(4, 16), "state": zeros(3, 8, 2, 16),
-        "pages": zeros(6, 4, 2, 8), "from_pages": ids(2), "state_index": ids(2),
-        "state_rows": ids(2, 4), "tokens": ids(4), "to_pages": ids(4),
+        "pages": zeros(6, 4, 2, 8), "from_pages": ids(2), "state_index": torch.arange(2, device=DEVICE),
+        "state_rows": torch.arange(8, device=DEVICE).view(2, 4), "tokens": ids(4), "to_pages": ids(4),
     }  # fmt: skip
 
 

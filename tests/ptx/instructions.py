@@ -21,7 +21,6 @@ from .parse import WIDTHS, Instruction, Kernel, Unsupported, parse, vector
 
 Read = Callable[[Machine], np.ndarray]
 _SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%laneid")
-
 JUMPS = {"bra": "bra", "ret": "ret", "exit": "ret", "bar": "bar", "barrier": "bar"}
 
 

@@ -140,6 +140,8 @@ class Machine:
         known = self.clocks.times[cta, warp]
         tag = known[np.arange(len(lanes)), warp] * 64 + warp
         self.memory.check(cells, self.owner[lanes], tag, known, write=write, atomic=atomic)
+        if write:
+            self.memory.keep(address, size)
 
     def shared_read(self, address, size: int, lanes) -> np.ndarray:
         """First bytes [lanes] of checked reads of shared memory."""
@@ -191,9 +193,7 @@ class Machine:
             block = blocks[at]
             if not block.ran:
                 block.ran = True
-                self.program.active.update(
-                    i for i in range(at, block.end) if i not in block.guarded
-                )
+                self.program.active |= set(range(at, block.end)).difference(block.guarded)
             for self.at, step in block.steps:
                 step(self, mask)
             if block.jump == "bar":

@@ -39,12 +39,11 @@ def _stmatrix(c, op: Instruction) -> Step:
     sources, trans = vector(op.operands[1]), "trans" in op.parts
     address = c.address(op.operands[0], "u32")
     reads = [c.read(s, "b32") for s in sources]
-    count = len(sources)
 
     def step(m: Machine, mask: Mask) -> None:
         m.whole_warps(mask)
         lanes = m.active(mask)
-        lanes = lanes[m.lane[lanes] < 8 * count]
+        lanes = lanes[m.lane[lanes] < 8 * len(sources)]
         rows = np.zeros((m.size // WARP, 4, 8, 8), "u2")
         for i, read in enumerate(reads):
             words = np.ascontiguousarray(m.spread(read(m))).reshape(-1, 8, 4)

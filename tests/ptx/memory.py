@@ -47,9 +47,8 @@ def extents(tensor: torch.Tensor) -> list[tuple[int, int]]:
     starts = np.zeros(1, "i8")
     for offsets in outer:
         starts = (starts[:, None] + np.asarray(offsets)).ravel()
-    return merged(
-        [(tensor.data_ptr() + int(s), tensor.data_ptr() + int(s) + length) for s in starts]
-    )
+    base = tensor.data_ptr()
+    return merged([(base + int(s), base + int(s) + length) for s in starts])
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -83,9 +82,10 @@ class Global:
     Args:
         ranges: byte ranges of the views that the kernel was given.
         grain: bytes of the smallest store of the kernel, the unit in which races are found.
+        undo: remember what is overwritten.
     """
 
-    def __init__(self, ranges: list[tuple[int, int]], grain: int):
+    def __init__(self, ranges: list[tuple[int, int]], grain: int, undo: bool = False):
         self.starts = np.array([start for start, _ in ranges], "u8")
         self.ends = np.array([end for _, end in ranges], "u8")
         self.shift = grain.bit_length() - 1
@@ -97,6 +97,23 @@ class Global:
         # 0: none. Else 1 + CTA; of readers, -1: several CTAs. The times: 64 * time + warp.
         self.writer, self.reader = np.zeros(count, "i4"), np.zeros(count, "i4")
         self.wrote, self.read = np.zeros(count, "i8"), np.zeros(count, "i8")
+        self.undo = undo
+        self.kept: list[tuple[np.ndarray, np.ndarray]] = []  # indices in the process, old bytes
+
+    def keep(self, address: np.ndarray, size: int) -> None:
+        """Note that ``size`` bytes at each address are about to be overwritten."""
+        if self.undo:
+            at = process_memory(address, 1, "u1")[1][:, None] + np.arange(size)
+            self.kept.append((at, _PROCESS[at]))
+
+    def written(self) -> bytes:
+        """Where the launch has written, and what is there now."""
+        at = np.unique(np.concatenate([np.empty(0, "i8"), *(at.ravel() for at, _ in self.kept)]))
+        return at.tobytes() + _PROCESS[at].tobytes()
+
+    def restore(self) -> None:
+        for at, old in reversed(self.kept):
+            _PROCESS[at] = old
 
     def locate(self, address: np.ndarray, size: int, align: int) -> np.ndarray:
         """Cells [lanes, n] of accesses of ``size`` bytes; `Fault` if one is not allowed."""
@@ -144,9 +161,7 @@ class Global:
             reader = self.reader[cells]
             self.reader[cells] = np.where((reader == 0) | (reader == me), me, -1)
             seen = self.reader[cells]
-            several = (seen != me) & (seen != -1)
-            if several.any():
-                self.reader[cells[several]] = -1
+            self.reader[cells[(seen != me) & (seen != -1)]] = -1
             self.read[cells] = tag
             return
         reader = self.reader[cells]
@@ -264,9 +279,8 @@ class Shared:
         self._ordered(apart, known, "writes what", "wrote")
         late = self.read[cells] > known[:, None, :]
         if late.any():
-            raise Fault(
-                f"race: writes what warp {np.nonzero(late)[2][0]} read since the last barrier"
-            )
+            reader = np.nonzero(late)[2][0]
+            raise Fault(f"race: writes what warp {reader} read since the last barrier")
         self.wrote[cells], self.added[cells] = mine, atomic
 
     def check_atomic(self, cells, cta, warp) -> None:

@@ -11,7 +11,7 @@ from .instructions import compile_ptx
 from .machine import Machine
 from .memory import Fault, Global, extents, merged
 
-F32, NAN, INF = np.float32, float("nan"), float("inf")
+NAN, INF = float("nan"), float("inf")
 
 
 def run(code: str, registers: dict[str, tuple[str, object]], *, tensors=(), ctas=1, warps=1):

@@ -53,13 +53,9 @@ def test_right_programs_pass(code):
 @pytest.mark.parametrize(("code", "old", "new", "message"), WRONG)
 def test_what_is_wrong_is_a_fault(code, old, new, message):
     assert old in code
-    in_global = "global" in message or "CTA" in message
+    rows, ctas = (32, 2) if "global" in message or "CTA" in message else (64, 1)
     with pytest.raises(Fault, match=message):
-        execute(
-            code.replace(old, new, 1) if old else code,
-            32 if in_global else 64,
-            2 if in_global else 1,
-        )
+        execute(code.replace(old, new, 1) if old else code, rows, ctas)
 
 
 def test_bounds_are_those_of_views():
@@ -83,8 +79,8 @@ def test_groups_of_copies_are_those_of_a_thread():
 
 def test_another_order_of_ctas_must_give_the_same_bits():
     text = """.visible .entry k(.param .u64 p0, .param .u64 p1) {
-        .reg .b32 %c; .reg .b32 %x; .reg .b64 %q; .reg .b64 %g; ld.param.u64 %q, [p0];
-        atom.global.add.u32 %x, [%q], 1; mov.u32 %c, %ctaid.x; ld.param.u64 %g, [p1];
+        .reg .b32 %c, %x; .reg .b64 %q, %g; ld.param.u64 %q, [p0]; ld.param.u64 %g, [p1];
+        atom.global.add.u32 %x, [%q], 1; red.global.add.u32 [%q], 1; mov.u32 %c, %ctaid.x;
         mad.wide.u32 %g, %c, 4, %g; st.global.b32 [%g], VALUE; ret; }"""
     counter, out = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     device, metadata = Device(80), SimpleNamespace(num_warps=1, shared=0)
@@ -96,6 +92,6 @@ def test_another_order_of_ctas_must_give_the_same_bits():
         device.launch(kernel, metadata, (4, 1, 1), params, [counter, out])
 
     launch("%c")
-    assert out.tolist() == [0, 1, 2, 3] and counter.item() == 4 * 32
+    assert out.tolist() == [0, 1, 2, 3] and counter.item() == 4 * 64
     with pytest.raises(Fault, match="other bits"):
         launch("%x")

@@ -138,7 +138,6 @@ def _mma_async(c, op: Instruction) -> Step | None:
         in_flight = {(p.warpgroup, t): p.targets for p in m.products for t in p.targets}
         if max((m.changed[r] for r in a_registers), default=0) >= m.fences:
             raise Fault("wgmma reads registers written without a wgmma.fence since")
-        begun = []
         for g in groups:
             lane, lanes = g * GROUP, slice(g * GROUP, (g + 1) * GROUP)
             keep = m.spread(scale_d(m))[lanes]
@@ -158,10 +157,8 @@ def _mma_async(c, op: Instruction) -> Step | None:
             else:
                 a = matrix(m, a_descriptor(m), lane, 64, trans_a)
             b = matrix(m, b_descriptor(m), lane, columns, trans_b)
-            begun.append(
-                Product(g, int(m.product_groups[g]), targets, a, a_registers, b, start, kind)
-            )
-        for item in begun:
+            number = int(m.product_groups[g])
+            item = Product(g, number, targets, a, a_registers, b, start, kind)
             _touch(m, item, 1)
             m.products.append(item)
         for target in targets:
