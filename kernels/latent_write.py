@@ -179,10 +179,10 @@ def norm_and_rotate(
     return torch.cat([nope, rotated], -1)
 
 
-def paged_rows(pages: LatentPages | IndexPages) -> strided.PagedRows:
+def paged_rows(pages: LatentPages | IndexPages) -> strided.PagedMatrix:
     """Pages as ``stored`` takes them: the strides of quantized pages are those of their values."""
     rows = pages.values if pages.fp8 else pages.data
-    return strided.PagedRows(pages.data, rows.stride(0), rows.stride(1))
+    return strided.PagedMatrix(pages.data, rows.stride(0), rows.stride(1))
 
 
 @triton.jit

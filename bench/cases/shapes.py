@@ -4,7 +4,7 @@ A case is one call: a shape, a phase, and ``batch`` sequences of ``context`` key
 
     decode   every sequence adds one token, or ``q_len``
     prefill  every sequence adds its last ``CHUNK`` or ``q_len`` tokens, or all if there are fewer
-    mixed    decodes, then one sequence with a chunk of ``MIXED_CHUNK`` tokens (`Shape` only)
+    mixed    decodes, then one sequence with a chunk of ``MIXED_CHUNK`` tokens (`AttentionShape` only)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Shape(Scaled):
+class AttentionShape(Scaled):
     """Attention over pages of K and V; fields as in ``quire.kernels.paged_attention``.
 
     Attributes:
@@ -76,7 +76,7 @@ class Shape(Scaled):
         reach = self.sliding_window
         return self.kv_token_bytes * (context if reach is None else min(context, reach - 1 + q_len))
 
-    def shard(self, devices: int) -> Shape | None:
+    def shard(self, devices: int) -> AttentionShape | None:
         """The share of one of ``devices``; None if the KV heads do not divide."""
         if self.num_kv_heads % devices:
             return None
@@ -154,7 +154,7 @@ class LatentShape(Scaled):
 class Case:
     """One call; see the file's docstring."""
 
-    shape: Shape | LatentShape
+    shape: AttentionShape | LatentShape
     phase: str
     batch: int
     context: int
@@ -197,17 +197,17 @@ class Case:
 # From config.json of the checkpoints. Gemma-4's q and k norms carry the scale. Pages of one model
 # have equal bytes.
 _PLAIN = (
-    Shape("gemma-4-31b/local", 32, 16, 256, 1024, 1.0),
-    Shape("gemma-4-31b/global", 32, 4, 512, None, 1.0, block_size=32),
-    Shape("gemma-4-26b/local", 16, 8, 256, 1024, 1.0),
-    Shape("gemma-4-26b/global", 16, 2, 512, None, 1.0, block_size=32),
-    Shape("gemma-4-e4b/local", 8, 2, 256, 512, 1.0, block_size=32),
-    Shape("gemma-4-e4b/global", 8, 2, 512, None, 1.0),
-    Shape("llama-3-70b", 64, 8, 128),
-    Shape("gpt-oss-120b/local", 64, 8, 64, 128, sinks=True),
-    Shape("gpt-oss-120b/full", 64, 8, 64, sinks=True),
-    Shape("gemma-3-27b/local", 32, 16, 128, 1024, 168**-0.5),
-    Shape("gemma-3-27b/global", 32, 16, 128, None, 168**-0.5),
+    AttentionShape("gemma-4-31b/local", 32, 16, 256, 1024, 1.0),
+    AttentionShape("gemma-4-31b/global", 32, 4, 512, None, 1.0, block_size=32),
+    AttentionShape("gemma-4-26b/local", 16, 8, 256, 1024, 1.0),
+    AttentionShape("gemma-4-26b/global", 16, 2, 512, None, 1.0, block_size=32),
+    AttentionShape("gemma-4-e4b/local", 8, 2, 256, 512, 1.0, block_size=32),
+    AttentionShape("gemma-4-e4b/global", 8, 2, 512, None, 1.0),
+    AttentionShape("llama-3-70b", 64, 8, 128),
+    AttentionShape("gpt-oss-120b/local", 64, 8, 64, 128, sinks=True),
+    AttentionShape("gpt-oss-120b/full", 64, 8, 64, sinks=True),
+    AttentionShape("gemma-3-27b/local", 32, 16, 128, 1024, 168**-0.5),
+    AttentionShape("gemma-3-27b/global", 32, 16, 128, None, 168**-0.5),
 )
 _FP8 = [
     replace(shape, name=f"{shape.name}/fp8", fp8=True)
@@ -233,9 +233,9 @@ LATENT_SHAPES = {shape.name: shape for shape in _LATENTS}
 TINY_SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("tiny/local", 4, 2, 16, 24, sinks=True),
-        Shape("tiny/global", 4, 2, 32, None, 1.0),
-        Shape("tiny/local/fp8", 4, 2, 16, 24, sinks=True, fp8=True),
+        AttentionShape("tiny/local", 4, 2, 16, 24, sinks=True),
+        AttentionShape("tiny/global", 4, 2, 32, None, 1.0),
+        AttentionShape("tiny/local/fp8", 4, 2, 16, 24, sinks=True, fp8=True),
     )
 }
 # Quantized latents have 512 channels in every model ("wide").
@@ -299,7 +299,7 @@ def all_cases() -> list[Case]:
     return [case for case in dict.fromkeys(found) if case.cache_bytes <= MAX_CACHE_BYTES]
 
 
-def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
+def _variants(shape: AttentionShape | LatentShape) -> Iterator[Case]:
     """Batches and contexts, then one change at a time: shards, page sizes, plain rows."""
     contexts = CONTEXTS + (LONGEST_CONTEXT,) * shape.name.startswith("v4")
     for context in (USUAL_CONTEXT,) if shape.bounded else contexts:
@@ -307,7 +307,7 @@ def _variants(shape: Shape | LatentShape) -> Iterator[Case]:
             yield Case(shape, "decode", batch, context)
         yield Case(shape, "prefill", 1, context)
     others = [share for n in PARALLEL if (share := shape.shard(n)) is not None]
-    if isinstance(shape, Shape):
+    if isinstance(shape, AttentionShape):
         yield Case(shape, "mixed", USUAL_BATCH, USUAL_CONTEXT)
         yield Case(shape, "prefill", 4, CONTEXTS[0])
         for size in BLOCK_SIZES:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..common.floors import visible_pairs
-from .shapes import Case, LatentShape, Shape
+from .shapes import AttentionShape, Case, LatentShape
 
 ITEM_BYTES = 2  # bf16
 
 
 def case_bytes(case: Case) -> float:
     """Bytes of visible keys or rows, queries and results."""
-    if isinstance(case.shape, Shape):
+    if isinstance(case.shape, AttentionShape):
         rows = case.num_tokens * case.shape.num_heads * case.shape.head_dim
         return case.cache_bytes + 2 * rows * ITEM_BYTES
     return _latent_bytes(case, case.shape)
@@ -21,7 +21,7 @@ def case_bytes(case: Case) -> float:
 def case_flops(case: Case) -> float:
     """Operations of the products of visible pairs."""
     shape = case.shape
-    if isinstance(shape, Shape):
+    if isinstance(shape, AttentionShape):
         q_lens, seq_lens = np.array(case.q_lens), np.full(case.batch, case.context)
         pairs = visible_pairs(q_lens, seq_lens, shape.sliding_window)
         return 4.0 * pairs * shape.num_heads * shape.head_dim

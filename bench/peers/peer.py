@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..cases.problem import Problem
-from ..cases.shapes import LatentShape, Shape
+from ..cases.shapes import AttentionShape, LatentShape
 
 Call = Callable[[], tuple[Tensor, ...]]
 """Compute one copy. Returns arguments of ``Expected.wrong``, for attention (out,) or (out, lse):
@@ -38,15 +38,15 @@ class Peer:
     version: str
     note: str
     prepare: Callable[[Problem], list[Call]]
-    shapes: tuple[type, ...] = (Shape,)
+    shapes: tuple[type, ...] = (AttentionShape,)
     ours: bool = False
 
     def calls(self, problem: Problem) -> list[Call]:
         """One call for each copy; raises Unsupported."""
         shape = problem.case.shape
-        if not self.ours and isinstance(shape, Shape) and shape.fp8:
+        if not self.ours and isinstance(shape, AttentionShape) and shape.fp8:
             raise Unsupported("e4m3 pages with a scale for each row")
         return self.prepare(problem)
 
 
-BOTH_SHAPES = (Shape, LatentShape)
+BOTH_SHAPES = (AttentionShape, LatentShape)

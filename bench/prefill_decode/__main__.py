@@ -77,7 +77,7 @@ from ..common.results import describe_machine, require_matplotlib, write_json
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
 from .build import BenchModel, build_model
-from .drive import Key, Run, run_workload
+from .drive import Key, WorkloadRun, run_workload
 from .plot import save_plot
 from .ranks import run_on_ranks
 from .report import SCHEMA, comparison, metrics, speculation, split, tiers
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> dict[str, Any]:
-    """Run, check and measure; returns the dictionary of `bench.prefill_decode.report`.
+    """WorkloadRun, check and measure; returns the dictionary of `bench.prefill_decode.report`.
 
     --json is written whenever a run has been checked. With --split N all numbers but the split of
     CPU time are those of the first run.
@@ -163,15 +163,15 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
     with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
         rates = measure_rates(model)
 
-    def numbers(run: Run) -> dict[str, Any]:
+    def numbers(run: WorkloadRun) -> dict[str, Any]:
         return metrics(run, model, rates, kv_cache_dtype=dtype)
 
-    def again(settings: EngineConfig, label: str, drafter: Drafter | None) -> Run:
+    def again(settings: EngineConfig, label: str, drafter: Drafter | None) -> WorkloadRun:
         """Run the same prompts once more, when what is known so far is written."""
         write_json(args.json, result, final=False, indent=2)
         return _run(built, workload, settings, label, prompts, drafter)
 
-    def check_differing(other: Run) -> None:
+    def check_differing(other: WorkloadRun) -> None:
         """Check, in both runs, the requests whose outputs differ."""
         one, two = cached.outputs, other.outputs
         keys = [key for key in among if one[key].token_ids != two[key].token_ids]
@@ -252,7 +252,7 @@ def _run(
     label: str,
     prompts: dict[Key, tuple[int, ...]] | None = None,
     drafter: Drafter | None = None,
-) -> Run:
+) -> WorkloadRun:
     """One engine's life; its pages are free again on return."""
     engine = Engine(built.model, settings, drafter=drafter)
     concurrency = settings.max_num_seqs
@@ -263,7 +263,7 @@ def _run(
     return run
 
 
-def _check(built: BenchModel, run: Run, keys: Iterable[Key], kv_cache_dtype: str) -> Check:
+def _check(built: BenchModel, run: WorkloadRun, keys: Iterable[Key], kv_cache_dtype: str) -> Check:
     """Check some requests of a run; raises WrongOutput."""
     outputs = {key: run.outputs[key] for key in keys}
     check = check_outputs(built.model, outputs, kv_cache_dtype=kv_cache_dtype)

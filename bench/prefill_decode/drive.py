@@ -22,7 +22,7 @@ Key = tuple[int, int]  # (session, turn), both from 0
 
 
 @dataclass(frozen=True)
-class Run:
+class WorkloadRun:
     """Outputs, steps, times and pages of a run.
 
     Attributes:
@@ -65,7 +65,7 @@ def run_workload(
     concurrency: int,
     prompts: Mapping[Key, tuple[int, ...]] | None = None,
     label: str = "",
-) -> Run:
+) -> WorkloadRun:
     """Generate all turns of all sessions; the output of a turn is part of the next prompt.
 
     Conversations that wait for their next turn stand in one queue. The order depends on lengths
@@ -113,7 +113,7 @@ def run_workload(
                     queue.append((session, number + 1))
                 bar.update()
     seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
-    return Run(
+    return WorkloadRun(
         outputs=dict(sorted(outputs.items())),
         groups={(s, t): workload.sessions[s][t].group for s, t in sorted(outputs)},
         steps=steps,

@@ -14,12 +14,12 @@ from quire.models.llm import LLM
 from ..common.hf_checkpoint import save_checkpoint
 from ..common.workload import Workload
 from .build import BenchModel
-from .drive import Run, run_workload
+from .drive import WorkloadRun, run_workload
 
 
 def run_on_ranks(
-    built: BenchModel, workload: Workload, settings: EngineConfig, one: Run
-) -> tuple[Run, dict[str, Any]]:
+    built: BenchModel, workload: Workload, settings: EngineConfig, one: WorkloadRun
+) -> tuple[WorkloadRun, dict[str, Any]]:
     """Run the prompts of ``one``, a run on one rank, on those that ``settings`` names.
 
     Returns:

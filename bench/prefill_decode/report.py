@@ -55,13 +55,13 @@ from quire.models.engine.report import PARTS, StepReport, outside_model
 from quire.models.families.decoder import Decoder
 
 from ..common.floors import Rates, decode_bytes, prefill_flops
-from .drive import Run
+from .drive import WorkloadRun
 
 SCHEMA = 2
 
 
 def metrics(
-    run: Run, model: Decoder, rates: Rates, *, kv_cache_dtype: str = "auto"
+    run: WorkloadRun, model: Decoder, rates: Rates, *, kv_cache_dtype: str = "auto"
 ) -> dict[str, Any]:
     """Everything known of one run over pages of this dtype; the keys are in the file's docstring."""
     outputs, num_steps = run.outputs.values(), len(run.steps)
@@ -147,7 +147,7 @@ def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
     }
 
 
-def comparison(run: Run, other: Run) -> dict[str, Any]:
+def comparison(run: WorkloadRun, other: WorkloadRun) -> dict[str, Any]:
     """Compare a run with another one of the same prompts; tokens position by position."""
     pairs = [(o.token_ids, other.outputs[key].token_ids) for key, o in run.outputs.items()]
     ttft, before = (_percentiles(o.ttft for o in r.outputs.values())["p50"] for r in (run, other))
@@ -161,7 +161,9 @@ def comparison(run: Run, other: Run) -> dict[str, Any]:
     }
 
 
-def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
+def speculation(
+    kind: str, draft_tokens: int, run: WorkloadRun, plain: WorkloadRun
+) -> dict[str, Any]:
     """Drafts of ``run``, compared with the same prompts without drafts in ``plain``."""
     outputs, same = run.outputs.values(), comparison(run, plain)
     kept = ("cpu_speedup", "identical_requests", "identical_tokens", "output_tokens")
@@ -182,7 +184,7 @@ def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str,
     }
 
 
-def tiers(run: Run) -> dict[str, Any]:
+def tiers(run: WorkloadRun) -> dict[str, Any]:
     """Counts of the host tier in a run, and bytes that it moved."""
     counts = {
         name.removeprefix("tier_").removesuffix("/host"): count
@@ -211,7 +213,7 @@ def _percentiles(seconds: Iterable[float]) -> dict[str, float | None]:
     return {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99)}
 
 
-def _groups(run: Run) -> list[dict[str, Any]]:
+def _groups(run: WorkloadRun) -> list[dict[str, Any]]:
     rows = []
     for group in sorted(set(run.groups.values())):
         members = [output for key, output in run.outputs.items() if run.groups[key] == group]

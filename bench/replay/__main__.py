@@ -35,8 +35,8 @@ from .generators import GENERATORS
 from .loaders import LOADERS
 from .plot import save_plot
 from .presets import PRESETS
-from .requests import Workload
-from .simulate import Timing
+from .requests import TraceWorkload
+from .simulate import SimulatedTiming
 
 # (title, key of a row, format)
 COLUMNS = (
@@ -62,7 +62,7 @@ HOST_COLUMNS = (
 )
 
 
-def make_workload(text: str, limit: int | None, seed: int) -> Workload:
+def make_workload(text: str, limit: int | None, seed: int) -> TraceWorkload:
     """The workload of ``format:path`` or ``generator[:name=value,...]``.
 
     Raises:
@@ -72,7 +72,7 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
     if name in LOADERS:
         if not rest:
             raise ValueError(f"workload: expected {name}:PATH, got {text!r}")
-        return Workload(name, LOADERS[name](rest, limit))
+        return TraceWorkload(name, LOADERS[name](rest, limit))
     if name not in GENERATORS:
         raise ValueError(f"workload: expected one of {[*LOADERS, *GENERATORS]}, got {name!r}")
     known = inspect.signature(GENERATORS[name]).parameters
@@ -87,7 +87,7 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
             options[key] = parse(value)
         except ValueError as error:
             raise ValueError(f"workload: {name}: {key}: {error}") from error
-    return Workload(text, GENERATORS[name](**options)[:limit])
+    return TraceWorkload(text, GENERATORS[name](**options)[:limit])
 
 
 def table(rows: list[Row], columns: Sequence[tuple[str, str, str]] = COLUMNS) -> str:
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib(args.plot)
         if args.host:
             raise ValueError("plot: expected no --host with it, got both")
-    timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests)
+    timing = SimulatedTiming(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests)
     # A fault of any workload or size is reported before the first one is replayed.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
     for workload, preset in itertools.product(workloads, args.model):
@@ -181,11 +181,26 @@ def _parser() -> Parser:
     add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")
     add("--limit", type=integer(), help="requests at most")
     add("--seed", type=integer(0, 2**63 - 1), default=0)
-    add("--prefill-rate", type=rate, default=Timing.prefill_rate, help="prompt tokens a second")
-    add("--decode-rate", type=rate, default=Timing.decode_rate, help="answer tokens a second, each")
-    add("--chunk", type=integer(), default=Timing.chunk, help="tokens of a prefill chunk")
+    add(
+        "--prefill-rate",
+        type=rate,
+        default=SimulatedTiming.prefill_rate,
+        help="prompt tokens a second",
+    )
+    add(
+        "--decode-rate",
+        type=rate,
+        default=SimulatedTiming.decode_rate,
+        help="answer tokens a second, each",
+    )
+    add("--chunk", type=integer(), default=SimulatedTiming.chunk, help="tokens of a prefill chunk")
     most = integer(most=65536)
-    add("--max-requests", type=most, default=Timing.max_requests, help="at once; 1: one by one")
+    add(
+        "--max-requests",
+        type=most,
+        default=SimulatedTiming.max_requests,
+        help="at once; 1: one by one",
+    )
     add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
     add("--quiet", action="store_true", help="no progress bar")

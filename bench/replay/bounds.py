@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.kvcore import KVCache
 
-from .requests import Workload
+from .requests import TraceWorkload
 
 KEY_BYTES = 32
 ROUNDS = 400  # of prices; 1000 rounds change the bound of a trace by less than 0.5 %
@@ -37,7 +37,7 @@ class Uses:
     first: np.ndarray
 
 
-def segment_uses(workload: Workload, cache: KVCache) -> Uses:
+def segment_uses(workload: TraceWorkload, cache: KVCache) -> Uses:
     """The segments that hits may have."""
     last: dict[bytes, int] = {}
     request: list[int] = []
@@ -125,7 +125,7 @@ def tail_pages(cache: KVCache) -> list[int]:
     return [pages[back] for back in sorted(pages)]
 
 
-def dense_working_set(workload: Workload, cache: KVCache) -> int:
+def dense_working_set(workload: TraceWorkload, cache: KVCache) -> int:
     """Dense pages of all distinct ids of the trace, each counted once."""
     distinct = {(r.scope, i, r.ids_block_size) for r in workload.requests for i in r.ids.tolist()}
     tokens = sum(size for _, _, size in distinct)

@@ -16,20 +16,20 @@ from quire.models.progress import tqdm
 from .bounds import clairvoyant_hits, dense_working_set, segment_uses
 from .host import HostMemory
 from .presets import PRESETS
-from .requests import Workload
-from .simulate import Replay, Timing, replay
+from .requests import TraceWorkload
+from .simulate import Replay, SimulatedTiming, replay
 
 EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "adaptive": Adaptive}
 Row = dict[str, Any]
 
 
-def empty_cache(groups: Sequence[GroupSpec], workload: Workload) -> KVCache:
+def empty_cache(groups: Sequence[GroupSpec], workload: TraceWorkload) -> KVCache:
     """A cache for layout and keys alone."""
     return KVCache(groups, num_pages=2, max_requests=1, max_model_len=workload.longest)
 
 
 def pool_pages(
-    text: str, groups: Sequence[GroupSpec], workload: Workload, name: str = "pool"
+    text: str, groups: Sequence[GroupSpec], workload: TraceWorkload, name: str = "pool"
 ) -> int:
     """Pages of a size: ``"64GiB"``, ``"10%"`` (of the dense working set) or ``"5000pages"``.
 
@@ -48,8 +48,8 @@ def pool_pages(
 
 
 def run_grid(
-    workload: Workload, preset: str, pools: Sequence[str], retentions: Sequence[str | int],
-    evictions: Sequence[str], timing: Timing, *, hosts: Sequence[str] = (), link: float = 50e9,
+    workload: TraceWorkload, preset: str, pools: Sequence[str], retentions: Sequence[str | int],
+    evictions: Sequence[str], timing: SimulatedTiming, *, hosts: Sequence[str] = (), link: float = 50e9,
     progress: bool = True,
 ) -> list[Row]:  # fmt: skip
     """Replay each retention, eviction and pool, alone and over each host; add the bounds.
@@ -125,7 +125,7 @@ def run_grid(
     return rows
 
 
-def enough_pages(cache: KVCache, workload: Workload, retention: str | int) -> int:
+def enough_pages(cache: KVCache, workload: TraceWorkload, retention: str | int) -> int:
     """Pages that a replay of `workload` can never exhaust."""
     layout = cache.layout
     every = parse_retention(retention, layout)

@@ -1,4 +1,4 @@
-"""Generated workloads: lists of `Request`s, equal for equal seeds.
+"""Generated workloads: lists of `TraceRequest`s, equal for equal seeds.
 
 Ids stand for blocks of `BLOCK` tokens. Where a later prompt repeats an answer, the ids of a request
 go on into its answer. Lengths are in tokens, `gap` and `pause` in seconds, `rate` in arrivals a
@@ -11,7 +11,7 @@ import heapq
 
 import numpy as np
 
-from .requests import Request
+from .requests import TraceRequest
 
 BLOCK = 16
 MAX_BLOCKS = 1 << 24
@@ -35,15 +35,15 @@ class _NewIds:
         return list(range(first, self._next))
 
 
-def _turn(arrival: float, session: int, prompt: list[int], answer: list[int]) -> Request:
+def _turn(arrival: float, session: int, prompt: list[int], answer: list[int]) -> TraceRequest:
     ids = np.array(prompt + answer, dtype=np.int64)
-    return Request(arrival, session, len(prompt) * BLOCK, len(answer) * BLOCK, ids, BLOCK)
+    return TraceRequest(arrival, session, len(prompt) * BLOCK, len(answer) * BLOCK, ids, BLOCK)
 
 
 def round_robin(
     *, sessions: int = 16, turns: int = 8, first: int = 8192, user: int = 512,
     answer: int = 256, gap: float = 4.0,
-) -> list[Request]:  # fmt: skip
+) -> list[TraceRequest]:  # fmt: skip
     """Chats that take turns strictly in order; each prompt is the whole conversation so far.
 
     Args:
@@ -66,7 +66,7 @@ def round_robin(
 def agent_tree(
     *, trees: int = 24, depth: int = 6, branches: int = 3, root: int = 6144,
     step: int = 1024, answer: int = 256, gap: float = 2.0, seed: int = 0,
-) -> list[Request]:  # fmt: skip
+) -> list[TraceRequest]:  # fmt: skip
     """Agents that explore: each step goes on from one of the last `branches` contexts of its tree.
 
     Args:
@@ -98,7 +98,7 @@ def agent_pauses(
     *, agents: int = 96, steps: int = 16, branches: int = 3, fork: float = 0.2,
     root: int = 8192, step: int = 1024, answer: int = 256, pause: float = 20.0,
     spread: float = 1.2, rate: float = 0.25, seed: int = 0,
-) -> list[Request]:  # fmt: skip
+) -> list[TraceRequest]:  # fmt: skip
     """Agents that wait for their tools between steps, and sometimes go on in several branches.
 
     The prompt of a step is that of the step before, its answer, and the output of a tool. It comes
@@ -134,7 +134,7 @@ def coding_agents(
     *, agents: int = 16, turns: int = 3, calls: int = 12, system: int = 16_384,
     message: int = 512, output: int = 1024, answer: int = 128, delegate: float = 0.1,
     pause: float = 4.0, think: float = 120.0, rate: float = 0.02, seed: int = 0,
-) -> list[Request]:  # fmt: skip
+) -> list[TraceRequest]:  # fmt: skip
     """Agents whose conversations grow by tool calls, and that sometimes give a task to a helper.
 
     About 50 calls a task and 100 prompt tokens or more for each of the answer, as Manus reports
@@ -176,7 +176,7 @@ def coding_agents(
     return sorted(requests, key=lambda r: r.arrival)
 
 
-def million_token_prompts(*, prompts: int = 14, tokens: int = MILLION) -> list[Request]:
+def million_token_prompts(*, prompts: int = 14, tokens: int = MILLION) -> list[TraceRequest]:
     """vLLM's PR 43447: long prompts one by one, then look-ups of each at 10, 20, .. 100 %."""
     new_ids = _NewIds()
     contents = [new_ids(tokens) for _ in range(prompts)]
@@ -185,14 +185,14 @@ def million_token_prompts(*, prompts: int = 14, tokens: int = MILLION) -> list[R
         for tenth in range(1, 11):
             size = tokens * tenth // 10
             part = np.array(ids[: -(-size // BLOCK)], dtype=np.int64)
-            requests.append(Request(float(prompts + s), s, size, 0, part, BLOCK))
+            requests.append(TraceRequest(float(prompts + s), s, size, 0, part, BLOCK))
     return requests
 
 
 def prefix_sweep(
     *, prefixes: int = 30, requests: int = 300, prefix: int = 27_648, user: int = 384,
     answer: int = 128, rate: float = 1.0, seed: int = 0,
-) -> list[Request]:  # fmt: skip
+) -> list[TraceRequest]:  # fmt: skip
     """vLLM's PR 40676: single questions behind one of `prefixes` long prefixes, each as likely."""
     rng = np.random.default_rng(seed)
     new_ids = _NewIds()

@@ -1,4 +1,4 @@
-"""Traces in three public formats, as `Request`s.
+"""Traces in three public formats, as `TraceRequest`s.
 
 * Mooncake (kvcache-ai, ``FAST25-release/traces``): ids of 512 prompt tokens, no sessions.
 * Qwen-Bailian (alibaba-edu, ``qwen-bailian-usagetraces-anon``): ids of 16 prompt tokens; turns are
@@ -17,26 +17,28 @@ from typing import Any
 
 from ..common.traces import BLOCK_TOKENS, expect_some, read_objects, read_trace, value_of
 from ..common.workload import check_size
-from .requests import Numbering, Request
+from .requests import Numbering, TraceRequest
 
 BAILIAN_BLOCK = 16
 MAX_BLOCK = 1 << 16
 
 
-def load_mooncake(path: str | Path, limit: int | None = None) -> list[Request]:
+def load_mooncake(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a Mooncake trace; each is a session of its own."""
     size, number = BLOCK_TOKENS, Numbering(BLOCK_TOKENS)
     return [
-        Request(r.timestamp / 1000, i, r.input_length, r.output_length, number(r.hash_ids), size)
+        TraceRequest(
+            r.timestamp / 1000, i, r.input_length, r.output_length, number(r.hash_ids), size
+        )
         for i, r in enumerate(read_trace(path, limit=limit))
     ]
 
 
-def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
+def load_bailian(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a Qwen-Bailian trace; turns of a chat share a session."""
     check_size(limit, 1.0)
     number, sessions = Numbering(BAILIAN_BLOCK), dict[int, int]()
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     for where, row in read_objects(path):
         if len(requests) == limit:
             break
@@ -50,14 +52,14 @@ def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
     return expect_some(requests, path)
 
 
-def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
+def load_weka(path: str | Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of Weka sessions and their subagents, in the order of their times.
 
     Each session starts at its own recorded time. A prompt whose last, partial block has no id ends
     in tokens of its own.
     """
     check_size(limit, 1.0)
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     numbers: dict[int, Numbering] = {}
     path = Path(path)
     files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
@@ -83,7 +85,7 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
     return expect_some(requests[:limit], path)
 
 
-LOADERS: dict[str, Callable[[str | Path, int | None], list[Request]]] = {
+LOADERS: dict[str, Callable[[str | Path, int | None], list[TraceRequest]]] = {
     "mooncake": load_mooncake,
     "bailian": load_bailian,
     "weka": load_weka,
@@ -104,10 +106,12 @@ def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 def _request(
     where: str, arrival: float, session: int, lengths: list[int], ids: list[Any], size: int,
     number: Numbering, scope: str = "",
-) -> Request:  # fmt: skip
+) -> TraceRequest:  # fmt: skip
     """The request of a row. An answer of 0 tokens would be a look-up: it becomes 1."""
     try:
         known = number(ids[: -(-lengths[0] // size)])
-        return Request(float(arrival), session, lengths[0], lengths[1] or 1, known, size, scope)
+        return TraceRequest(
+            float(arrival), session, lengths[0], lengths[1] or 1, known, size, scope
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"trace: {where}: {error}") from error

@@ -16,7 +16,7 @@ ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prom
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class TraceRequest:
     """One prompt and the length of its answer.
 
     Attributes:
@@ -83,7 +83,7 @@ class Numbering:
 
 
 @dataclass
-class Workload:
+class TraceWorkload:
     """A trace in the order of arrival.
 
     Attributes:
@@ -92,7 +92,7 @@ class Workload:
     """
 
     name: str
-    requests: list[Request]
+    requests: list[TraceRequest]
     _prompts: dict[int, list[Prompt]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -17,13 +17,13 @@ import numpy as np
 from quire.kvcore import GroupSpec, KVCache, StepPlan
 
 from .host import HostMemory
-from .requests import Request, Workload
+from .requests import TraceRequest, TraceWorkload
 
-__all__ = ["Replay", "Timing", "Workload", "replay"]
+__all__ = ["Replay", "SimulatedTiming", "TraceWorkload", "replay"]
 
 
 @dataclass(frozen=True)
-class Timing:
+class SimulatedTiming:
     """Rates and limits of the engine.
 
     Attributes:
@@ -57,7 +57,11 @@ class Replay:
     """
 
     def __init__(
-        self, workload: Workload, cache: KVCache, timing: Timing, host: HostMemory | None
+        self,
+        workload: TraceWorkload,
+        cache: KVCache,
+        timing: SimulatedTiming,
+        host: HostMemory | None,
     ) -> None:
         self.cache, self.host, self.requests = cache, host, workload.requests
         self._timing, self._prompts = timing, workload.prompts(cache)
@@ -90,7 +94,7 @@ class Replay:
         if self.host is not None:
             self.host.store()
 
-    def _serve(self, number: int, request: Request) -> None:
+    def _serve(self, number: int, request: TraceRequest) -> None:
         """Compute a prompt and start its answer; a look-up asks for its hit alone."""
         cache, prompt = self.cache, self._prompts[number]
         if request.output == 0:
@@ -142,7 +146,7 @@ class Replay:
 
 
 def replay(
-    workload: Workload, groups: Sequence[GroupSpec], *, num_pages: int, timing: Timing,
+    workload: TraceWorkload, groups: Sequence[GroupSpec], *, num_pages: int, timing: SimulatedTiming,
     progress: Callable[[int], object] = lambda n: None,
     behind: Callable[[KVCache], HostMemory] | None = None, **options: object,
 ) -> Replay:  # fmt: skip

@@ -70,7 +70,7 @@ def attention_case(
     """The case of a problem of ``bench.kernels``.
 
     Args:
-        shape: `Shape` or `LatentShape`.
+        shape: `AttentionShape` or `LatentShape`.
         q_len: new tokens of a sequence in decode; None: prefill.
         dtype: dtype of queries and plain pages.
         label: dtype in the table; default: the same.

@@ -43,14 +43,14 @@ from ..common.timing import time_calls
 from ..peers.quire_calls import quire_calls
 from ..static.compiling import problems, usage
 from ..static.launches import record
-from .entries import Entry, table_entries
+from .entries import TileEntry, table_entries
 
 GAIN = 0.02  # share of its time that a new value has to save
 Row = dict[str, Any]
 
 
 def refusals(
-    entry: Entry, values: Sequence[Any], call: Callable[[], Any], arch: Arch, jobs: int
+    entry: TileEntry, values: Sequence[Any], call: Callable[[], Any], arch: Arch, jobs: int
 ) -> list[str | None]:
     """Compile the first kernel of a call with each value; rules that each breaks, or None."""
     launches = []
@@ -71,7 +71,7 @@ def refusals(
 
 
 def measure(
-    entry: Entry, values: Sequence[Any], cases: Sequence[Case], args: argparse.Namespace,
+    entry: TileEntry, values: Sequence[Any], cases: Sequence[Case], args: argparse.Namespace,
     arch: Arch, deadline: float = math.inf,
 ) -> list[Row]:  # fmt: skip
     """One row for each value: milliseconds on each case, or what is wrong with it.
@@ -97,7 +97,7 @@ def measure(
 
 
 def time_case(
-    rows: list[Row], entry: Entry, case: Case, args: argparse.Namespace, arch: Arch | None
+    rows: list[Row], entry: TileEntry, case: Case, args: argparse.Namespace, arch: Arch | None
 ) -> None:
     """Put the times of one case into the rows; arch: compile for it first, None: do not."""
     device = torch.device("cpu" if args.dry_run else "cuda")
@@ -133,7 +133,7 @@ def best(rows: list[Row]) -> Row:
     return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
 
 
-def table(entry: Entry, rows: list[Row], taken: Row) -> str:
+def table(entry: TileEntry, rows: list[Row], taken: Row) -> str:
     """Values that were timed, fastest first."""
     cases = list(rows[0]["ms"])
     lines = [(entry.name, *cases, "of the table's", "")]

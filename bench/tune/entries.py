@@ -13,7 +13,7 @@ from quire.kernels.common.arch import Arch
 from quire.kernels.latent import tiles as latent
 from quire.kernels.latent.tiles import tile_rows
 
-from ..cases.shapes import CHUNK, Case, Shape
+from ..cases.shapes import CHUNK, AttentionShape, Case
 
 CASES_PER_ENTRY = 4
 # Tables by file and name.
@@ -23,7 +23,7 @@ LATENT, FP8_LATENT = ("latent", "TILES"), ("latent", "FP8_TILES")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TileEntry:
     """One entry of a table.
 
     Attributes:
@@ -87,27 +87,27 @@ class Entry:
         return list(dict.fromkeys([self.current, *found]))
 
 
-def entry_of(case: Case, arch: Arch) -> Entry | None:
+def entry_of(case: Case, arch: Arch) -> TileEntry | None:
     """The entry that a case of 16-bit queries uses; None if there is none, or several."""
     shape = case.shape
-    if isinstance(shape, Shape):
+    if isinstance(shape, AttentionShape):
         dim = max(32, shape.head_dim)
         if case.phase == "decode":
-            return Entry(DECODE, "", dim)
+            return TileEntry(DECODE, "", dim)
         kind = arch.tiles if arch.tiles in attention.PREFILL else "other"
         table = E4M3_PREFILL if shape.fp8 else PREFILL
-        return Entry(table, kind, dim) if case.phase == "prefill" else None
+        return TileEntry(table, kind, dim) if case.phase == "prefill" else None
     if shape.op == "index":
         return None
     tokens = 1 if case.phase == "decode" or shape.op == "csa" else CHUNK
     kind = "amd" if arch.maker == "amd" else arch.tiles
     table = FP8_LATENT if shape.fp8 else LATENT
-    return Entry(table, kind, tile_rows(shape.num_heads, tokens))
+    return TileEntry(table, kind, tile_rows(shape.num_heads, tokens))
 
 
-def table_entries(cases: Sequence[Case], arch: Arch) -> dict[Entry, list[Case]]:
+def table_entries(cases: Sequence[Case], arch: Arch) -> dict[TileEntry, list[Case]]:
     """Entries in the order of the cases, each with the first cases that use it."""
-    found: dict[Entry, list[Case]] = {}
+    found: dict[TileEntry, list[Case]] = {}
     for case in cases:
         if (entry := entry_of(case, arch)) is not None:
             found.setdefault(entry, []).append(case)

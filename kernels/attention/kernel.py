@@ -35,7 +35,7 @@ HEADROOM = tl.constexpr(14)
 LEAST_SCALE = tl.constexpr(2.0**-90)
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Compile-time constants of a launch, one ``tl.constexpr`` argument."""
 
     HEAD_DIM: Any  # channels of a row
@@ -61,7 +61,7 @@ class Scoring(NamedTuple):
     outer_scale: Any  # softcap in log2 units, or None
 
 
-class Source(NamedTuple):
+class KeySource(NamedTuple):
     """K and V rows of one KV head: in pages, or one after another (table None)."""
 
     k: Any  # ``Pages`` that start at the head
@@ -295,7 +295,7 @@ def attention_kernel(
     if SHAPE.DECODE:
         seq = item
         if partial_out is not None:
-            batch = split_kv.Batch(
+            batch = split_kv.DecodeBatch(
                 seq_lens, cu_seqlens_q, num_decodes, decode_tokens=BLOCK_Q,
                 target_splits=target_splits, sliding_window=window, ratio=None, most_entries=0,
                 round_up=True,
@@ -343,7 +343,7 @@ def attention_kernel(
         row_k_scale = _pages_of_head(k_scale, kv_head)
         row_v_scale = _pages_of_head(v_scale, kv_head)
     table = block_table.data + seq.to(tl.int64) * block_table.stride_seq
-    pages = Source(
+    pages = KeySource(
         _pages_of_head(k_pages, kv_head), _pages_of_head(v_pages, kv_head), row_k_scale,
         row_v_scale, table, block_table.width, 0,
     )  # fmt: skip
@@ -366,7 +366,7 @@ def attention_kernel(
         acc *= value_scale
         acc_2 *= value_scale
     if k_new is not None:
-        new = Source(
+        new = KeySource(
             _rows_of_head(k_new, seq_start, kv_head), _rows_of_head(v_new, seq_start, kv_head),
             k_scale=None, v_scale=None, table=None, width=1, offset=context,
         )  # fmt: skip

@@ -13,7 +13,7 @@ from ..common.launching import arch_and_sms
 from ..common.merging import block_parts, merge_options, merge_partials_kernel, merge_splits_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
-from .kernel import Scoring, Shape, attention_kernel
+from .kernel import Scoring, TileShape, attention_kernel
 from .tiles import DecodePlan, plan_decode, select_config
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _launch(call: AttentionCall, arch: Arch, plan: DecodePlan | None, decode_tok
         target_splits=target_splits,
         num_kv_heads=num_kv_heads,
         scoring=Scoring(call.sliding_window, inner_scale, outer_scale),
-        SHAPE=Shape(
+        SHAPE=TileShape(
             HEAD_DIM=head_dim,
             VALUE_DIM=head_dim // tile.value_parts,
             GROUP=call.group,

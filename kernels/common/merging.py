@@ -93,7 +93,7 @@ def merge_splits_kernel(
     """Merge the KV splits of one head of one decode sequence, if it has several.
 
     cos_sin: for the inverse RoPE of the trailing ROPE_DIM channels, or None. num_decodes ...
-    most_entries, ROUND_UP: as in ``split_kv.Batch``. EMPTY_LSE: the lse of a query without keys.
+    most_entries, ROUND_UP: as in ``split_kv.DecodeBatch``. EMPTY_LSE: the lse of a query without keys.
     """
     seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -104,7 +104,7 @@ def merge_splits_kernel(
         context = tl.load(seq_lens + seq) - q_len
     if q_len > decode_tokens:
         return
-    batch = split_kv.Batch(
+    batch = split_kv.DecodeBatch(
         seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits, sliding_window, ratio,
         most_entries, ROUND_UP,
     )  # fmt: skip

@@ -33,7 +33,7 @@ LEAST_KEYS = tl.constexpr(MIN_SPLIT_KEYS)
 CHUNK = tl.constexpr(128)
 
 
-class Batch(NamedTuple):
+class DecodeBatch(NamedTuple):
     """The decode sequences, and how their keys are divided."""
 
     seq_lens: Any  # None: every sequence has one token and ``most_entries`` keys

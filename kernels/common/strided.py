@@ -29,7 +29,7 @@ class Pages(NamedTuple):
     stride_head: Any
 
 
-class PagedRows(NamedTuple):
+class PagedMatrix(NamedTuple):
     """[num_pages, block_size, channels]."""
 
     data: Any

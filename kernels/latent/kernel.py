@@ -23,7 +23,7 @@ import triton.language as tl
 from ..common import latent_pages, query_tiles, split_kv
 from ..common.bits import widen
 from ..common.query_tiles import LOG2E
-from ..common.strided import PagedRows
+from ..common.strided import PagedMatrix
 
 # Quantized rows, 584 bytes: ROW_BYTES hold the values. SCALE_BYTES are behind all rows of the page.
 ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
@@ -34,7 +34,7 @@ QUANT_GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
 NO_LIMIT = tl.constexpr(2**31 - 1)  # above every index of a row
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Compile-time constants of a launch, one ``tl.constexpr`` argument."""
 
     VALUE_DIM: Any  # channels of a value, the first of a row
@@ -55,10 +55,10 @@ class Shape(NamedTuple):
     DECODE: Any  # whether a program has a KV split of a decode sequence, not a prefill tile
 
 
-class Source(NamedTuple):
+class KeySource(NamedTuple):
     """Rows of one sequence: in pages, or one after another (table and indices None)."""
 
-    rows: Any  # ``strided.PagedRows``; quantized: bytes
+    rows: Any  # ``strided.PagedMatrix``; quantized: bytes
     table: Any  # block table of the sequence
     width: Any  # its entries
     indices: Any  # the token's list of rows of the table or, without one, of flat indices
@@ -269,7 +269,7 @@ def latent_kernel(
     split, num_splits, part = 0, 1, 0
     if SHAPE.DECODE:
         if partial_out is not None:
-            batch = split_kv.Batch(
+            batch = split_kv.DecodeBatch(
                 seq_lens, cu_seqlens_q, num_decodes, decode_tokens, target_splits,
                 sliding_window=window, ratio=ratio, most_entries=most_entries,
                 round_up=False,  # at most one wave of splits
@@ -325,7 +325,7 @@ def latent_kernel(
     entry_low = tl.zeros([], tl.int32)
     if SHAPE.SLOTS:
         high = _listed(window_lens, table.width, first_token, tokens_per_len)
-        raw = Source(pages, None, 1, table_row, 0, None)
+        raw = KeySource(pages, None, 1, table_row, 0, None)
     else:
         high = last_position + 1
         if window is not None:
@@ -335,7 +335,7 @@ def latent_kernel(
         if SHAPE.NEW_KV:
             high = tl.minimum(high, context)
         high = tl.maximum(high, low)
-        raw = Source(pages, table_row, table.width, None, 0, None)
+        raw = KeySource(pages, table_row, table.width, None, 0, None)
     entry_high, num_entries = tl.zeros([], tl.int32), entry_room
     if entries is not None:
         if not SHAPE.SLOTS:
@@ -365,14 +365,14 @@ def latent_kernel(
         if not SHAPE.SLOTS:
             entry_table_row = entry_table.data + seq.to(tl.int64) * entry_table.stride_seq
             limit = num_entries
-        compressed = Source(entries, entry_table_row, entry_table.width, indices, 0, ratio)
+        compressed = KeySource(entries, entry_table_row, entry_table.width, indices, 0, ratio)
         state = _attend(
             state, queries, position, compressed, entry_low, entry_high, limit, window,
             scale, SHAPE.ENTRY_ROWS, SHAPE,
         )  # fmt: skip
     if kv is not None:
-        new = Source(
-            PagedRows(kv.data + seq_start.to(tl.int64) * kv.stride_row, 0, kv.stride_row),
+        new = KeySource(
+            PagedMatrix(kv.data + seq_start.to(tl.int64) * kv.stride_row, 0, kv.stride_row),
             None, 1, None, context, None,
         )  # fmt: skip
         # In a padding sequence (seq_len < q_len) the first new keys do not exist.

@@ -12,7 +12,7 @@ from ..common.merging import merge_options, merge_splits_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, MAX_ROWS, tile_heads
 from .call import LatentCall
-from .kernel import Shape, latent_kernel
+from .kernel import TileShape, latent_kernel
 from .tiles import DecodePlan, plan_decode, select_config
 
 
@@ -110,7 +110,7 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         tokens_per_len=call.tokens_per_len,
         window=call.sliding_window,
         scale=call.softmax_scale * LOG2E.value,
-        SHAPE=Shape(
+        SHAPE=TileShape(
             VALUE_DIM=call.head_dim_v,
             SCORE_DIM=head_dim - call.head_dim_v,
             ROPE_DIM=rope_dim,
@@ -159,6 +159,6 @@ def _launch(call: LatentCall, arch: Arch, plan: DecodePlan | None, decode_tokens
         )
 
 
-def _paged_rows(pages: RowPages) -> strided.PagedRows:
+def _paged_rows(pages: RowPages) -> strided.PagedMatrix:
     stride_row = 0 if pages.fp8 else pages.data.stride(1)
-    return strided.PagedRows(pages.data, pages.data.stride(0), stride_row)
+    return strided.PagedMatrix(pages.data, pages.data.stride(0), stride_row)

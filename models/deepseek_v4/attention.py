@@ -116,8 +116,8 @@ class AttentionInputs:
     index_pooled: tuple[Tensor, Tensor] | None = None
 
 
-class Attend(Protocol):
-    """The attention operator of a step: `PagedAttend`, or one for a sequence without a cache."""
+class LatentAttend(Protocol):
+    """The attention operator of a step: `PagedLatentAttend`, or one for a sequence without a cache."""
 
     impl: str | None
 
@@ -154,7 +154,9 @@ class Attention(nn.Module):
         if self.kind != SLIDING:
             self.compressor = Compressor(config, self.kind, place)
 
-    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: LatentAttend
+    ) -> Tensor:
         """Attention of every row of x [num_tokens, hidden_size], in the same shape."""
         impl = attend.impl
         q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
@@ -208,8 +210,8 @@ class OverlapCopies:
     state_rows: Tensor  # [num_seqs, ratio], rows of a ring
 
 
-class PagedAttend:
-    """Attention of one ragged step through `quire.kernels`; an `Attend` for one forward pass.
+class PagedLatentAttend:
+    """Attention of one ragged step through `quire.kernels`; a `LatentAttend` for one forward pass.
 
     A layer writes its raw rows, then the entries that the step closes, and attends last: it takes
     the window table without the blocks of this step, and the table of entries with them.
@@ -270,7 +272,7 @@ class PagedAttend:
         )
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
-        """As `Attend.__call__`."""
+        """As `LatentAttend.__call__`."""
         attn, cache = self.attn, self.pool.layers[attention.layer]
         kv = write_latent(
             inputs.kv,

@@ -51,7 +51,7 @@ class CacheFormat:
 
 
 @dataclass(frozen=True)
-class LayerPlacement:
+class LatentPlacement:
     """First bytes of a layer's raw rows, entries and index keys in a page; None = it has none."""
 
     window_group: int
@@ -66,7 +66,7 @@ class CachePlan:
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
-    layers: tuple[LayerPlacement, ...]
+    layers: tuple[LatentPlacement, ...]
 
     def index(self, name: str) -> int:
         """Index of the group of that name; ValueError where the model has none."""
@@ -131,7 +131,7 @@ def plan_cache(config: DeepseekV4Config, fmt: CacheFormat, *, drafters: bool = T
         seen = config.csa_ratio + 1
         groups.append(GroupSpec(OVERLAP, "window", block_size, page, sliding_window=seen))
     layers = tuple(
-        LayerPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
+        LatentPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
         for layer in range(len(kinds))
     )
     return CachePlan(fmt, tuple(groups), layers)
@@ -168,7 +168,7 @@ class CompressorCache:
 
 
 @dataclass(frozen=True)
-class LayerCache:
+class LatentLayerCache:
     """Pages and rings of one layer; window_group: index of the group of its raw rows."""
 
     window: LatentPages
@@ -219,24 +219,26 @@ class V4PagePool:
         caches = [cache for layer in self.layers for cache in (layer.compressed, layer.index_keys)]
         return [cache.ring for cache in caches if cache is not None]
 
-    def _layer(self, layer: int) -> LayerCache:
+    def _layer(self, layer: int) -> LatentLayerCache:
         config, plan, place = self.config, self.plan, self.plan.layers[layer]
         window = self._latents(place.window, plan.groups[place.window_group].block_size)
         ratio = config.compress_ratio(layer)
         if ratio is None:
-            return LayerCache(window, place.window_group)
+            return LatentLayerCache(window, place.window_group)
         num_entries = plan.groups[plan.index(COMPRESSED)].block_size // ratio  # of a page
         entries = self._latents(place.compressed, num_entries)
         if place.index_keys is None:
             ring = self._ring(self.hca_ring_size, config.head_dim)
-            return LayerCache(window, place.window_group, CompressorCache(entries, ring, None))
+            return LatentLayerCache(
+                window, place.window_group, CompressorCache(entries, ring, None)
+            )
         size, dim = plan.format.index_bytes(config, num_entries), config.index_head_dim
         data = self._rows(place.index_keys, num_entries, dim, size)
         index_keys = IndexPages(data, storage_block_size=num_entries, index_dim=dim)
         # Twice the channels, as an entry overlaps the compression window before.
         rings = [self._ring(self.csa_ring_size, 2 * width) for width in (config.head_dim, dim)]
         overlaps = self._overlaps(layer)
-        return LayerCache(
+        return LatentLayerCache(
             window,
             place.window_group,
             CompressorCache(entries, rings[0], overlaps[0]),

@@ -29,7 +29,7 @@ from ..families.registry import Family, register_family
 from ..layers.moe import FP8_BLOCK, packed_shapes
 from ..loading.checkpoint import FLOATS, FP8, Stored, differs, read_headers
 from ..loading.dequantize import fill
-from ..loading.names import GATE, UP, WHOLE, Form, Storage, Target, match, unique
+from ..loading.names import GATE, UP, WHOLE, Form, Storage, TensorTarget, match, unique
 from ..loading.shards import pieces_of
 from ..parallel.group import Group
 from .config import CONFIGS, MODEL_TYPE, DeepseekV4Config, from_hf, to_hf
@@ -78,7 +78,7 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(w[123])\.(weight|scale)$"
 _IGNORED = re.compile(r"^(model\.)?mtp\.\d+\.(emb\.tok_emb|head|confidence_head\.proj)\.weight$")
 
 
-def target(stored: str) -> Target | None:
+def target(stored: str) -> TensorTarget | None:
     """Target of the tensor with this name; None = it is not read.
 
     A name that no rule knows stays as it is.
@@ -92,11 +92,11 @@ def target(stored: str) -> Target | None:
         stack, expert, matrix, leaf = match.groups()
         part = {"w1": GATE, "w3": UP, "w2": WHOLE}[matrix]
         parameter = f"{stack}.{'down_proj' if matrix == 'w2' else 'gate_up_proj'}"
-        return Target(parameter, int(expert), part, leaf == "scale")
+        return TensorTarget(parameter, int(expert), part, leaf == "scale")
     # hc scales are weights of their own: `.attn_hc.scale`.
     if name.endswith(".scale") and not name.endswith("_hc.scale"):
-        return Target(name.removesuffix("scale") + "weight", is_scale=True)
-    return Target(name)
+        return TensorTarget(name.removesuffix("scale") + "weight", is_scale=True)
+    return TensorTarget(name)
 
 
 class V4Storage(Storage):
@@ -112,7 +112,7 @@ class V4Storage(Storage):
     def __init__(self) -> None:
         super().__init__(None, ())
 
-    def target(self, stored: str) -> Target | None:
+    def target(self, stored: str) -> TensorTarget | None:
         """See `Storage`."""
         return target(stored)
 
@@ -137,15 +137,15 @@ class V4Storage(Storage):
         """See `Storage`."""
         return f"{stored.name.removesuffix('weight')}scale"
 
-    def parts(self, name: str, weight: Tensor) -> list[Target]:
+    def parts(self, name: str, weight: Tensor) -> list[TensorTarget]:
         """See `Storage`."""
         if ".mlp.experts." not in name:
             return []
         parts = (GATE, UP) if name.endswith("gate_up_proj") else (WHOLE,)
-        return [Target(name, expert, part) for expert in range(len(weight)) for part in parts]
+        return [TensorTarget(name, expert, part) for expert in range(len(weight)) for part in parts]
 
 
-def format_of_experts(found: Mapping[Target, Stored]) -> str | None:
+def format_of_experts(found: Mapping[TensorTarget, Stored]) -> str | None:
     """Format of the routed experts: "fp8", "fp4" or None.
 
     Raises:
@@ -195,7 +195,9 @@ def load(
     return model
 
 
-def _with_stored_drafter(config: DeepseekV4Config, found: Iterable[Target]) -> DeepseekV4Config:
+def _with_stored_drafter(
+    config: DeepseekV4Config, found: Iterable[TensorTarget]
+) -> DeepseekV4Config:
     """The config with the drafter layers that the files have: they may have none."""
     names = [where.parameter.split(".") for where in found]
     stages = {int(name[1]) for name in names if name[0] == "mtp" and name[1].isdigit()}

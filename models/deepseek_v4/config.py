@@ -279,7 +279,7 @@ CONFIGS = {config.name: config for config in (_FLASH, _PRO, _TINY, _SMALL)}
 
 
 @dataclass(frozen=True)
-class QuantizationKeys:
+class DeepseekV4Quantization:
     """The ``quantization_config`` of the released models: fp8 in blocks of 128 x 128."""
 
     quant_method: only("fp8") = None
@@ -328,7 +328,7 @@ class DeepseekV4Keys(Sizes):
     compress_rope_theta: fields.Theta = 1.6e5
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
-    quantization_config: QuantizationKeys | None = None
+    quantization_config: DeepseekV4Quantization | None = None
     hidden_act: only("silu") = "silu"
     scoring_func: only("sqrtsoftplus") = "sqrtsoftplus"
     norm_topk_prob: only(True) = True

@@ -32,7 +32,7 @@ from .model import DeepseekV4
 
 
 class BlockAttend:
-    """Attention of the rows of a block over pages, which are only read; an `Attend`.
+    """Attention of the rows of a block over pages, which are only read; a `LatentAttend`.
 
     Args:
         block_tables: per group [num_seqs, width] int32.
@@ -47,7 +47,7 @@ class BlockAttend:
         self.block_size, self.impl = block_size, impl
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
-        """As `Attend.__call__`."""
+        """As `LatentAttend.__call__`."""
         pages, slots = self.pool.layers[attention.layer].window, self._slots(attention.layer)
         own = write_latent(
             inputs.kv,

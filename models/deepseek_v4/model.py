@@ -36,7 +36,7 @@ from ..layers.moe import PackedExperts
 from ..layers.rotary import inverse_frequencies
 from ..layers.unpaged_attention import Stored, V4UnpagedAttend
 from ..parallel.group import Group
-from .attention import Attend, Attention, PagedAttend, rope_table
+from .attention import Attention, LatentAttend, PagedLatentAttend, rope_table
 from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from .config import CSA, HASH_MOE, HCA, MOE, SLIDING, DeepseekV4Config
 
@@ -185,7 +185,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = _norm(config, place)
 
     def forward(
-        self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
+        self,
+        streams: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        attend: LatentAttend,
     ) -> Tensor:
         """Streams [num_tokens, hc_mult, hidden_size] after the layer; input_ids for hash layers."""
         impl = attend.impl
@@ -335,7 +340,7 @@ class DeepseekV4(nn.Module):
         are residual streams [num_tokens, hc_mult, hidden_size], or the taps of `dspark`.
         """
         taps: list[Tensor] = []
-        attend = PagedAttend(attn, pool, impl=impl)
+        attend = PagedLatentAttend(attn, pool, impl=impl)
         streams = self.streams(input_ids, positions, attend, taps if return_hidden else None)
         logits = self.logits(streams if logits_rows is None else streams[logits_rows], impl)
         if not return_hidden:
@@ -355,7 +360,7 @@ class DeepseekV4(nn.Module):
         return self.logits(streams if logits_rows is None else streams[logits_rows], "torch")
 
     def streams(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend,
+        self, input_ids: Tensor, positions: Tensor, attend: LatentAttend,
         taps: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Residual streams [num_tokens, hc_mult, hidden_size] after the last layer.
@@ -386,7 +391,7 @@ class DeepseekV4(nn.Module):
         return self.embed_tokens.logits(x, self.lm_head)
 
     def draft_streams(
-        self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
+        self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: LatentAttend
     ) -> Tensor:
         """Streams [num_tokens, hc_mult, hidden_size] of drafter layer ``index``.
 

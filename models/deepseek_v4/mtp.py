@@ -19,7 +19,7 @@ from torch import Tensor
 from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder
 
 from ..engine.device_drafter import DeviceDrafter
-from .attention import PagedAttend
+from .attention import PagedLatentAttend
 from .cache import V4PagePool
 from .model import DeepseekV4
 
@@ -55,7 +55,7 @@ class MTPDrafter(DeviceDrafter):
     ) -> None:  # fmt: skip
         """As `quire.models.engine.device_drafter.DeviceDrafter.observe`."""
         ids, rows, request_slots = self._receive(next_ids, last_rows, slots)
-        attend = PagedAttend(batch.attn, self._pool, impl=self._impl)
+        attend = PagedLatentAttend(batch.attn, self._pool, impl=self._impl)
         firsts = batch.attn.cu_seqlens_q[:-1].long()
         starts = batch.positions[firsts]
         known = (starts > 0) & (starts == self._ends[request_slots])
@@ -94,7 +94,7 @@ class MTPDrafter(DeviceDrafter):
                 num_decodes=num_seqs if count == 1 else 0,
                 request_slots=request_slots.int(),
             )
-            attend = PagedAttend(attn, self._pool, impl=self._impl)
+            attend = PagedLatentAttend(attn, self._pool, impl=self._impl)
             out = model.draft_streams(
                 index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), attend
             ).unflatten(0, (num_seqs, count))

@@ -35,7 +35,7 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 WARM_UP_RUNS = 2
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """Number of sequences of a graph, and the rows of each."""
 
     num_seqs: int
@@ -76,7 +76,7 @@ class DecodeGraphs:
         group: Group | None = None,
     ) -> None:
         rows = {1, 1 + max_draft_tokens}
-        wanted = [Shape(size, r) for size in sizes for r in rows]
+        wanted = [GraphShape(size, r) for size in sizes for r in rows]
         self.shapes = sorted(wanted, key=lambda shape: (shape.num_seqs * shape.rows, shape))
         self._forward, self._group = forward, group
         self._builder = builder
@@ -84,12 +84,12 @@ class DecodeGraphs:
         self._device = device
         self._staging = Staging(device)
         self._capture = default_capture(device)
-        self._graphs: dict[Shape, _Graph] = {}
+        self._graphs: dict[GraphShape, _Graph] = {}
 
     def capture(self) -> None:
         """Capture every shape that can be on all ranks; steps of others use a larger one, or none."""
         # The largest comes first: the others then find their memory in its.
-        failed: dict[Shape, Exception] = {}
+        failed: dict[GraphShape, Exception] = {}
         for shape in reversed(self.shapes):
             try:
                 self.add(shape)
@@ -107,10 +107,10 @@ class DecodeGraphs:
         dropped = [*failed]
         if self._group is not None:
             lists = self._group.channel.all_gather(dropped)
-            dropped = [Shape(*shape) for shapes in lists for shape in shapes]
+            dropped = [GraphShape(*shape) for shapes in lists for shape in shapes]
         self.shapes = [shape for shape in self.shapes if shape not in dropped]
 
-    def shape_of(self, plan: StepPlan, num_rows: int) -> Shape | None:
+    def shape_of(self, plan: StepPlan, num_rows: int) -> GraphShape | None:
         """The smallest captured shape for a step; None = none, as for one with a prefill chunk.
 
         num_rows: rows of the step whose logits are wanted.
@@ -126,7 +126,7 @@ class DecodeGraphs:
         return next(fitting, None)
 
     def __call__(
-        self, shape: Shape, plan: StepPlan | StepArrays, input_ids: np.ndarray
+        self, shape: GraphShape, plan: StepPlan | StepArrays, input_ids: np.ndarray
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Output of one decode step, valid until the next call; run between plan and commit.
 
@@ -152,7 +152,7 @@ class DecodeGraphs:
         graph.replay()
         return tree_map(lambda x: x[:total] if dense else x[sent[1]], graph.out[0])
 
-    def add(self, shape: Shape) -> None:
+    def add(self, shape: GraphShape) -> None:
         """Capture one shape; raise the errors of its capture."""
         # Padding rows only, as a warm-up run must not write.
         num_tokens = shape.num_seqs * shape.rows
@@ -187,7 +187,7 @@ def _even(count: int) -> int:
     return count + count % 2
 
 
-def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
+def _split(data: Any, shape: GraphShape) -> tuple[Any, Any, Any]:
     """Parts of a graph's integers, as views.
 
     Returns:

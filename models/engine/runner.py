@@ -19,7 +19,7 @@ from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder
 
 from .config import EngineConfig
 from .device_drafter import DeviceDrafter
-from .graphs import DecodeGraphs, Shape, sizes_to_capture
+from .graphs import DecodeGraphs, GraphShape, sizes_to_capture
 from .host_tier import HostTier
 from .memory import MemoryPlan, model_cache, plan_memory
 from .report import MODEL, StepClock
@@ -129,7 +129,7 @@ class ModelRunner:
         plan: StepPlan | StepArrays,
         input_ids: np.ndarray,
         rows: np.ndarray,
-        shape: Shape | None,
+        shape: GraphShape | None,
     ) -> tuple[Tensor, Tensor | None, Batch | None]:
         """Run the model, between the plan of a step and its commit; a GPU is not waited for.
 

@@ -236,12 +236,12 @@ class Publisher:
         self._encode((), ts=0.0)  # names an option that does not exist
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.PUB)
-        self._replays: Replays | None = None
+        self._replays: ReplayServer | None = None
         try:
             self.endpoint = _bind(self._live, endpoint, queue_size)
             if replay_endpoint is not None:
                 socket = self._context.socket(zmq.ROUTER)
-                self._replays = Replays(socket, self._topic, num_kept)
+                self._replays = ReplayServer(socket, self._topic, num_kept)
                 socket.router_mandatory = True  # an error where a reader does not read, not a loss
                 socket.maxmsgsize = MAX_REQUEST_BYTES
                 self.replay_endpoint = _bind(socket, replay_endpoint, queue_size=64)
@@ -287,7 +287,7 @@ def _bind(socket: Any, endpoint: str, queue_size: int) -> str:
     return bound
 
 
-class Replays(Thread):
+class ReplayServer(Thread):
     """Answers replay requests until its context ends; the thread owns the socket.
 
     Readers are answered by turns, a batch each, as fast as they read; a batch that is dropped

@@ -41,7 +41,7 @@ def register() -> None:
 
 
 @dataclass(frozen=True)
-class Step:
+class SGLangStep:
     """The tensors that the layers of a step share.
 
     Attributes:
@@ -71,7 +71,7 @@ def backend_class(base: type) -> type:
 class QuireAttention:
     """The methods of the backend. Args: SGLang's model runner, whose pools are kept."""
 
-    forward_metadata: Step | None = None
+    forward_metadata: SGLangStep | None = None
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class QuireAttention:
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         # Of hybrid models window layers have a pool and slots of their own.
         self.to_window = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
-        self._graph: Step | None = None
+        self._graph: SGLangStep | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a step that runs eagerly."""
@@ -101,7 +101,7 @@ class QuireAttention:
         table = torch.zeros(max_bs, width, dtype=torch.int32, device=device)
         slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         window = self.to_window is not None
-        self._graph = Step(
+        self._graph = SGLangStep(
             table, torch.zeros_like(table) if window else table,
             slots, torch.zeros_like(slots) if window else slots,
             torch.ones(max_bs, dtype=torch.int32, device=device),
@@ -183,7 +183,7 @@ class QuireAttention:
         whole = rows.shape[0] // self.page_size * self.page_size
         return rows[:whole].unflatten(0, (-1, self.page_size))
 
-    def _step(self, forward_batch: Any, longest: int) -> Step:
+    def _step(self, forward_batch: Any, longest: int) -> SGLangStep:
         """The step of a batch whose requests have at most ``longest`` keys."""
         seq_lens = forward_batch.seq_lens.int()
         device, bs = seq_lens.device, forward_batch.batch_size
@@ -201,7 +201,7 @@ class QuireAttention:
         if self.to_window is not None:
             window_table = (self.to_window(tokens.long()) // self.page_size).int()
             window_slots = None if slots is None else self.to_window(slots).long()
-        return Step(
+        return SGLangStep(
             table, window_table, slots, window_slots, seq_lens, cu_seqlens_q, max_seqlen_q, longest
         )
 

@@ -93,7 +93,7 @@ def _refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     return [name for name, asked in what.items() if asked]
 
 
-class Pages(KVCacheBlocks):
+class QuireBlocks(KVCacheBlocks):
     """Page ids of each group, where vLLM's `KVCacheBlocks` has blocks."""
 
     def get_block_ids(
@@ -183,7 +183,7 @@ class CacheManager(KVCacheManager):
         self._tracked: dict[str, Tracked] = {}
         self._pending: dict[str, Tracked] = {}
         self._found: tuple[Request, Match] | None = None  # the newest look-up
-        self.empty_kv_cache_blocks = Pages(tuple(() for _ in specs))
+        self.empty_kv_cache_blocks = QuireBlocks(tuple(() for _ in specs))
 
     @property
     def usage(self) -> float:
@@ -193,7 +193,7 @@ class CacheManager(KVCacheManager):
 
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
-    ) -> tuple[Pages, int, int]:
+    ) -> tuple[QuireBlocks, int, int]:
         """(no pages yet, tokens that are cached, 0)."""
         self.new_step_starts()
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
@@ -226,7 +226,7 @@ class CacheManager(KVCacheManager):
         full_sequence_must_fit: bool = False,
         has_scheduled_reqs: bool = True,
         **unserved: Any,
-    ) -> Pages | None:
+    ) -> QuireBlocks | None:
         """New pages for the next tokens of a request; None where they lack."""
         tracked = self._tracked.get(request.request_id)
         end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
@@ -252,7 +252,7 @@ class CacheManager(KVCacheManager):
                 given = self._reserve(tracked, slots, least)
             if given is None:
                 return None
-            pages = Pages(tuple(given))
+            pages = QuireBlocks(tuple(given))
             tracked = self._tracked[request.request_id]
             tracked.paged = -(-slots // self._block_size) * self._block_size
             self._settle(tracked)
@@ -362,12 +362,12 @@ class CacheManager(KVCacheManager):
         if self._tracked.pop(request.request_id, None) is not None:
             self.cache.release(request.request_id)
 
-    def get_blocks(self, request_id: str) -> Pages:
+    def get_blocks(self, request_id: str) -> QuireBlocks:
         """All pages of a request."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return self.empty_kv_cache_blocks
-        return Pages(tuple(self.cache.pages_of(tracked.slot)))
+        return QuireBlocks(tuple(self.cache.pages_of(tracked.slot)))
 
     def take_new_block_ids(self) -> list[int]:
         """Pages for the worker to zero."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
 
 from .checkpoint import Stored, open_tensors
-from .names import UP, WHOLE, Source, Target, part_of
+from .names import UP, WHOLE, TensorSource, TensorTarget, part_of
 from .shards import WHOLE as ALL
 from .shards import Piece, fill_up, read
 
@@ -27,8 +27,8 @@ _LARGEST = {"fp8": 448.0, "fp4": 6.0}
 
 
 def fill(
-    model: nn.Module, sources: list[Source], kept: Mapping[str, SetQuantized],
-    pieces: Mapping[Target, Piece],
+    model: nn.Module, sources: list[TensorSource], kept: Mapping[str, SetQuantized],
+    pieces: Mapping[TensorTarget, Piece],
 ) -> None:  # fmt: skip
     """Read tensors file by file, each into its place, and check it.
 
@@ -36,7 +36,7 @@ def fill(
         kept: of `quire.models.loading.weights.kept_as_stored`.
         pieces: ranges that a rank reads; of other tensors, all.
     """
-    by_file: dict[Path, list[Source]] = defaultdict(list)
+    by_file: dict[Path, list[TensorSource]] = defaultdict(list)
     for source in sources:
         by_file[source.value.file].append(source)
     parameters = dict(model.named_parameters())
@@ -60,13 +60,13 @@ def fill(
                     _pack(parameters, source, value, scale, model)
 
 
-def _of(source: Source) -> tuple[Stored, Stored]:
+def _of(source: TensorSource) -> tuple[Stored, Stored]:
     assert source.scale is not None
     return source.value, source.scale
 
 
 def _keep(
-    keep: SetQuantized, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
+    keep: SetQuantized, source: TensorSource, value: Tensor, scale: Tensor | None, model: nn.Module
 ) -> None:
     """Hand a layer its weight as it is stored."""
     assert scale is not None
@@ -79,7 +79,7 @@ def _keep(
 
 
 def _pack(
-    parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
+    parameters: Mapping[str, Tensor], source: TensorSource, value: Tensor, scale: Tensor | None,
     model: nn.Module,
 ) -> None:  # fmt: skip
     """Copy an expert that stays quantized to its place in `PackedMatrices`."""
@@ -94,7 +94,7 @@ def _pack(
 
 
 def _dequantize(
-    parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
+    parameters: Mapping[str, Tensor], source: TensorSource, value: Tensor, scale: Tensor | None,
     model: nn.Module, piece: Piece,
 ) -> None:  # fmt: skip
     """Copy values to their place, in the dtype that the weight has."""

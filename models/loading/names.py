@@ -42,7 +42,7 @@ def text_name(stored: str) -> str:
 
 
 @dataclass(frozen=True)
-class Target:
+class TensorTarget:
     """Part of a weight that a stored tensor fills.
 
     Attributes:
@@ -94,18 +94,18 @@ class Storage:
         self._config, self._names, self._fp8_block = config, names, fp8_block
         self._weight_name = weight_name
 
-    def target(self, stored: str) -> Target | None:
+    def target(self, stored: str) -> TensorTarget | None:
         """Target of the tensor with this name; None = it is not read.
 
         A name that no rule knows stays as it is.
         """
         name = self._text_name(stored)
         if name is None or name in self._names:  # some weights are called scales too
-            return name and Target(name)
+            return name and TensorTarget(name)
         if name.endswith("_blocks"):
-            return Target(name.removesuffix("_blocks"))
+            return TensorTarget(name.removesuffix("_blocks"))
         values, is_scale = re.subn(r"_(scale_inv|scale|scales)$", "", name)
-        return Target(values, is_scale=bool(is_scale))
+        return TensorTarget(values, is_scale=bool(is_scale))
 
     def _text_name(self, stored: str) -> str | None:
         if _IGNORED.match(stored):
@@ -143,28 +143,28 @@ class Storage:
         """The one name that scales of these values may have; None = there are several."""
         return None
 
-    def parts(self, name: str, weight: Tensor) -> list[Target]:
+    def parts(self, name: str, weight: Tensor) -> list[TensorTarget]:
         """The parts that a weight may be stored in one by one; empty = always whole."""
         return []
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Stored values of a part of a weight, and their scales."""
 
-    target: Target
+    target: TensorTarget
     kind: str
     value: Stored
     scale: Stored | None = None
 
 
-def unique(path: Path, storage: Storage, stored: Iterable[Stored]) -> dict[Target, Stored]:
+def unique(path: Path, storage: Storage, stored: Iterable[Stored]) -> dict[TensorTarget, Stored]:
     """Tensors by where they belong, those for nowhere left out.
 
     Raises:
         ValueError: two tensors for the same target, naming both.
     """
-    found: dict[Target, Stored] = {}
+    found: dict[TensorTarget, Stored] = {}
     doubled = []
     for one in stored:
         target = storage.target(one.name)
@@ -174,7 +174,7 @@ def unique(path: Path, storage: Storage, stored: Iterable[Stored]) -> dict[Targe
     return found
 
 
-def part_of(parameters: Mapping[str, Tensor], target: Target) -> Tensor | None:
+def part_of(parameters: Mapping[str, Tensor], target: TensorTarget) -> Tensor | None:
     """The part of a model's weights that a target names; None = there is no such part."""
     weight = parameters.get(target.parameter)
     if weight is None or target.expert is None:
@@ -187,10 +187,10 @@ def part_of(parameters: Mapping[str, Tensor], target: Target) -> Tensor | None:
 
 def match(
     path: Path,
-    found: Mapping[Target, Stored],
+    found: Mapping[TensorTarget, Stored],
     parameters: Mapping[str, Tensor],
     storage: Storage,
-) -> list[Source]:
+) -> list[TensorSource]:
     """Find the stored tensors of each part of the weights.
 
     Args:
@@ -205,12 +205,12 @@ def match(
     scales = {replace(t, is_scale=False): stored for t, stored in found.items() if t.is_scale}
     misfits: dict[str, list[str]] = {name: [] for name in MISFITS}
     for name, weight in parameters.items():
-        if Target(name) not in values:
-            parts = storage.parts(name, weight) or [Target(name)]
+        if TensorTarget(name) not in values:
+            parts = storage.parts(name, weight) or [TensorTarget(name)]
             misfits["missing"] += [str(part) for part in parts if part not in values]
     sources = []
     for target, stored in values.items():
-        part, whole = part_of(parameters, target), values.get(Target(target.parameter))
+        part, whole = part_of(parameters, target), values.get(TensorTarget(target.parameter))
         if target.expert is not None and whole is not None:
             misfits["doubled"].append(f"{whole} and {stored}")
         if part is None:
@@ -221,10 +221,10 @@ def match(
         misfits["misshaped"] += differs(stored, stored.shape, storage.shape(kind, part.shape))
         misfits["mistyped"] += differs(stored, stored.dtype, form.dtypes)
         if not form.scale_dtypes:
-            sources.append(Source(target, kind, stored))
+            sources.append(TensorSource(target, kind, stored))
             continue
         scale = scales.pop(target, None)
-        sources.append(Source(target, kind, stored, scale))
+        sources.append(TensorSource(target, kind, stored, scale))
         if scale is not None:
             misfits["mistyped"] += differs(scale, scale.dtype, form.scale_dtypes)
             misfits["misshaped"] += storage.scale_misfit(kind, scale, part.shape)

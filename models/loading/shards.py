@@ -13,7 +13,7 @@ from quire.kernels.common.dequantize import FP4_GROUP, block_size
 
 from ..parallel.group import Group
 from ..parallel.shard import Cut, cut_of
-from .names import Source, Target, part_of
+from .names import TensorSource, TensorTarget, part_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Piece:
 WHOLE = Piece()
 
 
-def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece:
+def piece_of(source: TensorSource, whole: Tensor, part: Tensor, group: Group) -> Piece:
     """Range of ``source`` that a rank with ``part`` of the weight ``whole`` reads."""
     cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
     if cut is None:
@@ -91,8 +91,11 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
 
 
 def pieces_of(
-    sources: list[Source], whole: Mapping[str, Tensor], part: Mapping[str, Tensor], group: Group
-) -> dict[Target, Piece]:
+    sources: list[TensorSource],
+    whole: Mapping[str, Tensor],
+    part: Mapping[str, Tensor],
+    group: Group,
+) -> dict[TensorTarget, Piece]:
     """Ranges of the sources that a rank reads in part; whole, part: weights of model and rank."""
     pieces = {}
     for source in sources:
@@ -102,7 +105,7 @@ def pieces_of(
     return {target: piece for target, piece in pieces.items() if piece is not WHOLE}
 
 
-def shared_columns(source: Source, whole: Tensor) -> int:
+def shared_columns(source: TensorSource, whole: Tensor) -> int:
     """Rows or columns of a part of a weight that share a scale: no width is cut between them."""
     if source.kind == "mxfp4":
         return FP4_GROUP

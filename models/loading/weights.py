@@ -24,7 +24,7 @@ from ..parallel.group import Group
 from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
 from .kv_scales import read_kv_scales
-from .names import Source, Storage, match, part_of, unique
+from .names import Storage, TensorSource, match, part_of, unique
 from .shards import WHOLE, pieces_of, shared_columns
 
 FP8_MODES = ("auto", "keep", "dequantize")
@@ -155,7 +155,7 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def kept_as_stored(
-    model: nn.Module, sources: list[Source], fp8: str, device: torch.device
+    model: nn.Module, sources: list[TensorSource], fp8: str, device: torch.device
 ) -> dict[str, SetQuantized]:
     """The weights that stay quantized, by name, each with the method that takes it.
 

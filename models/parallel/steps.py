@@ -21,7 +21,7 @@ from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables, step_array
 
 from ..engine.config import EngineConfig
 from ..engine.device_drafter import DeviceDrafter
-from ..engine.graphs import Shape
+from ..engine.graphs import GraphShape
 from ..engine.runner import ModelRunner
 from ..engine.speculative import Drafter
 from .group import Group
@@ -66,7 +66,7 @@ class StepSender:
                 heartbeat.is_stepping = False
 
     def run(
-        self, plan: StepPlan, input_ids: np.ndarray, rows: np.ndarray, shape: Shape | None
+        self, plan: StepPlan, input_ids: np.ndarray, rows: np.ndarray, shape: GraphShape | None
     ) -> StepArrays:
         """Make the other ranks run the model, as `ModelRunner.run`; return this rank's arrays."""
         arrays = step_arrays(self._kv, plan)

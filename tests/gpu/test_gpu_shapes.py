@@ -12,8 +12,8 @@ from quire.bench.cases.shapes import (
     LATENT_SHAPES,
     SHAPES,
     TINY_SHAPES,
+    AttentionShape,
     Case,
-    Shape,
     tiny_latent_cases,
 )
 from quire.bench.peers.quire_calls import quire_calls
@@ -53,7 +53,7 @@ def named_cases():
 def poisoned_problem(case, dtype):
     """A problem whose K/V pages are NaN wherever no query may look."""
     problem = make_problem(case, torch.device(DEVICE), dtype, copies=1)
-    if not isinstance(case.shape, Shape):
+    if not isinstance(case.shape, AttentionShape):
         return problem
     tensors, block_size = problem.each[0], case.shape.block_size
     seen = torch.zeros(len(tensors["k_pages"]), block_size, dtype=torch.bool, device=DEVICE)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.bench.replay.loaders import load_bailian, load_mooncake, load_weka
-from quire.bench.replay.requests import ANSWER_TOKENS, Numbering, Request
+from quire.bench.replay.requests import ANSWER_TOKENS, Numbering, TraceRequest
 
 
 def write(path, *rows):
@@ -158,9 +158,9 @@ def test_damaged_files_are_named(name, tmp_path):
 
 
 def test_tokens_of_a_request():
-    known = Request(0.0, 0, 40, 20, np.array([3, 1, 2, 7]), 16)
+    known = TraceRequest(0.0, 0, 40, 20, np.array([3, 1, 2, 7]), 16)
     assert known.tokens(0).tolist() == [*range(48, 64), *range(16, 48), *range(112, 124)]
-    unknown = Request(0.0, 0, 40, 20, np.array([3, 1, 2]), 16)
+    unknown = TraceRequest(0.0, 0, 40, 20, np.array([3, 1, 2]), 16)
     first, second = unknown.tokens(0), unknown.tokens(1)
     assert first[:40].tolist() == second[:40].tolist() == known.tokens(0)[:40].tolist()
     assert len(first) == 60 and (first[40:] >= ANSWER_TOKENS).all()

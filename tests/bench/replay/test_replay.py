@@ -11,13 +11,13 @@ from quire.bench.replay.experiment import EVICTIONS, empty_cache, pool_pages, ru
 from quire.bench.replay.generators import GENERATORS, million_token_prompts
 from quire.bench.replay.host import HostMemory
 from quire.bench.replay.presets import PRESETS
-from quire.bench.replay.requests import Request
-from quire.bench.replay.simulate import Timing, Workload, replay
+from quire.bench.replay.requests import TraceRequest
+from quire.bench.replay.simulate import SimulatedTiming, TraceWorkload, replay
 from quire.kvcore import LRU, Adaptive, GroupSpec
 
 HYBRID = [GroupSpec("d", "dense", 32, 100), GroupSpec("w", "window", 16, 100, 64)]
 DENSE = [GroupSpec("d", "dense", 32, 100)]
-ONE_BY_ONE = Timing(prefill_rate=1000.0, decode_rate=100.0, chunk=4096, max_requests=1)
+ONE_BY_ONE = SimulatedTiming(prefill_rate=1000.0, decode_rate=100.0, chunk=4096, max_requests=1)
 
 
 def random_requests(seed, lookups=0.0):
@@ -31,8 +31,8 @@ def random_requests(seed, lookups=0.0):
         prompts.append(ids)
         size = len(ids) * 16 - int(rng.integers(16))
         output = 0 if rng.random() < lookups else int(rng.integers(1, 20))
-        requests.append(Request(float(i), i, size, output, np.array(ids), 16))
-    return Workload("random", requests)
+        requests.append(TraceRequest(float(i), i, size, output, np.array(ids), 16))
+    return TraceWorkload("random", requests)
 
 
 def prefix_hits(requests, alignment):
@@ -63,24 +63,27 @@ def test_an_infinite_pool_hits_as_a_dict_of_prefixes(seed):
 def test_the_clock():
     """Two prompts and their answers, by hand: prefill 1000 tokens/s, decode 100 tokens/s."""
     ids = np.arange(100)
-    first = Request(2.0, 0, 500, 100, ids, 16)
-    second = Request(2.1, 1, 300, 50, ids + 1000, 16)
-    together = Timing(prefill_rate=1000.0, decode_rate=100.0, chunk=64, max_requests=2)
-    both = replay(Workload("two", [second, first]), DENSE, num_pages=200, timing=together)
+    first = TraceRequest(2.0, 0, 500, 100, ids, 16)
+    second = TraceRequest(2.1, 1, 300, 50, ids + 1000, 16)
+    together = SimulatedTiming(prefill_rate=1000.0, decode_rate=100.0, chunk=64, max_requests=2)
+    both = replay(TraceWorkload("two", [second, first]), DENSE, num_pages=200, timing=together)
     assert both.ttft == pytest.approx([0.5, 0.4 + 0.3])  # the second waits for the first prompt
     assert both.makespan == pytest.approx(1.5)  # the first answer ends at 3.5
-    serial = replay(Workload("two", [second, first]), DENSE, num_pages=200, timing=ONE_BY_ONE)
+    serial = replay(TraceWorkload("two", [second, first]), DENSE, num_pages=200, timing=ONE_BY_ONE)
     assert serial.ttft == pytest.approx([0.5, 1.4 + 0.3])  # and here for the first answer
-    repeated = Workload("again", [first, Request(9.0, 0, 500, 1, ids, 16)])
+    repeated = TraceWorkload("again", [first, TraceRequest(9.0, 0, 500, 1, ids, 16)])
     again = replay(repeated, DENSE, num_pages=200, timing=ONE_BY_ONE)
     assert again.hits.tolist() == [0, 480] and again.ttft[1] == pytest.approx(0.02)
 
 
 def test_a_request_waits_for_pages():
     ids = np.arange(100)
-    requests = [Request(0.0, 0, 320, 64, ids, 16), Request(0.0, 1, 320, 64, ids + 1000, 16)]
-    workload = Workload("w", requests)
-    timing = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=8)
+    requests = [
+        TraceRequest(0.0, 0, 320, 64, ids, 16),
+        TraceRequest(0.0, 1, 320, 64, ids + 1000, 16),
+    ]
+    workload = TraceWorkload("w", requests)
+    timing = SimulatedTiming(prefill_rate=1000.0, decode_rate=100.0, max_requests=8)
     roomy = replay(workload, DENSE, num_pages=1 + 24, timing=timing)
     tight = replay(workload, DENSE, num_pages=1 + 23, timing=timing)
     assert roomy.ttft == pytest.approx([0.32, 0.64])
@@ -108,8 +111,10 @@ def over_host(workload, pages, groups=DENSE, *, host=20_000, link=1e15, policy=L
 def test_a_load_takes_the_time_of_its_bytes():
     """A, then B that evicts it, then A: 9 of 10 pages come back at 10,000 bytes a second."""
     ids = np.arange(10)
-    requests = [Request(t, 0, 320, 1, ids + first, 32) for t, first in ((0, 0), (1, 100), (10, 0))]
-    tiers = over_host(Workload("w", requests), 11, link=10_000.0)
+    requests = [
+        TraceRequest(t, 0, 320, 1, ids + first, 32) for t, first in ((0, 0), (1, 100), (10, 0))
+    ]
+    tiers = over_host(TraceWorkload("w", requests), 11, link=10_000.0)
     assert tiers.hits.tolist() == [0, 0, 288] and tiers.from_device.tolist() == [0, 0, 0]
     assert tiers.ttft == pytest.approx([0.32, 0.32, 9 * 100 / 10_000 + 0.032])
     assert tiers.loading == pytest.approx(0.09) and tiers.host.loaded == 900
@@ -157,10 +162,10 @@ def test_the_clairvoyant_bound_is_at_most_a_segment_over_the_optimum(capacity):
         rng = np.random.default_rng(seed)
         prompts = [chains[rng.integers(len(chains))] for _ in range(9)]
         requests = [
-            Request(float(i), i, len(ids) * 32, 1, np.array(ids), 32)
+            TraceRequest(float(i), i, len(ids) * 32, 1, np.array(ids), 32)
             for i, ids in enumerate(prompts)
         ]
-        workload = Workload("tiny", requests)
+        workload = TraceWorkload("tiny", requests)
         empty = empty_cache(DENSE, workload)
         best = best_by_search([(len(ids) - 1, ids) for ids in prompts], capacity)
         bound = clairvoyant_hits(segment_uses(workload, empty), empty, capacity)
@@ -193,7 +198,7 @@ def test_generated_requests_and_rows_follow_the_seed():
     def rows():
         return run_grid(
             make_workload(text, None, 7), "gpt-oss-like", ["40%"], ["latest"],
-            ["adaptive", "lru"], Timing(), progress=False,
+            ["adaptive", "lru"], SimulatedTiming(), progress=False,
         )  # fmt: skip
 
     assert rows() == rows()
@@ -225,7 +230,7 @@ def test_generators_share_prefixes(name):
 
 def test_million_token_experiment_in_small():
     """PR 43447 at 1/64 of its length: a point every 512 tokens serves look-ups to within 512."""
-    workload = Workload("small", million_token_prompts(prompts=14, tokens=16384))
+    workload = TraceWorkload("small", million_token_prompts(prompts=14, tokens=16384))
 
     def lru(pool):
         rows = run_grid(workload, "v4-flash", [pool], [512], ["lru"], ONE_BY_ONE, progress=False)

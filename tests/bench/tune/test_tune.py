@@ -13,7 +13,7 @@ from quire.bench.cases.shapes import TINY_SHAPES, Case, all_cases, tiny_cases
 from quire.bench.common.timing import Timing
 from quire.bench.tune import __main__ as tune
 from quire.bench.tune import entries
-from quire.bench.tune.entries import Entry, table_entries
+from quire.bench.tune.entries import TileEntry, table_entries
 from quire.kernels.attention.tiles import Config
 from quire.kernels.common.arch import named
 from tests.support.forked import printed
@@ -21,8 +21,8 @@ from tests.support.forked import printed
 ROOT = Path(__file__).resolve().parents[3]
 HOPPER = named("sm_90")
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
-DECODE = Entry(entries.DECODE, "", 32)
-PREFILL = Entry(entries.PREFILL, "hopper", 32)
+DECODE = TileEntry(entries.DECODE, "", 32)
+PREFILL = TileEntry(entries.PREFILL, "hopper", 32)
 ARGS = argparse.Namespace(dry_run=True, per_call=0.001, jobs=1)
 SAME = Timing(1.0, 1.0, 1.0, 1, 1)
 
@@ -50,7 +50,9 @@ def test_candidates_start_with_the_table_and_fit(arch):
             is_tuple = isinstance(value, tuple)
             block_n, stages = value[:2] if is_tuple else (value.block_n, value.num_stages)
             assert block_n * row_bytes * (stages - 1) <= arch.shared_memory
-    assert next(iter(work)) == Entry(entries.DECODE, "", 512)  # of the first case of the headline
+    assert next(iter(work)) == TileEntry(
+        entries.DECODE, "", 512
+    )  # of the first case of the headline
 
 
 LAUNCHED = """

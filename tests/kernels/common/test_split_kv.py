@@ -19,7 +19,7 @@ def _division_kernel(
     seq_lens, cu, items, seqs, found, splits, num_decodes, decode_tokens, target_splits, window, ratio,
     most_entries, num_items, num_seqs, NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, ROUND_UP: tl.constexpr,
 ):  # fmt: skip
-    batch = split_kv.Batch(
+    batch = split_kv.DecodeBatch(
         seq_lens, cu, num_decodes, decode_tokens, target_splits, window, ratio, most_entries,
         ROUND_UP,
     )  # fmt: skip

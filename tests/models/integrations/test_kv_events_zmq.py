@@ -19,7 +19,7 @@ from quire.models.integrations.kv_events_zmq import (  # noqa: E402
     MAX_READERS,
     MAX_WAITING,
     Publisher,
-    Replays,
+    ReplayServer,
     encode_batch,
     lora_key,
 )
@@ -247,7 +247,7 @@ class Full:
 
 
 def replays(requests, kept=5):
-    made = Replays(Full(requests), b"t", kept)
+    made = ReplayServer(Full(requests), b"t", kept)
     for i in range(8):
         made.keep(i, b"batch %d" % i)
     return made

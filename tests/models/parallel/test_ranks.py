@@ -21,7 +21,7 @@ from quire.models.deepseek_v4.dspark import DSparkDrafter
 from quire.models.deepseek_v4.mtp import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
-from quire.models.engine.graphs import DecodeGraphs, Shape
+from quire.models.engine.graphs import DecodeGraphs, GraphShape
 from quire.models.engine.memory import model_cache, pages_of_request
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -245,7 +245,7 @@ def test_shapes_that_one_rank_cannot_capture():
         return graphs.shapes
 
     with pytest.warns(RuntimeWarning, match="2 x 1"):
-        assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
+        assert on_ranks(2, work) == [[GraphShape(1, 1), GraphShape(4, 1)]] * 2
 
 
 def test_what_ranks_refuse():
