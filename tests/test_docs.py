@@ -31,8 +31,6 @@ NOT_RUN = {
         "a GPU",
         "a checkout",
         "a checkpoint",
-        "nano-vllm",
-        "nano-vllm and a GPU",
         "the extra hub",
     )
 }

@@ -1,7 +1,12 @@
 """Weights of a model, read from a Hugging Face directory.
 
-First every tensor's name, shape and dtype is compared with the model's (`names`). Then the tensors,
-one at a time, are read into their parameters (`dequantize`); a rank reads its part (`shards`).
+    locate       find the directory; `gguf.unpack` makes one of a GGUF file
+    checkpoint   read the headers of its files
+    kv_scales    read scales of an e4m3 cache
+    names        compare each tensor's name, shape and dtype with the model's
+    shards       choose the part of a tensor that a rank reads
+    dequantize   fill the parameters, a tensor at a time (`kernels.common.dequantize`)
+
 safetensors is imported where files are read, so that random weights need only torch.
 """
 
