@@ -289,7 +289,7 @@ def _atom(c: Compiler, op: Instruction) -> Step:
         return full(m, old, lanes, mask)
 
     if operands[0] == "_":
-        return lambda m, mask: value(m, mask) and None
+        return value
     return c.assign(operands[0], value)
 
 
