@@ -13,8 +13,8 @@ the step starts is in its slot mapping alone. 31 tokens in blocks of 16 in pages
     32            33         [2, 1]      0 .. 31         48 = 3 * 16
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
-An engine that schedules a step before it knows the tokens of the last one, or asks for one request
-at a time, makes four calls instead of `plan` and `commit`:
+Some engines schedule a step before they know the tokens of the last one, or one request at a time.
+They make four calls instead of `plan` and `commit`:
 
     reserve    pages leave the pool and wait beside the tables (`Reservations`)
     arrays     what the kernels need; the requests are in flight until they advance
@@ -308,7 +308,7 @@ class KVCache:
                 keys of later segments.
         """
         if keys is None:
-            prompt = self._lookup.prompt(token_ids, salt, extra_keys)
+            prompt = self._lookup.to_prompt(token_ids, salt, extra_keys)
         elif any(
             x is not None for x in (token_ids, salt, extra_keys, self._event_writer, self._checks)
         ):

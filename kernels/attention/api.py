@@ -158,7 +158,7 @@ def paged_attention(
         num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
         out=out, lse=lse, workspace=workspace,
     )  # fmt: skip
-    return _attention(call, impl)
+    return _check_and_attend(call, impl)
 
 
 def sliding_window_attention(
@@ -209,7 +209,7 @@ def sliding_window_attention(
         num_decodes=num_decodes, softmax_scale=softmax_scale, softcap=softcap, sinks=sinks,
         out=out, lse=lse, workspace=workspace, sliding_window=sliding_window,
     )  # fmt: skip
-    return _attention(call, impl)
+    return _check_and_attend(call, impl)
 
 
 def attention_for(sliding_window: int | None) -> Callable[..., torch.Tensor]:
@@ -312,7 +312,7 @@ def workspace_numel(
     return plan_decode(**sizes).workspace_numel
 
 
-def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
+def _check_and_attend(call: AttentionCall, impl: str | None) -> torch.Tensor:
     """Check a call, fill in its defaults, and compute it."""
     chosen = checks.implementation(impl, call.q)
     # Its bound differs from step to step, and says nothing of the tensors.
@@ -330,13 +330,13 @@ def _attention(call: AttentionCall, impl: str | None) -> torch.Tensor:
     if call.out is None:
         call.out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if chosen == "torch":  # reads lengths and page ids, and checks them
-        from .torch_impl import attention
+        from .torch_impl import attend_in_torch as attend
     else:
-        from .launch import attention
+        from .launch import launch_attention as attend
 
         if checks.is_readable(call.q):
             _check_values(call)
-    return attention(call)
+    return attend(call)
 
 
 def check_attention(call: AttentionCall) -> None:

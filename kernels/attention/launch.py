@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .api import AttentionCall
 
 
-def attention(call: AttentionCall) -> torch.Tensor:
+def launch_attention(call: AttentionCall) -> torch.Tensor:
     """Launch a checked call; returns ``out``.
 
     In a mixed batch the host does not know how many new tokens the decode sequences have: decode

@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 
 
 @without_grad
-def attention(call: AttentionCall) -> torch.Tensor:
+def attend_in_torch(call: AttentionCall) -> torch.Tensor:
     """Compute one checked attention call; returns ``call.out``."""
     num_pages, block_size = call.k_pages.shape[:2]
     batches, chunks = once_a_step(

@@ -71,32 +71,32 @@ class Matrices(NamedTuple):
 
 
 def rows(tensor: torch.Tensor | None) -> Rows | None:
-    """``Rows`` of a tensor."""
+    """Pair [num_tokens, num_heads, channels] with its strides."""
     return None if tensor is None else Rows(tensor, *tensor.stride()[:2])
 
 
 def lse_rows(tensor: torch.Tensor | None) -> Rows | None:
-    """``Rows`` of an lse [num_heads, num_tokens] with adjacent tokens."""
+    """Pair an lse [num_heads, num_tokens], whose tokens are adjacent, with its strides."""
     return None if tensor is None else Rows(tensor, 1, tensor.stride(0))
 
 
 def pages(tensor: torch.Tensor) -> Pages:
-    """``Pages`` of a tensor."""
+    """Pair [num_pages, block_size, num_kv_heads(, channels)] with its strides."""
     return Pages(tensor, *tensor.stride()[:3])
 
 
 def table(tensor: torch.Tensor) -> Table:
-    """``Table`` of a tensor."""
+    """Pair a block table [num_seqs, width] with its stride and width."""
     return Table(tensor, tensor.stride(0), tensor.shape[1])
 
 
 def matrix(tensor: torch.Tensor | None) -> Matrix | None:
-    """``Matrix`` of a tensor."""
+    """Pair [num_rows, channels], whose channels are adjacent, with its stride."""
     return None if tensor is None else Matrix(tensor, tensor.stride(0))
 
 
 def cells(tensor: torch.Tensor) -> Cells:
-    """``Cells`` of a tensor."""
+    """Pair [num_rows, channels] with both strides."""
     return Cells(tensor, *tensor.stride())
 
 

@@ -260,7 +260,7 @@ def run(call: LatentCall, chosen: str) -> torch.Tensor:
     if checks.is_readable(call.q):
         check_values(call)
     if chosen == "triton":
-        from .launch import attention
+        from .launch import launch_attention as attend
     else:
-        from .torch_impl import attention
-    return attention(call)
+        from .torch_impl import attend_in_torch as attend
+    return attend(call)

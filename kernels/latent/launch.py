@@ -16,7 +16,7 @@ from .kernel import TileShape, latent_kernel
 from .tiles import DecodePlan, plan_decode, select_config
 
 
-def attention(call: LatentCall) -> torch.Tensor:
+def launch_attention(call: LatentCall) -> torch.Tensor:
     """Launch a checked call; returns ``out``.
 
     In a mixed batch the host does not know how many new tokens the decode sequences have: decode

@@ -13,7 +13,7 @@ QUERY_BLOCK = 128
 
 
 @torch.no_grad()
-def attention(call: LatentCall) -> torch.Tensor:
+def attend_in_torch(call: LatentCall) -> torch.Tensor:
     """Compute one checked call; returns ``call.out``."""
     if call.seq_lens is None or call.cu_seqlens_q is None:
         _attend_lists(call)

@@ -79,8 +79,8 @@ class Match:
         return text
 
 
-def limited_by(enabled: bool, usable: int, most: int, dense: int, hit: int) -> Reason:
-    """Why a hit of `hit` segments is not longer; all in segments (see `Lookup.find`)."""
+def find_limit(enabled: bool, usable: int, most: int, dense: int, hit: int) -> Reason:
+    """Find why a hit of `hit` segments is not longer; all in segments (see `Lookup.find`)."""
     if not enabled:
         return "caching-disabled"
     if usable == 0:
@@ -115,7 +115,7 @@ class Lookup:
         self._found: tuple[Match, Run] | None = None
         self._found_at = 0
 
-    def prompt(self, token_ids: Any, salt: bytes | None, extra_keys: Any = None) -> Prompt:
+    def to_prompt(self, token_ids: Any, salt: bytes | None, extra_keys: Any = None) -> Prompt:
         """Hash the arguments of `KVCache.match`; a `Prompt` is returned as it is."""
         if not isinstance(token_ids, Prompt):
             a, k = self._alignment, self._lookahead
@@ -156,7 +156,7 @@ class Lookup:
             max_tokens = as_int("max_tokens", max_tokens, 0)
             most = min(usable, max_tokens // a)
         hit = self._index.resumable(run, dense, most)
-        reason = limited_by(self._enabled, usable, most, dense, hit)
+        reason = find_limit(self._enabled, usable, most, dense, hit)
         groups = self._layout.groups
         match = Match(hit * a, dense * a, reason, prompt, groups, None, None, max_tokens)
         if self._replay_tokens is not None and self._layout.hybrid:

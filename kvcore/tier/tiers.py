@@ -21,7 +21,7 @@ from ..prefix.evict_pages import copies_of, evict_pages
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.index import PrefixIndex
 from ..prefix.keys import KEY_BYTES, Prompt
-from ..prefix.lookup import limited_by
+from ..prefix.lookup import find_limit
 from ..prefix.tree import ResumePoint, Run
 from .jobs import Job, begin_job
 from .match import Limit, TierMatch
@@ -137,14 +137,14 @@ class Tiers:
         brings all that can help.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
-        prompt = kv._lookup.prompt(token_ids, salt, extra_keys)
+        prompt = kv._lookup.to_prompt(token_ids, salt, extra_keys)
         device = kv._lookup.find(prompt, max_tokens)[0]
         run, depth = index.find(prompt.keys, prompt.num_segments)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
         most = usable if max_tokens is None else min(usable, max_tokens // a)
         hit = index.resumable(run, depth, most)
         dense = max(depth, device.dense_tokens // a)
-        why: Limit = limited_by(True, usable, most, dense, device.num_tokens // a)
+        why: Limit = find_limit(True, usable, most, dense, device.num_tokens // a)
         without = TierMatch(
             device, device.num_saved_tokens, 0, 0.0, why, dense * a, self._pending(prompt)
         )
@@ -156,7 +156,7 @@ class Tiers:
         seconds = self._load_seconds(queued + num_pages)
         if seconds >= (hit * a - device.num_saved_tokens) / self.prefill_tokens_per_second:
             return replace(without, limited_by="slower")
-        why = limited_by(True, usable, most, dense, hit)
+        why = find_limit(True, usable, most, dense, hit)
         return replace(
             without, num_saved_tokens=hit * a, num_bytes=num_pages * self.page_bytes,
             seconds=seconds, limited_by=why,
@@ -180,7 +180,7 @@ class Tiers:
             ValueError: `max_bytes` is not an int, or negative. After an error of a policy no job
                 is begun, too.
         """
-        room = as_int("max_bytes", max_bytes, 0) // self.page_bytes
+        pages_left = as_int("max_bytes", max_bytes, 0) // self.page_bytes
         stores = [job for job in self.jobs if job.kind == "store"]
         begun = {job.first_key for job in stores}
         made, width = list[Job](), self.index.pages_per_segment
@@ -189,20 +189,22 @@ class Tiers:
         due = {entry: found for entry, found in due.items() if self._is_worth(entry)}
         try:
             for path in by_path(due):
-                if room <= 0:
+                if pages_left <= 0:
                     break
                 entry, (keys, first) = path[-1], due[path[-1]]
                 key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
                 if key and key in begun:
                     continue
-                end = min(entry.depth, first + max(1, room // width)) if width else entry.depth
+                end = (
+                    min(entry.depth, first + max(1, pages_left // width)) if width else entry.depth
+                )
                 points = [p for p in path if isinstance(p, ResumePoint) and p.depth <= end]
                 job = self._begin_store(run_at(entry), keys[: end * KEY_BYTES], points)
                 if job is None:  # everything in the host is in use
                     break
                 made.append(job)
                 begun.add(key)
-                room -= len(job.sources)
+                pages_left -= len(job.sources)
                 # Of a chain that is copied in part, only the points in that part are done.
                 for one in points if end < entry.depth else path:
                     del due[one]

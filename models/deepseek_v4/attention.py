@@ -272,7 +272,7 @@ class PagedLatentAttend:
         )
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
-        """As `LatentAttend.__call__`."""
+        """Write the rows and entries of a layer, then attend over them."""
         attn, cache = self.attn, self.pool.layers[attention.layer]
         kv = write_latent(
             inputs.kv,

@@ -182,13 +182,13 @@ class DeviceDrafter:
     ) -> Tensor:
         longest = int(seq_lens.max())
         self._builder.update_tables()
-        room = self.model.config.max_position_embeddings - longest
+        positions_left = self.model.config.max_position_embeddings - longest
         request_slots, lengths = self._staging.send([slots, seq_lens])
         drafts = self._drafts(
             request_slots,
             lengths,
             self._builder.gather(request_slots, longest + self.max_draft_tokens),
-            num_drafts=max(1, min(self.max_draft_tokens, room)),
+            num_drafts=max(1, min(self.max_draft_tokens, positions_left)),
             max_seq_len=longest,
             choose=choose,
         )

@@ -1,8 +1,8 @@
 """The host tier of an engine: pages in host memory, their copies, and the choice of both.
 
-Between two steps `HostTier.advance` ends the jobs whose copies have ended, begins a load for each
-waiting request for which it is quicker than a prefill, and stores of entries that will be evicted
-soon. A request gets one load per wait, and others run meanwhile. A load is a prefetch into the
+Between two steps `HostTier.advance` ends the jobs whose copies have ended. It begins a load for each
+waiting request that it serves sooner than a prefill, and stores entries that will be evicted soon. A
+request gets one load per wait, and others run meanwhile. A load is a prefetch into the
 prefix cache: if it fails, its request runs with the shorter hit.
 """
 
@@ -87,17 +87,20 @@ class HostTier:
         self._settled.discard(request)
 
     def advance(
-        self, waiting: Iterable[Request], room: int, fail: Callable[[Request, Exception], None]
+        self,
+        waiting: Iterable[Request],
+        num_admissible: int,
+        fail: Callable[[Request, Exception], None],
     ) -> None:
         """End jobs, then begin loads and stores.
 
         Args:
             waiting: waiting requests in order of arrival.
-            room: number of requests that may be admitted.
+            num_admissible: requests that may be admitted now.
             fail: called for each request whose look-up fails.
         """
         self._end(self.copier.poll())
-        for request in list(islice(waiting, max(0, room))):
+        for request in list(islice(waiting, max(0, num_admissible))):
             known = request in self._loading or request in self._settled
             if not known and request.max_hit is None:
                 try:
@@ -165,8 +168,8 @@ class PageCopier:
     """Copy the pages of jobs beside the model.
 
     A GPU has one stream for each direction. A copy waits for the work that the model's stream has at
-    that time; the model never waits, as the pages of a job are free or only read until the host sees
-    its end. On a CPU a job has ended when `start` returns.
+    that time. The model never waits: until the host sees the end of a job, its pages are free or only
+    read. On a CPU a job has ended when `start` returns.
 
     Attributes:
         num_bytes: bytes copied since the start, by direction.

@@ -191,13 +191,14 @@ class Scheduler:
         fails.
 
         Args:
-            ahead: True = the tokens of the step before are not known. Then nothing is preempted, as
-                output becomes prompt: None where pages run out. Requests that this admits may find
-                rows that turn out to be NaN (`take_back_admitted`).
+            ahead: True = the tokens of the step before are not known. Then no request is preempted,
+                because its output would become prompt. If pages run out, the requests admitted just
+                now wait again, and the result is None. Requests that stay admitted may find rows
+                that turn out to be NaN (`take_back_admitted`).
         """
         if self.tiers is not None:
-            room = 0 if self._starved else self.max_num_seqs - len(self.running)
-            self.tiers.advance(self.waiting, room, self.fail)
+            num_admissible = 0 if self._starved else self.max_num_seqs - len(self.running)
+            self.tiers.advance(self.waiting, num_admissible, self.fail)
         chosen, admitted = self._choose()
         num_preempted = 0
         while chosen:
@@ -205,7 +206,7 @@ class Scheduler:
             if isinstance(step, Step):
                 return step
             if ahead:
-                self._preempt(admitted)
+                self._requeue(admitted)
                 return None
             if self.tiers is not None and self.tiers.settle():
                 continue  # pages that copies held
@@ -222,7 +223,7 @@ class Scheduler:
             if victim not in admitted:
                 num_preempted += 1
                 victim.num_preemptions += 1
-            self._preempt([victim])
+            self._requeue([victim])
             chosen.pop(victim, None)
             if not chosen:
                 chosen, _ = self._choose()  # the victims had the whole budget
@@ -245,16 +246,16 @@ class Scheduler:
         """Preempt the requests of a step that failed; which rows it wrote is unknown."""
         for request in {*requests}.intersection(self.running):
             request.num_preemptions += 1
-        self._preempt(requests)
+        self._requeue(requests)
         self._starved = False
 
     def take_back_admitted(self, step: Step) -> None:
-        """Preempt the requests that a step admitted: their hits may be bad."""
+        """Let the requests that a step admitted wait again: their hits may be bad."""
         step.taken_back = step.admitted.intersection(self.running)
         for request in step.taken_back:
             if request.num_preemptions == 0:
                 request.num_cached_tokens = -1
-        self._preempt(step.taken_back)
+        self._requeue(step.taken_back)
 
     def clear_cache(self) -> None:
         """Drop cached prefixes; running requests keep their rows."""
@@ -266,12 +267,12 @@ class Scheduler:
         pending = self.pending()
         prefill = budget - list(pending.values()).count(1)
         chosen: dict[Request, int] = {}
-        decodes, room = [], self._max_prompt_rows
+        decodes, rows_left = [], self._max_prompt_rows
         for request, count in pending.items():
             if count == 1:
                 decodes.append(request)
             elif count and prefill:
-                count, room = self._chunk(request, min(count, prefill), room)
+                count, rows_left = self._chunk(request, min(count, prefill), rows_left)
                 if count:
                     chosen[request] = count
                     prefill -= count
@@ -283,7 +284,7 @@ class Scheduler:
             waiting = (
                 r
                 for r in self.waiting
-                if (tiers is None or not tiers.waits(r)) and (room or r.max_hit is None)
+                if (tiers is None or not tiers.waits(r)) and (rows_left or r.max_hit is None)
             )
             request = next(waiting, None)
             if request is None:
@@ -291,7 +292,7 @@ class Scheduler:
             if self._admit(request):
                 admitted.add(request)
                 count = request.num_tokens - int(self.kv.num_computed[request.slot])
-                chosen[request], room = self._chunk(request, min(count, prefill), room)
+                chosen[request], rows_left = self._chunk(request, min(count, prefill), rows_left)
                 prefill -= chosen[request]
         for request in decodes:  # the next tokens of all go before the drafts of any
             num_drafts = min(len(request.drafts), prefill)
@@ -299,13 +300,17 @@ class Scheduler:
             prefill -= num_drafts
         return chosen, admitted
 
-    def _chunk(self, request: Request, count: int, room: int) -> tuple[int, int]:
-        """(New tokens, at most ``count``, with at most ``room`` `unscored` rows; the room left)."""
+    def _chunk(self, request: Request, count: int, rows_left: int) -> tuple[int, int]:
+        """Limit a chunk of ``count`` tokens to ``rows_left`` rows that prompt log-probabilities need.
+
+        Returns:
+            (New tokens, rows left for other chunks).
+        """
         start = int(self.kv.num_computed[request.slot])
         rows = request.unscored(start, start + count)
-        if len(rows) > room:
-            count, rows = rows[room] - start, rows[:room]
-        return count, room - len(rows)
+        if len(rows) > rows_left:
+            count, rows = rows[rows_left] - start, rows[:rows_left]
+        return count, rows_left - len(rows)
 
     def _plan(
         self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int
@@ -374,7 +379,7 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.forget(request)
 
-    def _preempt(self, requests: Collection[Request]) -> None:
+    def _requeue(self, requests: Collection[Request]) -> None:
         """Let running requests wait at the head of the queue, in order of their admission."""
         for request in [r for r in reversed(self.running) if r in requests]:
             self._release(request)

@@ -112,7 +112,7 @@ class V4UnpagedAttend:
         self._stored = stored or (lambda rows: rows)
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
-        """As `quire.models.deepseek_v4.attention.Attend.__call__`."""
+        """As `quire.models.deepseek_v4.attention.LatentAttend.__call__`."""
         window, positions, cos_sin = self._config.sliding_window, inputs.positions, inputs.cos_sin
         kv = rms_norm(inputs.kv, attention.kv_norm.weight, attention.eps)
         raw = self._stored(apply_rope(kv, cos_sin[positions]))

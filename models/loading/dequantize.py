@@ -17,8 +17,7 @@ from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_
 
 from .checkpoint import Stored, open_tensors
 from .names import UP, WHOLE, TensorSource, TensorTarget, part_of
-from .shards import WHOLE as ALL
-from .shards import Piece, fill_up, read
+from .shards import ENTIRE, Piece, fill_up, read
 
 SetQuantized = Callable[[Tensor, Tensor], None]
 """Set the quantized values of a layer's weight and their scales, both on its device."""
@@ -43,7 +42,7 @@ def fill(
     for file, members in by_file.items():
         with open_tensors(file) as tensors:
             for source in members:
-                piece = pieces.get(source.target, ALL)
+                piece = pieces.get(source.target, ENTIRE)
                 value, scale = read(tensors, source.value.name, piece.value), None
                 if source.scale is not None and source.scale.file == file:
                     scale = read(tensors, source.scale.name, piece.scale)

@@ -57,14 +57,14 @@ class Piece:
         return value, scale if scale is None else _with_length(scale, self.scale, blocks)
 
 
-WHOLE = Piece()
+ENTIRE = Piece()
 
 
 def piece_of(source: TensorSource, whole: Tensor, part: Tensor, group: Group) -> Piece:
     """Range of ``source`` that a rank with ``part`` of the weight ``whole`` reads."""
     cut = cut_of(source.target.parameter, whole.shape, part.shape, group)
     if cut is None:
-        return WHOLE
+        return ENTIRE
     length, axis, kind = whole.shape[cut.axis] // cut.runs, cut.axis, source.kind
     if kind == "mxfp4":  # stored by output channel
         axis = 3 - cut.axis
@@ -102,7 +102,7 @@ def pieces_of(
         target = source.target
         both = [part_of(weights, target) for weights in (whole, part)]
         pieces[target] = piece_of(source, *both, group)
-    return {target: piece for target, piece in pieces.items() if piece is not WHOLE}
+    return {target: piece for target, piece in pieces.items() if piece is not ENTIRE}
 
 
 def shared_columns(source: TensorSource, whole: Tensor) -> int:

@@ -30,7 +30,7 @@ from .checkpoint import read_headers
 from .dequantize import SetQuantized, fill
 from .kv_scales import read_kv_scales
 from .names import Storage, TensorSource, match, part_of, unique
-from .shards import WHOLE, pieces_of, shared_columns
+from .shards import ENTIRE, pieces_of, shared_columns
 
 FP8_MODES = ("auto", "keep", "dequantize")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -115,7 +115,7 @@ def load_decoder(
         pieces = pieces_of(sources, parameters, dict(model.named_parameters()), group)
     kept = kept_as_stored(model, sources, fp8, device)
     for source in sources:
-        if not pieces.get(source.target, WHOLE).is_aligned and source.target.parameter in kept:
+        if not pieces.get(source.target, ENTIRE).is_aligned and source.target.parameter in kept:
             raise ValueError(
                 f"fp8: expected 'dequantize' for {group.size} ranks, between which blocks of "
                 f"scales of {source.value} are cut"

@@ -62,7 +62,7 @@ def test_a_hit_and_a_resumed_request_are_bit_equal_to_cold_ones(model):
     preempted = disturbed.add(tokens, 6)
     disturbed.run(max_steps=3)
     [request] = disturbed.engine.scheduler.running
-    disturbed.engine.scheduler._preempt([request])
+    disturbed.engine.scheduler._requeue([request])
     disturbed.run()
     assert disturbed.reports[3].q_lens.tolist() == [9], "from the boundary at 48"
     expected = torch.stack(cold.logits[first])

@@ -46,7 +46,7 @@ def serve(engine, lengths, *, disturbed=False, again=3):
         done |= {o.request_id: o for o in engine.step().finished}
         step += 1
         if disturbed and step % 6 == 0 and engine.scheduler.running:
-            engine.scheduler._preempt(engine.scheduler.running[-1:])
+            engine.scheduler._requeue(engine.scheduler.running[-1:])
         if disturbed and step == 9:
             done["4"] = engine.abort("4")
         if "0" in done and again:

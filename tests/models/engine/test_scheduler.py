@@ -34,7 +34,7 @@ def test_a_preempted_request_keeps_its_salt_and_what_is_told_of_its_first_admiss
     salted = run.add_request(tokens, SamplingParams(30, ignore_eos=True), salt=b"tenant")
     for _ in range(20):
         run.step()
-    run.scheduler._preempt(run.scheduler.running[-1:])
+    run.scheduler._requeue(run.scheduler.running[-1:])
     outputs, q_lens = finish(run)
     # Of 60 tokens, those up to a boundary are found again, but the output tells of the first time.
     assert q_lens[0] == [12] and outputs[salted].num_cached_tokens == 0
