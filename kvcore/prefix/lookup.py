@@ -29,7 +29,7 @@ EXPLANATIONS: dict[Reason, str] = {
     "prompt-end": "every segment before the last token was found",
     "max-tokens": "no longer hit was asked for",
     "not-cached": "nothing of this prompt is cached",
-    "diverged": "the cached chain ends, or differs from the prompt, there",
+    "diverged": "behind them the cached chain ends, or differs from the prompt",
     "resume-point": "dense blocks reach {dense}, but no resume point does",
 }
 

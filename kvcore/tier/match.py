@@ -21,7 +21,7 @@ _EXPLANATIONS: dict[Limit, str] = {
     **dict(EXPLANATIONS.items()),
     **LOAD_EXPLANATIONS,
     "not-cached": "nothing of this prompt is in the cache or the host",
-    "diverged": "the chain in cache and host ends, or differs from the prompt, there",
+    "diverged": "behind them the chain in cache and host ends, or differs from the prompt",
 }
 
 
