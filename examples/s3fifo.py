@@ -56,11 +56,11 @@ def main():
     """Replay agents in pools of 20 and 60 % of the dense working set; print hit rates."""
     from quire.bench.replay.experiment import EVICTIONS, run_grid
     from quire.bench.replay.generators import agent_tree
-    from quire.bench.replay.simulate import Timing, Workload
+    from quire.bench.replay.simulate import SimulatedTiming, TraceWorkload
 
     EVICTIONS["s3-fifo"] = S3FIFO
-    workload, pools = Workload("agents", agent_tree(trees=8, depth=4)), ["20%", "60%"]
-    policies, timing = ["lru", "s3-fifo"], Timing()
+    workload, pools = TraceWorkload("agents", agent_tree(trees=8, depth=4)), ["20%", "60%"]
+    policies, timing = ["lru", "s3-fifo"], SimulatedTiming()
     rows = run_grid(workload, "gpt-oss-like", pools, ["auto"], policies, timing, progress=False)
     for row in rows:
         if row["eviction"] in policies:

@@ -33,7 +33,9 @@ def test_what_is_nowhere():
     dense = Setup(DENSE)
     dense.behind(PROMPT)
     said = dense.tiers.match([*PROMPT[:50], *range(50)]).explain()
-    assert said.endswith(": behind them the chain in cache and host ends, or differs from the prompt")
+    assert said.endswith(
+        ": behind them the chain in cache and host ends, or differs from the prompt"
+    )
 
 
 def test_what_is_computed_sooner_than_loaded():
