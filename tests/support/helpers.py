@@ -9,16 +9,25 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, Bounded, allowed, bounding
 from quire.kernels.attention.api import AttentionCall
+from quire.kernels.common import launching
 from tests.kernels.oracles import attention as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 # A page id that no pool has: an implementation that looks it up fails.
 NO_PAGE = 2**30
+
+
+def needs_e4m3_conversions() -> None:
+    """Skip a test of instructions that convert e4m3 on a device that has none, as sm_80."""
+    arch, _ = launching.arch_and_sms(torch.empty(0, device=DEVICE))
+    if not arch.widens_e4m3:
+        pytest.skip(f"{arch.name} has no instructions that convert e4m3")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from quire.kernels.common.launching import arch_and_sms
 from quire.kernels.latent import launch as latent_launch
 from quire.kernels.latent import tiles
 from tests.kernels.oracles.compressed_attention import read_row
-from tests.support.helpers import DEVICE, NAN, assert_attends, in_dtypes
+from tests.support.helpers import DEVICE, NAN, assert_attends, in_dtypes, needs_e4m3_conversions
 from tests.support.kernels.compressed_cases import Case, W, exactly, make_batch
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -160,6 +160,8 @@ def test_work_is_cut_only_where_it_pays(case, split):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_quantized_rows_are_read_exactly(arch, monkeypatch):
     """A query that sees one key gets its row: every quantized value with every scale that a finite bf16 number can have."""
+    if named(arch).widens_e4m3:
+        needs_e4m3_conversions()
     quantized = torch.arange(256, dtype=torch.uint8)
     quantized = torch.where(quantized % 128 == 127, 0, quantized)  # without NaN
     exponents = torch.tensor([10, 60, 105, 127, 134, 200, 246], dtype=torch.uint8)
