@@ -1,9 +1,15 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else.
 
-Read it in this order, each file from top to bottom: `spec` (groups and arithmetic), `pages` (the
-pool), `prefix.keys`, `prefix.tree`, `prefix.index` (cached entries and their eviction),
-`tables.rows`, `tables.planner` (a step), `prefix.chains` (running requests become cached entries),
-`cache` (the one class). Policies, pins, replays, events and the host tier stand beside this path.
+Read it in this order, each file from top to bottom:
+
+    spec                                    groups and their arithmetic
+    pages                                   the pool
+    prefix.keys, prefix.tree, prefix.index  cached entries and their eviction
+    tables.rows, tables.planner             pages of a step
+    prefix.chains                           running requests become cached entries
+    cache                                   the one class
+
+Policies, pins, replays, events and the host tier stand beside this path.
 """
 
 from .cache import KVCache

@@ -98,9 +98,9 @@ class KVCache:
             attention reads them.
         adopt: a request that computes a segment cached meanwhile by another takes the cached pages
             and gives its own back. False: it keeps its own until it is released.
-        append_only: lists of pages that only grow (`pages_of`) replace `tables`, for engines whose
-            workers append what `reserve` returns, count requests back without a call, and let one
-            request hit what another computes in the same step. Needs ``reads="pages"`` and
+        append_only: lists of pages that only grow (`pages_of`) replace `tables`. For engines whose
+            workers append what `reserve` returns, and that lower the number of computed tokens
+            without a call. A request may hit what another computes in the same step. Needs ``reads="pages"`` and
             ``adopt=False``; dense and window groups; no plans, deltas, events, drafts, replays.
         track_deltas: collect table changes for `take_deltas`.
         events: log of what is stored and removed, of this cache alone.

@@ -4,9 +4,9 @@
 * A *resume point* has one event for each kind, block size and window. The last hash is the key of
   the segment before the boundary; the others are made from it.
 
-A reader can predict hits: the longest boundary with all segments stored and its key stored in every
-group that is not dense, or between two such boundaries (or the start and one) at most `Layout.span`
-apart. Without dense groups the chain is unknown, and a hit may be longer.
+A reader can predict hits. A hit can end at a boundary if all segments before it are stored, and its
+key in every group that is not dense. It can also end between two such boundaries (or the start and
+one) at most `Layout.span` apart. Without dense groups the chain is unknown, and a hit may be longer.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def devices() -> list[tuple[str, bool]]:
 
 
 def attention_problem(device: str) -> str | None:
-    """What is wrong with a small attention call on a device; None if its result is right."""
+    """Error of a small attention call on a device, in words; None if its result is right."""
     try:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(5, heads, 64, generator=generator) for heads in (4, 2, 2))

@@ -1,7 +1,7 @@
 """Problems of the indexer.
 
-``topk_indices`` are right if they are as many as they should be, each once, and no entry left out
-scores higher than one taken by more than the errors of both scores.
+``topk_indices`` are right if their number is, and none comes twice. No entry left out may score
+higher than one taken by more than the errors of both scores.
 """
 
 from __future__ import annotations

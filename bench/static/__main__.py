@@ -4,9 +4,8 @@
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and a sample that
 holds every kernel for sm_80, sm_100, gfx942 and gfx950. ``--arch`` compiles every case for the
-architectures named. The arguments are those that the public operators launch with over tensors
-without storage, specialised as Triton's launcher does it, so what is compiled here is what runs
-there. The compilers are those that come with Triton.
+architectures named. The public operators are called over tensors without storage, and Triton's
+launcher specialises the arguments of their launches: the same kernels are compiled as on a GPU. The compilers are those that come with Triton.
 
 Exit status 1 if a kernel does not compile or
 

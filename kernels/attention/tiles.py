@@ -1,7 +1,7 @@
 """Launch choices of paged attention as pure functions of host integers: tiles, and split-KV decode.
 
 Tiles compile without spills for 16-bit and e4m3 pages, head_dim 64 to 512, on sm_80 and sm_90
-(``python -m bench.static``), but for 8 to 32 bytes of some decodes under Triton 3.6.0 and 3.8.0.
+(``python -m bench.static``). Exceptions: some decodes under Triton 3.6.0 and 3.8.0, 8 to 32 bytes.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], /, **arguments: Any) -> N
 def without_buffer_operations() -> Iterator[None]:
     """Compile for AMD without buffer instructions, whose offsets have 32 bits.
 
-    With them, Triton compiles another kernel for each way in which the tensors of a call are smaller
-    or larger than 2 GiB, and 3.7.1 fails where a kernel chooses between pointers into two such.
+    With them, Triton compiles a kernel again for each set of tensors larger than 2 GiB.
+    Triton 3.7.1 fails where a kernel chooses between pointers into two such tensors.
     """
     with knobs.amd.scope():
         knobs.amd.use_buffer_ops = False

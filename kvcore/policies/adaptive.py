@@ -26,9 +26,9 @@ class Adaptive:
     """Evict first the entry that is expected to save least per page and time.
 
     Saved per page are the segments that a hit on the entry saves over the next shorter one, for the
-    pages that its eviction frees. The time until a hit is learned for each kind of entry, from the
-    share of its kind that prompts return to, their mean time, and the age of the entry (see
-    `hazard`). The kinds, each apart for prompts that begin a conversation or continue one:
+    pages that its eviction frees. The time until a hit is learned for each kind of entry. It
+    follows from the share of entries that prompts return to, their mean time, and the age of the
+    entry (see `hazard`). The kinds, each apart for prompts that begin a conversation or continue one:
 
     * the reason why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of
       the `answer`, or else `inside`;

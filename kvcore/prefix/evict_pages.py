@@ -62,8 +62,8 @@ def _is_hit(entry: Run | ResumePoint, ends: dict[Run, int], is_wanted: Flags) ->
 
 def copies_of(is_wrong: Flags, device: PrefixIndex, host: PrefixIndex, tail_segments: int) -> Int32:
     """Host pages that may hold copies of the device pages `is_wrong` [num_pages], or depend on
-    them. The host may hold a window block in other resume points than the device, so its chain is
-    cut before the first segment that the block may belong to, `tail_segments` before a boundary.
+    them. The host may hold a window block in other resume points than the device. So its chain is
+    cut before the first segment that the block may belong to: `tail_segments` before a boundary.
     """
     pages: list[Int32] = [NO_VALUES]
     for run in device.runs():

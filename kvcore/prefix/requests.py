@@ -1,7 +1,7 @@
 """Running requests: which slot each has, how far it is, and its chain of segment keys.
 
-With a drafter (lookahead k > 0) the key of a segment that ends at boundary B covers the tokens up
-to B + k, as the drafter's last rows depend on them: equal keys mean equal rows in every group.
+With a drafter (lookahead k > 0) the last rows before a boundary B depend on the tokens up to B + k.
+The key of the segment covers these too, so equal keys mean equal rows in every group.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class LinearTables:
         return given
 
     def let_go(self, slot: int, oldest: int, cached: int | None) -> None:
-        """Let blocks of windows leave the tables that no query at token `oldest` or later sees, but
-        for the tail of the boundary `cached`, which may become a resume point (None: none)."""
+        """Take window blocks that no query from token `oldest` on sees out of the tables. The tail
+        of the boundary `cached` stays, as it may become a resume point (None: none)."""
         gone: list[int] = []
         for t, size, reach, tail, _ in self._windows:
             first = (oldest - reach) // size

@@ -175,8 +175,8 @@ def plan_memory(
     the pool holds.
 
     Raises:
-        ValueError: a pool that does not hold one request of max_model_len (or, where that was not
-            given, of two tokens), naming the pages needed, or more pages than a CPU's memory holds.
+        ValueError: more pages than a CPU's memory holds, or a pool without the pages for a request
+            of max_model_len (of two tokens where that was not given). The error names the pages.
     """
     longest = model.config.max_position_embeddings
     max_model_len = longest if config.max_model_len is None else config.max_model_len

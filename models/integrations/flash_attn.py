@@ -54,9 +54,8 @@ def flash_attn_varlen_func(
         dropout_p, alibi_slopes: not served; ``deterministic`` has no effect.
 
     Returns:
-        [total_q, num_heads, head_dim] in q's dtype. With ``return_attn_probs`` a tuple of it, the
-        lse ([num_heads, total_q] fp32, natural log, +inf where a query sees no key) and an empty
-        tensor, where flash-attn has the probabilities of dropout.
+        out [total_q, num_heads, head_dim] in q's dtype. With ``return_attn_probs`` (out, lse, empty
+        tensor). lse: [num_heads, total_q] fp32, natural log, +inf where a query sees no key.
 
     Raises:
         NotImplementedError: an argument asks for what is not served.

@@ -73,7 +73,7 @@ def load_model(
             experts in fp8 or fp4; its other matrices are always dequantized. "dequantize" = once,
             here. "keep" = in every forward pass, layer by layer or for the experts of a step.
             "auto" = kept only if the dequantized model would fill more than 80 % of the free
-            memory, and gpt-oss's experts on a GPU, whose kernel reads them as stored.
+            memory. On a GPU it also keeps gpt-oss's experts, which the kernel reads as stored.
         group: the ranks; this one reads its part only. None = the whole model.
 
     Raises:
