@@ -84,8 +84,8 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
 
 
 def as_unused(name: str, thing: Any, expected: str, is_one: bool) -> Any:
-    """`thing`, an eviction policy or event log that `is_one` and that no cache was made with, as
-    it remembers the content of its cache (see `take_ownership`).
+    """Check that `thing`, an eviction policy or event log, `is_one`, and that no cache has it: it
+    remembers the content of its cache (see `take_ownership`). Returns `thing`.
     """
     if not is_one:
         raise refusal(name, expected, repr(thing))

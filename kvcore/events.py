@@ -168,8 +168,9 @@ def size_of(event: Event) -> int:
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
-    """Hashes of the blocks of a resume point, the last one `key` itself, the key of the segment
-    before the boundary, which is named even without blocks.
+    """Hashes of the blocks of a resume point.
+
+    The last one is `key`, the key of the segment before the boundary. It is there even without blocks.
     """
     # Not `key + i` alone: that is what the key of a following segment of one token, i, is made of.
     before = [

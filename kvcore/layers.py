@@ -1,7 +1,7 @@
 """Cache groups of a model, from the shapes of its layers.
 
 One page id stands for a page in each of the page tensors that the engine allocates. The j-th layer
-of every group has its rows in tensor j and sees it with its own shape, so layers with different
+of every group has its rows in tensor j and sees it with its own shape. So layers with different
 heads, head sizes and block sizes share one pool::
 
               tensor 0      tensor 1
@@ -58,8 +58,8 @@ def cache_groups(
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Deal layers of one shape into groups of about equal size, with pages of equal bytes.
 
-    A group has at most as many layers as the rarest shape, or as the commonest one if that has less than
-    1.5 times as many. All pages are as large as the largest: lighter layers put more tokens in
+    A group has at most as many layers as the rarest shape. If the commonest shape has less than 1.5
+    times as many, a group has at most as many as that. All pages are as large as the largest: lighter layers put more tokens in
     theirs if the sizes divide, and leave a rest unused otherwise.
 
     Args:

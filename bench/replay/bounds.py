@@ -60,8 +60,8 @@ def segment_uses(workload: TraceWorkload, cache: KVCache) -> Uses:
 def clairvoyant_hits(uses: Uses, cache: KVCache, num_pages: int | None) -> int:
     """Segments that no policy of any retention exceeds in a pool; None: of any size.
 
-    A Lagrangian bound: with a price for a page from each request to the next, all hits gain no more
-    than the price of the pool, and what each request gains at best over the pages that it needs.
+    A Lagrangian bound: a page has a price from each request to the next. All hits together save at
+    most the price of the pool, plus the best that each request saves beyond the price of its pages.
     Prices rise where the pages of these hits exceed the pool, and fall where they do not.
     """
     n = len(uses.before)

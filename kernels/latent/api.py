@@ -151,9 +151,9 @@ def compressed_attention(
             once, in any order. -1 = none; entries that the query does not see yet count nothing.
         topk_lens: [num_tokens] int32, number of leading indices of a row that count: below 0 none,
             above topk all; None = all.
-        cos_sin: [max_position, rope_dim] fp32, cosines then sines. The inverse RoPE of the query's
-            position is applied to the trailing rope_dim channels of the output, because values
-            carry the rotation of their own positions. None = not applied.
+        cos_sin: [max_position, rope_dim] fp32, cosines then sines. Values carry the
+            rotation of their own positions, so the trailing rope_dim channels of the output get the
+            inverse RoPE of the query's position. None = not applied.
         workspace: [n] fp32, n >= ``compressed_attention_workspace_numel(...)``, scratch of the KV
             splits; None allocates. Calls that may run at the same time need different ones.
 

@@ -2,7 +2,7 @@
 
     out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:VALUE_DIM]
 
-A program walks the keys of one query tile (row = token * HEADS + head), source by source in one
+A program walks the keys of one query tile (row = token * HEADS + head), source by source. It has one
 online softmax (exp2 domain, fp32 sums). A loop copies one tile of rows, and uses it as K and as V:
 
     MLA               [ pages ............... | new rows ]    the key of a row has SCORE_DIM channels more

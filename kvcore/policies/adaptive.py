@@ -25,8 +25,8 @@ def segments_per_page(entry: Entry) -> float:
 class Adaptive:
     """Evict first the entry that is expected to save least per page and time.
 
-    Saved per page are the segments that a hit on the entry saves over the next shorter one, for the
-    pages that its eviction frees. The time until a hit is learned for each kind of entry. It
+    Savings are the segments that a hit on the entry has more than a hit on the next shorter one. They
+    are divided by the pages that an eviction of the entry frees. The time until a hit is learned for each kind of entry. It
     follows from the share of entries that prompts return to, their mean time, and the age of the
     entry (see `hazard`). The kinds, each apart for prompts that begin a conversation or continue one:
 

@@ -1,9 +1,9 @@
 """Retention: at which boundaries of a sequence a resume point is kept.
 
-Whatever the setting, a prompt keeps its resend boundaries (`resend_boundaries`), a request the last
-boundary that it reached, and the *junction*, where it left a chain whose dense blocks are cached
-but which has no resume point there. While its prompt is computed, the end of its last chunk is one,
-too, so that prompts can share what a running request has done. Alignment 32, ``retention="latest"``:
+Some boundaries are kept whatever the setting: the resend boundaries of a prompt
+(`resend_boundaries`), the last boundary that a request reached, and the *junction*. A junction is
+where a request left a chain whose dense blocks are cached but which has no resume point there. While
+a prompt is computed, the end of its last chunk has a point too, for other prompts. Alignment 32, ``retention="latest"``:
 
     tokens     0    32   64   96   128  160  192
     prompt 1   |=============================|---   200 tokens; resume point at 192
@@ -33,8 +33,8 @@ Retention = str | int
 def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
-    Resume points at most `span` segments (`Layout.span`) apart hold all boundaries between them, so
-    a shorter interval becomes the longest multiple of it within the span.
+    Resume points at most `span` segments (`Layout.span`) apart hold all boundaries between them. So
+    a shorter interval becomes its longest multiple within the span.
 
     Args:
         retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),

@@ -1,7 +1,7 @@
 """Replays: computing cached tokens once more, to restore the windows that no resume point kept.
 
-Where dense blocks reach much further than any resume point, a request computes the last
-`replay_tokens` tokens of them again and writes only the rows of its windows:
+Dense blocks may reach much further than any resume point. Then a request computes their last
+`replay_tokens` tokens again and writes only the rows of its windows:
 
     alignment 32, replay_tokens 48, prompt of 200 tokens
 

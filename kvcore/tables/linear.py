@@ -1,7 +1,7 @@
 """Tables that only grow, a Python list for each request and group (`KVCache(append_only=True)`).
 
-Entry i is block i, an entry never gets another page, and of a window group the blocks that no query
-sees any more are 0. A request of 44 tokens, a dense group and a window of 20, blocks of 8:
+Entry i is block i and never gets another page. In a window group, blocks that no query sees any more
+are 0. A request of 44 tokens, a dense group and a window of 20, blocks of 8:
 
     block          0    1    2    3    4    5
     dense        [ 3    7    8   11   15   20 ]

@@ -1,7 +1,7 @@
 """Pages of steps that have not advanced: they have left the pool and are in no table yet.
 
-`reserve` gets pages for block references (see `StepPlanner.wanted`), `arrays` and `advance` look up
-those that the step wants, and `advance` returns what is left over to the pool.
+`reserve` gets pages for block references (see `StepPlanner.wanted`). `arrays` and `advance` look up
+those that the step wants. `advance` returns the others to the pool.
 """
 
 from __future__ import annotations

@@ -131,10 +131,11 @@ class Tiers:
         extra_keys: ExtraKeys | None = None,
         max_tokens: int | None = None,
     ) -> TierMatch:
-        """Find a prompt in both places, and decide whether to load more of it, which is worth its
-        time if prefill would take longer. Changes nothing. The arguments are those of
-        `KVCache.match`. As the host has every segment before each of its resume points, one load
-        brings all that can help.
+        """Find a prompt in both places, and decide whether to load more of it: only if prefill would
+        take longer. Changes nothing. The arguments are those of `KVCache.match`.
+
+        The host has every segment before each of its resume points, so one load brings all that can
+        help.
         """
         kv, a, index = self._kv, self._kv.alignment, self.index
         prompt = kv._lookup.to_prompt(token_ids, salt, extra_keys)

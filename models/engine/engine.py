@@ -59,8 +59,8 @@ class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     An error in one request, such as text that cannot be decoded, ends that request alone, with
-    finish_reason "error". Logits that give no token (NaN, +inf, or -inf alone) end it with "nan",
-    and clear the prefix cache of all rows that no running request needs.
+    finish_reason "error". Logits that give no token (NaN, +inf, or -inf alone) end it with "nan".
+    The prefix cache then drops all rows that no running request needs.
 
     An engine belongs to one thread; only `check` may be called from others. A call that comes while
     a step runs, from another thread or from within the step, raises RuntimeError.

@@ -27,8 +27,8 @@ def locate_checkpoint(model: str | Path) -> Path:
             ``org/name/file.gguf`` of a repository with several files.
 
     Raises:
-        ValueError: the model is none of these, or the Hub has not what is needed, or cannot be
-            reached and its cache has not the model.
+        ValueError: the model is none of these; the Hub lacks a file that is needed; the Hub cannot
+            be reached, and its cache lacks the model.
         ImportError: a package that is needed is not installed.
     """
     path = Path(model)
