@@ -13,8 +13,10 @@ from .arrays import Int32, Int64
 from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
-NULL: Int64 = np.array(NULL_BLOCK)
-# `PagePool.counts` of a page that one request reads and no resume point holds.
+NULL: Int64 = np.array(NULL_BLOCK)  # page 0, in the form that numpy compares fastest
+# `PagePool.counts` of a page that nothing uses, and of one that one request reads and no resume
+# point holds.
+UNUSED: Int64 = np.array(0)
 UNSHARED: Int64 = np.array(1)
 
 
@@ -87,7 +89,7 @@ class PagePool:
         pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages] - UNSHARED
         if not np.count_nonzero(counts):  # no other user and no hold
-            self.counts[pages] = NULL
+            self.counts[pages] = UNUSED
             return self.put(pages)
         users = counts.astype(np.int32)  # the low half
         if not np.count_nonzero(users):  # no other user, so none repeats
@@ -117,7 +119,7 @@ class PagePool:
     def hold(self, pages: Int32) -> None:
         """Hold `pages` for resume points (repeats allowed: points of one chain overlap)."""
         pages = pages.astype(np.int64, copy=False)
-        self.num_held_only += len(self._once(pages[self.counts[pages] == NULL]))
+        self.num_held_only += len(self._once(pages[self.counts[pages] == UNUSED]))
         np.add.at(self.counts, pages, ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:

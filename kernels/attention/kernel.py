@@ -26,10 +26,11 @@ from ..common.bits import widen
 from ..common.query_tiles import KEEP_INVARIANTS, LOG2E
 from ..common.strided import Pages
 
-# e4m3 K and V are multiplied in fp16, which holds e4m3 exactly (with fp32 queries in fp32). On sm_89+
-# one instruction converts them, and weights keep 11 bits (bf16: 8). bf16 queries become fp16.
-# Weights times v_scale are raised to at most 2^HEADROOM, a factor 4 below the end of fp16: they
-# keep all digits down to 2^-28 of the largest.
+# e4m3 K and V are multiplied in fp16, which holds e4m3 exactly; bf16 queries become fp16, and with
+# fp32 queries the products are in fp32. Why fp16 and not bf16: sm_89+ converts e4m3 to it in one
+# instruction, and softmax weights keep 11 bits, not 8.
+# In fp16, weights times v_scale are scaled to at most 2^HEADROOM, a factor 4 below the largest fp16
+# number. So those above 2^-28 of the largest are normal numbers, with all 11 bits.
 HEADROOM = tl.constexpr(14)
 # A smaller v_scale counts as this in maxima: weights alone stay finite, at most 2^(90 + 14).
 LEAST_SCALE = tl.constexpr(2.0**-90)
@@ -57,7 +58,7 @@ class Scoring(NamedTuple):
     """Parameters of the scores: visible keys, scale and softcap."""
 
     sliding_window: Any  # keys that a query sees, its own included; None: all before it
-    inner_scale: Any  # factor of q . k; to log2 units where outer_scale is None
+    inner_scale: Any  # factor of q . k; without a softcap it includes log2(e)
     outer_scale: Any  # softcap in log2 units, or None
 
 
@@ -75,7 +76,8 @@ class KeySource(NamedTuple):
 
 @triton.jit
 def _load_page(source, tile, exists, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Page id of a tile if it exists, or [BLOCK_N] of its rows where a page is no multiple of a tile."""
+    """Page id of a tile, or [BLOCK_N] ids of its rows' pages if BLOCK_SIZE is no multiple of BLOCK_N;
+    0 for a tile that does not exist, or without a table."""
     if source.table is None:
         page = 0
     else:
@@ -219,31 +221,32 @@ def _attend_source(
     last_position] see them. The interior runs without masks, then both edges in one masked loop.
     """
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    all_low = low  # all_*: what every query of the tile sees
+    # Some query of the tile sees rows [any_low, any_high); every query sees [all_low, all_high).
+    any_low, all_low = low, low
     if scoring.sliding_window is not None:
         reach = scoring.sliding_window - 1 + source.offset
+        any_low = tl.maximum(low, first_position - reach)
         all_low = tl.maximum(low, last_position - reach)
-        low = tl.maximum(low, first_position - reach)
+    any_high = tl.minimum(high, last_position + 1 - source.offset)
     all_high = tl.minimum(high, first_position + 1 - source.offset)
-    high = tl.minimum(high, last_position + 1 - source.offset)
-    first = low // BLOCK_N
-    stop = tl.maximum(tl.cdiv(high, BLOCK_N), first)
+    first = any_low // BLOCK_N
+    stop = tl.maximum(tl.cdiv(any_high, BLOCK_N), first)
     all_first = tl.minimum(tl.cdiv(all_low, BLOCK_N), stop)
     all_stop = tl.maximum(all_high // BLOCK_N, all_first)
     interior = all_stop - all_first
     state = _attend_tiles(
-        state, q, position, source, low, high, all_first, interior, all_stop, 0, scale, scoring,
-        SHAPE, False,
+        state, q, position, source, any_low, any_high, all_first, interior, all_stop, 0, scale,
+        scoring, SHAPE, False,
     )  # fmt: skip
     return _attend_tiles(
-        state, q, position, source, low, high, first, stop - first - interior, all_first, interior,
-        scale, scoring, SHAPE, True,
+        state, q, position, source, any_low, any_high, first, stop - first - interior, all_first,
+        interior, scale, scoring, SHAPE, True,
     )  # fmt: skip
 
 
 @triton.jit
 def _pages_of_head(pages, head):
-    """``Pages`` that start at a KV head."""
+    """Move the start of ``pages`` to a KV head; the stride of heads is no longer needed."""
     return Pages(pages.data + head * pages.stride_head, pages.stride_page, pages.stride_row, 0)
 
 

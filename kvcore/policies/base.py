@@ -51,7 +51,8 @@ class Entry(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Interface of a policy, which serves one cache. A host tier also needs `Ranked.coming`.
+    """Interface of a policy, which serves one cache. A host tier also needs a method ``coming``,
+    which `Ranked.coming` describes.
 
     Errors leave the cache whole: `KVCache.admit` raises those of `asked`, and each call that evicts
     those of `pop`. Calls of `add` and `discard` that raise are repeated by the next eviction.

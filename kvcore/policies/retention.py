@@ -33,11 +33,11 @@ Retention = str | int
 def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
-    Resume points at most `span` segments (`Layout.span`) apart hold all boundaries between them. So
-    a shorter interval becomes its longest multiple within the span.
+    Between two resume points at most `span` segments (`Layout.span`) apart all boundaries are
+    resumable too. So an interval shorter than the span is raised to its longest multiple within it.
 
     Args:
-        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
+        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary is resumable),
             ``"latest"`` (none besides), or an interval in tokens.
 
     Raises:

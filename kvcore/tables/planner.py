@@ -1,9 +1,9 @@
 """One planner for every step: decode, drafts, prefill chunks, states, and any mix of them.
 
-`plan`, `give` and `mapping` read only; `commit` changes the tables. A window group takes pages only
-for blocks that outlive the step (*survivors*): those that the next query sees, and tails of kept
-boundaries. Other rows get slot -1 and are never written. A chunk [0, 160), window 33, blocks of 16,
-where retention keeps the boundaries 64, 128 and 160:
+Only `commit` changes the tables. A window group takes pages only for blocks that outlive the step:
+those that the next query sees, and tails of kept boundaries. Other rows get slot -1 and are never
+written. With ``reads="pages"`` all rows get pages. A chunk [0, 160), window 33, blocks of 16, where
+retention keeps the boundaries 64, 128 and 160:
 
     tokens      0    16   32   48   64   80   96   112  128  144  160
     block       | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  |
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import NO_ROWS, ONE, Int32, Int64, ragged_arange
-from ..pages import NULL, UNSHARED
+from ..pages import NULL, UNSHARED, UNUSED
 from .rows import LIVE, SNAPSHOT, ClassTables, Tables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
@@ -31,13 +31,14 @@ BLOCK_BITS = 32  # of a block reference: table << BLOCK_BITS | block
 
 @dataclass(slots=True, eq=False)
 class NewBlocks:
-    """Blocks of one class that a step starts and that outlive it: each takes a page a table.
+    """Blocks of one class that a step starts and that take a page in each table of the class.
 
     Attributes:
         requests, newest: [r] requests (numbers in the step) that start a block; their newest block
             before the step, -1 for none.
         which, blocks: [m] index into `requests`, and block, sorted.
-        unwritten: [r] position from which tokens are written only in `blocks`; None: all are.
+        unwritten: [r] position from which a token has slot -1 unless its block is in `blocks`;
+            None: every token has a slot.
         pages: [num_tables, m] of the blocks; [num_tables, 0] until `StepPlanner.give`.
     """
 
@@ -54,7 +55,8 @@ class StepChanges:
     """A planned step: the blocks it starts, and the pages it takes.
 
     Attributes:
-        slots, start, end: [n] requests, and their tokens before and after the step.
+        slots: [n] requests.
+        start, end: [n] tokens of each request before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
         replaying: True if some tokens are computed once more.
         longest: most tokens of a request in the step.
@@ -110,7 +112,7 @@ class StepPlanner:
         each = tables.blocks + tables.states
         self.table_groups: list[int] = [t for b in each for t in b.cls.tables.tolist()]
         # Group of each state table, and the live page of each slot.
-        self._live = [
+        self._live_pages = [
             (group, state.table[:, i, LIVE])
             for state in tables.states
             for i, group in enumerate(state.cls.tables.tolist())
@@ -155,9 +157,9 @@ class StepPlanner:
         slots, requests = step.slots, step.snapshot_requests
         shape = len(self._layout.groups), len(slots)
         step.state_pages = np.zeros(shape, dtype=np.int32)
-        for group, live in self._live:
-            step.state_pages[group] = live[slots]
-        step.starting = (step.state_pages[self._live[0][0]] == NULL).nonzero()[0]
+        for group, pages in self._live_pages:
+            step.state_pages[group] = pages[slots]
+        step.starting = (step.state_pages[self._live_pages[0][0]] == NULL).nonzero()[0]
         for state in self._states:
             shared = requests
             if requests.size:
@@ -182,10 +184,10 @@ class StepPlanner:
             return NewBlocks(requests, NO_ROWS, NO_ROWS, NO_ROWS, None, table.no_pages)
         newest, last = newest[requests], last[requests]
         reach = max(1, table.cls.reach)  # with a window of one token the newest row still stays
-        survives = table.cls.holds_all or longest <= reach
-        if survives and longest <= table.cls.block_size:  # one each
-            return NewBlocks(requests, newest, np.arange(len(requests)), last, None, table.no_pages)
-        if survives:
+        if table.cls.holds_all or longest <= reach:
+            if longest <= table.cls.block_size:  # one each
+                which = np.arange(len(requests))
+                return NewBlocks(requests, newest, which, last, None, table.no_pages)
             which, blocks = ragged_arange(newest + ONE, last - newest)
             return NewBlocks(requests, newest, which, blocks, None, table.no_pages)
         begin, stop = before[requests] + ONE, last + ONE
@@ -242,8 +244,8 @@ class StepPlanner:
         return np.concatenate(requests), np.concatenate(block_refs)
 
     def few(self, start: int, end: int) -> list[int]:
-        """References (see `wanted`) of the blocks that start in [start, end): all that at most
-        `KVCache._few` tokens of one request take, without new state pages."""
+        """References (see `wanted`) of the blocks that start in [start, end). A step of one request
+        needs no other pages if it starts at most one block a table and takes no state pages."""
         return [
             t << BLOCK_BITS | block
             for t, size in enumerate(self.sizes)
@@ -353,12 +355,13 @@ class StepPlanner:
         for gone in effects.gone:
             self._pool.unuse(gone)
         for new in effects.new:
-            self._pool.put(new[self._pool.counts[new] == NULL])
+            self._pool.put(new[self._pool.counts[new] == UNUSED])
 
     def _append(
         self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64 | None
     ) -> None:
-        """Put new blocks into the tables of a dense class; pages past `end`, if given, are free."""
+        """Write new blocks to the tables of a dense class. `end`: [n] tokens after the commit, past
+        which blocks are freed; None if no token was rejected."""
         requests, blocks, pages = new.requests[new.which], new.blocks, new.pages
         if end is not None:
             stays = blocks * dense.size < end[requests]
@@ -382,28 +385,29 @@ class StepPlanner:
         `one_each`: each of the requests takes one block, its last."""
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
-        # Look at `num` columns, from that of the first new block on. Width 4, `live` 2, a step of at
-        # most 16 tokens that starts block 6: `num` is 3, as block 5 stays in any case.
+        # At most `num` columns of a ring change: that of the first new block and those after it.
+        # The others hold newest blocks, which stay. Width 4, `c.live` 2, a step of at most 16
+        # tokens that starts block 6: `num` is 3, and block 5 stays.
         #     block    2   3   4   5   6
         #     column   2   3   0   1   2
-        #     looked       x   x       x    in the order 6, 3, 4
+        #     may change   x   x       x    in the order 6, 3, 4; block 6 replaces block 2
         num = min(c.width, c.width - c.live - (-step.longest // c.block_size))
         first = np.maximum(new.newest, last - window.width) + ONE
         # All columns of all requests are in one dimension, in which numpy is quickest.
         row, column = np.divmod(np.arange(len(last) * num), num)
         blocks = first[row] + column
         blocks -= (blocks > last[row]) * window.width
-        # The newest token's query may read this table, and sees one row more than the next one:
-        # with a window of 33 and end 100, from row 67 on, not 68.
+        # The query of the step's last token may read this table after the commit. With a window
+        # of 33 and end 100, it sees rows from 67 on, and the query after it those from 68 on.
         low = (step.end[new.requests] - window.reach - ONE) // window.size
-        live = blocks >= low[row]
+        needed = blocks >= low[row]
         # The last boundary stays resumable, and the last one whose segment has its key.
         for ahead in self._ahead:
             tail_end = ((until - ahead) // self._alignment * window.per_segment)[row]
-            live |= (blocks < tail_end) & (blocks >= tail_end - window.tail)
+            needed |= (blocks < tail_end) & (blocks >= tail_end - window.tail)
         if not all_stay:  # some may end in the block where they began
-            live |= (last == new.newest)[row]
-        stays = live & (blocks <= new.newest[row])
+            needed |= (last == new.newest)[row]
+        stays = needed & (blocks <= new.newest[row])
         indices = window.indices(slots, blocks.reshape(-1, num))
         old = self._flat[indices]
         pages = old * stays.reshape(-1, 1, num)
@@ -411,7 +415,7 @@ class StepPlanner:
         which, column, entering = new.which, new.blocks - first[new.which], new.pages
         if not one_each:
             inside = ((column >= 0) & (new.blocks <= last[which])).nonzero()[0]
-            inside = inside[live[which[inside] * num + column[inside]]]
+            inside = inside[needed[which[inside] * num + column[inside]]]
             which, column, entering = which[inside], column[inside], entering[:, inside]
         pages[which, :, column] = entering.T
         self._pool.counts[entering] = UNSHARED

@@ -77,9 +77,9 @@ class Engine:
 
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
-        pool: the page tensors.
+        pool: the page tensors, as the model's cache allocated them.
         tiers: the host tier; None = none.
-        memory: the size of the pool.
+        memory: the `MemoryPlan`, with the pages of the pool and their bytes.
         outputs: the unfinished requests.
         totals: sums over steps.
 
@@ -315,7 +315,9 @@ class Engine:
             if due.scored:
                 due.keep_prompt_scores()
             num_generated, has_nan = outputs.deliver(new, time.perf_counter())
-            if has_nan:  # any row so far may be NaN: none may be found, nor may one have been
+            if has_nan:
+                # Any cached row may be NaN: drop them all, and take back requests that the step in
+                # flight admitted, as their hits may have such rows.
                 if ahead is not None:
                     scheduler.take_back_admitted(ahead)
                 scheduler.clear_cache()
@@ -324,7 +326,7 @@ class Engine:
         if not outputs.unfinished:
             clock.forget_device()
         numbers = {} if due is None else due.numbers()
-        clock.switch(DELIVER)  # up to here
+        clock.switch(DELIVER)  # adds the time since the last switch, which the report reads
         report = StepReport(
             clock.take_idle(),
             np.array(clock.wall),
@@ -408,4 +410,5 @@ class Engine:
         steps = [one for one in (step, in_flight) if one is not None]
         self.scheduler.take_back({request for one in steps for request in one.requests})
         if in_flight is not None:
-            self.scheduler.clear_cache()  # only its tokens would have shown bad rows
+            # Its rows may be NaN. Only its tokens would have shown that, and they are not read.
+            self.scheduler.clear_cache()

@@ -93,7 +93,7 @@ class ModelRunner:
             self.tiers = HostTier(self.kv, self.pool, memory, config, device)
 
         self.clock = StepClock(device)
-        # Drafts are guessed from tokens that the host knows.
+        # With drafts, the host plans a step once it knows how many drafts of the last one hold.
         wants_async = on_gpu if config.async_scheduling is None else config.async_scheduling
         self.is_async = wants_async and drafter is None
         # Of each request its newest token, or the drafts behind it.

@@ -1,7 +1,8 @@
 """Registry of model families, for config reading, weight loading, `LLM` and the benches.
 
 A family is one file, here or in another package, that ends with `register_family`. From then on
-`load_model` and `LLM` take its Hugging Face directories. Where
+`load_model` and `LLM` take its Hugging Face directories. The command ``quire`` imports no module of
+another package, so it has only the families of this one. Where
 `EngineConfig.tensor_parallel_size` starts processes, they import the family's module.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+# Modules of this folder; `families` also imports deepseek_v4, which is a package of its own.
 SHIPPED = ("gemma3", "gemma4", "gpt_oss", "llama")
 
 

@@ -1,12 +1,13 @@
 """Weights of a model, read from a Hugging Face directory.
 
-    locate       find the directory; `gguf.unpack` makes one of a GGUF file
+    locate       find the directory; `gguf.unpack` makes one for a GGUF file
     checkpoint   read the headers of its files
     kv_scales    read scales of an e4m3 cache
     names        compare each tensor's name, shape and dtype with the model's
     shards       choose the part of a tensor that a rank reads
-    dequantize   fill the parameters, a tensor at a time (`kernels.common.dequantize`)
+    dequantize   fill the parameters, a tensor at a time
 
+Quantized safetensors are dequantized with `kernels.common.dequantize`, GGUF files in `gguf`.
 safetensors is imported where files are read, so that random weights need only torch.
 """
 

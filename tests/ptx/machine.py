@@ -26,10 +26,14 @@ class Block:
     """A basic block: steps with the index of their instruction, then at most one jump or barrier.
 
     Attributes:
-        end: index of the instruction after the block.
+        end: index of the first instruction after the block, where threads go that do not jump.
         jump: "", "bra", "ret" or "bar".
+        guard: register of the jump's predicate, and True if it is negated; None: all threads jump.
         target: index that bra jumps to.
         barrier: of bar: its id and number of threads, 0: all.
+        guarded: indices of steps with a predicate. They add themselves to `Program.active`, as all
+            threads may skip them.
+        ran: True once the other steps have been added there.
     """
 
     steps: list[tuple[int, Step]]
@@ -38,7 +42,7 @@ class Block:
     guard: tuple[int, bool] | None = None
     target: int = EXITED
     barrier: tuple[int, ...] = ()
-    guarded: tuple[int, ...] = ()  # indices of those that note themselves that they have run
+    guarded: tuple[int, ...] = ()
     ran: bool = False
 
 
@@ -89,7 +93,8 @@ class Machine:
         self.groups = np.zeros(self.size, "i8")  # cp.async groups that a thread has committed
         self.products: list = []  # wgmma under way, in order (`wgmma.Product`)
         self.product_groups = np.zeros(-(-self.size // 128), "i8")  # that a warpgroup has committed
-        self.fences = 1  # wgmma.fence so far; ``changed``: the count when a register was written
+        self.fences = 1  # 1 + the number of wgmma.fence so far
+        # Of each register the value of ``fences`` when it was last written.
         self.changed = [0] * len(program.kernel.widths)
         widths = program.kernel.widths
         self.registers = [UINT.get(w, np.dtype("?")).type(POISON[w]) for w in widths]
@@ -129,6 +134,7 @@ class Machine:
         return mask
 
     def active(self, mask: Mask) -> np.ndarray:
+        """Indices of the threads that run."""
         return self.lanes if mask is None else np.flatnonzero(mask)
 
     def global_cells(
@@ -174,7 +180,8 @@ class Machine:
     def _run(self) -> None:
         blocks = self.program.blocks
         self.pc = np.zeros(self.size, "i8")
-        self.waits = np.zeros(self.size, "i8")  # 1 + the barrier that a thread waits at; 0: it runs
+        # Barrier at which a thread waits: 1 + id + (number of threads << 8); 0: it runs.
+        self.waits = np.zeros(self.size, "i8")
         at, together = 0, True  # together: all threads are at ``at``, and ``pc`` is not kept
         while True:
             mask = None
