@@ -217,7 +217,8 @@ class Publisher:
         next_number: number of the next batch.
 
     Raises:
-        ValueError: an endpoint that cannot be bound, such as a port in use, or no text.
+        ValueError: an endpoint that cannot be bound, such as a port in use; a topic that is no
+            text; a num_kept or queue_size that is not an int in 0 .. 2**31 - 1.
     """
 
     def __init__(
@@ -230,6 +231,9 @@ class Publisher:
         queue_size: int = 100_000,
         **encoding: Any,
     ) -> None:
+        for name, number in (("num_kept", num_kept), ("queue_size", queue_size)):
+            if type(number) is not int or not 0 <= number < 2**31:
+                raise ValueError(f"{name}: expected an int in 0..{2**31 - 1}, got {number!r}")
         self.next_number, self._next_event = 0, 0
         self.replay_endpoint: str | None = None
         self._topic, self._encode = _encoded("topic", topic), partial(encode_batch, **encoding)

@@ -167,6 +167,13 @@ def test_live_batches_and_a_replay(context, publisher, monkeypatch):
     replay.close()
 
 
+@pytest.mark.parametrize("name", ["num_kept", "queue_size"])
+@pytest.mark.parametrize("value", [None, -1, 2**31, 1.5, True, "9"])
+def test_wrong_numbers_are_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}: expected an int in 0\.\.2147483647, got"):
+        Publisher(LOCAL, **{name: value})
+
+
 @pytest.mark.parametrize("endpoint", [None, 5, "", "nonsense", "tcp://\ud800:5", "tcp://203.0.113.9:5", "taken"])  # fmt: skip
 def test_an_endpoint_that_cannot_be_bound_is_named_and_leaves_nothing_open(endpoint, publisher):
     endpoint = publisher.replay_endpoint if endpoint == "taken" else endpoint
