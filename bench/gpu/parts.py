@@ -25,6 +25,11 @@ V4_TESTS = """
     tests/models/deepseek_v4/test_engine.py::test_models_without_some_kind_of_layer
     tests/models/deepseek_v4/test_engine.py::test_outputs_do_not_depend_on_drafts
 """
+# What a new device is most likely to refuse: conversions of e4m3, a large pool, a captured graph.
+SMOKE_TESTS = """
+    tests/gpu/test_gpu_smoke.py tests/kernels/common/test_e4m3.py
+    tests/gpu/test_gpu_launch.py::test_a_captured_decode_serves_other_values
+"""
 # What models have around attention.
 OPERATOR_TESTS = """
     tests/gpu/test_gpu_sampling.py
@@ -85,7 +90,8 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
     compile_tiny = "--set tiny --only decode --compile 2 --impl"
     parts = [
         # A first launch, versions, copy and matmul rates.
-        Part("environment", 35, run("bench.gpu.machine"), vital=True),
+        Part("environment", 90, run("bench.gpu.machine"), vital=True),
+        Part("smoke", 30, tests(SMOKE_TESTS), tests=True),
         # FlashInfer compiles its kernels with nvcc.
         Part("peers", 170, kernels(
             f"--set headline --impl flashinfer,flashinfer-mla --compile {PEER_JOBS}",
@@ -121,6 +127,7 @@ def plan(dry_run: bool, num_gpus: int = 1) -> list[Part]:
             "--per-call 0.1 --seconds 8",
             "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")),
     ]  # fmt: skip
+    parts.append(Part("sanitize", 60, run("bench.gpu.sanitize")))
     if num_gpus > 1:
         size = 2 ** min(3, num_gpus.bit_length() - 1)
         ranks = run(job, "--limit 4 --num-pages 2000 --no-baseline --check 2", tiny)

@@ -13,13 +13,13 @@ import torch
 
 from quire.bench.common.floors import Rates
 from quire.bench.gpu import __main__ as gpu
-from quire.bench.gpu import carry, machine
+from quire.bench.gpu import carry, machine, sanitize
 from quire.bench.gpu.parts import Part, plan
 from quire.bench.gpu.runner import Runner
 from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OTHERS = ("environment", "warm-up")
+OTHERS = ("environment", "warm-up", "sanitize")
 PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in OTHERS]
 
 
@@ -51,6 +51,22 @@ def test_the_tests_of_every_part_are_there():
         if file.startswith("tests/"):
             assert (ROOT / file).exists(), name
             assert not test or f"def {test}(" in (ROOT / file).read_text(), name
+
+
+@pytest.mark.parametrize(("installed", "status"), [(None, 0), (0, 0), (9, 1)])
+def test_kernels_run_under_the_sanitizer_where_it_is(installed, status, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if installed is not None:
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/calls\nexit {installed}\n")
+        tool.chmod(0o755)
+    assert sanitize.main(["--json", str(tmp_path / "result.json")]) == status
+    statuses = json.loads((tmp_path / "result.json").read_text())["statuses"]
+    assert statuses == ({} if installed is None else dict.fromkeys(sanitize.TOOLS, installed))
+    if installed is not None:
+        calls = (tmp_path / "calls").read_text().splitlines()
+        assert [call.split()[:2] for call in calls] == [["--tool", t] for t in sanitize.TOOLS]
+        assert all("-m pytest" in call for call in calls)
 
 
 def test_a_machine_that_cannot_launch_says_what_it_lacks(tmp_path, monkeypatch, capsys):
