@@ -56,7 +56,7 @@ static: $(STAMP)  ## compile each tile shape for sm_90 and a sample for sm_80, s
 	$(PY) -m bench.static $(ARGS)
 
 gpu: $(STAMP)  ## the tests of kernels and engine on a GPU
-	$(PY) -m bench.gpu --parts environment,attention,v4,operators,engine $(ARGS)
+	$(PY) -m bench.gpu --parts environment,smoke,attention,v4,operators,engine $(ARGS)
 
 docs: $(DOCS_STAMP)  ## build the pages of docs/ into site/; fails on warnings
 	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

@@ -100,8 +100,9 @@ class KVCache:
             and gives its own back. False: it keeps its own until it is released.
         append_only: lists of pages that only grow (`pages_of`) replace `tables`. For engines whose
             workers append what `reserve` returns, and that lower the number of computed tokens
-            without a call. A request may hit what another computes in the same step. Needs ``reads="pages"`` and
-            ``adopt=False``; dense and window groups; no plans, deltas, events, drafts, replays.
+            without a call. A request may hit what another computes in the same step. Needs
+            ``reads="pages"`` and ``adopt=False``; dense and window groups; no plans, deltas,
+            events, drafts, replays.
         track_deltas: collect table changes for `take_deltas`.
         events: log of what is stored and removed, of this cache alone.
         debug: check each call: RuntimeError for two threads at once, ValueError for tokens that

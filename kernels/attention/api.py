@@ -321,8 +321,7 @@ def _check_and_attend(call: AttentionCall, impl: str | None) -> torch.Tensor:
     if call.max_seq_len is not None:
         expect_int("max_seq_len", call.max_seq_len, 0)
     q = call.q
-    if call.num_decodes is None:
-        call.num_decodes = call.num_seqs if call.max_seqlen_q <= 1 else 0
+    call.num_decodes = checks.decodes_of(call.num_decodes, call.num_seqs, call.max_seqlen_q)
     if call.softmax_scale is None:
         call.softmax_scale = q.shape[2] ** -0.5
     if call.sliding_window is not None:

@@ -241,17 +241,21 @@ def expect_longest(num_tokens: int, num_seqs: int, max_seqlen_q: int) -> None:
 
 def expect_decodes(
     num_tokens: int, num_seqs: int, max_seqlen_q: int, max_seq_len: Any, num_decodes: Any
-) -> int:
-    """Require ``max_seq_len`` and ``num_decodes`` as in ``quire.kernels.paged_attention``; returns
-    the latter, or its default."""
+) -> None:
+    """Require ``max_seq_len`` and ``num_decodes`` as in ``quire.kernels.paged_attention``."""
     if max_seq_len is not None:
         expect_int("max_seq_len", max_seq_len, 0)
-    if num_decodes is None:
-        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    num_decodes = decodes_of(num_decodes, num_seqs, max_seqlen_q)
     expect_int("num_decodes", num_decodes, 0, num_seqs)
     if num_decodes == num_seqs:  # no prefill kernel is launched for longer sequences
         expect_longest(num_tokens, num_seqs, max_seqlen_q)
-    return int(num_decodes)
+
+
+def decodes_of(num_decodes: int | None, num_seqs: int, max_seqlen_q: int) -> int:
+    """The given ``num_decodes``, or the default: all sequences if none has two new tokens."""
+    if num_decodes is None:
+        return num_seqs if max_seqlen_q <= 1 else 0
+    return num_decodes
 
 
 def expect_head_dim(name: str, head_dim: int) -> None:

@@ -93,7 +93,7 @@ def merge_splits_kernel(
     """Merge the KV splits of one head of one decode sequence, if it has several.
 
     cos_sin: for the inverse RoPE of the trailing ROPE_DIM channels, or None. num_decodes ...
-    most_entries, ROUND_UP: as in ``split_kv.DecodeBatch``. EMPTY_LSE: the lse of a query without keys.
+    most_entries, ROUND_UP: as in ``split_kv.DecodeBatch``. EMPTY_LSE: lse of a query without keys.
     """
     seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)

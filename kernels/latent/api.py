@@ -7,7 +7,7 @@ import torch
 from ..common import checks
 from ..common.latent_pages import LatentPages, RowPages
 from ..common.tile_shapes import MAX_ROWS
-from .call import LatentCall, check_batch, check_latent_pages, check_values
+from .call import LatentCall, check_batch, check_latent_pages, check_values, longest_of
 
 MLA_SCORE_DIMS = (16, 32, 64, 128)
 
@@ -78,9 +78,7 @@ def mla_attention(
     for axis, what in ((0, "num_pages"), (1, "block_size")):
         checks.expect_int(f"pages: {what}", pages.shape[axis], 1)
     checks.expect_short_pages("pages", pages)
-    max_seqlen_q, num_decodes = check_batch(
-        q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv
-    )
+    check_batch(q, seq_lens, cu_seqlens_q, max_seqlen_q, max_seq_len, num_decodes, kv)
     checks.check_outputs(num_heads, num_tokens, q.device, None, lse, workspace)
     shape = (seq_lens.shape[0], None)
     checks.expect_tensor("block_table", block_table, shape, torch.int32, device=q.device)
@@ -89,8 +87,9 @@ def mla_attention(
     checks.expect_positive("softmax_scale", softmax_scale, most=16)
     call = LatentCall(
         q, RowPages(pages, pages.shape[1]), block_table, seq_lens, cu_seqlens_q, head_dim_v,
-        max_seqlen_q, num_decodes, float(softmax_scale), out, kv=kv, max_seq_len=max_seq_len,
-        lse=lse, workspace=workspace,
+        longest_of(max_seqlen_q, num_tokens),
+        checks.decodes_of(num_decodes, seq_lens.shape[0], max_seqlen_q), float(softmax_scale),
+        out, kv=kv, max_seq_len=max_seq_len, lse=lse, workspace=workspace,
     )  # fmt: skip
     return run(call, chosen)
 
@@ -176,15 +175,13 @@ def compressed_attention(
     )  # fmt: skip
     if max_seq_len is not None:
         checks.expect_int("max_seq_len", max_seq_len, 0)
-    (num_tokens, _, head_dim), num_seqs = q.shape, seq_lens.shape[0]
-    if num_decodes is None:
-        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    num_tokens, _, head_dim = q.shape
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     call = LatentCall(
         q, window_pages, window_table, seq_lens, cu_seqlens_q, head_dim,
-        # A tile never holds more tokens than rows, so its shape stays.
-        min(max_seqlen_q, max(num_tokens, MAX_ROWS)), num_decodes,
+        longest_of(max_seqlen_q, num_tokens),
+        checks.decodes_of(num_decodes, seq_lens.shape[0], max_seqlen_q),
         head_dim**-0.5 if softmax_scale is None else float(softmax_scale), out,
         sliding_window=min(sliding_window, checks.MAX_TOKENS), kv=kv, entries=compressed_pages,
         entry_table=compressed_table, ratio=compress_ratio, topk_indices=topk_indices,

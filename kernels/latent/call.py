@@ -134,18 +134,19 @@ def check_batch(
     max_seq_len: int | None,
     num_decodes: int | None,
     kv: torch.Tensor | None,
-) -> tuple[int, int]:
-    """Check a ragged batch; returns max_seqlen_q, by which grids are sized, cut to what there is,
-    and num_decodes."""
+) -> None:
+    """Check a ragged batch."""
     num_tokens, _, head_dim = q.shape
     num_seqs = checks.expect_batch(seq_lens, cu_seqlens_q, max_seqlen_q, q.device)
-    num_decodes = checks.expect_decodes(
-        num_tokens, num_seqs, max_seqlen_q, max_seq_len, num_decodes
-    )
+    checks.expect_decodes(num_tokens, num_seqs, max_seqlen_q, max_seq_len, num_decodes)
     if kv is not None:
         checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=q.device)
-    # A tile never holds more tokens than rows, so its shape stays.
-    return min(max_seqlen_q, max(num_tokens, MAX_ROWS)), num_decodes
+
+
+def longest_of(max_seqlen_q: int, num_tokens: int) -> int:
+    """``max_seqlen_q``, by which grids are sized, cut to the tokens that there are. A tile never
+    holds more tokens than rows, so its shape stays."""
+    return min(max_seqlen_q, max(num_tokens, MAX_ROWS))
 
 
 def check_latent_pages(
