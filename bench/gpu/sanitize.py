@@ -29,9 +29,7 @@ FOUND = 9  # exit status of compute-sanitizer where it found an error
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a tool found an error or a test failed."""
-    parser = Parser("bench.gpu.sanitize", __doc__)
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         print("compute-sanitizer is not installed: nothing was checked")
@@ -43,3 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{tool}: exit status {statuses[tool]}", flush=True)
     write_json(args.json, {"statuses": statuses})
     return int(any(statuses.values()))
+
+
+def _parser() -> Parser:
+    parser = Parser("bench.gpu.sanitize", __doc__)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result")
+    return parser
