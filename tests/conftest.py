@@ -2,7 +2,9 @@
 
 import gc
 import os
+import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,3 +33,11 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)  # collections of the youngest take several percent of all time else
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt: it may be ignored, as where tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

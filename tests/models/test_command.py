@@ -27,6 +27,7 @@ NAMES = "chat, generate, memory, doctor, bench e2e, bench cache, bench kernels, 
         (["doctor"], 0, "attention is right with impl=", ""),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("ctrl_c")
 def test_the_first_argument_names_a_program(monkeypatch, capsys, arguments, status, said, error):
     monkeypatch.setattr("sys.argv", ["quire", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -16,14 +16,7 @@ from tests.support.models.few import few
 from tests.support.models.toy import finish
 
 PARAMS = SamplingParams(4, ignore_eos=True, n=2)
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c():
-    """Handle SIGINT, which is ignored in tests that run in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 
 
 def interrupted_at(moment, work):

@@ -352,6 +352,7 @@ def test_a_process_has_one_model_at_a_time(llm):
         LLM("llama-tiny", engine=replace(config, tensor_parallel_size=4))
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_call_and_no_more(llm):
     wanted = llm.generate(prompts(), PARAMS, progress=False)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
