@@ -59,25 +59,41 @@ def groups(spec: str) -> list[tuple[int, int | None]]:
     return [(g.block_size, g.sliding_window) for g in paged] + states
 
 
-def sizes(spec: str) -> dict[str, int]:
+def sizes_of(groups: list[tuple[int, int | None]]) -> dict[str, int]:
     """Hits end where every group ends a block; hashes are of the unit that all blocks share."""
-    blocks = [size for size, _ in groups(spec)]
+    blocks = [size for size, _ in groups]
     return {"scheduler_block_size": math.lcm(*blocks), "hash_block_size": math.gcd(*blocks)}
 
 
-def build(spec: str, num_blocks: int, retention: int | None = LATEST) -> KVCacheManager:
-    """A manager with an empty pool; `retention`: tokens between the window tails that it keeps."""
+def manager_of(
+    groups: list[tuple[int, int | None]], num_blocks: int, longest: int, chunk: int,
+    retention: int | None,
+) -> KVCacheManager:  # fmt: skip
+    """A manager with an empty pool.
+
+    Args:
+        groups: (tokens a block, window or None) of each cache group.
+        longest: tokens of the longest request.
+        chunk: tokens of a request in one step.
+        retention: tokens between the window tails that it keeps; 0: those of each prompt's end;
+            None: one at every boundary.
+    """
     # Heads and dtype decide the bytes of a block, which the manager never asks for.
     shape = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.uint8}
     specs = [
         FullAttentionSpec(block_size=size, **shape)
         if window is None
         else SlidingWindowSpec(block_size=size, sliding_window=window, **shape)
-        for size, window in groups(spec)
+        for size, window in groups
     ]
     layers = [KVCacheGroupSpec([f"layer.{i}"], each) for i, each in enumerate(specs)]
     config = KVCacheConfig(num_blocks, [], layers, prefix_cache_retention_interval=retention)
-    return KVCacheManager(config, 2 * measure.MILLION, max_in_flight_tokens=CHUNK, **sizes(spec))
+    return KVCacheManager(config, longest, max_in_flight_tokens=chunk, **sizes_of(groups))
+
+
+def build(spec: str, num_blocks: int, retention: int | None = LATEST) -> KVCacheManager:
+    """The manager of the groups of `spec`."""
+    return manager_of(groups(spec), num_blocks, 2 * measure.MILLION, CHUNK, retention)
 
 
 def allocate(manager: KVCacheManager, request: Request, count: int, **options: bool) -> None:
@@ -98,9 +114,9 @@ def prefill(manager: KVCacheManager, request: Request) -> None:
 def million(spec: str, times: Times) -> None:
     """The life of a million-token prompt, under two retentions."""
     tokens = [i % 50021 for i in range(measure.MILLION)]
-    unit = sizes(spec)["scheduler_block_size"]
+    unit = sizes_of(groups(spec))["scheduler_block_size"]
     longest = (measure.MILLION - 1) // unit * unit  # at least one token is left to compute
-    hasher = get_request_block_hasher(sizes(spec)["hash_block_size"], sha256)
+    hasher = get_request_block_hasher(sizes_of(groups(spec))["hash_block_size"], sha256)
     for name, retention in (("admit_1m_interval", 32768), ("admit_1m_dense", None)):
         manager = times.run("pool_1m_build", lambda r=retention: build(spec, measure.MILLION, r))
         request = Request("a", tokens, SamplingParams(), None)
@@ -121,7 +137,7 @@ def decode_step(spec: str, num_requests: int, steps: int, times: Times) -> None:
     """A slot for each request, then the sampled tokens, hashed where they fill a block."""
     manager = build(spec, 4 * measure.MILLION)
     freeze()
-    hasher = get_request_block_hasher(sizes(spec)["hash_block_size"], sha256)
+    hasher = get_request_block_hasher(sizes_of(groups(spec))["hash_block_size"], sha256)
     tokens = [i % 50021 for i in range(64 * num_requests + 2 * CHUNK)]
     requests = []
     for i in range(num_requests):

@@ -7,6 +7,8 @@
         --retention 32768 4096
     python -m bench.replay --workload agent-pauses --model v4-flash --pool 20% --host 20% 40% \\
         --link 50
+    python -m bench.replay --workload pr40676 --model gemma-4-31b --pool 45938pages \\
+        --vllm dense 0 32768 4096
 
 Requests go through the allocator on a simulated clock; nothing touches a device. Times follow from
 the given rates: they serve only to compare rows.
@@ -28,8 +30,10 @@ from importlib import import_module
 
 from quire.kvcore.policies.retention import parse_retention
 from quire.models.command import Parser, Refused, integer, number, output_file, program
+from quire.models.integrations import require
 
 from ..common.results import aligned, require_matplotlib
+from ..kvcore.__main__ import VLLM_VERSION
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
 from .loaders import LOADERS
@@ -107,6 +111,13 @@ def retention(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
+def vllm_interval(text: str) -> int | None:
+    """Type of an option: tokens between the window tails that vLLM keeps; "dense": all, as None."""
+    if text != "dense" and not text.isdecimal():
+        raise Refused(f"expected dense or an interval in tokens, got {text!r}")
+    return None if text == "dense" else int(text)
+
+
 def eviction(text: str) -> str:
     """Type of an option: a name of `EVICTIONS`, or ``module:Class``, which joins them."""
     module, colon, name = text.partition(":")
@@ -134,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_matplotlib(args.plot)
         if args.host:
             raise ValueError("plot: expected no --host with it, got both")
+    if args.vllm:
+        require("vllm", VLLM_VERSION)
     timing = SimulatedTiming(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests)
     # A fault of any workload or size is reported before the first one is replayed.
     workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
@@ -151,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (name, workload), preset in itertools.product(named, args.model):
         new = run_grid(
             workload, preset, args.pool, args.retention, args.eviction, timing,
-            hosts=args.host, link=args.link * 1e9, progress=not args.quiet,
+            hosts=args.host, link=args.link * 1e9, progress=not args.quiet, vllm=args.vllm,
+            replay_tokens=args.replay_tokens,
         )  # fmt: skip
         title = f"{name} ({len(workload.requests)} requests), {preset}"
         print(f"{title}\n{table(new, columns)}\n", flush=True)
@@ -176,6 +190,10 @@ def _parser() -> Parser:
     add("--retention", nargs="+", type=retention, default=["auto"], help=kept)
     policies = f"{', '.join(EVICTIONS)}, or module:Class of your own; default: lru adaptive"
     add("--eviction", nargs="+", type=eviction, default=["lru", "adaptive"], help=policies)
+    again = "replays of so many tokens where no resume point is (KVCache); default: none"
+    add("--replay-tokens", type=integer(), help=again)
+    kept = "retention intervals of vLLM's KVCacheManager, or dense, replayed beside; default: none"
+    add("--vllm", nargs="+", type=vllm_interval, default=[], metavar="TOKENS", help=kept)
     host = "host memory behind each pool, in sizes as of --pool; default: none"
     add("--host", nargs="+", default=[], metavar="SIZE", help=host)
     add("--link", type=rate, default=50.0, help="GB/s to the host, and from it; default: 50")

@@ -50,7 +50,7 @@ def pool_pages(
 def run_grid(
     workload: TraceWorkload, preset: str, pools: Sequence[str], retentions: Sequence[str | int],
     evictions: Sequence[str], timing: SimulatedTiming, *, hosts: Sequence[str] = (), link: float = 50e9,
-    progress: bool = True,
+    progress: bool = True, vllm: Sequence[int | None] = (), replay_tokens: int | None = None,
 ) -> list[Row]:  # fmt: skip
     """Replay each retention, eviction and pool, alone and over each host; add the bounds.
 
@@ -61,6 +61,8 @@ def run_grid(
         evictions: keys of `EVICTIONS`. The host has the same policy; with "adaptive" its own
             default, which learns with the pool's.
         link: bytes a second of each direction between device and host.
+        vllm: retention intervals of vLLM's manager, which serves each pool beside.
+        replay_tokens: as `KVCache` takes it, for all but vLLM.
 
     Raises:
         ValueError: an unknown name, or a pool that is too small for one request.
@@ -77,7 +79,10 @@ def run_grid(
     lookups = [i for i, r in enumerate(workload.requests) if r.output == 0]
     counted = lookups or list(range(len(workload.requests)))  # requests with hits that count
     common: Row = {"workload": workload.name, "preset": preset}
+    if replay_tokens is not None:
+        common["replay_tokens"] = replay_tokens
     num_replays = len(retentions) * (len(evictions) * len(pools) * (1 + len(hosts)) + 1)
+    num_replays += len(vllm) * len(pools)
     total = num_replays * len(workload.requests)
     bar = tqdm(total=total, unit="request", disable=not progress, leave=False)
 
@@ -96,10 +101,11 @@ def run_grid(
         run = replay(
             workload, groups, num_pages=pages + 1, timing=timing, retention=retention,
             policy=policy(), behind=None if host is None else behind, progress=bar.update,
+            replay_tokens=replay_tokens,
         )  # fmt: skip
         row = {**common, "retention": retention, "eviction": eviction, "pool": pool}
         row["pool_bytes"] = pages * page_bytes if pool else None
-        row |= measured(run, counted)
+        row |= measured(run, counted) | evicted(run)
         if run.host is not None:
             row |= {"host": host, "host_bytes": host_sizes[host] * page_bytes, "link": link}
             row |= run.host.report() | {"stalled_s": run.loading}
@@ -114,6 +120,15 @@ def run_grid(
             for pool, host, eviction in itertools.product(sizes, (None, *hosts), evictions):
                 row = one(retention, eviction, sizes[pool], pool, host)
                 rows.append(row | {"recomputed_tokens": best["hit_tokens"] - row["hit_tokens"]})
+        for pool, interval in itertools.product(sizes, vllm):
+            from .vllm import VLLMReplay  # needs vLLM
+
+            bar.set_description(f"{preset} vllm {interval} {pool}")
+            run = VLLMReplay(workload, empty, preset, timing, sizes[pool] + 1, interval)
+            run.run(bar.update)
+            row = {**common, "retention": "dense" if interval is None else interval}
+            row |= {"eviction": "vllm", "pool": pool, "pool_bytes": sizes[pool] * page_bytes}
+            rows.append(row | measured(run, counted))
     if lookups:
         return rows  # the bounds count all requests, not look-ups alone
     uses, prompt_tokens = segment_uses(workload, empty), sum(r.input for r in workload.requests)
@@ -140,7 +155,7 @@ def enough_pages(cache: KVCache, workload: TraceWorkload, retention: str | int) 
 
 def measured(run: Replay, counted: list[int]) -> Row:
     """Figures of one replay."""
-    requests, stats = run.requests, run.cache.stats()
+    requests = run.requests
     lengths, hits = np.array([requests[i].input for i in counted]), run.hits[counted]
     ran = [i for i, r in enumerate(requests) if r.output]
     tokens = sum(requests[i].input + requests[i].output for i in ran)
@@ -151,6 +166,10 @@ def measured(run: Replay, counted: list[int]) -> Row:
         "ttft_p50": float(np.percentile(run.ttft[ran], 50)),
         "ttft_p99": float(np.percentile(run.ttft[ran], 99)),
         "tokens_per_s": float(tokens / max(run.makespan, 1e-9)),
-        "evicted_resume_points": stats["evicted_resume_points"],
-        "evicted_segments": stats["evicted_segments"],
     }
+
+
+def evicted(run: Replay) -> Row:
+    """What a cache evicted in a replay."""
+    stats = run.cache.stats()
+    return {name: stats[name] for name in ("evicted_resume_points", "evicted_segments")}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, StepPlan
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
 
 from .host import HostMemory
 from .requests import TraceRequest, TraceWorkload
@@ -86,7 +86,7 @@ class Replay:
         while self._ends and self._ends[0][0] <= time:
             end, number = heapq.heappop(self._ends)
             self._now = max(self._now, end)
-            self.cache.release(number)
+            self._release(number)
             self._store()
         self._now = max(self._now, time)
 
@@ -96,21 +96,16 @@ class Replay:
 
     def _serve(self, number: int, request: TraceRequest) -> None:
         """Compute a prompt and start its answer; a look-up asks for its hit alone."""
-        cache, prompt = self.cache, self._prompts[number]
         if request.output == 0:
-            self.hits[number] = self.from_device[number] = cache.match(prompt).num_tokens
+            self.hits[number] = self.from_device[number] = self._look_up(number)
             return
-        while not cache.num_free_slots:
+        while len(self._ends) == self._timing.max_requests:
             self._advance(self._ends[0][0])
-        self.from_device[number] = cache.match(prompt).num_saved_tokens
-        if self.host is not None:
-            self._load(self.host, number)
-        slot = cache.admit(number, cache.match(prompt))
-        start = self.hits[number] = int(cache.num_computed[slot])
+        start = self.hits[number] = self._admit(number)
         tokens = request.tokens(number)
         while start < len(tokens):
             end = request.input if start < request.input else len(tokens)
-            count = self._compute(number, slot, tokens[start:end])
+            count = self._compute(number, tokens[start:end])
             if start < request.input:
                 self._advance(self._now + count / self._timing.prefill_rate)
             self._store()
@@ -118,6 +113,49 @@ class Replay:
         self.ttft[number] = self._now - request.arrival
         answered = self._now + request.output / self._timing.decode_rate
         heapq.heappush(self._ends, (answered, number))
+
+    def _compute(self, number: int, tokens: np.ndarray) -> int:
+        """Put the next chunk of ``tokens`` into pages; returns its length."""
+        count = self._take_pages(number, tokens)
+        while isinstance(count, OutOfPages):
+            if not self._ends:
+                request = self.requests[number]
+                length = request.input + request.output
+                raise ValueError(
+                    f"pool: expected room for request {number} of {length} tokens: {count}"
+                )
+            self._advance(self._ends[0][0])
+            count = self._take_pages(number, tokens)
+        return count
+
+    # Calls of the allocator.
+
+    def _look_up(self, number: int) -> int:
+        """Tokens that a prompt hits."""
+        return self.cache.match(self._prompts[number]).num_tokens
+
+    def _admit(self, number: int) -> int:
+        """Start a request behind its hit; returns the tokens of this."""
+        prompt = self._prompts[number]
+        self.from_device[number] = self.cache.match(prompt).num_saved_tokens
+        if self.host is not None:
+            self._load(self.host, number)
+        slot = self.cache.admit(number, self.cache.match(prompt))
+        assert isinstance(slot, int)
+        return int(self.cache.num_computed[slot])
+
+    def _take_pages(self, number: int, tokens: np.ndarray) -> int | OutOfPages:
+        """Compute at most a chunk of ``tokens``, the next ones of a request; returns its length."""
+        slot = self.cache.slot_of(number)
+        [count] = self.cache.cut([slot], [min(self._timing.chunk, len(tokens))]).tolist()
+        plan = self.cache.plan([slot], [count])
+        if not isinstance(plan, StepPlan):
+            return plan
+        self.cache.commit(plan, tokens[:count])
+        return int(count)
+
+    def _release(self, number: int) -> None:
+        self.cache.release(number)
 
     def _load(self, host: HostMemory, number: int) -> None:
         """Load what the host has of a prompt; wait for answers to end while there is no room."""
@@ -127,22 +165,6 @@ class Replay:
             seconds = host.load(self._prompts[number])
         self._advance(self._now + (seconds or 0.0))
         self.loading += seconds or 0.0
-
-    def _compute(self, number: int, slot: int, tokens: np.ndarray) -> int:
-        """Put the next chunk of ``tokens`` into pages; returns its length."""
-        [count] = self.cache.cut([slot], [min(self._timing.chunk, len(tokens))]).tolist()
-        plan = self.cache.plan([slot], [count])
-        while not isinstance(plan, StepPlan):
-            if not self._ends:
-                request = self.requests[number]
-                length = request.input + request.output
-                raise ValueError(
-                    f"pool: expected room for request {number} of {length} tokens: {plan}"
-                )
-            self._advance(self._ends[0][0])
-            plan = self.cache.plan([slot], [count])
-        self.cache.commit(plan, tokens[:count])
-        return count
 
 
 def replay(
@@ -155,7 +177,7 @@ def replay(
     Args:
         progress: called with 1 after each request.
         behind: makes the host memory behind the pool; None: no host memory.
-        options: arguments of `KVCache` (retention, policy).
+        options: arguments of `KVCache` (retention, policy, replay_tokens).
 
     Raises:
         ValueError: a request alone does not fit the pool.

@@ -70,7 +70,7 @@ def test_rows_are_written_before_a_later_error(tmp_path, capsys):
         "--workload mooncake:/nowhere", "--workload weka:/", "--pool 25% 25", "--pool nan%",
         "--eviction lru nope", "--eviction nope:X", "--eviction math:pi", "--retention auto 33", "--retention 0", "--limit -3", "--chunk 0", "--max-requests 0",
         "--prefill-rate nan", "--plot rows.txt", "--host x", "--host 1% 2%%",
-        "--host 1% --link 0", "--host 1% --plot a.svg",
+        "--vllm x", "--vllm -1", "--replay-tokens 0", "--host 1% --link 0", "--host 1% --plot a.svg",
     ],
 )  # fmt: skip
 def test_errors_are_one_line_before_any_replay(arguments, capsys):

@@ -51,6 +51,17 @@ def prefix_hits(requests, alignment):
     return hits
 
 
+def test_vllm_in_an_infinite_pool_hits_as_a_dict_of_prefixes():
+    pytest.importorskip("vllm")
+    from quire.bench.replay.vllm import VLLMReplay
+
+    workload = random_requests(0, lookups=0.1)
+    empty = empty_cache(PRESETS["llama-like"], workload)
+    run = VLLMReplay(workload, empty, "llama-like", ONE_BY_ONE, 5000, None)
+    run.run(lambda n: None)
+    assert run.hits.tolist() == prefix_hits(workload.requests, 16)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_an_infinite_pool_hits_as_a_dict_of_prefixes(seed):
     workload = random_requests(seed, lookups=0.1)
