@@ -1,74 +1,130 @@
-"""Replays: full attention is cached and windows are not, so tokens are computed again. Compared with runs without a cache."""
+"""Replays: what a prefix has in pages of whole prompts is cached and no resume point is, so tokens are computed again. Compared with runs
+without a cache."""
+
+from dataclasses import replace
 
 import pytest
 
 from quire.models.config.named import get_config
+from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.loading.random_weights import random_model
+from tests.models.deepseek_v4.test_engine import DRAFTERS, V4Recorder
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 
-# Sliding layers with keys and values of their own, of 16 tokens each.
-NUM_WINDOWS = {"gemma3-tiny": 5, "gemma4-tiny": 4, "gemma4-e-tiny": 4, "gpt-oss-tiny": 2}
-LENGTH = 230
+# Tokens that restore all windows of 16: 15 a layer with keys of its own, and the drafter's in DeepSeek-V4.
+REPLAYED = {"gemma3-tiny": 75, "gemma4-tiny": 60, "gemma4-e-tiny": 60, "gpt-oss-tiny": 30, "deepseek-v4-tiny": 7 * 15 + 1}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=NUM_WINDOWS)
+def forgetful(model, **settings):
+    """A recorder that loses all resume points after each step; rows before a replay are zeros, as in a new pool."""
+    base = V4Recorder if "deepseek" in model.config.name else Recorder
+
+    class Forgetful(base):
+        forgets = True
+
+        def _poison(self, pages):
+            super()._poison(pages)
+            for tensor in self.engine.pool.tensors:
+                tensor[0] = 0
+            index = self.engine.kv.index
+            for run in list(index.runs()) if self.forgets else ():
+                for point in list(run.points.values()):
+                    index.drop_point(point)
+
+    return Forgetful(model, replay=True, **settings)
+
+
+@pytest.fixture(scope="module", params=REPLAYED)
 def model(request):
     return random_model(get_config(request.param), device=DEVICE)
 
 
-def without_points(model, **settings):
-    """An engine that has full attention of a prompt cached, and none of its resume points."""
-    run = Recorder(model, replay=True, **settings)
-    for slot in run.engine.pool.tensors:
-        slot[0] = (
-            0  # the null page, never written: the first rows read it in place of tokens before them
-        )
-    run.add(prompt(LENGTH), max_tokens=1)
-    run.run()
-    index = run.engine.kv.index
-    for cached in list(index.runs()):
-        for point in list(cached.points.values()):
-            index.drop_point(point)
-    run.engine.kv.check_invariants()
-    return run
-
-
-def expected_start(run):
+def start_of(run, end):
     alignment = run.engine.kv.alignment
-    to = (LENGTH - 1) // alignment * alignment
-    return (to - 15 * NUM_WINDOWS[run.engine.model.config.name]) // alignment * alignment, to
+    return (end - REPLAYED[run.engine.model.config.name]) // alignment * alignment
 
 
 @pytest.mark.parametrize(
     ("model", "budget"),
-    [("gemma4-e-tiny", 17), ("gemma4-e-tiny", 500), ("gemma3-tiny", 17)],
+    [("gemma4-e-tiny", 17), ("gemma4-e-tiny", 500), ("gemma3-tiny", 17),
+     *(("deepseek-v4-tiny", budget) for budget in (13, 48, 500))],
+    indirect=["model"],
+)  # fmt: skip
+def test_logits_after_a_replay_equal_a_cold_run(model, budget):
+    """Chunks end inside of replays, at their ends and after them; three prompts part from the first one
+    at different boundaries, one of them where an entry of HCA begins that none of 16 tokens does."""
+    run = forgetful(model, max_num_batched_tokens=budget)
+    first = run.add(prompt(330), max_tokens=3)
+    run.run()
+    run.check(first)
+    ends = [320, 304, 240, 224]
+    ids = [run.add(prompt(330)[: end + 5] + prompt(30, seed=end), max_tokens=6) for end in ends]
+    run.run()
+    for request_id, end in zip(ids, ends, strict=True):
+        assert run.check(request_id).num_cached_tokens == start_of(run, end) > 0
+    assert run.engine.kv.stats()["replays"] == len(ends)
+
+
+def test_released_ratios_of_deepseek_v4():
+    """Entries of 4 and 128 tokens, a window of 128: a replay of 5 * 127 tokens starts in the third block of 256."""
+    config = replace(
+        get_config("deepseek-v4-tiny"), layer_types=(SLIDING, CSA, HCA, CSA, HCA), num_mtp_layers=0,
+        mlp_layer_types=(MOE,) * 5, hca_ratio=128, sliding_window=128,
+    )  # fmt: skip
+    run = forgetful(random_model(config, device=DEVICE), max_num_batched_tokens=500)
+    run.add(prompt(1300), max_tokens=1)
+    run.run()
+    again = run.add(prompt(1290) + prompt(5, seed=1))
+    run.run()
+    assert run.check(again).num_cached_tokens == (1280 - 635) // 256 * 256 == 512
+
+
+def test_a_replay_leaves_a_resume_point(model):
+    run = forgetful(model)
+    run.add(prompt(230), max_tokens=1)
+    run.run()
+    run.forgets = False
+    for expected in (start_of(run, 224), 224):
+        again = run.add(prompt(230))
+        run.run()
+        assert run.check(again).num_cached_tokens == expected
+    assert run.engine.kv.stats()["replayed_tokens"] == 224 - start_of(run, 224)
+
+
+REQUESTS = [(prompt(330)[: 240 + 9 * i], 24) for i in range(5)]
+
+
+def outputs(run):
+    ids = [run.add(*request) for request in REQUESTS]
+    run.run()
+    return {request_id: run.check(request_id).token_ids for request_id in ids}
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return outputs(forgetful(model))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "num_pages"),
+    [
+        ("gemma4-tiny", "n-gram", 34),
+        *(("deepseek-v4-tiny", name, 60) for name in DRAFTERS),
+    ],
     indirect=["model"],
 )
-def test_logits_after_a_replay_equal_a_cold_run(model, budget):
-    """Chunks end inside the replayed tokens, at their end, and at the end of the prompt."""
-    run = without_points(model, max_num_batched_tokens=budget)
-    again = run.add(prompt(LENGTH))
-    longer = run.add(prompt(LENGTH) + prompt(40, seed=1))  # while the first decodes
-    new = run.add(prompt(60, seed=2))
-    run.run()
-    start, to = expected_start(run)
-    assert 0 < start < to
-    assert run.check(again).num_cached_tokens == start
-    run.check(longer)
-    run.check(new)
+def test_drafts_and_preemptions(model, plain, name, num_pages):
+    """A pool too small for the five requests: some are preempted, and replay what they had computed."""
+    drafter = DRAFTERS[name](model)
+    drafter.outputs = plain
+    run = forgetful(model, drafter=drafter, num_pages=num_pages)
+    assert outputs(run) == plain
     stats = run.engine.kv.stats()
-    assert stats["replays"] >= 1 and stats["replayed_tokens"] >= to - start
-    # The boundary is a resume point now: its windows were restored.
-    next_turn = run.add(prompt(LENGTH) + prompt(5, seed=3))
-    run.run()
-    assert run.check(next_turn).num_cached_tokens == to
+    assert stats["replays"] > stats["resumed_requests"] > 2
+    assert run.engine.totals.num_accepted > 0
 
 
-def test_drafts_after_a_replay(model):
-    from quire.models.engine.speculative import NGramDrafter
-
-    run = without_points(model, drafter=NGramDrafter(3, min_ngram=1))
-    again = run.add(prompt(LENGTH), max_tokens=12)
-    run.run()
-    assert run.check(again).num_cached_tokens == expected_start(run)[0]
-    assert run.engine.totals.num_drafts > 0
+def test_tokens_that_restore_the_windows():
+    flash = get_config("deepseek-v4-flash")
+    assert replace(flash, num_mtp_layers=0).replay_tokens == 43 * 127
+    assert flash.replay_tokens == 43 * 127 + 128

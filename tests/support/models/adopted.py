@@ -13,10 +13,11 @@ import re
 import sys
 from pathlib import Path
 
+import oracle
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tolerance import tolerance
+from transformers import AutoConfig
 
-from quire.bench.common.bounds import gamma
 from quire.models.integrations.transformers import QuireCache, QuirePool
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "adopt.md"
@@ -30,47 +31,17 @@ FAMILIES = {
     "gpt_oss": {"sliding_window": 24, "layer_types": [SLIDING, FULL]},
 }
 PROMPT, ANSWER, QUESTION, TURNS = 44, 6, 20, 3
-PART = 8  # weights are moved by a part of what is allowed, as in `tolerance`
 DRAFTS = 4
 
 
 def make(family):
     extra = FAMILIES[family]
-    config = AutoConfig.for_model(
-        family, **extra, vocab_size=259, hidden_size=48, intermediate_size=64, num_attention_heads=4,
+    config = dict(
+        model_type=family, **extra, vocab_size=259, hidden_size=48, intermediate_size=64, num_attention_heads=4,
         num_hidden_layers=len(extra.get("layer_types", "12")), num_key_value_heads=2, head_dim=16,
         num_local_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    )
-    generator = torch.Generator().manual_seed(3)
-    for name, weight in model.state_dict().items():
-        if name.endswith(("bias", "sinks")):
-            weight.normal_(0.0, 1.0, generator=generator)
-        elif weight.ndim == 1:  # Gemma's norms add one
-            weight.normal_(0.0 if family.startswith("gemma") else 1.0, 0.3, generator=generator)
-        else:
-            in_axis = 1 if weight.ndim == 3 else -1
-            weight.normal_(0.0, weight.shape[in_axis] ** -0.5, generator=generator)
-    return model.eval()
-
-
-def tolerance(model, ids):
-    """As `tests.support.models.tolerance`: twice how far the logits move with weights that are moved as far as a sum of as many
-    products may be off."""
-    generator = torch.Generator().manual_seed(0)
-    before, kept = model(ids, use_cache=False).logits, {}
-    for name, weight in model.state_dict().items():
-        if weight.is_floating_point():
-            kept[name] = weight.clone()
-            terms = weight.shape[1] if weight.ndim == 3 else weight.shape[-1]
-            side = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
-            step = gamma(terms if weight.ndim > 1 else PART) / PART
-            weight.copy_(weight.double() * (1 + step * side))
-    moved = (model(ids, use_cache=False).logits - before).abs().max().item()
-    model.load_state_dict(kept)
-    return 2 * PART * moved
+    return oracle.make(config, 3)
 
 
 class Recorded(QuireCache):
@@ -126,7 +97,8 @@ def a_family(family):
     for run in runs.values():
         whole = model(run["ids"], use_cache=False).logits
         run["eager"] = whole[:, -1 - run["logits"].shape[1] : -1]
-    result = {"bound": tolerance(model, runs["cold"]["ids"]), "runs": runs, "free": free}
+    model.full_forward = lambda ids: oracle.logits(model, ids)
+    result = {"bound": tolerance(model), "runs": runs, "free": free}
     names = implementation, model.config._attn_implementation
     return result | {"names": names, "prompt": prompt.shape[1]}
 

@@ -38,7 +38,8 @@ def continued(model, input_ids, new_tokens):
 def _randomise(model, seed):
     """Every tensor random: layer scalars are buffers, norm weights start out constant, and sinks and biases uninitialised."""
     generator = torch.Generator().manual_seed(seed)
-    offset = 0.0 if model.config.model_type == "gemma3_text" else 1.0
+    # Norms of the first Gemmas add one to their weights.
+    offset = 0.0 if model.config.model_type in ("gemma2", "gemma3_text") else 1.0
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue  # it is the embedding
