@@ -29,6 +29,7 @@ from ..config.fields import shown
 from ..interrupts import interrupts_wait
 from ..tokenizer import TextStream, Tokenizer, decode_of
 from .config import EngineConfig
+from .memory import max_prompt_rows
 from .outputs import NewTokens, OutputQueue, RequestOutput
 from .report import (
     ALLOCATOR,
@@ -49,10 +50,6 @@ from .speculative import Drafter, set_drafts
 
 if TYPE_CHECKING:
     from ..parallel.steps import StepSender
-
-
-# Logits of a step for `SamplingParams.prompt_logprobs`, 128 MiB: longer chunks are cut.
-MAX_PROMPT_LOGITS = 2**25
 
 
 class Engine:
@@ -120,7 +117,7 @@ class Engine:
             self.clock,
             config,
             self.tiers,
-            max_prompt_rows=max(1, MAX_PROMPT_LOGITS // model.config.vocab_size),
+            max_prompt_rows=max_prompt_rows(model.config.vocab_size),
         )
         self.outputs = OutputQueue(self.scheduler)
         is_standard = config.rejection_sample_method == "standard"

@@ -1,6 +1,6 @@
 """Size of the page pool, and the requests that fit it.
 
-    bytes of pages = (free memory - activations of the largest step) * memory_fraction
+    bytes of pages = (free memory - those of the largest step) * memory_fraction
 
 with the weights already loaded. A request needs its blocks of each dense group; of a window group at
 most its ring and one more block, however long the request is.
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9
 LOGITS_COPIES = 11  # fp32, while rows are sorted, filtered and drawn from, and their probs kept
+MAX_PROMPT_LOGITS = 2**25  # of a step; longer chunks of prompts that want them are cut
+PROMPT_LOGITS_COPIES = 3  # fp32, while logits are capped or become log-probabilities
 MIN_LENGTH = 2  # a prompt of one token, and one token of output
 WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
@@ -188,11 +190,7 @@ def plan_memory(
         cache_bytes = CPU_CACHE_BYTES
         if config.memory_fraction is not None or not on_cpu:
             free = free_memory(model.device)
-            rows = config.max_num_seqs * (1 + max_draft_tokens)
-            used = 4 * model.config.vocab_size * LOGITS_COPIES * rows  # logits of the sampled rows
-            used += (
-                config.max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize
-            )
+            used = step_bytes(model, config, max_draft_tokens)
             fraction = config.memory_fraction or MEMORY_FRACTION
             cache_bytes = int(max(0, free - used) * fraction)
         num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
@@ -228,6 +226,20 @@ def plan_memory(
         fixed_bytes=cache.fixed_bytes,
         host_bytes=host_bytes,
     )
+
+
+def step_bytes(model: nn.Module, config: EngineConfig, max_draft_tokens: int) -> int:
+    """Bytes of the largest step: activations, and logits of sampled rows and of prompts."""
+    tokens, vocab_size = config.max_num_batched_tokens, model.config.vocab_size
+    sampled = config.max_num_seqs * (1 + max_draft_tokens)
+    scored = min(tokens, max_prompt_rows(vocab_size))
+    logits = 4 * vocab_size * (sampled * LOGITS_COPIES + scored * PROMPT_LOGITS_COPIES)
+    return logits + tokens * model.config.activation_size * model.dtype.itemsize
+
+
+def max_prompt_rows(vocab_size: int) -> int:
+    """Rows of a step that may have logits for `SamplingParams.prompt_logprobs`."""
+    return max(1, MAX_PROMPT_LOGITS // vocab_size)
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -16,12 +16,13 @@ from quire.models.config.named import CONFIGS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import (
     LOGITS_COPIES,
+    PROMPT_LOGITS_COPIES,
     ModelCache,
     pages_of_request,
     plan_memory,
 )
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import draw_columns
+from quire.models.engine.sampler import Sampler, draw_columns
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import build
 
@@ -89,17 +90,21 @@ def model_on(device, **config):
 def test_pool_from_free_memory(monkeypatch):
     cache = ModelCache(GROUPS["hybrid"], 1000, lambda n: None)
     monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: 5_000_000)
-    cpu, gpu = model_on("cpu", vocab_size=0), model_on("cuda", vocab_size=0)
+    cpu, gpu = model_on("cpu", vocab_size=1), model_on("cuda", vocab_size=1)  # 27,392 of logits
     half = plan_memory(cpu, cache, EngineConfig(memory_fraction=0.5))
-    assert half.num_pages == 2500 and half.max_num_seqs == 64
-    busy = model_on("cuda", activation_size=100, vocab_size=500)  # 400,000 and, of 30 rows, 660,000
+    assert half.num_pages == 2486 and half.max_num_seqs == 64
+    monkeypatch.setattr("quire.models.engine.memory.MAX_PROMPT_LOGITS", 50_999)
+    # Activations 400,000, logits of 30 sampled rows 660,000 and of 101 rows of prompts 606,000.
+    busy = model_on("cuda", activation_size=100, vocab_size=500)
     config = EngineConfig(max_num_batched_tokens=2000, max_num_seqs=15)
     plan = plan_memory(busy, cache, config, max_draft_tokens=1)
-    assert plan.num_pages == 3546 and "of 4.768 MiB free" in plan.describe()
-    assert plan_memory(gpu, cache, EngineConfig()).num_pages == 4500
+    assert plan.num_pages == 3000 and "of 4.768 MiB free" in plan.describe()
+    few = replace(config, max_num_batched_tokens=100)  # 20,000, 660,000 and 600,000
+    assert plan_memory(busy, cache, few, max_draft_tokens=1).num_pages == 3348
+    assert plan_memory(gpu, cache, EngineConfig()).num_pages == 4475
     assert plan_memory(cpu, cache, EngineConfig()).num_pages == 256 * 2**20 // 1000
     besides = replace(cache, fixed_bytes=20_000)  # rings, which are no pages
-    assert plan_memory(gpu, besides, EngineConfig()).num_pages == 4480
+    assert plan_memory(gpu, besides, EngineConfig()).num_pages == 4455
     with pytest.raises(ValueError, match=r"num_pages: expected at least 3 \(2\.93 KiB\) for one request of 2 tokens, got 0"):  # fmt: skip
         plan_memory(model_on("cuda", vocab_size=10_000), cache, EngineConfig())
 
@@ -190,3 +195,18 @@ def test_sampling_holds_what_the_plan_says(filters, keeps):
 
     share = peak_bytes(work) / (rows * vocab_size * 4 * LOGITS_COPIES)
     assert (0.85 if filters else 0.5) < share <= 1
+
+
+def test_scores_of_prompts_hold_what_the_plan_says():
+    """Logits with a soft cap, and their log-probabilities, of a step that scores a prompt."""
+    config = replace(an_eighth(CONFIGS["gemma-4-31b"]), vocab_size=20_000, hidden_size=64)
+    assert config.final_logit_softcapping is not None
+    model = random_model(config, dtype=torch.bfloat16)
+    rows, sampler = 50, Sampler(20_000, 1, "cpu", torch.zeros(0, dtype=torch.int64))
+    request = SimpleNamespace(
+        params=SamplingParams(prompt_logprobs=5),
+        prompt_token_ids=np.zeros(rows + 1, dtype=np.int32),
+    )
+    hidden = torch.randn(rows, 64, dtype=torch.bfloat16)
+    peak = peak_bytes(lambda: sampler.score_prompts(model.logits(hidden), [(request, range(rows))]))
+    assert peak / (rows * 20_000 * 4 * PROMPT_LOGITS_COPIES) == pytest.approx(1, rel=1e-3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.models.engine import engine as engine_module
+from quire.models.engine import memory
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
@@ -44,7 +44,7 @@ def check(model, output, top=TOP):
 @pytest.mark.parametrize("budget", [17, 500])
 @pytest.mark.parametrize("max_rows", [5, 400])
 def test_in_chunks_beside_others_and_where_a_hit_was_possible(model, budget, max_rows, monkeypatch):
-    monkeypatch.setattr(engine_module, "MAX_PROMPT_LOGITS", max_rows * model.config.vocab_size + 3)
+    monkeypatch.setattr(memory, "MAX_PROMPT_LOGITS", max_rows * model.config.vocab_size + 3)
     run = Recorder(model, max_num_batched_tokens=budget)
     counts, score = [], run.engine._sampler.score_prompts
     run.engine._sampler.score_prompts = lambda logits, rows: (
