@@ -4,7 +4,7 @@
     prefill_decode       the main job, end to end     kernels   kernels beside those of others
     kvcore               the allocator                static    compiled code, without a GPU
     replay               hit rates of traces          tune      tile shapes, measured
-    deepseek_v4_memory   bytes of its caches          gpu       all that needs a GPU
+    gpu                  all that needs a GPU
 
 These share ``common`` (timing, error bounds, workloads), ``cases`` (named shapes, their tensors and
 results) and ``peers`` (implementations that are compared). ``results`` has rows of past runs.

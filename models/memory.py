@@ -56,10 +56,12 @@ def describe(
         contexts = [n for n in CONTEXTS if n < longest] + [longest]
     elif max(contexts) > longest:
         raise ValueError(f"context: expected at most {longest}, got {max(contexts)}")
-    layout = Layout(cache.groups, longest, 0)
-    point = layout.pages_per_point
+    point = Layout(cache.groups, longest, 0).pages_per_point
+    num_pages = 1 + pages_of_request(cache.groups, longest)
+    token = plan_memory(built, cache, EngineConfig(num_pages=num_pages)).bytes_per_token
     lines = [
         f"model     {config.name}: {weight_bytes(built) / GIB:.4g} GiB of weights in {dtype}",
+        f"token     {token:.0f} bytes a token of context",
         f"page      {cache.page_bytes / MIB:.4g} MiB, all layers of a page id",
     ]
     for group in cache.groups:

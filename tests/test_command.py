@@ -32,7 +32,8 @@ PROGRAMS = list(MODULES)
 
 # One whose output is written when it ends, and one that writes it at once: when asked to flush, or as Python is told to.
 REPLAY = ["bench.replay", "--quiet", "--limit", "3", "--model", "llama-like", "--pool", "100%"]
-PRINTING = [(["bench.deepseek_v4_memory"], ""), (REPLAY, ""), (REPLAY, "1")]
+MEMORY = ["models.memory", "--model", "gemma3-tiny"]
+PRINTING = [(MEMORY, ""), (REPLAY, ""), (REPLAY, "1")]
 
 # Says when a module is about to be imported, and then gives the test all the time to send a signal.
 STOP = """

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.bench.deepseek_v4_memory import cost, table, vllm_cost
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
 
@@ -31,22 +30,6 @@ def test_groups_of_the_released_models(name, page_bytes):
         ("overlap", "window", 256, 5, 0),
     ]
     assert {group.page_bytes for group in plan.groups} == {page_bytes}
-
-
-@pytest.mark.parametrize("name", RELEASED)
-def test_bytes_beside_vllm(name):
-    """Per token the same; a resume point is 5 pages instead of 22; a prefill chunk floods nothing."""
-    config = CONFIGS[name]
-    ours, theirs = cost(config, plan_cache(config, FP8)), vllm_cost(config)
-    assert ours.token == theirs.token
-    assert (ours.resume_pages, theirs.resume_pages) == (5, 22)
-    assert ours.resume_point < 0.25 * theirs.resume_point
-    assert ours.prefill < 0.02 * theirs.prefill
-    page = plan_cache(config, FP8).groups[0].page_bytes
-    # Section by section as published: 26 blocks while decoding, 2 * 131 + 2051 + 1041 of a chunk.
-    assert theirs.request == 26 * page and theirs.prefill == (2 * 131 + 2051 + 1041) * page
-    for needle in (name, "vLLM, fp8", "ours, bf16"):
-        assert needle in table()
 
 
 def test_arguments():
