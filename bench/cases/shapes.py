@@ -11,6 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from ..common.floors import visible_pairs
 
 CHUNK = 8192
 MIXED_CHUNK = 2048
@@ -24,27 +29,17 @@ USUAL_BATCH, USUAL_CONTEXT = 16, 32768
 MAX_CACHE_BYTES = 40 * 2**30  # cases with more keys and values are left out
 
 
-class Scaled:
-    """A shape whose logits have a factor of their own, or head_dim ** -0.5."""
-
-    head_dim: int
-    scale: float | None
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor of the logits."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
-
-
 @dataclass(frozen=True)
-class AttentionShape(Scaled):
+class AttentionShape:
     """Attention over pages of K and V; fields as in ``quire.kernels.paged_attention``.
 
     Attributes:
         name: model/kind, then /fp8 for e4m3 pages, then /tpN for the share of one of N devices.
+        scale: factor of the logits; None: head_dim ** -0.5.
         fp8: e4m3 pages, with a scale for each row.
     """
 
+    op: ClassVar[str] = "attention"
     name: str
     num_heads: int
     num_kv_heads: int
@@ -56,10 +51,14 @@ class AttentionShape(Scaled):
     fp8: bool = False
 
     @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token's K and V: in 16 bits, or in 8 with an fp32 scale for each row."""
-        row_bytes = self.head_dim + 4 if self.fp8 else 2 * self.head_dim
-        return 2 * self.num_kv_heads * row_bytes
+    def softmax_scale(self) -> float:
+        """Factor of the logits."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def head_dim_v(self) -> int:
+        """Channels of a value."""
+        return self.head_dim
 
     @property
     def layout(self) -> str:
@@ -71,10 +70,23 @@ class AttentionShape(Scaled):
         """True if a long context costs no more than a short one."""
         return self.sliding_window is not None
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a new token's queries and results in bf16."""
+        return 2 * self.num_heads * 2 * self.head_dim
+
     def seq_bytes(self, context: int, q_len: int) -> int:
         """Bytes of the keys and values of one sequence that some query sees, scales included."""
+        row_bytes = self.head_dim + 4 if self.fp8 else 2 * self.head_dim
         reach = self.sliding_window
-        return self.kv_token_bytes * (context if reach is None else min(context, reach - 1 + q_len))
+        rows = context if reach is None else min(context, reach - 1 + q_len)
+        return 2 * self.num_kv_heads * row_bytes * rows
+
+    read_bytes = seq_bytes
+
+    def pairs(self, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
+        """(query, key) pairs of which a query sees the key."""
+        return visible_pairs(q_lens, seq_lens, self.sliding_window)
 
     def shard(self, devices: int) -> AttentionShape | None:
         """The share of one of ``devices``; None if the KV heads do not divide."""
@@ -86,7 +98,7 @@ class AttentionShape(Scaled):
 
 
 @dataclass(frozen=True)
-class LatentShape(Scaled):
+class LatentShape:
     """One operator of DeepSeek-V3 or V4 on latent rows, each key and value of all query heads.
 
     Attributes:
@@ -101,9 +113,11 @@ class LatentShape(Scaled):
         rope_dim: trailing roped channels.
         ratio: raw tokens of an entry.
         rows, window_rows: rows of a page of entries, and of raw rows.
+        scale: factor of the logits; None: head_dim ** -0.5.
         fp8: quantized pages; else bf16.
     """
 
+    num_kv_heads: ClassVar[int] = 1
     name: str
     op: str
     num_heads: int
@@ -117,6 +131,11 @@ class LatentShape(Scaled):
     window_rows: int = 64
     scale: float | None = None
     fp8: bool = True
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the logits."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def row_bytes(self) -> int:
@@ -135,6 +154,12 @@ class LatentShape(Scaled):
         """True if a long context costs no more than a short one."""
         return self.op == "window"
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a new token's queries and indices, and of results in bf16 or fp32 weights."""
+        per_head = 2 * self.head_dim + (4 if self.op == "index" else 2 * self.head_dim_v)
+        return self.num_heads * per_head + 4 * self.topk
+
     def entries(self, context: int) -> int:
         """Entries of one sequence; for "mla" all of its rows."""
         return 0 if self.op == "window" else context // self.ratio
@@ -142,6 +167,25 @@ class LatentShape(Scaled):
     def seq_bytes(self, context: int, q_len: int) -> int:
         """Bytes of all entries of one sequence."""
         return self.entries(context) * self.row_bytes
+
+    def read_bytes(self, context: int, q_len: int) -> int:
+        """Bytes of the rows of one sequence that some query sees; of selected entries the most."""
+        rows = self.entries(context)
+        if self.op == "csa":
+            rows = min(rows, q_len * self.topk)
+        if self.op not in ("mla", "index"):
+            rows += min(context, self.sliding_window - 1 + q_len)
+        return rows * self.row_bytes
+
+    def pairs(self, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
+        """(query, row) pairs of which a query sees the row."""
+        found = 0
+        if self.op != "window":
+            limit = self.topk if self.op == "csa" else None
+            found = visible_pairs(q_lens, seq_lens, limit, self.ratio)
+        if self.op not in ("mla", "index"):
+            found += visible_pairs(q_lens, seq_lens, self.sliding_window)
+        return found
 
     def shard(self, devices: int) -> LatentShape | None:
         """The share of one of ``devices``; None for the indexer, which each runs in whole."""
@@ -192,6 +236,19 @@ class Case:
     def cache_bytes(self) -> int:
         """Bytes of the keys and values, or entries, of the batch."""
         return sum(self.shape.seq_bytes(self.context, q_len) for q_len in self.q_lens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Least bytes that a call moves: visible rows once, queries and results."""
+        read = sum(self.shape.read_bytes(self.context, q_len) for q_len in self.q_lens)
+        return read + self.num_tokens * self.shape.token_bytes
+
+    @property
+    def flops(self) -> int:
+        """Operations of the products of visible pairs."""
+        shape, seq_lens = self.shape, np.full(self.batch, self.context)
+        channels = shape.head_dim + (0 if shape.op == "index" else shape.head_dim_v)
+        return 2 * shape.pairs(np.array(self.q_lens), seq_lens) * shape.num_heads * channels
 
 
 # From config.json of the checkpoints. Gemma-4's q and k norms carry the scale. Pages of one model

@@ -39,10 +39,9 @@ from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.device import find_device
 
 from ..cases import shapes
-from ..cases.make import expect, make_problem
-from ..cases.problem import Problem
+from ..cases.expected import expect
+from ..cases.problem import Problem, make_problem
 from ..cases.shapes import Case
-from ..cases.work import case_bytes, case_flops
 from ..common.floors import device_rates
 from ..common.results import aligned, describe_machine, one_line, write_json
 from ..common.timing import time_calls
@@ -195,9 +194,7 @@ def run_case(
     timed = [row for row in rows if "ms" in row]
     others = [row["ms"] for row in timed if not row["ours"]]
     for row in timed:
-        bytes_per_s, flops_per_s = (
-            1e3 * amount / row["ms"] for amount in (case_bytes(case), case_flops(case))
-        )
+        bytes_per_s, flops_per_s = (1e3 * n / row["ms"] for n in (case.num_bytes, case.flops))
         row["gb_per_s"], row["tflop_per_s"] = bytes_per_s / 1e9, flops_per_s / 1e12
         row["copy_share"] = bytes_per_s / rates["copy_bytes_per_s"]
         row["matmul_share"] = flops_per_s / rates["matmul_flops_per_s"]

@@ -19,8 +19,7 @@ from torch.nn.functional import pad
 
 from quire.kernels import LatentPages
 
-from ..cases.latent import positions, slots
-from ..cases.problem import Problem
+from ..cases.problem import Problem, positions, slots
 from ..cases.shapes import LatentShape
 from .folder import expect_nvidia, load_operators
 from .peer import Call, Peer, Unsupported

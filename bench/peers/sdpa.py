@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cases.attention import gathered, lowest_visible
-from ..cases.problem import Problem
+from ..cases.problem import Problem, gathered, lowest_visible
 from .peer import Call, Unsupported
 
 MAX_CONTIGUOUS_BYTES = 12 * 2**30
@@ -29,7 +28,8 @@ def sdpa(problem: Problem) -> list[Call]:
         raise Unsupported("a window and several queries: needs a dense mask")
 
     def call(copy: int) -> Call:
-        rows = [gathered(problem, s, copy, lowest_visible(case, s)) for s in range(case.batch)]
+        seen = range(lowest_visible(case, 0), case.context)
+        rows = [gathered(problem, seq, copy, seen) for seq in range(case.batch)]
         k, v = (torch.stack(part).transpose(1, 2) for part in zip(*rows, strict=True))
         q = problem.each[copy]["q"].unflatten(0, (case.batch, -1)).transpose(1, 2)
         options = {"scale": shape.softmax_scale, "enable_gqa": q_len == 1}

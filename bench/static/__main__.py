@@ -13,10 +13,10 @@ Exit status 1 if a kernel does not compile or
     needs             more shared memory than a program may use on that architecture, or
     cannot be launched, because an SM has too few registers for one program.
 
-Columns: registers of a thread; spill, bytes that it keeps in local memory; shared memory of a
-program, and its limit; ctas, programs that an SM (AMD: a CU) holds at once; flight, KiB of keys and
-values that these programs copy ahead: (stages - 1) tiles of keys each. In ``config``: rows and keys
-of a tile, warps, stages, and v2 where the values have two accumulators.
+Columns: registers of a thread; spill, what it keeps in local memory; shared memory of a program, and
+its limit; programs that an SM (AMD: a CU) holds at once; flight, keys and values that these programs
+copy ahead: (stages - 1) tiles of keys each. In ``config``: rows and keys of a tile, warps, stages,
+and v2 where the values have two accumulators.
 
 Rows that differ from those of ``--baseline`` are listed, but are no failure. Default: the table of
 the installed Triton, ``bench/results/static/VERSION.json``, which this writes anew:
@@ -105,14 +105,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Rows as aligned text."""
     columns = {
         "case": "case", "kernel": "kernel", "arch": "arch", "config": "config",
-        "registers": "registers", "spill": "spill_bytes", "shared": "shared_bytes",
-        "limit": "shared_limit", "ctas": "ctas_per_sm",
+        "registers": "registers", "spill, B": "spill_bytes", "shared, B": "shared_bytes",
+        "limit, B": "shared_limit", "programs/SM": "ctas_per_sm",
+        "flight, B/SM": "bytes_in_flight_per_sm",
     }  # fmt: skip
-    cells = [(*columns, "flight")]
-    for row in rows:
-        flight = f"{row['bytes_in_flight_per_sm'] / 1024:g}"
-        cells.append((*(str(row[key]) for key in columns.values()), flight))
-    return "\n".join(aligned(cells))
+    cells = [tuple(str(row[key]) for key in columns.values()) for row in rows]
+    return "\n".join(aligned([tuple(columns), *cells]))
 
 
 def _parser() -> Parser:

@@ -22,8 +22,8 @@ SAMPLES = """
     experts-gpt-oss-decode experts-gpt-oss-middle experts-v4-flash-prefill
     experts-v4-flash-fp8-decode experts-v4-flash-fp4-decode experts-v4-flash-fp4-prefill
     experts-gemma4-fp32-decode
-    collapse-flash-decode collapse-pro-decode collapse-pro-prefill
-    expand-flash-decode expand-pro-decode expand-pro-prefill
+    collapse-flash-decode collapse-pro-decode
+    expand-flash-decode expand-pro-decode
     route-flash-score route-flash-table route-gemma4 combine-flash-shared
     sample-probs gather-pages scatter-pages
 """
@@ -91,7 +91,7 @@ def attention_case(
     def call() -> object:
         import torch
 
-        from ..cases.make import make_problem
+        from ..cases.problem import make_problem
 
         made = make_problem(batch, torch.device("meta"), getattr(torch, dtype), copies=1)
         rows = made.in_step[0] if in_step and made.in_step is not None else {}

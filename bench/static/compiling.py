@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +18,26 @@ from .cases import all_cases
 from .launches import Launch, record
 from .limits import resident_programs, resident_workgroups
 
-# Triton's types of tensors, by their torch dtype.
-POINTERS = {
-    "bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "float64": "*fp64",
-    "int32": "*i32", "int64": "*i64", "uint8": "*u8", "uint16": "*u16",
-}  # fmt: skip
+
+@functools.cache
+def binder(kernel: Any, arch: Arch) -> tuple[Any, Callable[..., Any]]:
+    """The backend of an architecture, and what Triton's launcher binds arguments with."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget(*arch.target))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-def specialise(
-    launch: Launch,
-) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any], dict[str, Any]]:
-    """Signature, constants, divisibility hints and options that Triton's launcher derives from
-    these arguments; constants and hints by the index of an argument, and of a tuple's field."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name] = "constexpr"
-            constants[(index,)] = value
-        else:
-            signature[parameter.name] = _specialise(
-                value, not parameter.do_not_specialize, (index,), constants, attributes
-            )
-    options = {k: v for k, v in launch.arguments.items() if k not in launch.kernel.arg_names}
-    return signature, constants, attributes, options
-
-
-def _specialise(
-    value: Any, special: bool, path: tuple[int, ...], constants: Any, attributes: Any
-) -> Any:
-    """Type of one argument, or of a named tuple's fields, which are always specialised."""
-    import torch
-
-    if isinstance(value, tuple):
-        return value._make(
-            _specialise(field, True, (*path, i), constants, attributes)
-            for i, field in enumerate(value)
-        )
-    if value is None or (type(value) is int and value == 1 and special):
-        constants[path] = value
-        return "constexpr"
-    if isinstance(value, torch.Tensor):
-        kind = POINTERS[str(value.dtype).removeprefix("torch.")]
-        # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
-        divisible = value.storage_offset() * value.element_size() % 16 == 0
-    elif isinstance(value, int):
-        kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-        divisible = special and value % 16 == 0
-    else:
-        kind, divisible = "fp32", False
-    if divisible:
-        attributes[path] = [["tt.divisibility", 16]]
-    return kind
+def specialise(launch: Launch, arch: Arch) -> tuple[dict[str, Any], ...]:
+    """Signature, constants, divisibility hints and options that Triton's launcher derives from the
+    arguments; constants and hints by the index of an argument, and of a tuple's field."""
+    backend, bind = binder(launch.kernel, arch)
+    with launching.without_buffer_operations():
+        bound, kinds, options = bind(**launch.arguments)
+        _, *derived = launch.kernel._pack_args(backend, options, bound, kinds, options)
+    return (*derived, options)
 
 
 def distinct(
@@ -93,7 +60,7 @@ def distinct(
             if only not in name or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(record(case.call, named(arch))):
-                keys = {(arch, launch.name, repr(specialise(launch)))}
+                keys = {(arch, launch.name, repr(specialise(launch, named(arch))))}
                 if arch in tiles:
                     head_dim = launch.values.get("HEAD_DIM")
                     keys.add((arch, launch.name, case.dtype, head_dim, config(launch)))
@@ -105,19 +72,12 @@ def distinct(
 
 def config(launch: Launch) -> str:
     """Tile shape, warps and stages of a launch, and v2 where the values have two accumulators."""
-    values, parts = launch.values, value_parts(launch)
+    values = launch.values
     tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
     # Triton's own defaults, where the launch does not say.
     text = f"{tile} w{values.get('num_warps', 4)} s{values.get('num_stages', 3)}"
+    parts = values.get("HEAD_DIM", 1) // values.get("VALUE_DIM", values.get("HEAD_DIM", 1))
     return f"{text} v{parts}".strip() if parts > 1 else text.strip()
-
-
-def value_parts(launch: Launch) -> int:
-    """Accumulators of a query tile, each of a part of the values' channels."""
-    values = launch.values
-    if "HEAD_DIM" not in values or "VALUE_DIM" not in values:
-        return 1
-    return values["HEAD_DIM"] // values["VALUE_DIM"]
 
 
 def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
@@ -126,7 +86,7 @@ def usage(launch: Launch, arch: Arch) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, attributes, options = specialise(launch)
+    signature, constants, attributes, options = specialise(launch, arch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     with launching.without_buffer_operations():
         compiled = triton.compile(source, target=GPUTarget(*arch.target), options=options)

@@ -36,7 +36,8 @@ from quire.kernels.common import launching
 from quire.kernels.common.arch import Arch
 from quire.models.command import Parser, integer, number, output_file, program
 
-from ..cases.make import expect, make_problem
+from ..cases.expected import expect
+from ..cases.problem import make_problem
 from ..cases.shapes import Case, all_cases, tiny_cases
 from ..common.results import aligned, describe_machine, one_line, write_json
 from ..common.timing import time_calls

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench.cases.make import expect, make_problem
+from quire.bench.cases.expected import expect
+from quire.bench.cases.problem import make_problem
 from quire.bench.cases.shapes import (
     SHAPES,
     TINY_SHAPES,

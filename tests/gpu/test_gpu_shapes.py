@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from quire.bench.cases.attention import lowest_visible
-from quire.bench.cases.make import expect, make_problem
+from quire.bench.cases.expected import expect
+from quire.bench.cases.problem import lowest_visible, make_problem
 from quire.bench.cases.shapes import (
     LATENT_SHAPES,
     SHAPES,

@@ -17,7 +17,6 @@ FEATURES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pages-only": (128, 64, {"in_step": False}),
     "context-only": (128, 64, {"in_step": False, "context_only": True}),
     "apart": (256, 64, {"window": 512, "apart": True}),
-    "window-ring": (256, 64, {"window": 512}),
     "p16-window": (128, 16, {"window": 1024}),
     "softcap-sinks": (64, 64, CAPPED),
     "group-5-odd-pages": (128, 48, {"group": 5}),

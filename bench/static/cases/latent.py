@@ -56,19 +56,15 @@ def cases() -> list[StaticCase]:
         compressed("prefill-hca-h64-fp32", 64, pages="float32"),
         flash_mla("slots-h16-k512", 16, "bfloat16"),
         flash_mla("slots-h64-k512-fp8", 64, FP8),
+        # Prefill launches the same kernels.
+        index("decode-k512-bf16"),
+        index("decode-k512-fp8", FP8),
+        index("decode-k1024-bf16", topk=1024),
+        index("decode-small-pages", rows=2),
+        index("decode-small-pages-fp8", FP8, rows=2),
+        index("decode-fp32", dtype="float32"),
+        index("decode-fp32-fp8", FP8, dtype="float32"),
     ]
-    for phase, q_len in (("decode", 1), ("prefill", None)):
-        found += [
-            index(f"{phase}-k512-bf16", q_len),
-            index(f"{phase}-k512-fp8", q_len, FP8),
-            index(f"{phase}-k1024-bf16", q_len, topk=1024),
-            index(f"{phase}-k1024-fp8", q_len, FP8, topk=1024),
-            index(f"{phase}-small-pages", q_len, rows=2),
-            index(f"{phase}-small-pages-fp8", q_len, FP8, rows=2),
-            index(f"{phase}-all-selected", q_len, max_seq_len=1 << 11),
-            index(f"{phase}-fp32", q_len, "float32", dtype="float32"),
-            index(f"{phase}-fp32-fp8", q_len, FP8, dtype="float32"),
-        ]
     plain, fp32 = meta(NUM_ROWS, HEAD_DIM), floats(NUM_ROWS, HEAD_DIM)
     heads, index_heads = meta(NUM_ROWS * 64, HEAD_DIM), meta(NUM_ROWS * 64, INDEX_DIM)
     fused = {"positions": longs(NUM_ROWS), "cos_sin": angles()}
@@ -78,7 +74,6 @@ def cases() -> list[StaticCase]:
         write("bf16", plain, pages("bfloat16"), out=plain, **norm),
         write("fp32", fp32, pages("float32"), out=fp32, **norm, dtype="float32"),
         write("fp8-p64", plain, pages(FP8), out=plain, **norm),
-        write("fp8-p2", plain, pages(FP8, 2), out=plain, **norm),
         write("fp8-only-write", plain, pages(FP8)),
         write("heads", heads, None, out=heads, **norm),
         write("index-heads", index_heads, None, out=index_heads, **fused),
@@ -91,7 +86,6 @@ def cases() -> list[StaticCase]:
         compress("index-bf16-prefill", index_pages("bfloat16"), PREFILL, dim=INDEX_DIM),
         compress("index-fp8-decode", index_pages(FP8), dim=INDEX_DIM),
         overlap("compressor", HEAD_DIM),
-        overlap("indexer", INDEX_DIM),
     ]
 
 
@@ -142,13 +136,12 @@ def flash_mla(name: str, num_heads: int, pages: str) -> StaticCase:
 
 
 def index(
-    name: str, q_len: int | None, pages: str = "bfloat16", topk: int = 512, rows: int = 64,
-    max_seq_len: int = 1 << 17, dtype: str = "bfloat16",
-) -> StaticCase:  # fmt: skip
-    """One ``index_topk``, which scores the keys and selects in one or two launches."""
+    name: str, pages: str = "", topk: int = 512, rows: int = 64, dtype: str = "bfloat16"
+) -> StaticCase:
+    """One ``index_topk`` of a decode step, which scores the keys and selects."""
     sizes = {"ratio": 4, "topk": topk, "rows": rows, "fp8": pages == FP8}
     shape = LatentShape("", "index", INDEX_HEADS, INDEX_DIM, **sizes)
-    return attention_case(f"index-{name}", shape, q_len, dtype=dtype, max_seq_len=max_seq_len)
+    return attention_case(f"index-{name}", shape, 1, dtype=dtype)
 
 
 def write(name: str, x: Any, pages: Any, dtype: str = "bfloat16", **options: Any) -> StaticCase:

@@ -3,11 +3,8 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, limits
@@ -133,41 +130,6 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     results[1] = ROW | {"spill_bytes": 4}
     assert static.main(arguments) == 1
     assert "FAIL c decode_kernel sm_90: spills 4 bytes" in capsys.readouterr().out
-
-
-class Matrix(NamedTuple):
-    data: Any
-    stride: Any
-    other: Any
-
-
-def test_arguments_are_specialised_as_the_launcher_does():
-    rows = torch.empty(100, dtype=torch.bfloat16, device="meta")
-    arguments = {
-        "even": rows[8:], "odd": rows[1:], "none": None, "one": 1, "n": 32, "m": 33, "plain": 32, "plain_one": 1, "far": 2**31,
-        "scale": 0.5, "SIZE": 64, "matrix": Matrix(rows, 32, 1), "plain_pair": Matrix(None, 1, 16), "CONFIG": Matrix(1, 2, 3),
-    }  # fmt: skip
-    params = [
-        SimpleNamespace(name=n, is_constexpr=n.isupper(), do_not_specialize=n.startswith("plain"))
-        for n in arguments
-    ]
-    kernel = SimpleNamespace(params=params, arg_names=list(arguments))
-    launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})
-    signature, constants, attributes, options = compiling.specialise(launch)
-    assert list(signature.values()) == [
-        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr",
-        ("*bf16", "i32", "constexpr"), ("constexpr", "constexpr", "i32"), "constexpr",
-    ]  # fmt: skip
-    # The launcher's types are named as the tuple's fields are; kernels know them by these names.
-    assert signature["matrix"].stride == "i32"
-    assert constants == {
-        (2,): None, (3,): 1, (10,): 64, (11, 2): 1, (12, 0): None, (12, 1): 1, (13,): (1, 2, 3)
-    }  # fmt: skip
-    names = list(arguments)
-    hinted = [names[path[0]] + ".".join(["", *map(str, path[1:])]) for path in attributes]
-    assert hinted == ["even", "n", "far", "matrix.0", "matrix.1", "plain_pair.2"]
-    assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
-    assert options["num_warps"] == 8 and not set(options) & set(arguments)
 
 
 @pytest.mark.parametrize(

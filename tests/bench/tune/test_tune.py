@@ -58,7 +58,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
 LAUNCHED = """
 import json
 import torch
-from quire.bench.cases.make import make_problem
+from quire.bench.cases.problem import make_problem
 from quire.bench.cases.shapes import SHAPES, Case, tiny_cases
 from quire.bench.peers.quire_calls import quire_calls
 from quire.bench.static.compiling import config

@@ -1,0 +1,197 @@
+"""Cases of bench.kernels: float64 results, errors that are found, bytes and operations, FlashMLA."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.bench.cases.expected import attention_row, expect
+from quire.bench.cases.problem import make_problem
+from quire.bench.cases.shapes import (
+    LATENT_SHAPES,
+    SHAPES,
+    TINY_LATENT_SHAPES,
+    TINY_SHAPES,
+    Case,
+    tiny_cases,
+)
+from quire.bench.peers import flashmla
+from quire.bench.peers.peer import Peer, Unsupported
+from quire.bench.peers.quire_calls import quire_calls
+from quire.kernels import flash_mla_with_kvcache, mla_attention
+from quire.kernels.attention.api import AttentionCall
+from tests.kernels.oracles import attention, compressed_attention, indexer
+from tests.kernels.oracles import mla_attention as oracle_mla
+from tests.support.helpers import assert_equal_in_float64
+
+CPU = torch.device("cpu")
+TINY = TINY_SHAPES | TINY_LATENT_SHAPES
+
+
+def named(value):
+    return value.name.replace(" ", "-") if isinstance(value, Case) else value
+
+
+def tiny(name, phase="decode", context=40, copies=1):
+    return make_problem(Case(TINY[name], phase, 2, context), CPU, copies=copies)
+
+
+ATTENTION = [case for case in tiny_cases() if case.shape.op != "index"]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=named)
+def test_attention_is_that_of_oracles_with_loops(case):
+    dtype = torch.float32 if case.shape.op == "attention" else torch.bfloat16
+    problem = make_problem(dataclasses.replace(case, context=37), CPU, dtype, copies=1)
+    case, lse = problem.case, problem.results["lse"].double()
+    skipped = ("workspace", "num_decodes")
+    arguments = {n: x for n, x in problem.shared.items() if n not in skipped} | problem.each[0]
+    if case.shape.op == "attention":
+        exact = attention.attention(AttentionCall(**arguments, lse=lse))
+    else:
+        del arguments["max_seq_len"]
+        is_mla = case.shape.op == "mla"
+        oracle = oracle_mla.mla_attention if is_mla else compressed_attention.compressed_attention
+        exact = oracle(**arguments, lse=lse)
+    tokens = [(seq, row) for seq, q_len in enumerate(case.q_lens) for row in range(q_len)]
+    for token, (seq, row) in list(enumerate(tokens))[:: 1 if case.phase == "decode" else 7]:
+        out, out_lse = attention_row(problem, seq, row, torch.float32)
+        assert_equal_in_float64("out", exact[token], out)
+        assert_equal_in_float64("lse", lse[:, token], out_lse)
+
+
+@pytest.mark.parametrize("name", ["tiny/index", "tiny/index-bf16"])
+def test_index_scores_are_those_of_the_oracle_with_loops(name):
+    problem = tiny(name)
+    shape, tensors, shared = problem.case.shape, problem.each[0], problem.shared
+    lengths = (shared["block_table"], shared["seq_lens"], shared["cu_seqlens_q"])
+    exact = indexer.index_scores(
+        tensors["q"], shared["weights"], tensors["pages"].data, shape.rows, *lengths,
+        compress_ratio=shape.ratio,
+    )  # fmt: skip
+    expected = expect(problem)
+    assert expected.tokens == [0, 1] and len(expected.scores[0]) == 10
+    for scores, loops in zip(expected.scores, exact, strict=True):
+        assert_equal_in_float64("scores", loops, scores)
+
+
+TABLES = [
+    *[("tiny/global", "block_table", page) for page in range(0, 40, 8)],
+    ("tiny/mla", "block_table", 0),
+    ("tiny/csa", "compressed_table", None),
+    ("tiny/hca", "compressed_table", 0),
+    ("tiny/sliding", "window_table", 71 // 4),
+]
+
+
+@pytest.mark.parametrize(("name", "table", "page"), TABLES)
+def test_a_page_that_is_not_read_is_an_error(name, table, page):
+    """The budget is tight enough: a result over all keys but those of one page is refused."""
+    problem = tiny(name, context=640 if name == "tiny/global" else 72)
+    expected, changed = expect(problem), problem.shared[table].clone()
+    assert expected.wrong(*quire_calls(problem)[0]()) is None
+    if page is None:  # of an entry that is selected
+        page = int(problem.each[0]["topk_indices"][0, 0]) // problem.case.shape.rows
+    # Its rows are read from its neighbour, which the sequence sees anyway.
+    page, width = page % changed.shape[1], changed.shape[1]
+    changed[0, page] = changed[0, (page + 1) % width]
+    broken = dataclasses.replace(problem, shared=problem.shared | {table: changed})
+    assert "error" in expected.wrong(*quire_calls(broken)[0]())
+    out = torch.full_like(problem.results["out"], float("nan"))
+    assert expected.wrong(out) == "out: not finite"
+
+
+def test_wrong_scales_are_found_and_peers_are_not_compared():
+    problem = tiny("tiny/local/fp8")
+    expected = expect(problem)
+    for in_step in (False, True):
+        [call] = quire_calls(problem, in_step=in_step)
+        assert expected.wrong(*call()) is None
+    [tensors] = problem.each
+    tensors |= {"k_scale": tensors["v_scale"], "v_scale": tensors["k_scale"]}
+    assert "error" in expected.wrong(*quire_calls(problem)[0]())
+    with pytest.raises(Unsupported, match="e4m3 pages"):
+        Peer("other", "1", "", lambda problem: []).calls(problem)
+
+
+def test_wrong_topk_indices_are_refused():
+    problem = tiny("tiny/index-bf16")
+    expected = expect(problem)
+    indices, lens = quire_calls(problem)[0]()
+    assert expected.wrong(indices, lens) is None
+    worst, twice, unseen = indices.clone(), indices.clone(), indices.clone()
+    worst[0, 0] = expected.scores[0].value.argmin()
+    twice[1, 1] = twice[1, 0]
+    unseen[0, 3] = 10
+    assert "left out scores" in expected.wrong(worst, lens)
+    assert "twice" in expected.wrong(twice, lens)
+    assert "does not see" in expected.wrong(unseen, lens)
+    assert "expected 4 of token 1, got 3" in expected.wrong(indices, lens - torch.tensor([0, 1]))
+
+
+def fake_flashmla():
+    """FlashMLA's operators, by functions of this repository that follow its conventions."""
+
+    def sparse(q, cache, rows, lens, sinks, meta, splits, extra, extra_rows, *rest):
+        _, dim, scale, *_ = rest
+        assert q.shape[2] in (64, 128) and rows.shape[2] % 64 == 0
+        out, lse = flash_mla_with_kvcache(
+            q, cache, None, None, dim, softmax_scale=scale, is_fp8_kvcache=True, indices=rows,
+            attn_sink=sinks, extra_k_cache=extra, extra_indices_in_kvcache=extra_rows,
+        )  # fmt: skip
+        return out, lse, "schedule", "splits"
+
+    def dense(q, cache, dim, seq_lens, table, scale, causal, meta, splits, out):
+        assert causal and q.shape[1] == 1 and cache.shape[2] == 1
+        cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32)
+        options = {"max_seqlen_q": 1, "softmax_scale": scale, "head_dim_v": dim}
+        out = mla_attention(q[:, 0], cache[:, :, 0], table, seq_lens, cu_seqlens_q, **options)
+        return out[:, None], None, "schedule", "splits"
+
+    return SimpleNamespace(sparse_decode_fwd=sparse, dense_decode_fwd=dense)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("name", ["tiny-wide/csa", "tiny-wide/hca"])
+def test_flashmla_is_given_what_it_takes(name, phase):
+    problem = tiny(name, phase, context=12 if phase == "prefill" else 40, copies=2)
+    calls = flashmla.sparse_calls(fake_flashmla(), problem)
+    expected = expect(problem)
+    assert len(calls) == 2
+    assert expected.wrong(*calls[0]()) is None
+    assert "error" in expected.wrong(*calls[1]())  # each copy is another problem
+
+
+def test_flashmla_takes_dense_decodes_of_its_pages_only(monkeypatch):
+    problem = tiny("tiny/mla")
+    with pytest.raises(Unsupported, match="pages of 4 rows"):
+        flashmla.dense_calls(fake_flashmla(), problem)
+    monkeypatch.setattr(flashmla, "DENSE_ROWS", 4)
+    [call] = flashmla.dense_calls(fake_flashmla(), problem)
+    assert expect(problem).wrong(*call()) is None
+    with pytest.raises(Unsupported, match="prefill"):
+        flashmla.dense_calls(fake_flashmla(), tiny("tiny/mla", "prefill"))
+    with pytest.raises(Unsupported, match="plain rows"):
+        flashmla.sparse_calls(fake_flashmla(), tiny("tiny/csa"))
+
+
+# 128 raw rows and 512 selected rows of 584 bytes; q and out; indices. Products over 640 keys. A
+# chunk at the start: query p sees p + 1 rows.
+WORK = [
+    ("v4-flash/csa", "decode", 16, 32768, 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512),
+     16 * 640 * 4 * 64 * 512),
+    ("v4-flash/index", "decode", 1, 32768, 8192 * 132 + 64 * (256 + 4) + 4 * 512,
+     2 * 8192 * 64 * 128),
+    ("v3/mla", "decode", 1, 4096, 4096 * 1152 + 128 * (576 + 512) * 2, 4096 * 2 * 128 * (576 + 512)),
+    ("v3/mla", "prefill", 1, 4096, 4096 * (1152 + 128 * (576 + 512) * 2),
+     2 * 128 * (576 + 512) * 4096 * 4097 // 2),
+    ("gemma-4-31b/local", "decode", 2, 4096, 2 * (1024 * 16 * 2 * 256 * 2 + 2 * 32 * 256 * 2),
+     2 * 1024 * 4 * 32 * 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "phase", "batch", "context", "num_bytes", "flops"), WORK)
+def test_bytes_and_operations_of_a_case(name, phase, batch, context, num_bytes, flops):
+    case = Case((SHAPES | LATENT_SHAPES)[name], phase, batch, context)
+    assert (case.num_bytes, case.flops) == (num_bytes, flops)
