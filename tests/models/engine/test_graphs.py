@@ -4,7 +4,6 @@ import gc
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +26,7 @@ from tests.support.models.captured import (
     captured_engine,
     forbidden,
 )
+from tests.support.models.drafters import Oracle
 from tests.support.models.few import few
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
@@ -115,23 +115,6 @@ def test_replays_a_step_ahead(model):
     assert captures.num_replays > 8
 
 
-class Knowing:
-    """Drafts what will come, what will not, and nothing, in turns."""
-
-    max_draft_tokens = 2
-
-    def __init__(self, outputs):
-        self.outputs, self.calls = outputs, 0
-
-    def propose(self, requests):
-        self.calls += 1
-        count, wrong = (self.calls % 3 > 0) * self.max_draft_tokens, self.calls % 3 == 2
-        return [
-            abs(np.array(self.outputs[r.request_id].token_ids) - wrong)[r.num_output :][:count]
-            for r in requests
-        ]  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-tiny"])
 def test_drafts_through_graphs(name, monkeypatch):
@@ -140,7 +123,8 @@ def test_drafts_through_graphs(name, monkeypatch):
     settings = {"max_num_batched_tokens": 64, "num_pages": 900, "max_num_seqs": 7}
     eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
     config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
-    engine = captured_engine(model, config, captures, drafter=Knowing(eager))
+    drafter = Oracle({i: output.token_ids for i, output in eager.items()}, 2)
+    engine = captured_engine(model, config, captures, drafter=drafter)
     rows = {shape.rows for shape in engine.runner.graphs.shapes}
     assert rows == {1, 3} and len(captures.graphs) == 2 * 4
     build_batch, built = batch.BatchBuilder.build, []

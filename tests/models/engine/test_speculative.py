@@ -19,6 +19,7 @@ from quire.models.engine.sampler import (
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build
 from tests.models.engine.test_engine_many import alone, workload
+from tests.support.models.drafters import Oracle
 from tests.support.models.toy import VOCAB, ToyModel, finish
 
 
@@ -74,27 +75,6 @@ def test_rejection_sampling_gives_the_targets_distribution(kind):
     assert abs((ids == drafts).double().mean().item() - rate) < 4 * (0.25 / n) ** 0.5
 
 
-class Oracle:
-    """A drafter that knows the outputs, and is wrong at every third place."""
-
-    max_draft_tokens = 3
-
-    def __init__(self, outputs):
-        self.outputs, self.calls = outputs, 0
-
-    def propose(self, requests):
-        drafts = []
-        for request in requests:
-            self.calls += 1
-            known = self.outputs.get(request.request_id, ())[request.num_output :]
-            ids = [
-                (t + ((self.calls * 7 + i) % 3 == 0)) % 259
-                for i, t in enumerate(known[: self.max_draft_tokens])
-            ]
-            drafts.append(np.array(ids, dtype=np.int32))
-        return drafts
-
-
 class DeviceOracle(DeviceDrafter):
     """A drafter of the model: drafts stay on the device, equally many for each request."""
 
@@ -110,7 +90,7 @@ class DeviceOracle(DeviceDrafter):
     def propose(self, requests):
         rows = torch.full((len(requests), self.max_draft_tokens), 3)
         for row, drafts in zip(rows, self.oracle.propose(requests), strict=True):
-            row[: len(drafts)] = torch.from_numpy(drafts % VOCAB)
+            row[: len(drafts)] = torch.from_numpy(drafts)
         return rows
 
     def sample(self, requests):
@@ -134,7 +114,7 @@ def test_drafts_that_only_the_device_knows(method):
     if method == "standard":  # other draws than those of `alone`
         work = [(tokens, replace(params, temperature=0.0)) for tokens, params in work]
     expected = {str(i): alone(ToyModel(), *one) for i, one in enumerate(work)}
-    drafter = DeviceOracle(Oracle(expected))
+    drafter = DeviceOracle(Oracle(expected, 3))
     engine, outputs = Engine(Model(), config, drafter=drafter), {}
     for i, (tokens, params) in enumerate(work):
         engine.add_request(tokens, params, request_id=str(i))

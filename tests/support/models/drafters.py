@@ -1,6 +1,27 @@
 """Drafters that are right now and then: random ones hardly ever are."""
 
+import numpy as np
 import torch
+
+
+class Oracle:
+    """Drafts what will come, what will not, and nothing, in turns.
+
+    Args:
+        outputs: {request id: its tokens}, the truth.
+    """
+
+    def __init__(self, outputs, max_draft_tokens):
+        self.outputs, self.max_draft_tokens, self.turn = outputs, max_draft_tokens, 0
+
+    def propose(self, requests):
+        drafts = []
+        for request in requests:
+            self.turn += 1
+            known = np.array(self.outputs.get(request.request_id, ()), dtype=np.int32)
+            ids = known[request.num_output :][: self.max_draft_tokens * (self.turn % 3 > 0)]
+            drafts.append(abs(ids - (self.turn % 3 == 2)))
+        return drafts
 
 
 class Watched:
