@@ -10,18 +10,17 @@ prefill are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from quire.models.config.model import ModelConfig
 from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
-from quire.models.engine.memory import weight_bytes
 from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import token_bytes
 from quire.models.loading.weights import build_model
@@ -47,17 +46,6 @@ class Rates:
     matmul_size: int
 
 
-def measure_rates(model: Decoder) -> Rates:
-    """Copy and matmul rates where ``model`` is, in its dtype.
-
-    The copied buffer has the size of the weights (at most 1 GiB): a small model stays in a CPU's
-    caches.
-    """
-    return device_rates(
-        model.device, model.dtype, copy_bytes=min(weight_bytes(model), MAX_COPY_BYTES)
-    )
-
-
 def device_rates(
     device: torch.device, dtype: torch.dtype, *, copy_bytes: int | None = None
 ) -> Rates:
@@ -65,10 +53,10 @@ def device_rates(
 
     Args:
         dtype: dtype of the product.
-        copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
+        copy_bytes: size of the copied buffer, at most 1 GiB; default: 1 GiB, on a CPU 64 MiB.
     """
     on_gpu = device.type == "cuda"
-    size = copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26)
+    size = min(copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26), MAX_COPY_BYTES)
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_seconds = _best(lambda: target.copy_(source), on_gpu)
@@ -98,6 +86,48 @@ def _best(call: Callable[[], object], on_gpu: bool) -> float:
     return min(seconds[1:])
 
 
+class Rows(NamedTuple):
+    """Rows of the cache that the queries of a layer see.
+
+    Attributes:
+        limit: most of them: a sliding window, or a top-k; None = all.
+        ratio: tokens of a row.
+        num_bytes: bytes of a row.
+        channels: products of a (query, row) pair, of all heads.
+    """
+
+    limit: int | None
+    ratio: int
+    num_bytes: int
+    channels: int
+
+
+def cached_rows(
+    config: Any, dtype: torch.dtype = torch.bfloat16, kv_cache_dtype: str = "auto"
+) -> Iterator[Rows]:
+    """The rows of each layer of a model; layers without K/V of their own have no ``channels``."""
+    fp8 = kv_cache_dtype == "fp8"
+    if isinstance(config, ModelConfig):
+        stored = dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
+        for layer in range(config.num_layers):
+            shape = config.attention(layer)
+            num_bytes = token_bytes(config, layer, stored, row_scales=fp8)
+            channels = 2 * shape.num_heads * shape.head_dim if layer < config.num_kv_owners else 0
+            yield Rows(shape.sliding_window, 1, num_bytes, channels)
+        return
+    latent = LATENT_BYTES if fp8 else config.head_dim * dtype.itemsize
+    index = config.index_head_dim
+    channels = 2 * config.num_heads * config.head_dim
+    for kind in config.layer_types:
+        yield Rows(config.sliding_window, 1, latent, channels)
+        if kind == CSA:  # the indexer scores all entries
+            key = index + SCALE_BYTES if fp8 else index * dtype.itemsize
+            yield Rows(None, config.csa_ratio, key, config.index_num_heads * index)
+            yield Rows(config.index_topk, config.csa_ratio, latent, channels)
+        elif kind != SLIDING:
+            yield Rows(None, config.hca_ratio, latent, channels)
+
+
 def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
     """Bytes of weights and visible cache rows that one decode step must read.
 
@@ -105,8 +135,11 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "au
         seq_lens: [num_seqs] KV tokens of each sequence.
         kv_cache_dtype: dtype of the pages (`quire.models.engine.config.EngineConfig`).
     """
-    count = _v4_cache_bytes if isinstance(model.config, DeepseekV4Config) else _cache_bytes
-    return round(_weight_bytes(model, len(seq_lens)) + count(model, seq_lens, kv_cache_dtype))
+    total = _weight_bytes(model, len(seq_lens))
+    for rows in cached_rows(model.config, model.dtype, kv_cache_dtype):
+        seen = visible_pairs(np.ones_like(seq_lens), seq_lens, rows.limit, rows.ratio)
+        total += seen * rows.num_bytes
+    return round(total)
 
 
 def _weight_bytes(model: Decoder, num_tokens: int) -> float:
@@ -134,34 +167,6 @@ def _expert_share(config: Any) -> float:
     return 1.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
 
 
-def _cache_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str) -> int:
-    stored = model.dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
-    total = 0
-    for layer in range(model.config.num_layers):
-        window = model.config.attention(layer).sliding_window
-        visible = int(np.minimum(seq_lens, window or seq_lens).sum())
-        row_scales = kv_cache_dtype == "fp8"
-        total += visible * token_bytes(model.config, layer, stored, row_scales=row_scales)
-    return total
-
-
-def _v4_cache_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str) -> int:
-    config, fp8, itemsize = model.config, kv_cache_dtype == "fp8", model.dtype.itemsize
-    latent_bytes = LATENT_BYTES if fp8 else config.head_dim * itemsize
-    index_bytes = config.index_head_dim + SCALE_BYTES if fp8 else config.index_head_dim * itemsize
-    total = 0
-    for kind in config.layer_types:
-        rows = np.minimum(seq_lens, config.sliding_window)
-        if kind != SLIDING:
-            entries = seq_lens // (config.csa_ratio if kind == CSA else config.hca_ratio)
-            if kind == CSA:  # the indexer scores all of them
-                total += int(entries.sum()) * index_bytes
-                entries = np.minimum(entries, config.index_topk)
-            rows = rows + entries
-        total += int(rows.sum()) * latent_bytes
-    return total
-
-
 def prefill_flops(config: Any, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
     """Operations of one step: matrices for all new tokens, and attention over visible pairs.
 
@@ -170,24 +175,10 @@ def prefill_flops(config: Any, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
         q_lens: [num_seqs] new tokens.
         seq_lens: [num_seqs] KV tokens including them.
     """
-    total = 2 * _weights_of_a_token(config) * int(q_lens.sum())
-    if isinstance(config, ModelConfig):
-        for layer in range(config.num_kv_owners):
-            shape = config.attention(layer)
-            pairs = visible_pairs(q_lens, seq_lens, shape.sliding_window)
-            total += 4 * pairs * shape.num_heads * shape.head_dim
-        return round(total)
-    for kind in config.layer_types:
-        pairs = visible_pairs(q_lens, seq_lens, config.sliding_window)
-        if kind != SLIDING:
-            ratio = config.csa_ratio if kind == CSA else config.hca_ratio
-            limit = config.index_topk if kind == CSA else None
-            pairs += visible_pairs(q_lens, seq_lens, limit, ratio)
-        if kind == CSA:
-            scored = visible_pairs(q_lens, seq_lens, None, config.csa_ratio)
-            total += 2 * scored * config.index_num_heads * config.index_head_dim
-        total += 4 * pairs * config.num_heads * config.head_dim
-    return round(total)
+    total = _weights_of_a_token(config) * int(q_lens.sum())
+    for rows in cached_rows(config):
+        total += visible_pairs(q_lens, seq_lens, rows.limit, rows.ratio) * rows.channels
+    return 2 * round(total)
 
 
 @cache

@@ -1,35 +1,25 @@
-"""Times of calls on a device: replays of a CUDA graph on a GPU, a host clock on a CPU; medians, and
-the spread beside them.
-"""
+"""Times of calls on a device: replays of a CUDA graph on a GPU, a host clock on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-# A graph holds this many calls, so that the events around it weigh little; fewer where they take
-# longer than GRAPH_SECONDS.
-MIN_CALLS = 8
-GRAPH_SECONDS = 5e-3
-MIN_REPLAYS, MAX_REPLAYS = 5, 200
+QUANTILES = (0.5, 0.2, 0.8)
+GPU_REPLAYS = 10  # of a graph, by Triton
+MIN_ROUNDS, MAX_ROUNDS = 5, 200  # on a CPU
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one call: median, 20th and 80th percentile, over ``replays`` replays of ``calls``
-    calls.
-    """
+class Timing(NamedTuple):
+    """Seconds of one call: median, 20th and 80th percentile."""
 
     p50: float
     p20: float
     p80: float
-    replays: int
-    calls: int
 
 
 def time_calls(
@@ -41,59 +31,42 @@ def time_calls(
     On a GPU they are captured in one CUDA graph, so no launch work of the host is in the result.
 
     Args:
-        seconds: to spend on replays, about.
+        seconds: to spend, about.
 
     Raises:
         What a call raises, and RuntimeError from the capture of a call that synchronises.
     """
-    if device.type != "cuda":
-        return _time_on_host(calls, seconds)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+
+    def every() -> None:
         for call in calls:
             call()
-        torch.cuda.synchronize(device)
+
+    if device.type == "cuda":
+        from triton.testing import do_bench_cudagraph
+
+        with torch.cuda.device(device):
+            ms = do_bench_cudagraph(every, rep=1e3 * seconds / GPU_REPLAYS, quantiles=QUANTILES)
+        return Timing(*(each / 1e3 / len(calls) for each in ms))
+    every()
+    rounds: list[float] = []
+    while len(rounds) < MIN_ROUNDS or (sum(rounds) < seconds and len(rounds) < MAX_ROUNDS):
         start = perf_counter()
-        for call in calls:
-            call()
-        torch.cuda.synchronize(device)
-        once = perf_counter() - start
-    rounds = max(1, min(-(-MIN_CALLS // len(calls)), int(GRAPH_SECONDS / once)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call()
-    graph.replay()
-    torch.cuda.synchronize(device)
-    start = perf_counter()
-    graph.replay()
-    torch.cuda.synchronize(device)
-    once = perf_counter() - start
-    replays = int(min(MAX_REPLAYS, max(MIN_REPLAYS, seconds / once)))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize(device)
-    each = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-    return _timing(each, rounds * len(calls))
+        every()
+        rounds.append(perf_counter() - start)
+    return Timing(*(float(each) for each in np.quantile(rounds, QUANTILES) / len(calls)))
 
 
-def _time_on_host(calls: Sequence[Callable[[], object]], seconds: float) -> Timing:
-    for call in calls:
-        call()
-    each: list[float] = []
-    while len(each) < MIN_REPLAYS or (sum(each) < seconds and len(each) < MAX_REPLAYS):
-        start = perf_counter()
-        for call in calls:
-            call()
-        each.append(perf_counter() - start)
-    return _timing(each, len(calls))
+def time_checked(
+    calls: Sequence[Callable[[], Any]], expected: Any, device: torch.device, seconds: float
+) -> Timing | str:
+    """`time_calls`, or what is wrong with the first result, before or after it is timed.
 
+    After many runs a race shows, or scratch that an earlier call left in another state.
 
-def _timing(seconds: Sequence[float], calls: int) -> Timing:
-    p20, p50, p80 = np.percentile(np.array(seconds) / calls, [20, 50, 80])
-    return Timing(float(p50), float(p20), float(p80), len(seconds), calls)
+    Args:
+        expected: an object with ``wrong(*result of a call)``, a message or None.
+    """
+    if (wrong := expected.wrong(*calls[0]())) is not None:
+        return wrong
+    timing = time_calls(calls, device, seconds=seconds)
+    return timing if (wrong := expected.wrong(*calls[0]())) is None else wrong

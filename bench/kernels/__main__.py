@@ -13,9 +13,9 @@ of all tensors, so that nothing is read from a warm L2 cache. What depends on le
 prepared before (FlashInfer's plan(), block masks), and peers that cannot read pages get contiguous
 keys; the notes say which. No peer here reads the e4m3 pages of cases with /fp8 in their name.
 
-Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
-as a share of the copy and the matmul rate measured in this run; time over the best peer's. --json
-is written after each case.
+Columns: ms (median and percentiles); GB/s of the bytes that must move and TFLOP/s of the visible
+pairs; each in % of the copy and the matmul rate measured in this run; time over the best peer's.
+--json is written after each case.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..cases.problem import Problem, make_problem
 from ..cases.shapes import Case
 from ..common.floors import device_rates
 from ..common.results import aligned, describe_machine, one_line, write_json
-from ..common.timing import time_calls
+from ..common.timing import time_checked
 from ..common.workers import Workers
 from ..peers.find import find_peers
 from ..peers.peer import Peer, Unsupported
@@ -205,16 +205,11 @@ def run_case(
 def _measure(
     peer: Peer, problem: Problem, expected: Any, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    calls = peer.calls(problem)
-    wrong = expected.wrong(*calls[0]())
-    if wrong is None:
-        timing = time_calls(calls, device, seconds=seconds)
-        # After many runs a race shows, or scratch that an earlier call left in another state.
-        wrong = expected.wrong(*calls[0]())
-    if wrong is not None:
-        return {"wrong": wrong}
+    timing = time_checked(peer.calls(problem), expected, device, seconds)
+    if isinstance(timing, str):
+        return {"wrong": timing}
     times = {"ms": 1e3 * timing.p50, "ms_p20": 1e3 * timing.p20, "ms_p80": 1e3 * timing.p80}
-    return {**times, "replays": timing.replays, "copies": problem.copies}
+    return {**times, "copies": problem.copies}
 
 
 def _require_device(device: torch.device, cause: Exception) -> None:
@@ -244,7 +239,7 @@ def header(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Times as aligned text; below them what was wrong, skipped or not run."""
-    titles = "case,impl,ms p50,p20,p80,GB/s,of copy,TFLOP/s,of matmul,/ best peer"
+    titles = "case,impl,ms p50,ms p20,ms p80,GB/s,% of copy,TFLOP/s,% of matmul,time of best peer's"
     rows, remarks = [tuple(titles.split(","))], []
     for row in result["rows"]:
         if "ms" not in row:
@@ -254,8 +249,8 @@ def table(result: dict[str, Any]) -> str:
         ratio = row["over_best_peer"]
         cells = [row["case"], row["impl"]]
         cells += [f"{row[key]:.4g}" for key in ("ms", "ms_p20", "ms_p80")]
-        cells += [f"{row['gb_per_s']:.0f}", f"{row['copy_share']:.0%}"]
-        cells += [f"{row['tflop_per_s']:.3g}", f"{row['matmul_share']:.0%}"]
+        cells += [f"{row['gb_per_s']:.0f}", f"{100 * row['copy_share']:.0f}"]
+        cells += [f"{row['tflop_per_s']:.3g}", f"{100 * row['matmul_share']:.0f}"]
         rows.append((*cells, "-" if ratio is None else f"{ratio:.2f}"))
     if result["not_run"]:
         remarks.append(f"out of time or memory: {len(result['not_run'])} cases not run")

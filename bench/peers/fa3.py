@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ..cases.problem import Problem
-from .folder import expect_nvidia, load_operators
+from .folder import load_operators
 from .peer import Call, Peer, Unsupported
 
 # Arguments of the operator that are neither tensors nor None, by the names of its schema.
@@ -23,21 +23,14 @@ DEFAULTS = {
 
 
 def fa3_peer(folder: Path | None) -> Peer:
-    """FlashAttention-3.
-
-    Raises:
-        FileNotFoundError, OSError: from `load_operators`.
-        NotImplementedError: under ROCm.
-    """
-    expect_nvidia("FlashAttention-3")
+    """FlashAttention-3; raises as `load_operators`."""
     forward = load_operators(folder, "_vllm_fa3_C").fwd
 
     def prepare(problem: Problem) -> list[Call]:
         case, shape, shared = problem.case, problem.case.shape, problem.shared
         if shape.head_dim > 256:
             raise Unsupported("head_dim above 256")
-        window = shape.sliding_window
-        sinks = shared["sinks"]
+        window, sinks = shape.sliding_window, shared["sinks"]
         values = DEFAULTS | {
             "out": torch.full_like(problem.results["out"], float("nan")),
             "cu_seqlens_q": shared["cu_seqlens_q"],

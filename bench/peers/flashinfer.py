@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cases.problem import Problem
 from ..cases.shapes import LatentShape
-from .folder import expect_nvidia, import_package
+from .folder import import_package
 from .peer import Call, Peer, Unsupported
 
 BACKEND = "fa2"
@@ -22,8 +22,7 @@ MLA_BACKEND = "fa3"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
-    """FlashInfer's attention; raises ImportError, or NotImplementedError under ROCm."""
-    expect_nvidia("FlashInfer")
+    """FlashInfer's attention; raises ImportError."""
     flashinfer = import_package(folder, "flashinfer")
 
     def prepare(problem: Problem) -> list[Call]:
@@ -38,8 +37,7 @@ def flashinfer_peer(folder: Path | None) -> Peer:
 
 
 def flashinfer_mla_peer(folder: Path | None) -> Peer:
-    """FlashInfer's MLA; raises ImportError, or NotImplementedError under ROCm."""
-    expect_nvidia("FlashInfer")
+    """FlashInfer's MLA; raises ImportError."""
     flashinfer = import_package(folder, "flashinfer")
 
     def prepare(problem: Problem) -> list[Call]:

@@ -21,7 +21,7 @@ from quire.kernels import LatentPages
 
 from ..cases.problem import Problem, positions, slots
 from ..cases.shapes import LatentShape
-from .folder import expect_nvidia, load_operators
+from .folder import load_operators
 from .peer import Call, Peer, Unsupported
 
 DENSE_ROWS = 64
@@ -31,13 +31,7 @@ MAX_LIST_BYTES = 8 * 2**30
 
 
 def flashmla_peer(folder: Path | None) -> Peer:
-    """FlashMLA.
-
-    Raises:
-        FileNotFoundError, OSError: from `load_operators`.
-        NotImplementedError: under ROCm.
-    """
-    expect_nvidia("FlashMLA")
+    """FlashMLA; raises as `load_operators`."""
     ops = load_operators(folder, "_flashmla_C")
 
     def prepare(problem: Problem) -> list[Call]:

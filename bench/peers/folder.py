@@ -11,14 +11,6 @@ from typing import Any
 import torch
 
 
-def expect_nvidia(name: str) -> None:
-    """Raise NotImplementedError naming a peer if torch is for AMD GPUs."""
-    if torch.version.hip is not None:
-        raise NotImplementedError(
-            f"{name}: expected NVIDIA GPUs, got a torch for ROCm {torch.version.hip}"
-        )
-
-
 def import_package(folder: Path | None, name: str) -> Any:
     """Import a module, installed or of the folder; raises ImportError."""
     if folder is not None and str(folder) not in sys.path:

@@ -39,8 +39,3 @@ def quire_calls(problem: Problem, *, in_step: bool = False, impl: str | None = N
             raise Unsupported("no attention")
         each = [a | b for a, b in zip(each, problem.in_step, strict=True)]
     return [call(shared | arguments) for arguments in each]
-
-
-def in_step_calls(problem: Problem) -> list[Call]:
-    """`quire_calls` with the step's own rows."""
-    return quire_calls(problem, in_step=True)

@@ -72,7 +72,7 @@ from quire.models.engine.speculative import Drafter
 from quire.models.llm import DRAFTERS
 from quire.models.tokenizer import NUM_SPECIAL
 
-from ..common.floors import measure_rates
+from ..common.floors import device_rates
 from ..common.results import describe_machine, require_matplotlib, write_json
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
@@ -161,7 +161,8 @@ def measure(args: argparse.Namespace, built: BenchModel, workload: Workload) -> 
     # Over pages of e4m3 outputs may differ, and only those that are checked anyway are checked.
     among = cached.outputs if dtype == "auto" else sampled
     with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
-        rates = measure_rates(model)
+        # A copy of the size of the weights: a small model stays in a CPU's caches.
+        rates = device_rates(model.device, model.dtype, copy_bytes=weight_bytes(model))
 
     def numbers(run: WorkloadRun) -> dict[str, Any]:
         return metrics(run, model, rates, kv_cache_dtype=dtype)

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-# Streaming multiprocessors of A100, RTX 3090, RTX 4090, H100, B200 and RTX 5090; CUs of MI300X and
-# MI355X.
-NUM_SMS = {
-    "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170,
-    "gfx942": 304, "gfx950": 256,
-}  # fmt: skip
-ARCHS = tuple(NUM_SMS)
-# Shared memory, threads and programs of an SM (CUDA programming guide, compute capabilities).
-SM_SHARED = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10, "sm_120": 100 << 10}  # fmt: skip
-SM_THREADS = {"sm_80": 2048, "sm_86": 1536, "sm_89": 1536, "sm_90": 2048, "sm_100": 2048, "sm_120": 1536}  # fmt: skip
-SM_PROGRAMS = {"sm_80": 32, "sm_86": 16, "sm_89": 24, "sm_90": 32, "sm_100": 32, "sm_120": 24}
+from typing import NamedTuple
+
+
+class SM(NamedTuple):
+    """Limits of a GPU's SMs (CUDA programming guide, compute capabilities).
+
+    Attributes:
+        count: SMs of the GPU.
+        shared: bytes of shared memory.
+        threads, programs: most that are resident at once.
+    """
+
+    count: int
+    shared: int
+    threads: int
+    programs: int
+
+
+SMS = {
+    "sm_80": SM(108, 164 << 10, 2048, 32),  # A100
+    "sm_86": SM(84, 100 << 10, 1536, 16),  # RTX 3090
+    "sm_89": SM(142, 100 << 10, 1536, 24),  # RTX 4090
+    "sm_90": SM(132, 228 << 10, 2048, 32),  # H100
+    "sm_100": SM(148, 228 << 10, 2048, 32),  # B200
+    "sm_120": SM(170, 100 << 10, 1536, 24),  # RTX 5090
+}
 SM_REGISTERS = 65536
 # Columns of tensor memory (sm_100), which holds the accumulators of tcgen05.
 SM_TENSOR_COLUMNS = 512
 # Shared memory that the system keeps for each resident program.
 RESERVED_SHARED = 1024
 
-# LDS of a CU; registers of a lane on each of its 4 SIMDs, handed out by 8 to at most 8 wavefronts.
-# Source: LLVM's user guide of the AMDGPU backend, and its GCNSubtarget.
+# CUs of MI300X and MI355X, and LDS of a CU; registers of a lane on each of its 4 SIMDs, handed out by
+# 8 to at most 8 wavefronts. Source: LLVM's user guide of the AMDGPU backend, and its GCNSubtarget.
+CU_COUNT = {"gfx942": 304, "gfx950": 256}
 CU_SHARED = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 CU_REGISTERS, CU_WAVES, CU_SIMDS = 512, 8, 4
+
+NUM_SMS = {name: sm.count for name, sm in SMS.items()} | CU_COUNT
+ARCHS = tuple(NUM_SMS)
 
 
 def resident_programs(
@@ -34,11 +53,12 @@ def resident_programs(
         registers: of a thread.
         tensor_columns: of a program.
     """
+    sm = SMS[arch]
     bounds = [
         SM_REGISTERS // (_rounded(registers) * threads),
-        SM_SHARED[arch] // (shared_bytes + RESERVED_SHARED),
-        SM_THREADS[arch] // threads,
-        SM_PROGRAMS[arch],
+        sm.shared // (shared_bytes + RESERVED_SHARED),
+        sm.threads // threads,
+        sm.programs,
     ]
     if tensor_columns:
         bounds.append(SM_TENSOR_COLUMNS // tensor_columns)

@@ -40,7 +40,7 @@ from ..cases.expected import expect
 from ..cases.problem import make_problem
 from ..cases.shapes import Case, all_cases, tiny_cases
 from ..common.results import aligned, describe_machine, one_line, write_json
-from ..common.timing import time_calls
+from ..common.timing import time_checked
 from ..peers.quire_calls import quire_calls
 from ..static.compiling import problems, usage
 from ..static.launches import record
@@ -117,9 +117,10 @@ def time_case(
             continue
         with entry.using(row["config"]):
             try:
-                row["wrong"] = expected.wrong(*calls[0]())
-                if row["wrong"] is None:
-                    timing = time_calls(calls, device, seconds=args.per_call)
+                timing = time_checked(calls, expected, device, args.per_call)
+                if isinstance(timing, str):
+                    row["wrong"] = timing
+                else:
                     row["ms"][case.name] = 1e3 * timing.p50
             except OSError:  # a full disk says nothing of the value
                 raise
@@ -137,7 +138,7 @@ def best(rows: list[Row]) -> Row:
 def table(entry: TileEntry, rows: list[Row], taken: Row) -> str:
     """Values that were timed, fastest first."""
     cases = list(rows[0]["ms"])
-    lines = [(entry.name, *cases, "of the table's", "")]
+    lines = [(entry.name, *(f"{case}, ms" for case in cases), "time of table's", "")]
     for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
         if row["refused"]:
             continue

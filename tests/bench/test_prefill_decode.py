@@ -37,7 +37,7 @@ rates_of = functools.cache(floors.device_rates)
 @pytest.fixture(autouse=True)
 def rates_are_measured_once(monkeypatch):
     """For each size of a model: the machine stays the same."""
-    monkeypatch.setattr(floors, "device_rates", rates_of)
+    monkeypatch.setattr(prefill_decode, "device_rates", rates_of)
 
 
 @pytest.fixture(scope="module")

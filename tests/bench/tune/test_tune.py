@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire.bench.cases.shapes import TINY_SHAPES, Case, all_cases, tiny_cases
+from quire.bench.common import timing
 from quire.bench.common.timing import Timing
 from quire.bench.tune import __main__ as tune
 from quire.bench.tune import entries
@@ -24,7 +25,7 @@ ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 DECODE = TileEntry(entries.DECODE, "", 32)
 PREFILL = TileEntry(entries.PREFILL, "hopper", 32)
 ARGS = argparse.Namespace(dry_run=True, per_call=0.001, jobs=1)
-SAME = Timing(1.0, 1.0, 1.0, 1, 1)
+SAME = Timing(1.0, 1.0, 1.0)
 
 
 def case(phase, context=40):
@@ -100,7 +101,7 @@ def test_a_value_is_what_is_launched_and_compiled():
 
 
 def test_a_value_that_cannot_be_launched_is_not_timed(monkeypatch):
-    monkeypatch.setattr(tune, "time_calls", lambda *a, **k: SAME)
+    monkeypatch.setattr(timing, "time_calls", lambda *a, **k: SAME)
     broken = Config(64, 48, 4, 3)  # no power of two
     rows = measured(PREFILL, [PREFILL.current, broken], [case("prefill")])
     assert rows[0]["wrong"] is None and rows[0]["ratio"] == 1
@@ -124,7 +125,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 
 
 def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
-    monkeypatch.setattr(tune, "time_calls", lambda *a, **k: SAME)
+    monkeypatch.setattr(timing, "time_calls", lambda *a, **k: SAME)
     cases = [case("decode"), case("decode", 30)]
     for deadline, count in ((perf_counter(), 1), (perf_counter() + 1000, 2)):
         (row,) = measured(DECODE, [DECODE.current], cases, deadline)
