@@ -85,7 +85,7 @@ class GroupClass:
     The table of a window group is a *ring*: block b has column ``b % width``. A window of 33 tokens
     in blocks of 16 (alignment 32) after 100 tokens:
 
-        tokens    32   48   64   80   96   112          width = live + per_segment + lag
+        tokens    32   48   64   80   96   112     width = blocks_in_reach + per_segment + lag
         block     | 2  | 3  | 4  | 5  | 6..|                  = 2 + 2 + 0 = 4
         window                  [68 ....100)            a query at 100 sees blocks 4, 5 and 6
         tail of 96          [ 4    5 ]                  what a resume point at 96 holds
@@ -95,7 +95,7 @@ class GroupClass:
         tables: [k] groups of this spec.
         per_segment, tail: blocks in a segment, and in a resume point.
         reach: rows before a position that a query there, or after a rollback, can see.
-        live: blocks behind the open one that a request may still read, drafts included.
+        blocks_in_reach: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
         holds_all: a step gives pages to all of its rows, not only to those that outlive it.
         width: columns of a table; for a state, the live page and the newest snapshot.
@@ -125,12 +125,12 @@ class GroupClass:
             spec.tail_blocks if spec.kind == "state" else -(-(window - 1) // spec.block_size)
         )
         self.reach = window - 1 + drafts
-        self.live = -(-self.reach // spec.block_size)
+        self.blocks_in_reach = -(-self.reach // spec.block_size)
         self.lag = -(-lookahead // spec.block_size)
         if spec.kind == "dense":
             self.width = -(-max_len // spec.block_size)
         elif spec.kind == "window":
-            self.width = self.live + self.per_segment + self.lag
+            self.width = self.blocks_in_reach + self.per_segment + self.lag
         else:
             self.width = 2
         self.offset = self.tail_offset = self.segment_offset = 0
@@ -233,9 +233,12 @@ class Layout:
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
         for c in self.classes:
             tail, longer = c.tails(pages), c.tails(after)
-            passed, ahead = (depth - first) * c.per_segment, (last - depth) * c.per_segment
-            cut = max(0, c.tail - passed)  # columns from here on are past the boundary before
-            tail[:, cut:] = longer[:, cut - ahead : c.tail - ahead]
+            since_first, until_last = (
+                (depth - first) * c.per_segment,
+                (last - depth) * c.per_segment,
+            )
+            cut = max(0, c.tail - since_first)  # columns from here on are past the boundary before
+            tail[:, cut:] = longer[:, cut - until_last : c.tail - until_last]
             if before is not None:
                 tail[:, :cut] = c.tails(before)[:, c.tail - cut :]
         return pages

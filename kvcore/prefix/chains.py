@@ -188,10 +188,10 @@ class Chains:
 
     # When a step's rows count as computed.
 
-    def completed(self, step: StepChanges, end: Int64) -> Completed:
+    def completed(self, changes: StepChanges, end: Int64) -> Completed:
         """The segments and boundaries that a step to `end` [n] completes."""
-        requests = (end - self.cached[step.slots] >= self._a).nonzero()[0]
-        slots, to = step.slots[requests], end[requests]
+        requests = (end - self.cached[changes.slots] >= self._a).nonzero()[0]
+        slots, to = changes.slots[requests], end[requests]
         if self.layout.lookahead:  # tokens that a key needs past its end: the prompt has them
             to = np.maximum(to, self.sequences.prompt_len[slots]) - self.layout.lookahead
             to = np.minimum(to, end[requests])
@@ -210,8 +210,8 @@ class Chains:
                 known |= kept_at == self._tables.snapshot_at[slots[which]]
                 which, kept_at = which[known], kept_at[known]
             kept = requests[which], kept_at
-        if step.replaying:
-            kept = self.replays.finished(step, end, *kept)
+        if changes.replaying:
+            kept = self.replays.finished(changes, end, *kept)
         if not (requests.size or kept[0].size):
             return NOTHING_COMPLETED
         return Completed(slots, to, kept, [])

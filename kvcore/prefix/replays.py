@@ -58,11 +58,11 @@ class Replays:
         return written if (stop > start).any() else start
 
     def finished(
-        self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
+        self, changes: StepChanges, end: Int64, rows: Int64, kept: Int64
     ) -> tuple[Int64, Int64]:
         """Add the ends of replays that a step to `end` [n] finished to its sorted (rows, kept)."""
-        stop = self.stop[step.slots]
-        done = ((step.start < stop) & (stop <= end)).nonzero()[0]
+        stop = self.stop[changes.slots]
+        done = ((changes.start < stop) & (stop <= end)).nonzero()[0]
         rows, kept = np.concatenate([rows, done]), np.concatenate([kept, stop[done]])
         order = np.lexsort((kept, rows))
         return rows[order], kept[order]

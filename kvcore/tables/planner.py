@@ -55,7 +55,7 @@ class StepChanges:
     """A planned step: the blocks it starts, and the pages it takes.
 
     Attributes:
-        slots: [n] requests.
+        slots: [n] slots of the requests.
         start, end: [n] tokens of each request before and after the step.
         written: [n] position from which dense groups write; past `start` in a replay.
         replaying: True if some tokens are computed once more.
@@ -119,7 +119,7 @@ class StepPlanner:
         ]
         self._alignment: Int64 = np.array(self._layout.alignment)
         # Tokens that the key of a segment looks ahead, and none.
-        self._ahead = [np.array(k) for k in sorted({0, self._layout.lookahead})]
+        self._lookaheads = [np.array(k) for k in sorted({0, self._layout.lookahead})]
 
     # Plan.
 
@@ -145,28 +145,28 @@ class StepPlanner:
             blocks.append(new)
             num_new += table.cls.num_tables * len(new.blocks)
         replaying = written is not start and bool((written > start).any())
-        step = StepChanges(
+        changes = StepChanges(
             slots, start, end, written, replaying, longest, snapshot_requests, blocks, num_new,
             NO_ROWS, [], [], NO_COPIES, NO_PAGES,
         )  # fmt: skip
         if self._states:
-            self._plan_states(step)
-        return step
+            self._plan_states(changes)
+        return changes
 
-    def _plan_states(self, step: StepChanges) -> None:
-        slots, requests = step.slots, step.snapshot_requests
+    def _plan_states(self, changes: StepChanges) -> None:
+        slots, requests = changes.slots, changes.snapshot_requests
         shape = len(self._layout.groups), len(slots)
-        step.state_pages = np.zeros(shape, dtype=np.int32)
+        changes.state_pages = np.zeros(shape, dtype=np.int32)
         for group, pages in self._live_pages:
-            step.state_pages[group] = pages[slots]
-        step.starting = (step.state_pages[self._live_pages[0][0]] == NULL).nonzero()[0]
+            changes.state_pages[group] = pages[slots]
+        changes.starting = (changes.state_pages[self._live_pages[0][0]] == NULL).nonzero()[0]
         for state in self._states:
             shared = requests
             if requests.size:
                 pages = state.table[slots[requests], 0, SNAPSHOT]
                 shared = requests[self._pool.counts[pages] != UNSHARED]
-            step.needs_snapshot_page.append(shared)
-            step.num_new += (len(step.starting) + len(shared)) * state.cls.num_tables
+            changes.needs_snapshot_page.append(shared)
+            changes.num_new += (len(changes.starting) + len(shared)) * state.cls.num_tables
 
     def _new_blocks(
         self,
@@ -225,19 +225,19 @@ class StepPlanner:
 
     # Pages and slots.
 
-    def wanted(self, step: StepChanges) -> tuple[Int64, Int64]:
+    def wanted(self, changes: StepChanges) -> tuple[Int64, Int64]:
         """Blocks that need the pages of a step, in the order of `give`: (requests [num_new], block
         references [num_new]). A reference is ``number of the table << BLOCK_BITS | block``; tables
         of states come last, with `LIVE` or `SNAPSHOT` for a block."""
         requests, block_refs, first = [], [], 0
-        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+        for table, new in zip(self._tables.blocks, changes.blocks, strict=True):
             tables = first + np.arange(table.cls.num_tables)
             requests.append(np.tile(new.requests[new.which], len(tables)))
             block_refs.append((tables[:, None] << BLOCK_BITS | new.blocks).ravel())
             first += len(tables)
-        for state, needing in zip(self._states, step.needs_snapshot_page, strict=True):
+        for state, needing in zip(self._states, changes.needs_snapshot_page, strict=True):
             tables = first + np.arange(state.cls.num_tables)
-            for column, which in ((LIVE, step.starting), (SNAPSHOT, needing)):
+            for column, which in ((LIVE, changes.starting), (SNAPSHOT, needing)):
                 requests.append(which.repeat(len(tables)))
                 block_refs.append(np.tile(tables << BLOCK_BITS | column, len(which)))
             first += len(tables)
@@ -252,90 +252,92 @@ class StepPlanner:
             for block in range(-(-start // size), -(-end // size))
         ]
 
-    def give(self, step: StepChanges, pages: Int64) -> None:
+    def give(self, changes: StepChanges, pages: Int64) -> None:
         """Give `pages` [num_new] to the step."""
-        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+        for table, new in zip(self._tables.blocks, changes.blocks, strict=True):
             num = table.cls.num_tables * len(new.blocks)
             new.pages, pages = pages[:num].reshape(table.cls.num_tables, -1), pages[num:]
         if self._states:
-            self._fill_states(step, pages)
+            self._fill_states(changes, pages)
 
-    def mapping(self, step: StepChanges, cu: Int32, positions: Int64) -> Int64:
+    def mapping(self, changes: StepChanges, cu: Int32, positions: Int64) -> Int64:
         """The slot mapping [num_groups, total] of a step that has its pages."""
-        one_each = step.longest == 1
-        slots = step.slots if one_each else step.slots.repeat(step.end - step.start)
+        one_each = changes.longest == 1
+        slots = changes.slots if one_each else changes.slots.repeat(changes.end - changes.start)
         mapping: Int64 = self._tables.offset.take(slots, axis=1)
         mapping += positions
         for state in self._states:
             mapping[state.cls.tables] = -1
-        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+        for table, new in zip(self._tables.blocks, changes.blocks, strict=True):
             if not new.requests.size:
                 continue
             tables = table.cls.tables[:, None]
             if one_each:
                 mapping[tables, new.requests] = new.pages * table.size
                 continue
-            shift = cu[:-1] - step.start  # from a position to its row in the step
+            shift = cu[:-1] - changes.start  # from a position to its row in the step
             if new.unwritten is not None:
-                beyond = step.end[new.requests] - new.unwritten
+                beyond = changes.end[new.requests] - new.unwritten
                 mapping[tables, ragged_arange(new.unwritten + shift[new.requests], beyond)[1]] = -1
             owners, first = new.requests[new.which], new.blocks * table.size
-            counts = np.minimum(step.end[owners] - first, table.size)
+            counts = np.minimum(changes.end[owners] - first, table.size)
             which, rows = ragged_arange(first + shift[owners], counts)
             offset = new.pages * table.size - (first + shift[owners])
             mapping[tables, rows] = offset[:, which] + rows
         return mapping
 
-    def _fill_states(self, step: StepChanges, pages: Int64) -> None:
+    def _fill_states(self, changes: StepChanges, pages: Int64) -> None:
         """Give `pages` to the states; those that start do so from their snapshot, or page 0."""
         copies = []
-        for state, needing in zip(self._states, step.needs_snapshot_page, strict=True):
+        for state, needing in zip(self._states, changes.needs_snapshot_page, strict=True):
             k = state.cls.num_tables
-            if step.starting.size:
-                num = len(step.starting) * k
+            if changes.starting.size:
+                num = len(changes.starting) * k
                 new, pages = pages[:num].astype(np.int32), pages[num:]
-                step.state_pages[state.cls.tables[:, None], step.starting] = new.reshape(-1, k).T
-                sources = state.table[step.slots[step.starting], :, SNAPSHOT].ravel()
+                changes.state_pages[state.cls.tables[:, None], changes.starting] = new.reshape(
+                    -1, k
+                ).T
+                sources = state.table[changes.slots[changes.starting], :, SNAPSHOT].ravel()
                 copies.append(np.stack([sources, new], axis=1))
             num = len(needing) * k
-            step.snapshot_pages.append(pages[:num].reshape(-1, k))
+            changes.snapshot_pages.append(pages[:num].reshape(-1, k))
             pages = pages[num:]
         if copies:
-            step.copies = np.concatenate(copies)
+            changes.copies = np.concatenate(copies)
 
-    def cached_rows(self, step: StepChanges, cu: Int32) -> tuple[Int64, Int64]:
+    def cached_rows(self, changes: StepChanges, cu: Int32) -> tuple[Int64, Int64]:
         """Rows [m] of a replay that dense groups hold already, and their slots [num_groups, m], -1
         in others."""
-        counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
-        which, positions = ragged_arange(step.start, counts)
-        rows = cu[which] + positions - step.start[which]
+        counts = np.maximum(0, np.minimum(changes.written, changes.end) - changes.start)
+        which, positions = ragged_arange(changes.start, counts)
+        rows = cu[which] + positions - changes.start[which]
         where = np.full((len(self._layout.groups), len(rows)), -1, dtype=np.int64)
         for table in self._dense:
-            entries = table.entries(step.slots[which], positions // table.size)
-            where[table.cls.tables] = self._flat[entries] * table.size + positions % table.size
+            indices = table.indices_of_block(changes.slots[which], positions // table.size)
+            where[table.cls.tables] = self._flat[indices] * table.size + positions % table.size
         return rows, where
 
     # Commit.
 
     def commit(
-        self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64], all_stay: bool
+        self, changes: StepChanges, end: Int64, kept: tuple[Int64, Int64], all_stay: bool
     ) -> Effects:
         """Make a step to `end` [n] real; `all_stay`: no token was rejected. The caller holds tails
         of `kept` (requests, boundaries) that it needs, then calls `free_unheld`."""
         effects = Effects(NO_PAGES, [], [], NO_COPIES)
         if kept[0].size:
             effects.tails = np.zeros((len(kept[0]), self._layout.pages_per_point), dtype=np.int32)
-        for table, new in zip(self._tables.blocks, step.blocks, strict=True):
+        for table, new in zip(self._tables.blocks, changes.blocks, strict=True):
             if kept[0].size and table.is_window:
-                table.cls.tails(effects.tails)[:] = self._tails(step, table, new, *kept)
+                table.cls.tails(effects.tails)[:] = self._tails(changes, table, new, *kept)
             if not new.requests.size:
                 continue
-            slots = step.slots[new.requests]
+            slots = changes.slots[new.requests]
             one_each = all_stay and len(new.blocks) == len(new.requests)
             if not table.is_window:
-                self._append(step, table, new, None if all_stay else end)
+                self._append(changes, table, new, None if all_stay else end)
             else:
-                effects.gone.append(self._turn(step, table, new, slots, end, all_stay, one_each))
+                effects.gone.append(self._turn(changes, table, new, slots, end, all_stay, one_each))
                 if not one_each:
                     effects.new.append(new.pages.ravel())
             if one_each:
@@ -344,9 +346,9 @@ class StepPlanner:
             else:
                 self._tables.open(table, slots, end[new.requests])
         if self._states:
-            effects.copies = self._commit_states(step, end)
+            effects.copies = self._commit_states(changes, end)
         for state in self._states if kept[0].size else ():
-            snapshots = state.table[step.slots[kept[0]], :, SNAPSHOT]
+            snapshots = state.table[changes.slots[kept[0]], :, SNAPSHOT]
             state.cls.tails(effects.tails)[:, :, 0] = snapshots
         return effects
 
@@ -358,7 +360,7 @@ class StepPlanner:
             self._pool.put(new[self._pool.counts[new] == UNUSED])
 
     def _append(
-        self, step: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64 | None
+        self, changes: StepChanges, dense: ClassTables, new: NewBlocks, end: Int64 | None
     ) -> None:
         """Write new blocks to the tables of a dense class. `end`: [n] tokens after the commit, past
         which blocks are freed; None if no token was rejected."""
@@ -367,13 +369,13 @@ class StepPlanner:
             stays = blocks * dense.size < end[requests]
             self._pool.put(pages[:, ~stays].ravel())
             requests, blocks, pages = requests[stays], blocks[stays], pages[:, stays]
-        entries = dense.entries(step.slots[requests], blocks)
-        self._flat[entries] = pages
-        self._tables.note(entries, pages)
+        indices = dense.indices_of_block(changes.slots[requests], blocks)
+        self._flat[indices] = pages
+        self._tables.note(indices, pages)
 
     def _turn(
         self,
-        step: StepChanges,
+        changes: StepChanges,
         window: ClassTables,
         new: NewBlocks,
         slots: Int64,
@@ -386,12 +388,12 @@ class StepPlanner:
         c, until = window.cls, end[new.requests]
         last = new.blocks if one_each else (until - ONE) // window.size
         # At most `num` columns of a ring change: that of the first new block and those after it.
-        # The others hold newest blocks, which stay. Width 4, `c.live` 2, a step of at most 16
-        # tokens that starts block 6: `num` is 3, and block 5 stays.
+        # The others hold newest blocks, which stay. Width 4, `c.blocks_in_reach` 2, a step of at
+        # most 16 tokens that starts block 6: `num` is 3, and block 5 stays.
         #     block    2   3   4   5   6
         #     column   2   3   0   1   2
         #     may change   x   x       x    in the order 6, 3, 4; block 6 replaces block 2
-        num = min(c.width, c.width - c.live - (-step.longest // c.block_size))
+        num = min(c.width, c.width - c.blocks_in_reach - (-changes.longest // c.block_size))
         first = np.maximum(new.newest, last - window.width) + ONE
         # All columns of all requests are in one dimension, in which numpy is quickest.
         row, column = np.divmod(np.arange(len(last) * num), num)
@@ -399,16 +401,16 @@ class StepPlanner:
         blocks -= (blocks > last[row]) * window.width
         # The query of the step's last token may read this table after the commit. With a window
         # of 33 and end 100, it sees rows from 67 on, and the query after it those from 68 on.
-        low = (step.end[new.requests] - window.reach - ONE) // window.size
+        low = (changes.end[new.requests] - window.reach - ONE) // window.size
         needed = blocks >= low[row]
         # The last boundary stays resumable, and the last one whose segment has its key.
-        for ahead in self._ahead:
-            tail_end = ((until - ahead) // self._alignment * window.per_segment)[row]
+        for lookahead in self._lookaheads:
+            tail_end = ((until - lookahead) // self._alignment * window.per_segment)[row]
             needed |= (blocks < tail_end) & (blocks >= tail_end - window.tail)
         if not all_stay:  # some may end in the block where they began
             needed |= (last == new.newest)[row]
         stays = needed & (blocks <= new.newest[row])
-        indices = window.indices(slots, blocks.reshape(-1, num))
+        indices = window.indices_of_blocks(slots, blocks.reshape(-1, num))
         old = self._flat[indices]
         pages = old * stays.reshape(-1, 1, num)
         gone: Int32 = old[pages != old]
@@ -427,7 +429,7 @@ class StepPlanner:
 
     def _tails(
         self,
-        step: StepChanges,
+        changes: StepChanges,
         window: ClassTables,
         new: NewBlocks,
         requests: Int64,
@@ -437,9 +439,12 @@ class StepPlanner:
         [k, num_tables, tail]."""
         c = window.cls
         blocks = (boundaries // window.size)[:, None] - np.arange(c.tail, 0, -1)
-        before = ((step.start[requests] - 1) // window.size)[:, None]
+        before = ((changes.start[requests] - 1) // window.size)[:, None]
         in_ring = (blocks >= 0) & (blocks <= before)
-        pages = self._flat[window.indices(step.slots[requests], blocks)] * in_ring[:, None, :]
+        pages = (
+            self._flat[window.indices_of_blocks(changes.slots[requests], blocks)]
+            * in_ring[:, None, :]
+        )
         started = new.requests[new.which] << BLOCK_BITS | new.blocks
         wanted = requests[:, None] << BLOCK_BITS | np.maximum(blocks, 0)
         at = started.searchsorted(wanted)
@@ -449,33 +454,33 @@ class StepPlanner:
         pages[row, :, column] = new.pages[:, at[row, column]].T
         return pages
 
-    def _commit_states(self, step: StepChanges, end: Int64) -> Int32:
+    def _commit_states(self, changes: StepChanges, end: Int64) -> Int32:
         """Make the states of a step real; returns the copies [c, 2] that snapshots need."""
-        if not (step.snapshot_requests.size or step.starting.size):
+        if not (changes.snapshot_requests.size or changes.starting.size):
             return NO_COPIES
-        ends = step.snapshot_requests
+        ends = changes.snapshot_requests
         if self._layout.drafts:
             ends = ends[end[ends] % self._alignment == 0]
-        self._tables.snapshot_at[step.slots[ends]] = end[ends]
+        self._tables.snapshot_at[changes.slots[ends]] = end[ends]
         copies = []
         for state, needing, new in zip(
-            self._states, step.needs_snapshot_page, step.snapshot_pages, strict=True
+            self._states, changes.needs_snapshot_page, changes.snapshot_pages, strict=True
         ):
-            live = step.state_pages[state.cls.tables].T  # [n, num_tables]
-            if step.starting.size:
-                slots = step.slots[step.starting]
-                indices = state.entries(slots, LIVE).T
-                self._put(indices, live[step.starting])
+            live = changes.state_pages[state.cls.tables].T  # [n, num_tables]
+            if changes.starting.size:
+                slots = changes.slots[changes.starting]
+                indices = state.indices_of_block(slots, LIVE).T
+                self._put(indices, live[changes.starting])
             if needing.size:
                 if self._layout.drafts:
                     due = end[needing] % self._alignment == 0
                     self._pool.put(new[~due].ravel())
                     needing, new = needing[due], new[due]
-                indices = state.entries(step.slots[needing], SNAPSHOT).T
+                indices = state.indices_of_block(changes.slots[needing], SNAPSHOT).T
                 old = self._flat[indices].ravel()
                 self._pool.unuse(old[old != NULL])
                 self._put(indices, new.astype(np.int32))
-            snapshots = state.table[step.slots[ends], :, SNAPSHOT]
+            snapshots = state.table[changes.slots[ends], :, SNAPSHOT]
             copies.append(np.array([live[ends].ravel(), snapshots.ravel()]).T)
         return np.concatenate(copies)
 

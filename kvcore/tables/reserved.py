@@ -57,13 +57,13 @@ class Reservations:
         """[n] tokens after the step of each request: what is reserved, or `ends`."""
         return np.maximum(self.until[slots], ends)
 
-    def pages_of(self, step: StepChanges) -> Int64:
+    def pages_of(self, changes: StepChanges) -> Int64:
         """The pages that a step takes; ValueError if some are not reserved."""
-        slots, pages = step.slots.tolist(), []
-        for i, ref in zip(*(x.tolist() for x in self._planner.wanted(step)), strict=True):
+        slots, pages = changes.slots.tolist(), []
+        for i, ref in zip(*(x.tolist() for x in self._planner.wanted(changes)), strict=True):
             page = self.pages.get(slots[i], {}).get(ref)
             if page is None:
-                got = f"{step.end[i]} of slot {slots[i]}: call `reserve` first"
+                got = f"{changes.end[i]} of slot {slots[i]}: call `reserve` first"
                 raise refusal("ends", "tokens whose pages are reserved", got)
             pages.append(page)
         return np.array(pages, dtype=np.int64)

@@ -37,13 +37,13 @@ class ClassTables:
         self._row: Int64 = np.array(array.shape[1])
         self.width: Int64 = np.array(cls.width)
 
-    def indices(self, slots: Int64, blocks: Int64) -> Int64:
+    def indices_of_blocks(self, slots: Int64, blocks: Int64) -> Int64:
         """Flat indices in the fused table of `blocks` [m, j] of `slots` [m]: [m, num_tables, j]."""
         columns = (slots * self._row)[:, None] + blocks % self.width
         indices: Int64 = columns[:, None, :] + self.first[:, None]
         return indices
 
-    def entries(self, slots: Int64, blocks: Int64 | int) -> Int64:
+    def indices_of_block(self, slots: Int64, blocks: Int64 | int) -> Int64:
         """Flat indices of a block [m], or one, of each of `slots` [m]: [num_tables, m]."""
         indices: Int64 = slots * self._row + blocks % self.width + self.first[:, None]
         return indices
@@ -55,7 +55,7 @@ class ClassTables:
 
     def write(self, slot: int, blocks: Int64, pages: Int32) -> Int64:
         """Set `blocks` [j] of one request to `pages` [num_tables, j]; returns the flat indices."""
-        indices: Int64 = self.indices(np.array([slot]), blocks[None, :])[0]
+        indices: Int64 = self.indices_of_blocks(np.array([slot]), blocks[None, :])[0]
         self._flat[indices] = pages
         return indices
 
@@ -107,7 +107,7 @@ class Tables:
     def load_nothing(self, slot: int) -> None:
         """Start a request whose windows have no rows: copies of its tables get page 0, too."""
         for table in self.windows:
-            indices = table.indices(np.array([slot]), np.arange(table.cls.width)[None, :])
+            indices = table.indices_of_blocks(np.array([slot]), np.arange(table.cls.width)[None, :])
             self.note(indices, np.zeros(indices.shape, dtype=np.int32))
 
     def tail(self, slot: int, boundary: int) -> Int32:
@@ -161,7 +161,7 @@ class Tables:
     def open(self, table: ClassTables, slots: Int64, end: Int64) -> None:
         """Note where the rows of the newest block of `slots` [m] are, which have `end` tokens."""
         newest = (end - 1) // table.size
-        pages = self.array.reshape(-1)[table.entries(slots, newest)]
+        pages = self.array.reshape(-1)[table.indices_of_block(slots, newest)]
         self.offset[table.cls.tables[:, None], slots] = (pages - newest) * table.size
 
     def release(self, slot: int, cached: int, computed: int) -> None:
