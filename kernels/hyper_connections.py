@@ -1,9 +1,9 @@
 """Residual streams collapsed in two kernels and expanded in one.
 
 Products: m' = fn x over all streams x of a token, and the sum of the squares of x, as partial sums
-[splits, num_tokens, ROWS]: decode has too few tokens to keep a GPU busy otherwise. Collapse: the
-first programs compute post and comb, a token a thread, so that Sinkhorn stays in its registers; each
-other program computes the weighted sum of one token's streams and its norm.
+[splits, num_tokens, ROWS]: decode has too few tokens to keep a GPU busy otherwise. Collapse: a
+program adds up the partial sums of one token, and computes its weights, the weighted sum of its
+streams and the norm of that.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import triton.language as tl
 
 from .common import checks, launching, strided
 from .common.tile_shapes import MAX_REGISTERS, next_power_of_2
+from .layers.norm import normed
 
 # Limits of the Triton kernels.
 MAX_STREAMS = 8
 MAX_HIDDEN = 16384
 # Products: bytes of a token and tokens in a tile; most splits, and fewest tiles of one.
 BLOCK_BYTES, BLOCK_TOKENS, MAX_SPLITS, MIN_TILES = 64, 64, 32, 4
-COLLAPSE_WARPS = 8
 # Channels that a program expands.
 CHANNELS = 1024
 
@@ -32,7 +32,7 @@ def collapse_streams(
     base: torch.Tensor,
     scale: torch.Tensor,
     *,
-    norm_weight: torch.Tensor | None = None,
+    norm_weight: torch.Tensor,
     norm_eps: float = 1e-6,
     eps: float = 1e-6,
     iterations: int = 20,
@@ -46,7 +46,7 @@ def collapse_streams(
         pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
         post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
         comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], as [n (j), n (k)]
-        out  = sum over i of pre[i] streams[i], rounded, then RMS norm with ``norm_weight``
+        out  = RMS norm with ``norm_weight`` of the sum over i of pre[i] streams[i], rounded
 
     The arithmetic is fp32. A ``fn`` with n rows (that before the model's head) gives only ``out``.
 
@@ -55,7 +55,7 @@ def collapse_streams(
         fn: [n or (2 + n) * n, n * hidden_size] fp32.
         base: [rows of fn] fp32.
         scale: [3] fp32, [1] where fn has n rows.
-        norm_weight: [hidden_size] bf16, fp16 or fp32, of the norm of the result; None = no norm.
+        norm_weight: [hidden_size] bf16, fp16 or fp32, of the norm of the result.
         norm_eps: added to the mean squares of both norms, in 2**-100 .. 2**30.
         eps: added to pre, to the softmax and to Sinkhorn's divisors, in the same range.
         iterations: normalizations of columns (over j), >= 1, with one of rows (over k) between
@@ -89,11 +89,9 @@ def collapse_streams(
     splits = triton.cdiv(all_tiles, tiles)
     out = streams.new_empty(num_tokens, hidden_size)
     workspace = fn.new_empty(splits, num_tokens, rows)
-    post, comb, weight_programs = None, None, 0
-    block_t = arch.lanes * COLLAPSE_WARPS  # a token a thread
+    post, comb = None, None
     if fn_rows > n:
         post, comb = fn.new_empty(num_tokens, n), fn.new_empty(num_tokens, n, n)
-        weight_programs = triton.cdiv(num_tokens, block_t)
     with torch.cuda.device_of(streams):
         launching.launch(
             _products_kernel, (triton.cdiv(num_tokens, BLOCK_TOKENS), splits),
@@ -104,13 +102,13 @@ def collapse_streams(
             **arch.register_limit(MAX_REGISTERS),
         )  # fmt: skip
         launching.launch(
-            _collapse_kernel, (weight_programs + num_tokens,),
+            _collapse_kernel, (num_tokens,),
             streams=strided.rows(streams), workspace=workspace, base=base, scale=scale,
             norm_weight=norm_weight, out=out, post=post, comb=comb, norm_eps=float(norm_eps),
             eps=float(eps), num_tokens=num_tokens, num_splits=splits, iterations=iterations,
-            weight_programs=weight_programs, NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n),
-            HIDDEN=hidden_size, BLOCK_HIDDEN=next_power_of_2(hidden_size), FN_ROWS=fn_rows,
-            ROWS=rows, BLOCK_T=block_t, MAX_SPLITS=MAX_SPLITS, num_warps=COLLAPSE_WARPS,
+            NUM_STREAMS=n, BLOCK_STREAMS=next_power_of_2(n), HIDDEN=hidden_size,
+            BLOCK_HIDDEN=next_power_of_2(hidden_size), FN_ROWS=fn_rows, ROWS=rows,
+            MAX_SPLITS=MAX_SPLITS, num_warps=8,
         )  # fmt: skip
     return out, post, comb
 
@@ -177,10 +175,8 @@ def _check_collapse(
         raise ValueError(f"fn: expected {n} or {layer_rows} rows for {n} streams, got {fn_rows}")
     checks.expect_tensor("base", base, (fn_rows,), fp32, device=device)
     checks.expect_tensor("scale", scale, (1 if fn_rows == n else 3,), fp32, device=device)
-    if norm_weight is not None:
-        checks.expect_tensor(
-            "norm_weight", norm_weight, (hidden_size,), checks.MODEL_DTYPES, device=device
-        )
+    dtypes = checks.MODEL_DTYPES
+    checks.expect_tensor("norm_weight", norm_weight, (hidden_size,), dtypes, device=device)
     checks.expect_positive("norm_eps", norm_eps, least=-100)
     checks.expect_positive("eps", eps, least=-100)
     checks.expect_int("iterations", iterations, 1)
@@ -222,10 +218,8 @@ def _collapse_torch(streams, fn, base, scale, norm_weight, norm_eps, eps, iterat
     flat = streams.flatten(1).float()
     mixes = F.linear(F.rms_norm(flat, flat.shape[-1:], None, norm_eps), fn)
     pre = torch.sigmoid(mixes[:, :n] * scale[0] + base[:n]) + eps
-    out = (pre[..., None] * streams).sum(dim=1).to(streams.dtype)
-    if norm_weight is not None:
-        weight = norm_weight.float()
-        out = F.rms_norm(out.float(), out.shape[-1:], weight, norm_eps).to(out.dtype)
+    out = (pre[..., None] * streams).sum(dim=1).to(streams.dtype).float()
+    out = F.rms_norm(out, out.shape[-1:], norm_weight.float(), norm_eps).to(streams.dtype)
     if len(fn) == n:
         return out, None, None
     post = 2 * torch.sigmoid(mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n])
@@ -287,80 +281,57 @@ def _products_kernel(
 
 
 @triton.jit
-def _write_weights(
-    workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits, iterations, block,
-    NUM_STREAMS: tl.constexpr, BLOCK_STREAMS: tl.constexpr, HIDDEN: tl.constexpr,
-    FN_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """post and comb of a block of tokens."""
-    token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = token < num_tokens
-    stream = tl.arange(0, BLOCK_STREAMS)
-    real = stream < NUM_STREAMS
-    entry = stream[:, None] * NUM_STREAMS + stream[None, :]
-    is_entry = (real[:, None] & real[None, :])[:, :, None]  # [n, n, 1]
-    is_post = real[:, None] & live[None, :]
-    is_comb = is_entry & live[None, None, :]
-    post_sum = tl.zeros([BLOCK_STREAMS, BLOCK_T], tl.float32)
-    comb_sum = tl.zeros([BLOCK_STREAMS, BLOCK_STREAMS, BLOCK_T], tl.float32)
-    squares = tl.zeros([BLOCK_T], tl.float32)
-    for split in range(0, num_splits):
-        sums = workspace + (tl.zeros([], tl.int64) + split) * num_tokens * ROWS + token * ROWS
-        squares += tl.load(sums + FN_ROWS, mask=live, other=0.0)
-        cells = sums[None, :] + NUM_STREAMS + stream[:, None]
-        post_sum += tl.load(cells, mask=is_post, other=0.0)
-        cells = sums[None, None, :] + 2 * NUM_STREAMS + entry[:, :, None]
-        comb_sum += tl.load(cells, mask=is_comb, other=0.0)
-    factor = tl.rsqrt(squares / (NUM_STREAMS * HIDDEN) + norm_eps)
-    bases = tl.load(base + NUM_STREAMS + stream, mask=real, other=0.0)
-    logits = post_sum * factor[None, :] * tl.load(scale + 1) + bases[:, None]
-    cells = post + token[None, :] * NUM_STREAMS + stream[:, None]
-    tl.store(cells, 2 * tl.sigmoid(logits), mask=is_post)
-    bases = tl.load(base + 2 * NUM_STREAMS + entry, mask=is_entry.reshape(entry.shape), other=0.0)
-    logits = comb_sum * factor[None, None, :] * tl.load(scale + 2) + bases[:, :, None]
+def _mixes(sums, live, row, real, factor, base, scale):
+    """scale * m + base of rows [N] of fn, from their partial sums at sums [MAX_SPLITS]."""
+    parts = tl.load(sums[:, None] + row[None, :], mask=live[:, None] & real[None, :], other=0.0)
+    return tl.sum(parts, 0) * factor * tl.load(scale) + tl.load(base + row, mask=real, other=0.0)
+
+
+@triton.jit
+def _sinkhorn(logits, real, eps, iterations):
+    """Sinkhorn of the softmax over k of logits [BLOCK (j), BLOCK (k)]; real: streams that exist."""
+    is_entry = real[:, None] & real[None, :]
     logits = tl.where(is_entry, logits, float("-inf"))
     # Rows past the last stream have no largest logit: subtracting -inf would give NaN.
-    largest = tl.where(real[:, None], tl.max(logits, 1), 0.0)
-    matrix = tl.exp(logits - largest[:, None, :])
-    total = tl.where(real[:, None], tl.sum(matrix, 1), 1.0)
-    matrix = tl.where(is_entry, matrix / total[:, None, :] + eps, 0.0)
-    matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :, :]
+    matrix = tl.exp(logits - tl.where(real, tl.max(logits, 1), 0.0)[:, None])
+    total = tl.where(real, tl.sum(matrix, 1), 1.0)
+    matrix = tl.where(is_entry, matrix / total[:, None] + eps, 0.0)
+    matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :]
     for _ in range(iterations - 1):
-        matrix = matrix / (tl.sum(matrix, 1) + eps)[:, None, :]
-        matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :, :]
-    cells = comb + token[None, None, :] * (NUM_STREAMS * NUM_STREAMS) + entry[:, :, None]
-    tl.store(cells, matrix, mask=is_comb)
+        matrix = matrix / (tl.sum(matrix, 1) + eps)[:, None]
+        matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :]
+    return matrix
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations", "weight_programs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations"])
 def _collapse_kernel(
     streams, workspace, base, scale, norm_weight, out, post, comb, norm_eps, eps,
-    num_tokens, num_splits, iterations, weight_programs,
+    num_tokens, num_splits, iterations,
     NUM_STREAMS: tl.constexpr, BLOCK_STREAMS: tl.constexpr, HIDDEN: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """post and comb of a block of tokens, or the sum of one token's streams and its norm."""
-    program = tl.program_id(0)
-    if post is not None:  # noqa: SIM102 (not compiled without post)
-        if program < weight_programs:
-            _write_weights(
-                workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits,
-                iterations, program, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, FN_ROWS, ROWS, BLOCK_T,
-            )  # fmt: skip
-            return
-    token = (program - weight_programs).to(tl.int64)
-    stream = tl.arange(0, BLOCK_STREAMS)
-    real = stream < NUM_STREAMS
+    """The weights of one token, the sum of its streams and its norm."""
+    token = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, MAX_SPLITS)
     live = split < num_splits
     sums = workspace + (split.to(tl.int64) * num_tokens + token) * ROWS
-    cells = sums[:, None] + stream[None, :]
-    product = tl.sum(tl.load(cells, mask=live[:, None] & real[None, :], other=0.0), 0)
     squares = tl.sum(tl.load(sums + FN_ROWS, mask=live, other=0.0), 0)
     factor = tl.rsqrt(squares / (NUM_STREAMS * HIDDEN) + norm_eps)
-    bases = tl.load(base + stream, mask=real, other=0.0)
-    pre = tl.sigmoid(product * factor * tl.load(scale) + bases) + eps
+    stream = tl.arange(0, BLOCK_STREAMS)
+    real = stream < NUM_STREAMS
+    pre = tl.sigmoid(_mixes(sums, live, stream, real, factor, base, scale)) + eps
+    if post is not None:
+        logits = _mixes(sums, live, NUM_STREAMS + stream, real, factor, base, scale + 1)
+        tl.store(post + token * NUM_STREAMS + stream, 2 * tl.sigmoid(logits), mask=real)
+        ENTRIES: tl.constexpr = BLOCK_STREAMS * BLOCK_STREAMS
+        entry = stream[:, None] * NUM_STREAMS + stream[None, :]
+        is_entry = real[:, None] & real[None, :]
+        row = 2 * NUM_STREAMS + entry.reshape(ENTRIES)
+        logits = _mixes(sums, live, row, is_entry.reshape(ENTRIES), factor, base, scale + 2)
+        logits = logits.reshape(BLOCK_STREAMS, BLOCK_STREAMS)
+        cells = comb + token * (NUM_STREAMS * NUM_STREAMS) + entry
+        tl.store(cells, _sinkhorn(logits, real, eps, iterations), mask=is_entry)
     channel = tl.arange(0, BLOCK_HIDDEN)
     inside = channel < HIDDEN
     row = streams.data + token * streams.stride_token + channel
@@ -368,13 +339,9 @@ def _collapse_kernel(
     for i in tl.static_range(NUM_STREAMS):
         x = tl.load(row + i * streams.stride_head, mask=inside, other=0.0).to(tl.float32)
         total += tl.sum(tl.where(stream == i, pre, 0.0), 0) * x
-    total = total.to(out.dtype.element_ty)
-    if norm_weight is not None:
-        wide = total.to(tl.float32)
-        factor = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + norm_eps)
-        weight = tl.load(norm_weight + channel, mask=inside, other=0.0).to(tl.float32)
-        total = (wide * factor * weight).to(out.dtype.element_ty)
-    tl.store(out + token * HIDDEN + channel, total, mask=inside)
+    rounded = total.to(out.dtype.element_ty).to(tl.float32)
+    total = normed(rounded, norm_weight, norm_eps, 0.0, HIDDEN, channel, inside)
+    tl.store(out + token * HIDDEN + channel, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["k"])

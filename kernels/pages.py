@@ -89,22 +89,12 @@ def write_kv(
         k_scale, v_scale = float(k_scale), float(v_scale)
     with torch.cuda.device_of(k):
         launching.launch(
-            _write_kv_kernel,
-            (num_rows, triton.cdiv(num_kv_heads, block)),
-            k=strided.rows(k),
-            v=strided.rows(v),
-            k_pages=strided.pages(k_pages),
-            v_pages=strided.pages(v_pages),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            slot_mapping=slot_mapping,
-            num_kv_heads=num_kv_heads,
-            BLOCK_SIZE=k_pages.shape[1],
-            HEAD_DIM=head_dim,
-            BLOCK_HEADS=block,
-            SCALES=kind,
-            num_warps=4,
-        )
+            _write_kv_kernel, (num_rows, triton.cdiv(num_kv_heads, block)),
+            k=strided.rows(k), v=strided.rows(v), k_pages=strided.pages(k_pages),
+            v_pages=strided.pages(v_pages), k_scale=k_scale, v_scale=v_scale,
+            slot_mapping=slot_mapping, num_kv_heads=num_kv_heads, BLOCK_SIZE=k_pages.shape[1],
+            HEAD_DIM=head_dim, BLOCK_HEADS=block, SCALES=kind, num_warps=4,
+        )  # fmt: skip
     return None
 
 
@@ -275,7 +265,7 @@ def gather_pages(
     pages: PoolPages,
     page_ids: torch.Tensor,
     buffer: torch.Tensor,
-    rows: torch.Tensor | None = None,
+    rows: torch.Tensor,
     *,
     impl: str | None = None,
 ) -> None:
@@ -286,7 +276,7 @@ def gather_pages(
         page_ids: [num_copies] int64 in [0, pages.num_pages).
         buffer: [num_rows, pages.num_bytes] uint8; last stride 1, address and row stride multiples
             of 4; on the device of the pages, or in pinned host memory.
-        rows: [num_copies] int64 in [0, num_rows), distinct; None = 0, 1, ...
+        rows: [num_copies] int64 in [0, num_rows), distinct.
         impl: "triton" (default for CUDA tensors): one launch; ids on the device of the pages.
             "torch" (default for CPU tensors): one copy per page and tensor. On a GPU its copy
             engines run them; the host waits only for ids on the GPU.
@@ -304,7 +294,7 @@ def scatter_pages(
     pages: PoolPages,
     page_ids: torch.Tensor,
     buffer: torch.Tensor,
-    rows: torch.Tensor | None = None,
+    rows: torch.Tensor,
     *,
     impl: str | None = None,
 ) -> None:
@@ -313,7 +303,7 @@ def scatter_pages(
     Args:
         pages, buffer, impl: as in ``gather_pages``.
         page_ids: [num_copies] int64 in [0, pages.num_pages), distinct.
-        rows: [num_copies] int64 in [0, num_rows); None = 0, 1, ...
+        rows: [num_copies] int64 in [0, num_rows).
 
     Raises:
         ValueError: as in ``gather_pages``.
@@ -338,18 +328,10 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
         )
     device = pages.device if chosen == "triton" else None
     expect_tensor("page_ids", page_ids, (None,), torch.int64, device=device)
-    num_copies = page_ids.shape[0]
-    if rows is not None:
-        expect_tensor("rows", rows, (num_copies,), torch.int64, device=device)
-    elif num_copies > buffer.shape[0]:
-        raise ValueError(
-            f"buffer: expected uint8 [>= {num_copies}, {pages.num_bytes}], got uint8 "
-            f"{list(buffer.shape)}"
-        )
+    expect_tensor("rows", rows, page_ids.shape, torch.int64, device=device)
     if chosen == "torch" or checks.is_readable(page_ids):
         expect_ids("page_ids", page_ids, pages.num_pages)
-        if rows is not None:
-            expect_ids("rows", rows, len(buffer))
+        expect_ids("rows", rows, len(buffer))
     if chosen == "torch":
         return _copy_torch(pages, page_ids, buffer, rows, gather)
     num_tensors, words = len(pages.tensors), pages.page_bytes // ALIGNMENT
@@ -359,22 +341,13 @@ def _copy(pages, page_ids, buffer, rows, impl, *, gather: bool) -> None:
     aligned = pages.is_aligned and gcd(buffer.data_ptr(), buffer.stride(0)) % FASTEST == 0
     with torch.cuda.device_of(pages.addresses):
         launching.launch(
-            _copy_pages_kernel,
-            (min(num_pieces, most),),
-            addresses=pages.addresses,
-            page_ids=page_ids,
-            buffer=buffer,
-            rows=rows,
-            num_pieces=num_pieces,
-            NUM_TENSORS=num_tensors,
-            WORDS=words,
+            _copy_pages_kernel, (min(num_pieces, most),),
+            addresses=pages.addresses, page_ids=page_ids, buffer=buffer, rows=rows,
+            num_pieces=num_pieces, NUM_TENSORS=num_tensors, WORDS=words,
             PAGE_STRIDE=pages.tensors[0].stride(0) // ALIGNMENT,
-            ROW_STRIDE=buffer.stride(0) // ALIGNMENT,
-            ALIGN=FASTEST if aligned else ALIGNMENT,
-            GATHER=gather,
-            BLOCK=block,
-            num_warps=4,
-        )
+            ROW_STRIDE=buffer.stride(0) // ALIGNMENT, ALIGN=FASTEST if aligned else ALIGNMENT,
+            GATHER=gather, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return None
 
 
@@ -395,10 +368,9 @@ def _expect_alignment(name: str, tensor: Tensor) -> None:
 def _copy_torch(pages, page_ids, buffer, rows, gather: bool) -> None:
     """One copy per page and tensor: a memcpy on a CPU (``index_copy_`` would move single bytes), a
     copy engine's between a GPU and pinned memory."""
-    ids = page_ids.tolist()
-    places = range(len(ids)) if rows is None else rows.tolist()
+    places = list(zip(page_ids.tolist(), rows.tolist(), strict=True))
     for tensor, cells in zip(pages.tensors, buffer.split(pages.page_bytes, 1), strict=True):
-        for page, row in zip(ids, places, strict=True):
+        for page, row in places:
             source, target = tensor[page], cells[row]
             if not gather:
                 source, target = target, source
@@ -416,12 +388,9 @@ def _copy_pages_kernel(
     cells = tl.multiple_of(buffer.to(tl.pointer_type(tl.int32)), ALIGN)
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         tensor = piece // PIECES % NUM_TENSORS
-        copy = tl.cast(piece // PIECES // NUM_TENSORS, tl.int64)
+        copy = piece // PIECES // NUM_TENSORS
         word = piece % PIECES * BLOCK + tl.arange(0, BLOCK)
-        page = tl.load(page_ids + copy)
-        row = copy
-        if rows is not None:
-            row = tl.load(rows + copy)
+        page, row = tl.load(page_ids + copy), tl.load(rows + copy)
         base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
         of_page = tl.multiple_of(base, ALIGN) + page * PAGE_STRIDE + word
         of_row = cells + row * ROW_STRIDE + (tensor * WORDS + word)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..common import checks, dequantize, launching, strided
 from ..common.bits import widen
-from ..common.tile_shapes import MAX_REGISTERS
+from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
 from .gating import check_options, gated_torch
 from .gating import gated as gated_values
 
@@ -25,6 +25,7 @@ FP8_BLOCK = tl.constexpr(128)
 FP4_GROUP = tl.constexpr(dequantize.FP4_GROUP)
 # Rows that a program of the first kernel looks at together, and its warps.
 CHUNK, ORDER_WARPS = 1024, 8
+MIN_BINS = 256  # of a histogram: a bin a thread
 # A tile in the list: expert, first sorted row, number of rows.
 ENTRY = tl.constexpr(3)
 # 2 to the difference of the biases of fp16, 15, and e2m1, 1.
@@ -128,8 +129,7 @@ def expert_mlp(
     hidden, top_k, (num_experts, _, width, _) = x.shape[1], ids.shape[1], gate_up.shape
     num_rows, kind = ids.numel(), _weight_format(gate_up)
     tile = select_tile(num_rows, num_experts, x.element_size(), kind != "plain")
-    most_tiles = num_rows // tile.block_m + num_experts
-    num_tiles = min(num_rows, most_tiles)
+    num_tiles = min(num_rows, num_rows // tile.block_m + num_experts)  # at most
     # The sorted rows, then the list of tiles; unused ones have 0 rows.
     order = ids.new_empty(num_rows + ENTRY.value * num_tiles, dtype=torch.int32)
     gated = x.new_empty(num_rows, width)  # sorted
@@ -145,8 +145,9 @@ def expert_mlp(
     with torch.cuda.device_of(x):
         launching.launch(
             _order_kernel, (num_experts if num_rows else 0,),
-            ids=strided.matrix(ids), order=order, num_rows=num_rows, block_m=tile.block_m,
-            by_row=int(num_rows <= most_tiles), TOP_K=top_k, CHUNK=CHUNK, num_warps=ORDER_WARPS,
+            ids=strided.matrix(ids), order=order, num_rows=num_rows, num_tiles=num_tiles,
+            block_m=tile.block_m, TOP_K=top_k, CHUNK=CHUNK,
+            EXPERTS=max(MIN_BINS, next_power_of_2(num_experts)), num_warps=ORDER_WARPS,
         )  # fmt: skip
         launching.launch(
             _product_kernel, (triton.cdiv(2 * width, tile.block_n), num_tiles),
@@ -249,46 +250,43 @@ def _torch(
 
 
 @triton.jit
-def _load_experts(ids, row, num_rows, other, TOP_K: tl.constexpr):
-    """Experts of rows; ``other`` past the last row."""
+def _load_experts(ids, row, num_rows, TOP_K: tl.constexpr):
+    """Experts of rows; -1 past the last row."""
     cells = ids.data + (row // TOP_K).to(tl.int64) * ids.stride_row + row % TOP_K
-    return tl.load(cells, mask=row < num_rows, other=other)
+    return tl.load(cells, mask=row < num_rows, other=-1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "block_m", "by_row"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "block_m"])
 def _order_kernel(
-    ids, order, num_rows, block_m, by_row,
-    TOP_K: tl.constexpr, CHUNK: tl.constexpr,
+    ids, order, num_rows, num_tiles, block_m,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Write the sorted rows and the tiles of one expert, behind those of all lower ones."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
-    below = tl.zeros([CHUNK], tl.int32)
-    own = tl.zeros([CHUNK], tl.int32)
+    other = tl.arange(0, EXPERTS)
+    counts = tl.zeros([EXPERTS], tl.int32)
     for first in range(0, num_rows, CHUNK):
-        chosen = _load_experts(ids, first + lane, num_rows, expert + 1, TOP_K)
-        below += (chosen < expert).to(tl.int32)
-        own += (chosen == expert).to(tl.int32)
-    start = tl.sum(below, 0)
-    count = tl.sum(own, 0)
+        chosen = _load_experts(ids, first + lane, num_rows, TOP_K)
+        counts += tl.histogram(chosen, EXPERTS, mask=(chosen >= 0) & (chosen < EXPERTS))
+    tiles = (counts + block_m - 1) // block_m
+    start = tl.sum(tl.where(other < expert, counts, 0), 0)
+    count = tl.sum(tl.where(other == expert, counts, 0), 0)
     if count > 0:
         seen = start
         for first in range(0, num_rows, CHUNK):
-            mine = _load_experts(ids, first + lane, num_rows, expert + 1, TOP_K) == expert
+            mine = _load_experts(ids, first + lane, num_rows, TOP_K) == expert
             place = tl.cumsum(mine.to(tl.int32), 0)
             tl.store(order + seen + place - 1, first + lane, mask=mine)
             seen += tl.sum(mine.to(tl.int32), 0)
-    # A tile is listed at its first sorted row, or where that is shorter at start // block_m +
-    # expert + its number: those of the next expert come behind, however many rows this one has.
-    if by_row == 1:
-        base, end, step = start, start + count, block_m
-    else:
-        base, end, step = start // block_m + expert, (start + count) // block_m + expert + 1, 1
+    base = tl.sum(tl.where(other < expert, tiles, 0), 0)
+    end = base + (count + block_m - 1) // block_m
+    if expert == tl.num_programs(0) - 1:  # and the unused tiles
+        end = num_tiles
     for first in range(base, end, CHUNK):
         entry = first + lane
-        done = (entry - base) // step * block_m
-        real = (done < count) & ((entry - base) % step == 0)
-        rows = tl.where(real, tl.minimum(count - done, block_m), 0)
+        done = (entry - base) * block_m
+        rows = tl.minimum(tl.maximum(count - done, 0), block_m)
         cells = order + num_rows + ENTRY * entry
         tl.store(cells, expert, mask=entry < end)
         tl.store(cells + 1, start + done, mask=entry < end)

@@ -12,8 +12,6 @@ from ..common.tile_shapes import next_power_of_2
 
 # Channels of a row that one warp holds, 16 for each thread; most warps.
 CHANNELS_PER_WARP, MAX_WARPS = 512, 16
-# Elements of a block of rows that torch computes at once, so that its fp32 copies stay in the cache.
-CACHED_ELEMENTS = 1 << 17
 
 
 def residual_norm(
@@ -108,50 +106,32 @@ def _check(x, weight, eps, offset, residual, post_weight, scalar, out) -> None:
 
 @without_grad
 def _torch(x, weight, eps, offset, residual, post_weight, scalar, out):
-    # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
-    if weight is not None:
-        weight = weight.float() + offset if offset else weight.float()
-    if post_weight is not None:
-        post_weight = post_weight.float() + offset if offset else post_weight.float()
-    num_rows = max(1, CACHED_ELEMENTS // x.shape[1])
-    if len(x) <= num_rows and out is None:
-        made = _torch_rows(x, weight, eps, residual, post_weight, scalar)
-        return made if made is None else made.to(x.dtype)
-    if weight is not None and out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for start in range(0, len(x), num_rows):
-        block = slice(start, start + num_rows)
-        stream = residual if residual is None else residual[block]
-        made = _torch_rows(x[block], weight, eps, stream, post_weight, scalar)
-        if made is not None:
-            out[block] = made
-    return out
-
-
-def _torch_rows(rows, weight, eps, residual, post_weight, scalar):
-    """The fp32 norm of a block of rows, after the sum with ``residual``; None without a weight."""
+    rows = x
     if residual is not None:
         if post_weight is None and scalar is None:
-            residual.add_(rows)
+            residual.add_(x)
         else:
-            rows = rows.float()
-            if post_weight is not None:
-                rows = _norm(rows, post_weight, eps)
+            rows = x.float() if post_weight is None else _norm(x, post_weight, offset, eps)
             rows = residual.float().add_(rows)  # of fp32, the residual itself
             residual.copy_(rows if scalar is None else rows.mul_(scalar))
         rows = residual
-    return None if weight is None else _norm(rows.float(), weight, eps)
+    if weight is None:
+        return None
+    made = _norm(rows, weight, offset, eps)
+    return made.to(x.dtype) if out is None else out.copy_(made)
 
 
-def _norm(rows, weight, eps):
-    """The norm of fp32 rows; torch's own makes a tensor of their squares first."""
+def _norm(rows, weight, offset, eps):
+    """The norm in fp32; torch's own makes a tensor of the squares first."""
+    rows, weight = rows.float(), weight.float()
     length = torch.linalg.vector_norm(rows, 2, -1, True)
     factor = (length * length).mul_(1 / rows.shape[1]).add_(eps).rsqrt_()
-    return (rows * factor).mul_(weight)
+    # 1 + w in bf16 would round away small weights.
+    return (rows * factor).mul_(weight + offset if offset else weight)
 
 
 @triton.jit
-def _normed(row, weight, eps, offset, size, channel, live):
+def normed(row, weight, eps, offset, size, channel, live):
     """RMS norm of a row [BLOCK] fp32, zero where not ``live``; weight [size] of any dtype."""
     factor = tl.rsqrt(tl.sum(row * row, 0) / size + eps)
     weights = tl.load(weight + channel, mask=live, other=0.0).to(tl.float32) + offset
@@ -169,7 +149,7 @@ def _residual_norm_kernel(
     values = tl.load(x.data + row * x.stride_row + channel, mask=live, other=0.0).to(tl.float32)
     if residual is not None:
         if post_weight is not None:
-            values = _normed(values, post_weight, eps, offset, SIZE, channel, live)
+            values = normed(values, post_weight, eps, offset, SIZE, channel, live)
         cells = residual.data + row * residual.stride_row + channel
         values += tl.load(cells, mask=live, other=0.0).to(tl.float32)
         if scalar is not None:
@@ -178,6 +158,6 @@ def _residual_norm_kernel(
         tl.store(cells, stored, mask=live)
         values = stored.to(tl.float32)
     if weight is not None:
-        values = _normed(values, weight, eps, offset, SIZE, channel, live)
+        values = normed(values, weight, eps, offset, SIZE, channel, live)
         cells = out.data + row * out.stride_row + channel
         tl.store(cells, values.to(out.data.dtype.element_ty), mask=live)

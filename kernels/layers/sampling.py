@@ -20,8 +20,9 @@ from ..common.tile_shapes import next_power_of_2
 
 # Most logits that a program looks at at a time, and most candidates.
 BLOCK = 4096
-# Weights of 2**20 tokens add up to less than 2**63.
+# Weights of 2**20 tokens add up to less than MAX_WEIGHT.
 UNITS = tl.constexpr(2.0**42)
+MAX_WEIGHT = tl.constexpr(2**63 - 1)
 MAX_VOCAB = 1 << 20
 # Dtype and range of the columns that say how a row is drawn.
 COLUMNS = {
@@ -355,20 +356,9 @@ def _is_kept(x, live, kept, seen):
 
 
 @triton.jit
-def _kept_weight(row, count, kept, BLOCK: tl.constexpr):
-    """Weight of all kept tokens."""
-    weights = tl.zeros([BLOCK], tl.int64)
-    seen = tl.zeros([], tl.int32)
-    for start in range(0, _num_tokens(row, count), BLOCK):
-        _, live, x = _tokens(row, count, start, BLOCK)
-        stays, seen = _is_kept(x, live, kept, seen)
-        weights += tl.where(stays, _weight(x), 0)
-    return tl.sum(weights, 0)
-
-
-@triton.jit
-def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
-    """The first kept token at which the running weight exceeds the goal, less than the whole."""
+def _draw_kept(row, count, kept, goal, BLOCK: tl.constexpr):
+    """The first kept token at which the running weight exceeds the goal, -1 for none, and the
+    weight of all kept tokens up to its block."""
     found = tl.full([], -1, tl.int32)
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
@@ -383,7 +373,7 @@ def _drawn(row, count, kept, goal, BLOCK: tl.constexpr):
             found = tl.min(tl.where(stays & (running > goal), token, 2147483647), 0)
         before = after
         start += BLOCK
-    return found
+    return found, before
 
 
 @triton.jit
@@ -430,10 +420,10 @@ def sample_kernel(
             least = tl.load(min_p + index)
             count, low, high, num_equal = _bounds(row, best, k, p, BLOCK)
             kept = Kept(low, high, num_equal, least)
-            total = _kept_weight(row, count, kept, BLOCK)
+            _, total = _draw_kept(row, count, kept, MAX_WEIGHT, BLOCK)
             part = (tl.load(u + index) * 4294967296.0).to(tl.int64)
             goal = _share(tl.minimum(tl.maximum(part, 0), 0xFFFFFFFF), total, False)
-            chosen = _drawn(row, count, kept, goal, BLOCK)
+            chosen, _ = _draw_kept(row, count, kept, goal, BLOCK)
         if probs is not None:
             kept = Kept(low, high, num_equal, least)
             whole = total.to(tl.float32) / UNITS

@@ -241,4 +241,4 @@ def test_memory_that_the_device_cannot_reach(cuda):
     pages = PoolPages([torch.zeros(4, 64, dtype=torch.uint8, device=cuda)])
     ids = torch.zeros(1, dtype=torch.int64, device=cuda)
     with pytest.raises(ValueError, match=r"^buffer: expected a tensor on cuda:0 or in pinned host"):
-        gather_pages(pages, ids, torch.zeros(2, 64, dtype=torch.uint8))
+        gather_pages(pages, ids, torch.zeros(2, 64, dtype=torch.uint8), ids)

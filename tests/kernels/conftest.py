@@ -1,7 +1,15 @@
-"""Fresh memory is poison."""
+"""Tests take ``impl`` in turn, and fresh memory is poison."""
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """Run a test that takes ``impl`` with both implementations, unless it has a table of its own."""
+    tables = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "impl" in metafunc.fixturenames and not any("impl" in names for names in tables):
+        metafunc.parametrize("impl", ["triton", "torch"])
 
 
 @pytest.fixture(autouse=True)

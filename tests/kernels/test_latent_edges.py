@@ -9,6 +9,7 @@ from quire.bench.common.bounds import Bounded, bounded
 from quire.kernels import (
     IndexPages,
     LatentPages,
+    PoolPages,
     compress,
     compressed_attention,
     compressed_attention_workspace_numel,
@@ -455,7 +456,22 @@ INDEX_WORKSPACE = [
 PAGE_BYTES = [row for name in ("storage_block_size", "row_bytes") for row in refused(name, 0, -1, 1.5, True, None)]  # fmt: skip
 
 
+def page(*shape):
+    return zeros(*shape, dtype=U8)
+
+
+POOL_PAGES = [
+    *refused("tensors", (), page(3, 16)),
+    *(row for tensor in (
+        3, zeros(3, 16), page(16, 3).t(), page(1, 16).expand(3, -1), page(3, 0), page(3, 18), page(3, 18)[:, :16],
+        page(3, 20)[:, 2:18],
+    ) for row in refused("tensors", [tensor], blamed="tensors[0]")),
+    *refused("tensors", [page(3, 16), page(4, 16)], blamed="tensors[1]"),
+]  # fmt: skip
+
+
 SIZES = [
+    (PoolPages, {"tensors": [page(3, 16)]}, POOL_PAGES),
     (LatentPages, PLAIN, LATENT_PAGES),
     (IndexPages, {"data": PLAIN["data"], "storage_block_size": 4, "index_dim": 16}, INDEX_PAGES),
     (compressed_attention_workspace_numel, {"head_dim": 512, "num_sms": 8}, WORKSPACE),

@@ -11,11 +11,14 @@ from quire.kernels import (
     expand_streams,
     expert_mlp,
     gated_product,
+    gather_pages,
     norm_rope,
     residual_norm,
     route_tokens,
     sample_tokens,
+    scatter_pages,
 )
+from tests.kernels.pages.test_page_copy import make_call as copy_of_pages
 from tests.support.helpers import DEVICE
 from tests.support.kernels.edges import (
     IMPLS,
@@ -166,11 +169,11 @@ def collapse():
 def wide_streams(n, size):
     """Arguments of ``collapse_streams`` before the head."""
     fn = zeros(n, n * size)
-    return {"streams": zeros(1, n, size), "fn": fn, "base": fn[:, 0].clone(), "scale": zeros(1), "norm_weight": None}  # fmt: skip
+    return {"streams": zeros(1, n, size), "fn": fn, "base": fn[:, 0].clone(), "scale": zeros(1), "norm_weight": zeros(size)}  # fmt: skip
 
 
 COLLAPSE = [
-    *tensors(collapse(), "streams", ("norm_weight",)),
+    *tensors(collapse(), "streams"),
     *refused("streams", lambda a: zeros(3, 0, 16), blamed="streams: n"),
     *refused("streams", lambda a: zeros(3, 2, 0), blamed="streams: hidden_size"),
     unsupported("streams", lambda a: wide_streams(9, 16), "streams: n"),
@@ -297,6 +300,22 @@ SAMPLE = [
 ]  # fmt: skip
 
 
+# Four pages of 3 * 1168 bytes, of 7; a buffer of 6 rows.
+COPY = [
+    *refused("pages", None, 3, lambda a: [*a["pages"].tensors]),
+    *refused("page_ids", None, 3, lambda a: a["page_ids"].int(), lambda a: a["page_ids"][None]),
+    *values("page_ids", lambda a: a["page_ids"] + 7, lambda a: a["page_ids"] - 7),
+    *refused("buffer", None, 3, lambda a: a["buffer"].int(), lambda a: zeros(6, 16, dtype=U8)),
+    *refused("buffer", lambda a: a["buffer"].to("meta")),
+    *refused("buffer", lambda a: zeros(6, 3506, dtype=U8)[:, :3504]),
+    *refused("buffer", lambda a: zeros(6, 3508, dtype=U8)[:, 2:3506]),
+    *refused("rows", None, 3, lambda a: a["rows"].int(), lambda a: a["rows"][:2]),
+    *values("rows", lambda a: a["rows"] + 6, lambda a: a["rows"] - 6),
+    *refused("impl", "cuda", 3),
+]
+GATHER = [*COPY, *refused("buffer", lambda a: a["buffer"][:1].expand(6, -1))]
+
+
 TABLES = [
     (residual_norm, norm, NORM),
     (norm_rope, rope, ROPE),
@@ -312,6 +331,8 @@ TABLES = [
     (combine_experts, combine, COMBINE),
     (copy_overlap, overlap, OVERLAP),
     (sample_tokens, sample, SAMPLE),
+    (gather_pages, copy_of_pages, GATHER),
+    (scatter_pages, copy_of_pages, COPY),
 ]
 
 

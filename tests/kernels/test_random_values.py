@@ -5,10 +5,8 @@ import random
 import pytest
 import torch
 
-from quire.kernels import gather_pages, scatter_pages
 from tests.kernels import test_latent_edges, test_layer_edges
 from tests.kernels.attention import test_edges
-from tests.kernels.pages.test_page_copy import make_call
 from tests.support.helpers import DEVICE
 from tests.support.kernels.edges import IMPLS, copied
 
@@ -18,7 +16,6 @@ TABLES = [
     for module in (test_edges, test_latent_edges, test_layer_edges)
     for function, arguments, *_ in module.TABLES
 ]
-TABLES += [(function, make_call) for function in (gather_pages, scatter_pages)]
 
 
 def is_index(value):

@@ -16,7 +16,6 @@ from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 # A slot that no pool has, for tokens that close nothing; its address does not wrap around to one.
 NO_SLOT = 2**45
 POISON = 0xAB
@@ -256,7 +255,6 @@ CASES = {
 }  # fmt: skip
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_compress(impl, name, monkeypatch):
     if "ragged" in name:  # more sequences than a program looks at at once
@@ -266,7 +264,6 @@ def test_compress(impl, name, monkeypatch):
     run.check_entries()
 
 
-@IMPLS
 @pytest.mark.parametrize("overlap, ratio", [(True, 2), (False, 3), (True, 5), (False, 9)])
 def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
     """Steps of 0 to 2 * ratio + 1 tokens, in one launch and in two: bit for bit the one pass."""
@@ -283,7 +280,6 @@ def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
         run.check_state()
 
 
-@IMPLS
 @pytest.mark.parametrize(
     "shape", [dict(slack=3), dict(slack=4), dict(slack=3, ratio=5, overlap=False)]
 )
@@ -311,7 +307,6 @@ def test_rejected_drafts_leave_no_trace(impl, shape):
             assert run.state[run.state_index[s], position % case.ring].equal(run.row(s, position))
 
 
-@IMPLS
 def test_values_of_several_sizes(impl):
     """A gate of -inf, also on the only token of a window 0; an index key has one scale, also where
     half of its channels are much smaller."""
@@ -324,7 +319,6 @@ def test_values_of_several_sizes(impl):
     run.run(impl).check_entries()
 
 
-@IMPLS
 def test_padding_rows(impl):
     """A sequence of length 0 with a token, one with fewer tokens than rows, and one whose state
     does not exist because it has nothing."""

@@ -12,7 +12,6 @@ from quire.kernels.common import launching
 from tests.kernels.oracles import hyper_connections as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
@@ -32,7 +31,7 @@ class Case:
     hidden_size: int = 32
     dtype: torch.dtype = torch.float32
     iterations: int = 20
-    norm: torch.dtype | None = torch.float32
+    norm: torch.dtype = torch.float32
     shared: bool = False
     head: bool = False
     eps: float = 1e-6
@@ -58,13 +57,11 @@ CASES = {
     "one-stream": Case(n=1),
     "three-streams": Case(n=3, hidden_size=24),
     "five-streams": Case(n=5, hidden_size=16, iterations=4),
-    "no-norm": Case(norm=None),
     "bf16": Case(dtype=BF16, norm=BF16),
     "fp16": Case(dtype=FP16),
-    "bf16-no-norm": Case(dtype=BF16, norm=None),
     "shared": Case(shared=True),
     "head": Case(head=True),
-    "head-no-norm-bf16": Case(head=True, norm=None, dtype=BF16),
+    "head-bf16": Case(head=True, dtype=BF16),
     "one-channel": Case(5, iterations=1, one_channel=True),
     "one-channel-bf16": Case(5, dtype=BF16, iterations=1, one_channel=True),
     "one-channel-fp16": Case(5, dtype=FP16, iterations=1, one_channel=True),
@@ -93,7 +90,7 @@ def make_call(case, seed=3):
         "fn": normal(rows, n * size + 8)[:, 8:] * (n * size) ** -0.5,
         "base": normal(rows) / 2,
         "scale": 1 + 0.3 * normal(1 if case.head else 3),
-        "norm_weight": None if case.norm is None else (1 + 0.3 * normal(size)).to(case.norm),
+        "norm_weight": (1 + 0.3 * normal(size)).to(case.norm),
         "norm_eps": 1e-3,
         "eps": case.eps,
         "iterations": case.iterations,
@@ -121,7 +118,6 @@ def sinkhorn_bound(softmax, exact, iterations):
     return bounded(exact, exact * math.expm1(a + off[0] + off[1]))
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_collapse(impl, name, monkeypatch):
     case = CASES[name]
@@ -172,7 +168,6 @@ EXPANDED = [
 ]
 
 
-@IMPLS
 @pytest.mark.parametrize(("name", "k"), EXPANDED)
 def test_expand(impl, name, k):
     case = CASES[name]
@@ -195,7 +190,6 @@ def test_expand(impl, name, k):
         assert_within_budget(f"token {i}", out[i], exact)
 
 
-@IMPLS
 def test_rows_are_added_in_their_order(impl):
     """Terms of 2^24, 1 and -2^24 in fp32, y first: their sum depends on its order alone."""
     big = 2.0**24
@@ -214,7 +208,6 @@ def test_rows_are_added_in_their_order(impl):
         assert expand_streams(**call, impl=impl).eq(total).all()
 
 
-@IMPLS
 @pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum
 def test_padding_rows(impl):
     """NaN in the streams, rows or weights of a token stays with it; zeros stay finite."""
@@ -243,7 +236,7 @@ def test_released_shapes_are_split(num_tokens, least, most, monkeypatch):
     grids = []
     monkeypatch.setattr(launching, "launch", lambda function, grid, **arguments: grids.append(grid))
     monkeypatch.setattr(launching, "INTERPRETER_SMS", 132)
-    shapes = {"fn": (24, 16384), "base": (24,), "scale": (3,)}
+    shapes = {"fn": (24, 16384), "base": (24,), "scale": (3,), "norm_weight": (4096,)}
     call = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     streams = torch.empty(num_tokens, 4, 4096, dtype=BF16, device="meta")
     collapse_streams(streams, **call, impl="triton")

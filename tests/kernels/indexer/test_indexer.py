@@ -19,7 +19,6 @@ from tests.support.helpers import DEVICE, NAN, needs_e4m3_conversions
 from tests.support.kernels.indexer_cases import IndexCase, exact_scores, make_index_batch
 
 BF16, FP16 = torch.bfloat16, torch.float16
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 # Raw tokens that have just closed 0, 1, topk - 1, topk and topk + 1 entries, and one token fewer.
 AROUND_TOPK = [3, 4, 7, 28, 31, 32, 35, 36]
 
@@ -67,7 +66,6 @@ def assert_selected(got, want):
         assert have.cpu().equal(expected)
 
 
-@IMPLS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_exact_scores_give_exactly_the_oracle_s_selection(case, impl):
     batch = make_index_batch(case)
@@ -75,7 +73,6 @@ def test_exact_scores_give_exactly_the_oracle_s_selection(case, impl):
     assert_selected(index_topk(**batch, impl=impl), want)
 
 
-@IMPLS
 @pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
 def test_rounding_can_only_swap_what_is_as_good(case, impl):
     batch = make_index_batch(dataclasses.replace(case, values="normal"))
@@ -134,7 +131,6 @@ def test_blocks_change_nothing(values, lanes, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-@IMPLS
 @pytest.mark.parametrize("block", [16, indexer_kernel.BLOCK])
 def test_scores_that_are_no_numbers(block, impl, monkeypatch):
     """NaN is the largest and -inf the least there is, but more than no score."""
@@ -164,7 +160,6 @@ def test_chunks_change_nothing_and_stay_within_the_workspace(queries):
     assert guarded[queries * one :].isnan().all() and not workspace.isnan().all()
 
 
-@IMPLS
 def test_given_memory_is_filled_and_nothing_else(impl):
     """Rows behind the last sequence, as a captured graph has them, select nothing."""
     batch = make_index_batch(IndexCase("", [120, 9, 0], [2, 1, 1]))

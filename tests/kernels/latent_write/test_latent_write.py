@@ -13,7 +13,6 @@ from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 from tests.support.oracles import once
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 POISON = 0xAB
 BF16, FP16, U8 = torch.bfloat16, torch.float16, torch.uint8
 
@@ -116,7 +115,6 @@ def assert_rows(name, rows, call, case):
     assert_quantised(name, rows[:, :448], exact[:, :448], 64)
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_write_latent(impl, name):
     case = CASES[name]
@@ -148,7 +146,6 @@ def test_write_latent(impl, name):
     torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
 
 
-@IMPLS
 @pytest.mark.parametrize("block_size, dtype", [(64, BF16), (2, torch.float32)])
 def test_quantised_bytes(impl, block_size, dtype):
     """Without norm and RoPE every byte of the pool is the oracle's."""
@@ -186,7 +183,6 @@ HEADS = {
 }
 
 
-@IMPLS
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_of_tokens(impl, name, in_place):
@@ -203,7 +199,6 @@ def test_heads_of_tokens(impl, name, in_place):
     assert wide[:, dim:].isnan().all()
 
 
-@IMPLS
 def test_rows_of_angles_and_of_x_that_are_not_read(impl):
     """Positions near a million name their rows alone; a row without a slot is not read, and NaN
     rows do not reach their neighbours."""
@@ -225,7 +220,6 @@ def test_rows_of_angles_and_of_x_that_are_not_read(impl):
     torch.testing.assert_close(pages.data, expected.data, rtol=0, atol=0, equal_nan=True)
 
 
-@IMPLS
 def test_addresses_beyond_32_bits(impl):
     """A page 2^32 bytes behind the first one (memory that is never touched costs nothing)."""
     stride = 1 << 30

@@ -13,7 +13,6 @@ from tests.kernels.oracles import experts as reference
 from tests.kernels.oracles.gating import gated_product
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 BF16 = torch.bfloat16
 SILU, GELU = {"activation": "silu"}, {"activation": "gelu_tanh"}
 GPT_OSS = {"activation": "silu", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
@@ -154,7 +153,6 @@ def exact(call, options, impl="triton"):
     return out
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_expert_mlp(impl, name, monkeypatch):
     case = CASES[name]

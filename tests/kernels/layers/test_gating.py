@@ -11,7 +11,6 @@ from quire.kernels.layers import gating
 from tests.kernels.oracles import gating as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SILU, GELU = {"activation": "silu"}, {"activation": "gelu_tanh"}
 GPT_OSS = {"activation": "silu", "limit": 7.0, "alpha": 1.702, "up_offset": 1.0}
@@ -37,7 +36,6 @@ CASES = {
 }
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_gated_product(impl, name):
     num_rows, width, options, dtype, layout, scale = CASES[name]
@@ -64,7 +62,6 @@ def test_rows_that_end_within_a_program(monkeypatch):
     assert gated_product(gate, up, **SILU, impl="triton").equal(expected)
 
 
-@IMPLS
 def test_numbers_that_overflow_an_exponential(impl):
     """Gates far below zero give zeros, those far above themselves; a NaN stays one."""
     gate = torch.tensor([[-1e4, -90.0, 0.0, 1e4, NAN, 3.0]], device=DEVICE)

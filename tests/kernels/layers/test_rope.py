@@ -11,7 +11,6 @@ from tests.kernels.oracles import rope as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.oracles import once
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 EPS = 1e-2  # large enough to be seen
 BF16 = torch.bfloat16
 
@@ -91,7 +90,6 @@ def make(case, seed=0):
     }
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_norm_rope(impl, name):
     arguments = make(CASES[name])
@@ -111,7 +109,6 @@ def test_a_head_size_of_torch_alone():
     assert_within_budget("out", norm_rope(**arguments, impl="torch"), exact)
 
 
-@IMPLS
 def test_a_head_without_frequencies_stays_where_it_is(impl):
     """Pairs of frequency 0 (proportional RoPE) keep their bits."""
     arguments = make(CASES["llama-bf16"])

@@ -10,8 +10,6 @@ from quire.kernels import combine_experts, route_tokens
 from tests.kernels.oracles import routing as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
-
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -88,7 +86,6 @@ def wide(tensor):
     return None if tensor is None else tensor.double()
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_route(impl, name):
     case = CASES[name]
@@ -133,7 +130,6 @@ def test_equal_scores():
     assert weights.isfinite().all()
 
 
-@IMPLS
 @pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum
 @pytest.mark.parametrize("softmax", [False, True])
 def test_padding_rows(impl, softmax):
@@ -157,7 +153,6 @@ COMBINED = [
 ]
 
 
-@IMPLS
 @pytest.mark.parametrize("addend", [False, True])
 @pytest.mark.parametrize(("num_tokens", "k", "size", "dtype"), COMBINED)
 def test_combine(impl, addend, num_tokens, k, size, dtype):
@@ -178,7 +173,6 @@ def test_combine(impl, addend, num_tokens, k, size, dtype):
         assert_within_budget(f"token {t}", out[t], exact)
 
 
-@IMPLS
 @pytest.mark.parametrize(("weights", "total"), [((1, 0, -1), 0), ((1, -1, 0), 1), ((0, 1, -1), 0)])
 def test_combine_sums_in_the_order_of_the_router(impl, weights, total):
     """Terms of 2^24, 1 and -2^24 in fp32, whose sum depends on its order."""

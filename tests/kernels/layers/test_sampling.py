@@ -11,8 +11,6 @@ from quire.kernels.layers import sampling
 from tests.kernels.oracles import sampling as reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
-
 # temperature, top_k, top_p, min_p
 GREEDY = (0.0, 3, 0.5, 0.5)
 PLAIN = (1.0, 0, 1.0, 0.0)
@@ -80,7 +78,6 @@ def expect_sure(logits, mass, filters, unsure):
         assert ((mass[order] - min_p).abs() > unsure).all()
 
 
-@IMPLS
 @pytest.mark.parametrize("name", CASES)
 def test_sample(impl, name, monkeypatch):
     """The distributions of rows, and the token that u selects."""
@@ -123,7 +120,6 @@ def test_sample(impl, name, monkeypatch):
             assert token == reference.drawn(want.tolist(), u[i])
 
 
-@IMPLS
 def test_draws_at_and_between_borders(impl):
     """Each token's own share of u gives that token; the border of two gives the later one."""
     logits = make_logits(1, 40).expand(40, 40)
@@ -137,7 +133,6 @@ def test_draws_at_and_between_borders(impl):
     assert sample_tokens(**call, impl=impl).tolist() == [1, 1, 3, 5, 5]
 
 
-@IMPLS
 def test_equal_logits_are_cut_in_the_order_of_ids(impl):
     """Also where their shares add up to top_p exactly."""
     filters = [(1.0, 4, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 6, 0.5, 0.0), (1.0, 0, 1.0, 1.0)]
@@ -150,7 +145,6 @@ def test_equal_logits_are_cut_in_the_order_of_ids(impl):
         assert row.nonzero().squeeze(1).tolist() == kept
 
 
-@IMPLS
 @pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's numbers
 def test_extreme_temperatures(impl):
     logits = torch.tensor([[1e4, -1e4, 0.0]] * 2, device=DEVICE)
@@ -161,7 +155,6 @@ def test_extreme_temperatures(impl):
     assert (probs[1] - 1 / 3).abs().max() < 2 * UNIT
 
 
-@IMPLS
 def test_the_lowest_of_equal_largest_logits(impl, monkeypatch):
     monkeypatch.setattr(sampling, "BLOCK", 128)
     logits = torch.zeros(4, 700, device=DEVICE)
@@ -174,7 +167,6 @@ def test_the_lowest_of_equal_largest_logits(impl, monkeypatch):
     assert sample_tokens(logits[:0], impl=impl).shape == (0,)
 
 
-@IMPLS
 @pytest.mark.parametrize("with_filters", [False, True])
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers
 def test_rows_that_give_no_token(impl, with_filters, monkeypatch):

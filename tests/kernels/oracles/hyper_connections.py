@@ -50,10 +50,7 @@ def sinkhorn(softmax, eps, iterations):
 
 def collapsed(streams, pre, norm_weight, norm_eps, rounded):
     """``out`` [hidden_size]; rounded: what is left of the sum before it is normed."""
-    out = (pre[:, None] * streams).sum(0)
-    if norm_weight is None:
-        return out
-    out = rounded(out)
+    out = rounded((pre[:, None] * streams).sum(0))
     return out / torch.sqrt((out * out).mean() + norm_eps) * norm_weight.to(out.dtype)
 
 

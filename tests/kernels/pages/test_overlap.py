@@ -53,7 +53,6 @@ def make_call(name):
     return {name: tensor.to(DEVICE) for name, tensor in call.items()}
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("name", CASES)
 def test_copy_overlap(impl, name):
     call = make_call(name)

@@ -7,7 +7,6 @@ from quire.kernels import write_kv
 from tests.kernels.oracles import write_kv as reference
 from tests.support.helpers import DEVICE, NAN, AttentionCase, make_pages
 
-IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NAN_E4M3 = 0x7F
 WRITES = {
@@ -60,7 +59,6 @@ def assert_same(tensors, expected):
         torch.testing.assert_close(got.cpu().float(), want.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@IMPLS
 @pytest.mark.parametrize("name", WRITES)
 def test_rows_as_they_are(impl, name):
     case, k, v, slots = make_rows(name)
@@ -71,7 +69,6 @@ def test_rows_as_they_are(impl, name):
     assert_same(pages, expected)
 
 
-@IMPLS
 @pytest.mark.parametrize("name", WRITES)
 def test_rows_with_scales_of_their_own(impl, name):
     case, k, v, slots = make_rows(name)
@@ -92,7 +89,6 @@ def around_codes():
     return torch.cat([x, x.new_zeros(-len(x) % 16)]).view(-1, 1, 16)
 
 
-@IMPLS
 @pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(3.3), torch.tensor([2.0**-9])])
 def test_one_scale_rounds_as_torch_does(impl, scale):
     """The quotient; `common.test_e4m3` rounds every number."""

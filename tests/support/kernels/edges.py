@@ -171,7 +171,7 @@ def expect_refusal(function, row, arguments, impl):
     given = row.applied(arguments)
     outputs = {
         name: given[name].clone().float()
-        for name in ("out", "lse", "lens", "state", "k_pages")
+        for name in ("out", "lse", "lens", "state", "buffer", "k_pages")
         if isinstance(given.get(name), torch.Tensor) and given[name].device.type == DEVICE
     }
     with pytest.raises((ValueError, NotImplementedError)) as raised:
